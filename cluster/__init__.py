@@ -1,0 +1,1 @@
+"""The deployment as one object: config, Ray actors, supervision, scaling and the `baton` command."""

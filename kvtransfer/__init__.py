@@ -1,0 +1,1 @@
+"""Moving KV cache between workers: block identity, sessions, resharding and transports."""

@@ -1,0 +1,1 @@
+"""The contracts every package shares: gRPC messages, value types and typed errors."""
