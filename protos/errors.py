@@ -1,0 +1,159 @@
+"""Every error Baton raises for a reason outside its own code, with its gRPC status and its HTTP code.
+
+    BatonError
+    ├── InvalidRequest            INVALID_ARGUMENT     400   the caller can mend it: names the parameter
+    │   ├── UnsupportedParameter                       400   documented by the API, not offered here
+    │   ├── ContextLengthExceeded                      400   prompt + answer do not fit
+    │   └── PayloadTooLarge                            413
+    ├── NotFound                  NOT_FOUND            404
+    │   ├── UnknownModel
+    │   └── UnknownRequest
+    ├── Overloaded                RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
+    ├── Unavailable               UNAVAILABLE          503   try again: nothing was wrong with the request
+    │   ├── NoWorkers                                        a pool has no live worker
+    │   ├── WorkerLost                                       the worker died with the request on it
+    │   ├── WorkerDraining                                   the worker takes no new work
+    │   └── TransferFailed                                   KV did not arrive: lane lost, ticket expired or fenced
+    ├── DeadlineExceeded          DEADLINE_EXCEEDED    504
+    ├── Cancelled                 CANCELLED            499   the client went away
+    ├── Misconfigured             FAILED_PRECONDITION  500   found at start-up, before any work is taken
+    │   ├── UnsupportedModel                                 checkpoint or option this engine does not serve
+    │   ├── BadCheckpoint                                    files missing, truncated or contradictory
+    │   └── IncompatibleWorkers                              layouts, dtypes or models that cannot be paired
+    └── Internal                  INTERNAL             500   a bug of ours
+
+An error crosses a process boundary as (code, message, param, retry_after_s): `ErrorInfo` in `protos.values`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from grpc import StatusCode
+
+
+class BatonError(Exception):
+    """Root of the tree. `code` is stable and machine readable; the message is for people."""
+
+    code: ClassVar[str] = "internal_error"
+    grpc_status: ClassVar[StatusCode] = StatusCode.INTERNAL
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(BatonError):
+    code = "invalid_request"
+    grpc_status = StatusCode.INVALID_ARGUMENT
+    http_status = 400
+
+
+class UnsupportedParameter(InvalidRequest):
+    code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class PayloadTooLarge(InvalidRequest):
+    code = "payload_too_large"
+    http_status = 413
+
+
+class NotFound(BatonError):
+    code = "not_found"
+    grpc_status = StatusCode.NOT_FOUND
+    http_status = 404
+
+
+class UnknownModel(NotFound):
+    code = "model_not_found"
+
+
+class UnknownRequest(NotFound):
+    code = "request_not_found"
+
+
+class Overloaded(BatonError):
+    code = "overloaded"
+    grpc_status = StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
+
+
+class Unavailable(BatonError):
+    code = "unavailable"
+    grpc_status = StatusCode.UNAVAILABLE
+    http_status = 503
+    retryable = True
+
+
+class NoWorkers(Unavailable):
+    code = "no_workers"
+
+
+class WorkerLost(Unavailable):
+    code = "worker_lost"
+
+
+class WorkerDraining(Unavailable):
+    code = "worker_draining"
+
+
+class TransferFailed(Unavailable):
+    code = "transfer_failed"
+
+
+class DeadlineExceeded(BatonError):
+    code = "deadline_exceeded"
+    grpc_status = StatusCode.DEADLINE_EXCEEDED
+    http_status = 504
+
+
+class Cancelled(BatonError):
+    code = "cancelled"
+    grpc_status = StatusCode.CANCELLED
+    http_status = 499
+
+
+class Misconfigured(BatonError):
+    code = "misconfigured"
+    grpc_status = StatusCode.FAILED_PRECONDITION
+
+
+class UnsupportedModel(Misconfigured):
+    code = "unsupported_model"
+
+
+class BadCheckpoint(Misconfigured):
+    code = "bad_checkpoint"
+
+
+class IncompatibleWorkers(Misconfigured):
+    code = "incompatible_workers"
+
+
+class Internal(BatonError):
+    code = "internal_error"
+
+
+def _tree(root: type[BatonError]) -> dict[str, type[BatonError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+ERRORS_BY_CODE: dict[str, type[BatonError]] = _tree(BatonError) | {Internal.code: Internal}
+
+
+def error_from_code(
+    code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+) -> BatonError:
+    """The typed error for a code that came over the wire; an unknown code (a newer peer) becomes `Internal`."""
+    return ERRORS_BY_CODE.get(code, Internal)(message, param=param, retry_after_s=retry_after_s)

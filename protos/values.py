@@ -1,0 +1,291 @@
+"""The nouns that cross a process boundary, as frozen values. `protos.wire` turns them into protobuf and back.
+
+Units: `_s` seconds, `num_` counts, `_bytes` bytes. Token ids are plain ints; a prompt is a tuple of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+BlockHash = bytes
+"""16 bytes: chained hash of a full KV block and everything before it (`kvtransfer.hashing`)."""
+
+BLOCK_HASH_BYTES = 16
+
+
+class WorkerRole(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"
+
+
+class FinishReason(StrEnum):
+    """Why a worker has nothing more to say about a request. PREFILLED: the first token is out, decode goes on."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    PREFILLED = "prefilled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen. `seed` is always set: the gateway draws one when the client gives none.
+
+    The random number for an output token depends on (seed, its index in the output) alone.
+    `max_tokens` and `min_tokens` count every output token, also those made before the request moved here.
+    `logprobs` None: none; 0: of the chosen token; k: also the k most likely (before temperature, top-k and top-p).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    min_tokens: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """Shape of one worker's KV cache; `num_kv_heads` counts over all its `tp` ranks, `block_size` is in tokens."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    tp: int = 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, keys and values, over all layers and ranks."""
+        width = {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneAddress:
+    """Where a worker can be met: the rendezvous store its lanes' process groups are made over."""
+
+    worker_id: str
+    incarnation: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """A decode worker's promise to keep `block_ids` for one request, and the right to write into them.
+
+    The blocks hold tokens [num_cached_tokens, prompt length), in order; `num_cached_tokens` is a multiple of the
+    block size. `lease_s` runs from the moment the ticket is received. A message that carries an older generation
+    than the ledger's is dropped.
+    """
+
+    ticket_id: str
+    generation: int
+    lease_s: float
+    block_ids: tuple[int, ...]
+    num_cached_tokens: int
+    layout: KVLayout
+    destination: LaneAddress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One sequence to be continued after `prompt_ids + output_ids`.
+
+    `output_ids` are tokens the client has already: the first token when decode takes over from prefill, or all of
+    them when the request moves to another pair. `ticket` says where a prefill worker pushes the KV, or which
+    reservation a decode worker adopts; None means that the worker does the whole request by itself.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...] = ()
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: bytes = b""
+    ticket: Ticket | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveRequest:
+    """Asks a decode worker for blocks that `source` may write. `lease_s` bounds how long they are kept."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    cache_salt: bytes = b""
+    generation: int = 1
+    lease_s: float = 30.0
+    source: LaneAddress
+    source_layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """Natural-log probabilities of one position: the chosen token and the most likely ones, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorInfo:
+    code: str
+    message: str
+    param: str = ""
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceUpdate:
+    """What one engine step did to one request. `num_cached_tokens` is set on the first update that has tokens."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStored:
+    """Blocks that became a cached prefix, in prompt order; `parent` is the block before the first, b"" at the root."""
+
+    hashes: tuple[BlockHash, ...]
+    parent: BlockHash = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRemoved:
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleared:
+    """The whole cache is gone."""
+
+
+KVEvent = BlockStored | BlockRemoved | Cleared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEvents:
+    """Events first_seq, first_seq + 1, ... of one incarnation. A snapshot replaces everything known before;
+    its `first_seq` is the number of the next event that will follow it."""
+
+    incarnation: int
+    first_seq: int
+    events: tuple[KVEvent, ...]
+    snapshot: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """A worker's load after a step. `num_free_blocks` counts evictable cached blocks as free."""
+
+    step: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_prefill_tokens: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    num_tickets: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    transfer_bytes: int = 0
+    transfer_s: float = 0.0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMessage:
+    """Everything one engine step has to tell one gateway."""
+
+    updates: tuple[SequenceUpdate, ...] = ()
+    events: tuple[KVEvents, ...] = ()
+    load: WorkerLoad | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """First message of a gateway: who it is, and which KV events of which incarnation it wants next."""
+
+    gateway_id: str
+    incarnation: int = 0
+    next_seq: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What a worker says of itself at the handshake. `address` is host:port of its gRPC service."""
+
+    worker_id: str
+    incarnation: int
+    role: WorkerRole
+    model: str
+    address: str
+    layout: KVLayout
+    lane: LaneAddress
+    max_model_len: int
+    vocab_size: int
+    device: str = "cpu"
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TicketStats:
+    ticket_id: str
+    generation: int
+    state: str
+    owner: str
+    age_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneStats:
+    """One lane to one peer. `busy_s` was spent moving bytes; `idle_s` has passed since the last progress."""
+
+    peer: str
+    transport: str
+    state: str
+    num_bytes: int
+    busy_s: float
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStats:
+    info: WorkerInfo
+    load: WorkerLoad
+    tickets: tuple[TicketStats, ...] = field(default=())
+    lanes: tuple[LaneStats, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Healthy means progress: false when requests are running and no step has finished within the bound."""
+
+    healthy: bool
+    reason: str = ""
+    since_last_step_s: float = 0.0

@@ -1,0 +1,123 @@
+"""Every value survives the way through bytes, and every error keeps its type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from protos import errors, values
+from protos.wire import _MESSAGES, error_info, from_proto, raised, to_proto
+
+LAYOUT = values.KVLayout(num_layers=2, num_kv_heads=4, head_dim=16, block_size=16, dtype="bfloat16", tp=2)
+LANE = values.LaneAddress(worker_id="decode-0", incarnation=7, host="127.0.0.1", port=4711)
+TICKET = values.Ticket(
+    ticket_id="r1", generation=3, lease_s=30.0, block_ids=(5, 9), num_cached_tokens=16, layout=LAYOUT, destination=LANE
+)
+SAMPLING = values.SamplingParams(
+    temperature=0.7, logit_bias=((3, -100.0), (4, 1.5)), seed=2**63 + 1, logprobs=0, stop_token_ids=(2, 3)
+)
+LOGPROBS = values.Logprobs(
+    chosen=values.TokenLogprob(token_id=1, logprob=-0.5), top=(values.TokenLogprob(token_id=1, logprob=-0.5),)
+)
+LOAD = values.WorkerLoad(step=3, num_running=2, num_blocks=10, draining=True)
+INFO = values.WorkerInfo(
+    worker_id="decode-0",
+    incarnation=7,
+    role=values.WorkerRole.DECODE,
+    model="demo",
+    address="127.0.0.1:1",
+    layout=LAYOUT,
+    lane=LANE,
+    max_model_len=2048,
+    vocab_size=4096,
+)
+HASHES = (bytes(range(16)), bytes(range(16, 32)))
+EVENTS = values.KVEvents(
+    incarnation=7,
+    first_seq=4,
+    events=(
+        values.BlockStored(hashes=HASHES, parent=bytes(16)),
+        values.BlockStored(hashes=HASHES),
+        values.BlockRemoved(hashes=HASHES[:1]),
+        values.Cleared(),
+    ),
+    snapshot=True,
+)
+UPDATES = (
+    values.SequenceUpdate(request_id="a", token_ids=(1, 2), logprobs=(LOGPROBS, LOGPROBS), num_cached_tokens=16),
+    values.SequenceUpdate(request_id="b", finish_reason=values.FinishReason.PREFILLED),
+    values.SequenceUpdate(request_id="c", error=values.ErrorInfo(code="worker_lost", message="gone")),
+)
+REQUEST = values.GenerateRequest(request_id="a", prompt_ids=(1, 2, 3), sampling=SAMPLING, cache_salt=b"s", ticket=TICKET)
+
+SAMPLES = [
+    SAMPLING,
+    LAYOUT,
+    LANE,
+    TICKET,
+    REQUEST,
+    values.GenerateRequest(request_id="b", prompt_ids=(1,), output_ids=(9,), sampling=values.SamplingParams()),
+    values.ReserveRequest(request_id="a", prompt_ids=(1,), source=LANE, source_layout=LAYOUT),
+    LOGPROBS.chosen,
+    LOGPROBS,
+    values.ErrorInfo(code="c", message="m", param="p", retry_after_s=1.5),
+    *UPDATES,
+    *EVENTS.events,
+    EVENTS,
+    LOAD,
+    values.StepMessage(updates=UPDATES, events=(EVENTS,), load=LOAD),
+    values.StepMessage(),
+    values.Hello(gateway_id="g", incarnation=1, next_seq=2),
+    INFO,
+    values.TicketStats(ticket_id="t", generation=1, state="reserved", owner="prefill-0", age_s=0.5, num_bytes=4096),
+    values.LaneStats(peer="p", transport="inproc", state="open", num_bytes=1, busy_s=0.5, idle_s=0.25),
+    values.WorkerStats(info=INFO, load=LOAD),
+    values.Health(healthy=False, reason="stuck", since_last_step_s=9.5),
+]
+
+
+def test_every_message_has_a_sample() -> None:
+    assert {type(sample) for sample in SAMPLES} == set(_MESSAGES)
+
+
+@pytest.mark.parametrize("value", SAMPLES, ids=lambda value: type(value).__name__)
+def test_a_value_survives_the_wire(value: object) -> None:
+    message = to_proto(value)
+    again = type(message).FromString(message.SerializeToString())
+    decoded = from_proto(type(value), again)
+    assert _approx(decoded) == _approx(value)
+
+
+def _approx(value: object) -> object:
+    return repr(value)
+
+
+@pytest.mark.parametrize("kind", sorted(errors.ERRORS_BY_CODE.values(), key=lambda kind: kind.code))
+def test_an_error_keeps_its_type_and_its_words(kind: type[errors.BatonError]) -> None:
+    sent = kind("what went wrong", param="max_tokens", retry_after_s=2.5)
+    again = raised(error_info(sent))
+    assert type(again) is (errors.Internal if kind is errors.BatonError else kind)
+    assert (again.message, again.param, again.retry_after_s) == ("what went wrong", "max_tokens", 2.5)
+
+
+def test_codes_are_unique_and_statuses_are_errors() -> None:
+    kinds = list(_below(errors.BatonError))
+    assert len({kind.code for kind in kinds}) == len(kinds)
+    assert all(400 <= kind.http_status < 600 for kind in kinds)
+
+
+def _below(root: type[errors.BatonError]) -> Iterator[type[errors.BatonError]]:
+    for child in root.__subclasses__():
+        yield child
+        yield from _below(child)
+
+
+def test_an_unknown_code_of_a_newer_peer_is_an_internal_error() -> None:
+    assert type(errors.error_from_code("from_the_future", "?")) is errors.Internal
+
+
+def test_a_foreign_exception_is_reported_as_ours() -> None:
+    info = error_info(ZeroDivisionError("division by zero"))
+    assert info.code == "internal_error"
+    assert "ZeroDivisionError" in info.message
