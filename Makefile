@@ -1,0 +1,66 @@
+# Baton's verbs. Each prepares what it needs; a second call is instant. Settings:
+#   ARGS         more flags for the program: make up ARGS="--port 9000"
+#   PYTHON       the interpreter for .venv, 3.11 or 3.12 (found by itself)
+#   TORCH_INDEX  an index of torch's CPU builds, for a machine without a GPU whose pip knows none (CONTRIBUTING.md)
+
+BIN     := .venv/bin
+RUNTIME := .venv/.installed
+DEV     := .venv/.installed-dev
+CODE    := cluster router workers prefill_pool decode_pool kvtransfer protos $(wildcard demo benchmarks)
+OUT     := .
+
+USABLE  := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+PYTHON   = $(firstword $(foreach p,python3 python3.12 python3.11,$(shell $p -c '$(USABLE)' 2>&- && echo $p)))
+PIP      = PYTHONWARNINGS=ignore $(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+           --constraint $(if $(shell command -v nvidia-smi),constraints-cuda.txt,constraints.txt)
+
+export PYTHONPATH := $(CURDIR)
+
+help:  ## list the verbs
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+up: $(RUNTIME)  ## start a local cluster with the demo model; Ctrl-C stops it
+	@exec $(BIN)/baton up $(ARGS)
+
+check: $(DEV)  ## style, types, import directions, layout: under a minute
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy $(CODE)
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/test_layout.py
+
+test: $(DEV)  ## the whole test suite: make test ARGS="-k router"
+	@.ci/packages
+	$(BIN)/pytest $(ARGS)
+
+bench: $(RUNTIME)  ## measure a running cluster
+	@exec $(BIN)/baton bench $(ARGS)
+
+format: $(DEV)  ## rewrite the code in the house style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+protos: $(DEV)  ## regenerate the gRPC code from protos/*.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --plugin=$(BIN)/protoc-gen-mypy --plugin=$(BIN)/protoc-gen-mypy_grpc \
+	  --python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) protos/*.proto
+
+clean:  ## remove the virtual environment and every cache
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/pip:
+	@test -n "$(PYTHON)" || { echo "Baton needs Python 3.11 or 3.12 with venv; name one: make PYTHON=/path/to/python3"; exit 1; }
+	@echo "Creating .venv with $(PYTHON)"
+	@$(PYTHON) -m venv .venv
+
+$(RUNTIME): pyproject.toml constraints.txt constraints-cuda.txt | $(BIN)/pip
+	@echo "Installing Baton (several minutes the first time)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt constraints-cuda.txt | $(BIN)/pip
+	@echo "Installing Baton and its development tools (several minutes the first time)"
+	@$(PIP) --editable '.[dev]'
+	@touch $(RUNTIME) $@
+
+.PHONY: help up check test bench format protos clean

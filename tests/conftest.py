@@ -1,0 +1,33 @@
+"""The conditions every test runs under: one thread per library, nothing online, gpu tests only where there is one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+from hypothesis import settings
+
+# Set before anything imports torch, tokenizers or Ray, and inherited by the processes that tests start.
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    MKL_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+    HF_HUB_OFFLINE="1",
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+)
+
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the gpu tests on a machine without one; pytest's summary line counts them as deselected."""
+    if shutil.which("nvidia-smi"):
+        return
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if needs_gpu:
+        config.hook.pytest_deselected(items=needs_gpu)
+        items[:] = [item for item in items if item not in needs_gpu]

@@ -1,0 +1,167 @@
+"""The house rules that no other tool checks. Each failure names the file and the fix."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("cluster", "router", "workers", "prefill_pool", "decode_pool", "kvtransfer", "protos")
+TOP_LEVEL = {
+    *PACKAGES, "deploy", "tests", "benchmarks", "demo", "docs", "pyproject.toml", "constraints.txt",
+    "constraints-cuda.txt", "README.md", "LICENSE", "Makefile", "CHANGELOG.md", "CONTRIBUTING.md", ".ci", ".gitignore",
+}  # fmt: skip
+DRAWERS = {"utils", "util", "common", "helpers", "helper", "core", "misc", "shared", "lib"}
+GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# Decisions are tested in milliseconds and simulated by the million: these modules and all they import stay free of tensors.
+PURE = {
+    "kvtransfer": ("blocks", "hashing", "events", "ledger", "session", "reshard", "transport"),
+    "workers": ("engine.scheduler", "engine.request", "engine.batch", "kv.blocks"),
+}
+HEAVY = ("torch", "triton", "ray", "transformers")
+
+
+def files(pattern: str = "*") -> list[Path]:
+    """Every file git tracks or would track, relative to the root, that matches the glob and was not generated."""
+    listed = subprocess.check_output(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, text=True)
+    paths = [Path(name) for name in sorted(set(listed.split("\0"))) if name and (ROOT / name).is_file()]
+    return [path for path in paths if path.match(pattern) and not GENERATED.search(path.name)]
+
+
+def report(offences: Iterator[str]) -> None:
+    """Fail with one offence a line."""
+    found = list(offences)
+    assert not found, "\n" + "\n".join(found)
+
+
+def code_lines(source: str, tree: ast.Module) -> set[int]:
+    """Numbers of the lines that hold code: neither blank nor comment nor docstring."""
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in blank:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def test_files_and_functions_stay_small() -> None:
+    def offences() -> Iterator[str]:
+        for path in files("*.py"):
+            source = (ROOT / path).read_text()
+            tree = ast.parse(source, str(path))
+            lines = code_lines(source, tree)
+            if len(lines) > MAX_FILE_LINES:
+                yield f"{path}: {len(lines)} code lines, the cap is {MAX_FILE_LINES}: split it by responsibility"
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    size = len(lines & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
+                    if size > MAX_FUNCTION_LINES:
+                        where = f"{path}:{node.lineno}: {node.name}"
+                        yield f"{where} has {size} code lines, the cap is {MAX_FUNCTION_LINES}: extract its steps"
+
+    report(offences())
+
+
+def test_there_are_no_drawer_modules() -> None:
+    report(
+        f"{path}: '{name}' is a drawer: put each thing into the lowest package that owns it"
+        for path in files("*.py")
+        for name in (*path.parts[:-1], path.stem)
+        if name in DRAWERS
+    )
+
+
+def test_the_top_level_is_fixed() -> None:
+    report(
+        f"{top}: not an allowed top-level entry: move it into a package, deploy/, demo/, docs/ or benchmarks/"
+        for top in sorted({path.parts[0] for path in files()} - TOP_LEVEL)
+    )
+
+
+def test_files_name_no_machine_and_no_registry() -> None:
+    machine = re.compile(r"(?<![\w.~])/(?:work|root)\b|(?<![\w.~])/tmp/\w")
+    registry = re.compile(
+        r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|anaconda\.org|npmjs\.(?:org|com)|crates\.io|debian\.org"
+        r"|docker\.io|\bgcr\.io|ghcr\.io|nvcr\.io|quay\.io|registry\.k8s\.io"
+    )
+
+    def offences() -> Iterator[str]:
+        for path in files():
+            try:
+                text = (ROOT / path).read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue  # weights and pictures
+            for number, line in enumerate(text.splitlines(), 1):
+                if found := machine.search(line):
+                    yield f"{path}:{number}: {found.group()} exists on one machine only: take it as a setting"
+                if found := registry.search(line):
+                    yield f"{path}:{number}: {found.group()} is a registry: leave the choice to pip's or Docker's own settings"
+
+    report(offences())
+
+
+def test_packages_are_imported_from_this_checkout(tmp_path: Path) -> None:
+    """From any folder, without PYTHONPATH: this is how the `baton` command and Ray's workers see them."""
+    program = f"import importlib, json; print(json.dumps([importlib.import_module(n).__file__ for n in {PACKAGES}]))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    output = subprocess.check_output([sys.executable, "-c", program], cwd=tmp_path, env=environment, text=True)
+    report(
+        f"{name} is imported from {origin}, not from {ROOT / name}: run `make check`, which installs this checkout"
+        for name, origin in zip(PACKAGES, json.loads(output), strict=True)
+        if Path(origin) != ROOT / name / "__init__.py"
+    )
+
+
+def pure_modules() -> list[str]:
+    """The modules of PURE that exist."""
+    named = [(package, module) for package, modules in PURE.items() for module in modules]
+    return [f"{p}.{m}" for p, m in named if (ROOT / p / f"{m.replace('.', '/')}.py").is_file()]
+
+
+def test_pure_modules_never_name_a_heavy_library() -> None:
+    """Every import statement counts, also one inside a function that no test happens to call."""
+    graph = grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
+    chains = (
+        (module, graph.find_shortest_chain(module, heavy))
+        for module in pure_modules()
+        for heavy in HEAVY
+        if heavy in graph.modules
+    )
+    report(f"{module}: imports {' -> '.join(chain)}: cut the chain" for module, chain in chains if chain)
+
+
+@pytest.mark.parametrize("module", pure_modules())
+def test_pure_modules_load_without_heavy_libraries(module: str) -> None:
+    """What really loads, packages' __init__ included."""
+    program = f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); import {module}"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{module} must import without {', '.join(HEAVY)}\n{result.stderr}"
+
+
+def test_generated_code_is_current(tmp_path: Path) -> None:
+    subprocess.check_call(["make", "--silent", "protos", f"OUT={tmp_path}"], cwd=ROOT)
+    fresh = {path.name: path.read_text() for path in (tmp_path / "protos").iterdir()}
+    committed = {path.name: path.read_text() for path in (ROOT / "protos").iterdir() if GENERATED.search(path.name)}
+    report(
+        f"protos/{name}: does not match its .proto: run `make protos` and commit the result"
+        for name in sorted(fresh.keys() | committed.keys())
+        if fresh.get(name) != committed.get(name)
+    )
