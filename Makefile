@@ -26,7 +26,7 @@ check: $(DEV)  ## style, types, import directions, layout: under a minute
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy $(CODE)
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -q tests/test_layout.py
 
 test: $(DEV)  ## the whole test suite: make test ARGS="-k router"

@@ -28,7 +28,7 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
-# Decisions are tested in milliseconds and simulated by the million: these modules and all they import stay free of tensors.
+# Decisions are tested in milliseconds and simulated by the million: these modules never reach a tensor.
 PURE = {
     "kvtransfer": ("blocks", "hashing", "events", "ledger", "session", "reshard", "transport"),
     "workers": ("engine.scheduler", "engine.request", "engine.batch", "kv.blocks"),
@@ -113,7 +113,7 @@ def test_files_name_no_machine_and_no_registry() -> None:
                 if found := machine.search(line):
                     yield f"{path}:{number}: {found.group()} exists on one machine only: take it as a setting"
                 if found := registry.search(line):
-                    yield f"{path}:{number}: {found.group()} is a registry: leave the choice to pip's or Docker's own settings"
+                    yield f"{path}:{number}: {found.group()} is a registry: leave it to pip's or Docker's settings"
 
     report(offences())
 
