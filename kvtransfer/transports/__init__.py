@@ -1,0 +1,1 @@
+"""Transports: each a Sender and a Receiver behind `kvtransfer.transport`."""

@@ -1,0 +1,1 @@
+"""Attention over a paged KV cache, one backend a kind of machine."""

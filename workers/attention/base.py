@@ -1,0 +1,45 @@
+"""The seam between the decoder stack and whatever computes attention on this machine.
+
+Legend of shape suffixes: T tokens of the batch (rows packed, never padded), S sequences (rows), B blocks of the longest
+sequence, N query heads, K key/value heads, D head dim, both of this rank. The cache is `workers.kv.storage.KVStorage`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionInputs:
+    """Where each token of the step stands. Made once a step, before the first layer.
+
+    `positions_T` int64; `slots_T` int64 = block id * block size + offset, where the token's K and V are written;
+    `query_starts` S + 1 offsets into T; `context_lens` S tokens visible to the row's last token, itself included;
+    `block_tables_SB` int32, padded with 0; `max_query` and `max_context` over the rows (host ints, no sync needed).
+    """
+
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    query_starts: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    block_tables_SB: torch.Tensor
+    max_query: int
+    max_context: int
+
+
+class AttentionBackend(Protocol):
+    """Three methods. `begin` once a step, then for each layer `write` before `attend`."""
+
+    def begin(self, inputs: AttentionInputs) -> None: ...
+
+    def write(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
+        """Puts the step's keys (after rope) and values into the cache at `slots_T`."""
+        ...
+
+    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+        """Causal attention of each row over its own context in the cache; `window` counts the token itself.
+        Returns [T, N, D] in q's dtype."""
+        ...

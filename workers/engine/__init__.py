@@ -1,0 +1,1 @@
+"""The engine: plan a step, run it, sample, apply. It never asks which pool it serves."""

@@ -1,0 +1,83 @@
+"""One sequence on its way through an engine: the only mutable noun the scheduler knows.
+
+Positions of its tokens, and who has computed them::
+
+    0 ........ num_cached ........ num_computed ........ num_tokens
+    |  prefix cache  |  by this engine  |  still to compute  |
+    |<--------------- prompt_ids --------------->|<- output_ids ->|
+
+`block_ids[i]` holds positions [i * block_size, (i + 1) * block_size). Every id in it is one reference of the block
+pool, taken when the block was matched, allocated or adopted, and given back once, by the scheduler, when the request
+leaves or is preempted. A sequence is in decode when exactly one token (the last) is still to compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from protos.values import BlockHash, GenerateRequest, SamplingParams, Ticket
+
+
+class State(Enum):
+    WAITING = auto()  # not admitted yet, or preempted
+    RUNNING = auto()  # has blocks, is in the batch
+    HELD = auto()  # finished computing; its blocks are still being read by a transfer
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`hashes` are the chained hashes of the full blocks of prompt + output known so far; `num_sealed` of them are
+    registered in the pool as cached prefix. `adopted` says that the blocks came with a reservation."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: bytes = b""
+    priority: int = 0
+    ticket: Ticket | None = None
+    arrival_s: float = 0.0
+    output_ids: list[int] = field(default_factory=list)
+    state: State = State.WAITING
+    block_ids: list[int] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0
+    num_sealed: int = 0
+    num_preemptions: int = 0
+    adopted: bool = False
+
+    @classmethod
+    def of(cls, request: GenerateRequest, arrival_s: float) -> Request:
+        return cls(
+            request_id=request.request_id,
+            prompt_ids=request.prompt_ids,
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            ticket=request.ticket,
+            arrival_s=arrival_s,
+            output_ids=list(request.output_ids),
+        )
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_to_compute(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Token ids of positions [start, stop)."""
+        prompt = self.num_prompt
+        if stop <= prompt:
+            return self.prompt_ids[start:stop]
+        if start >= prompt:
+            return tuple(self.output_ids[start - prompt : stop - prompt])
+        return self.prompt_ids[start:] + tuple(self.output_ids[: stop - prompt])

@@ -1,0 +1,76 @@
+"""What a pool decides for its engine. The engine asks; it never knows which pool it serves.
+
+``tick`` is called once at the head of every step, from the engine's thread, also when nothing runs. A role that moves
+KV does its work there: it reads and writes the engine's blocks between two steps and never during one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from protos.errors import BatonError
+from workers.engine.request import Request
+
+
+class Disposition(Enum):
+    """What happens to a request whose prompt has just been read and whose first token has just been sampled."""
+
+    KEEP = auto()  # go on decoding here
+    HOLD = auto()  # finish it for the client ("prefilled"), keep its blocks until `tick` releases it
+    RELEASE = auto()  # finish it for the client ("prefilled"), free its blocks now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """`released`: held requests whose blocks may go now. `failed`: requests, waiting or held, that cannot go on."""
+
+    released: Sequence[str] = ()
+    failed: Sequence[tuple[str, BatonError]] = ()
+
+
+class Role(Protocol):
+    def admissible(self, request: Request, now: float) -> bool:
+        """May this waiting request enter the batch? Called for every waiting request, every step; must be cheap.
+
+        A decode role answers True once the request's ticket has arrived, and hands the ticket's blocks to the
+        request then (`request.block_ids`, `num_computed`, `num_cached`, `adopted = True`).
+        """
+        ...
+
+    def after_prefill(self, request: Request) -> Disposition:
+        """Called once, when the last prompt position has been computed and the next token sampled, unless that
+        token already ended the request."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """The request was aborted, failed or ended: stop whatever still moves for it. Its blocks are freed by the
+        engine right after this returns, unless it was HELD: then `tick` releases it once nothing reads them."""
+        ...
+
+    def tick(self, now: float) -> Tick: ...
+
+    def busy(self) -> bool:
+        """Is anything moving, so that the loop must keep ticking although nothing runs?"""
+        ...
+
+
+class Colocated:
+    """Serves prefill and decode in one process: nothing moves, everything stays."""
+
+    def admissible(self, request: Request, now: float) -> bool:
+        return True
+
+    def after_prefill(self, request: Request) -> Disposition:
+        return Disposition.KEEP
+
+    def forget(self, request: Request) -> None:
+        pass
+
+    def tick(self, now: float) -> Tick:
+        return Tick()
+
+    def busy(self) -> bool:
+        return False

@@ -1,0 +1,1 @@
+"""The layers of the decoder stack, each sharded over tensor-parallel ranks where it has weights to shard."""

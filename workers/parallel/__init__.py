@@ -1,0 +1,1 @@
+"""Tensor parallelism: the collectives of a worker's ranks, and how rank 0 leads the others."""
