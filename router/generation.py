@@ -1,0 +1,50 @@
+"""The nouns between the router's faces (HTTP, gRPC) and its dispatch: one sequence asked for, and what comes of it.
+
+    face: validate, template, tokenise ──▶ Job ──▶ Generate ──▶ TokenDelta ... ──▶ face: detokenise, stop strings, SSE
+
+A request with n > 1 is n jobs that share a prompt. Strings end here: dispatch and everything below see token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from protos.values import FinishReason, Logprobs, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One sequence. `request_id` is unique per job; `group_id` is the client's request it belongs to."""
+
+    request_id: str
+    group_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: bytes = b""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """New tokens of a job, in order, each once, whatever workers made them.
+
+    `num_cached_tokens` of the prompt came from a prefix cache; it is set on the delta with the first token.
+    `finish_reason` is STOP or LENGTH on the last delta and None before; a job that fails raises instead.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+
+
+class Generate(Protocol):
+    """Runs a job. Closing the iterator early (a client that left, a stop string found) aborts it on every worker.
+
+    Raises BatonError: NoWorkers, Overloaded, WorkerLost and the like, before or after the first delta.
+    """
+
+    def __call__(self, job: Job) -> AsyncIterator[TokenDelta]: ...
