@@ -11,8 +11,8 @@ OUT     := .
 
 USABLE  := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 PYTHON   = $(firstword $(foreach p,python3 python3.12 python3.11,$(shell $p -c '$(USABLE)' 2>&- && echo $p)))
-PIP      = PYTHONWARNINGS=ignore $(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-           --constraint $(if $(shell command -v nvidia-smi),constraints-cuda.txt,constraints.txt)
+PIP      = PYTHONWARNINGS=ignore $(BIN)/pip install $(if $(MAKE_TERMOUT),,-qq) --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+           --constraint $(if $(shell command -v nvidia-smi 2>/dev/null),constraints-cuda.txt,constraints.txt)
 
 export PYTHONPATH := $(CURDIR)
 
