@@ -1,0 +1,150 @@
+"""An engine on a thread of its own. Steps never wait for the network, the event loop never waits for a step.
+
+    event loop ── call(fn) ──▶ inbox ──▶ between two steps: fn()      only this thread touches engine, role and blocks
+    event loop ◀── publish(StepMessage) ── after each step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from protos.values import Health, KVEvents, SequenceUpdate, StepMessage, WorkerLoad
+from workers.engine.engine import Engine
+
+log = logging.getLogger("baton.worker")
+
+Result = TypeVar("Result")
+IDLE_TICK_S = 0.0005
+
+
+class EngineLoop:
+    """`publish` is called on the event loop, in step order, after every step that has something to say.
+
+    `on_fault` is called there once if the engine breaks (a lost rank, no memory): nothing runs after that.
+    `stall_s` bounds a step: with work at hand and no step finished for so long, `health` says no.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        clock: Callable[[], float],
+        publish: Callable[[StepMessage], None],
+        on_fault: Callable[[BaseException], None],
+        stall_s: float = 60.0,
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._publish = publish
+        self._on_fault = on_fault
+        self._stall_s = stall_s
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._fault: BaseException | None = None
+        self._last_progress_s = clock()
+        self._working = False
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends the thread after the step in flight."""
+        self._stopping = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+
+    def wake(self) -> None:
+        """Something outside the engine happened (KV arrived): tick soon. Callable from any thread."""
+        self._wake.set()
+
+    async def call(self, fn: Callable[[], Result]) -> Result:
+        """Runs `fn` on the engine's thread between two steps and returns, or raises, what it does."""
+        if self._fault is not None:
+            raise self._fault
+        future: asyncio.Future[Result] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = fn()
+            except Exception as error:  # belongs to the caller: the engine itself is intact
+                self._tell(_fail, future, error)
+            else:
+                self._tell(_succeed, future, result)
+
+        self.post(run)
+        return await future
+
+    def post(self, fn: Callable[[], None]) -> None:
+        """Runs `fn` on the engine's thread between two steps; it must not raise."""
+        self._inbox.append(fn)
+        self._wake.set()
+
+    def tell(self, fn: Callable[[StepMessage], None], message: StepMessage) -> None:
+        """From the engine's thread: have the event loop call `fn`, in order with what is published."""
+        self._tell(fn, message)
+
+    def health(self, now: float) -> Health:
+        idle_s = now - self._last_progress_s
+        if self._fault is not None:
+            return Health(healthy=False, reason=f"engine failed: {self._fault}", since_last_step_s=idle_s)
+        if self._working and idle_s > self._stall_s:
+            return Health(healthy=False, reason=f"no step finished for {idle_s:.0f} s", since_last_step_s=idle_s)
+        return Health(healthy=True, since_last_step_s=idle_s if self._working else 0.0)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                while self._inbox:
+                    self._inbox.popleft()()
+                self._turn()
+        except Exception as error:  # a fault of the machine: reported, and the worker ends with it
+            log.exception("the engine failed")
+            self._fault = error
+            self._tell(self._on_fault, error)
+
+    def _turn(self) -> None:
+        engine = self._engine
+        if not engine.has_work():
+            self._working = False
+            self._wake.wait()
+            self._last_progress_s = self._clock()
+            return
+        self._working = True
+        step = engine.num_steps
+        updates = engine.step(self._clock())
+        events = engine.drain_events()
+        if updates or events:
+            self._tell(self._publish, _message(updates, events, engine.load()))
+        if engine.num_steps != step:
+            self._last_progress_s = self._clock()
+        else:
+            self._wake.wait(IDLE_TICK_S)
+
+    def _tell(self, fn: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(fn, *args)
+        except RuntimeError:
+            log.debug("the event loop is closed: nobody is left to be told")
+
+
+def _message(updates: Sequence[SequenceUpdate], events: KVEvents | None, load: WorkerLoad) -> StepMessage:
+    return StepMessage(updates=tuple(updates), events=(events,) if events else (), load=load)
+
+
+def _succeed(future: asyncio.Future[Result], result: Result) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Result], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

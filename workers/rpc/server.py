@@ -1,0 +1,227 @@
+"""The worker's gRPC service: one token stream per gateway, one message per engine step, and control calls.
+
+A gateway's stream is also its lease: when it ends, whatever that gateway had asked for is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from protos import kv_pb2, worker_pb2, worker_pb2_grpc
+from protos.errors import BatonError, InvalidRequest
+from protos.status import abort_with
+from protos.values import (
+    FinishReason,
+    GenerateRequest,
+    Hello,
+    ReserveRequest,
+    SequenceUpdate,
+    StepMessage,
+    Ticket,
+    WorkerInfo,
+    WorkerStats,
+)
+from protos.wire import error_info, from_proto, to_proto
+from workers.engine.engine import Engine
+from workers.rpc.loop import EngineLoop
+
+log = logging.getLogger("baton.worker")
+
+Reserve = Callable[[ReserveRequest, float], Ticket]
+MAX_BACKLOG_MESSAGES = 8192
+
+
+class GatewayStream:
+    """What one gateway is still to be told, and which requests are its own."""
+
+    def __init__(self, gateway_id: str) -> None:
+        self.gateway_id = gateway_id
+        self.request_ids: set[str] = set()
+        self.queue: asyncio.Queue[StepMessage | None] = asyncio.Queue()
+
+    def send(self, message: StepMessage) -> None:
+        """A gateway that does not read is cut off: its backlog must not eat the worker's memory."""
+        if self.queue.qsize() >= MAX_BACKLOG_MESSAGES:
+            self.queue.put_nowait(None)
+        else:
+            self.queue.put_nowait(message)
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """`reserve` is None on workers that do not receive KV. Lives on the event loop; the engine only through `loop`."""
+
+    def __init__(
+        self,
+        *,
+        info: WorkerInfo,
+        engine: Engine,
+        clock: Callable[[], float],
+        stats: Callable[[float], WorkerStats],
+        reserve: Reserve | None = None,
+    ) -> None:
+        self._info = info
+        self._engine = engine
+        self._clock = clock
+        self._stats = stats
+        self._reserve = reserve
+        self._streams: set[GatewayStream] = set()
+        self._owners: dict[str, GatewayStream] = {}
+        self._loop: EngineLoop | None = None
+
+    def attach(self, loop: EngineLoop) -> None:
+        self._loop = loop
+
+    @property
+    def loop(self) -> EngineLoop:
+        assert self._loop is not None, "attach() comes before the first call"
+        return self._loop
+
+    def publish(self, message: StepMessage) -> None:
+        """Cuts one step's message into one for each gateway: its own updates, everybody's events and load."""
+        updates: dict[GatewayStream, list[SequenceUpdate]] = {}
+        for update in message.updates:
+            owner = self._owners.get(update.request_id)
+            if owner is None:
+                continue
+            updates.setdefault(owner, []).append(update)
+            if update.finish_reason is not None:
+                self._disown(update.request_id)
+        for stream in self._streams:
+            own = tuple(updates.get(stream, ()))
+            if own or message.events:
+                stream.send(StepMessage(updates=own, events=message.events, load=message.load))
+
+    # -- the token path ------------------------------------------------------------------------------------------------
+
+    async def Stream(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        first = await anext(messages, None)
+        if first is None or first.WhichOneof("message") != "hello":
+            await abort_with(context, InvalidRequest("the first message of a stream must be `hello`", param="hello"))
+        assert first is not None
+        stream = GatewayStream(first.hello.gateway_id)
+        self._greet(stream, from_proto(Hello, first.hello))
+        reader = asyncio.create_task(self._read(messages, stream))
+        try:
+            while (message := await stream.queue.get()) is not None:
+                yield to_proto(message)
+        finally:
+            reader.cancel()
+            self._end(stream)
+
+    def _greet(self, stream: GatewayStream, hello: Hello) -> None:
+        """Taken on the engine's thread, so that the first events and the later ones meet without a gap."""
+
+        def take() -> None:
+            message = StepMessage(events=(self._engine.events_since(hello),), load=self._engine.load())
+            self.loop.tell(lambda first: (self._streams.add(stream), stream.send(first))[1], message)
+
+        self.loop.post(take)
+
+    async def _read(self, messages: AsyncIterator[Any], stream: GatewayStream) -> None:
+        try:
+            async for message in messages:
+                kind = message.WhichOneof("message")
+                if kind == "submit":
+                    self._submit(stream, from_proto(GenerateRequest, message.submit))
+                elif kind == "abort":
+                    self._abort(tuple(message.abort.request_ids))
+                elif kind == "hello":
+                    self._greet(stream, from_proto(Hello, message.hello))
+        finally:
+            stream.queue.put_nowait(None)
+
+    def _submit(self, stream: GatewayStream, request: GenerateRequest) -> None:
+        self._owners[request.request_id] = stream
+        stream.request_ids.add(request.request_id)
+
+        def submit() -> None:
+            try:
+                self._engine.submit(request, self._clock())
+            except Exception as error:  # answered to whoever asked; the engine is intact
+                if not isinstance(error, BatonError):
+                    log.exception("request %s could not be submitted", request.request_id)
+                refused = SequenceUpdate(
+                    request_id=request.request_id, finish_reason=FinishReason.ERROR, error=error_info(error)
+                )
+                self.loop.tell(self.publish, StepMessage(updates=(refused,)))
+
+        self.loop.post(submit)
+
+    def _abort(self, request_ids: tuple[str, ...]) -> None:
+        for request_id in request_ids:
+            self._disown(request_id)
+        self.loop.post(lambda: self._engine.abort(request_ids))
+
+    def _disown(self, request_id: str) -> None:
+        owner = self._owners.pop(request_id, None)
+        if owner is not None:
+            owner.request_ids.discard(request_id)
+
+    def _end(self, stream: GatewayStream) -> None:
+        self._streams.discard(stream)
+        orphans = tuple(stream.request_ids)
+        if orphans:
+            log.warning("gateway %s went away: aborting its %d requests", stream.gateway_id, len(orphans))
+            self._abort(orphans)
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    async def Describe(self, request: Any, context: Any) -> Any:
+        return to_proto(self._info)
+
+    async def Reserve(self, request: Any, context: Any) -> Any:
+        reserve = self._reserve
+        try:
+            if reserve is None:
+                raise InvalidRequest(f"worker {self._info.worker_id} is a {self._info.role} worker: it takes no KV")
+            asked = from_proto(ReserveRequest, request)
+            return to_proto(await self.loop.call(lambda: reserve(asked, self._clock())))
+        except BatonError as error:
+            await abort_with(context, error)
+            return kv_pb2.Ticket()
+
+    async def Abort(self, request: Any, context: Any) -> Any:
+        ids = tuple(request.request_ids)
+        for request_id in ids:
+            self._disown(request_id)
+        return worker_pb2.AbortReply(num_aborted=await self.loop.call(lambda: self._engine.abort(ids)))
+
+    async def Drain(self, request: Any, context: Any) -> Any:
+        def drain() -> int:
+            self._engine.drain()
+            load = self._engine.load()
+            self.loop.tell(self._tell_load, StepMessage(load=load))
+            return load.num_running + load.num_waiting
+
+        return worker_pb2.DrainReply(num_running=await self.loop.call(drain))
+
+    def _tell_load(self, message: StepMessage) -> None:
+        for stream in self._streams:
+            stream.send(message)
+
+    async def Stats(self, request: Any, context: Any) -> Any:
+        return to_proto(await self.loop.call(lambda: self._stats(self._clock())))
+
+    async def Health(self, request: Any, context: Any) -> Any:
+        return to_proto(self.loop.health(self._clock()))
+
+
+def new_server() -> grpc.aio.Server:
+    """A server whose limits fit long prompts and whose pings find a dead gateway in seconds."""
+    return grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", 64 * 2**20),
+            ("grpc.max_send_message_length", 64 * 2**20),
+            ("grpc.keepalive_time_ms", 2000),
+            ("grpc.keepalive_timeout_ms", 2000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.so_reuseport", 0),
+        ]
+    )
