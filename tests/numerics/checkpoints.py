@@ -1,0 +1,55 @@
+"""Tiny random checkpoints of every family, written by transformers itself: the oracle and Baton read the same files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB_SIZE = 160
+MAX_POSITIONS = 256
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 24}),
+}
+
+
+def make_checkpoint(
+    family: str, path: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
+) -> transformers.PreTrainedModel:
+    """Writes a random fp32 checkpoint of `family` (a key of FAMILIES) to the folder `path`, made if need be.
+
+    `overrides` replace fields of the transformers config. Norm weights and biases are random too: ones and zeros
+    would hide a tensor that is not applied. Returns the transformers model, in eval mode, as the oracle.
+    """
+    config_class, model_class, defaults = FAMILIES[family]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = model_class(config_class(**(_SHAPE | defaults | overrides)))
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            elif name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    evaluated: transformers.PreTrainedModel = model.eval()
+    return evaluated
