@@ -7,11 +7,11 @@ A request with n > 1 is n jobs that share a prompt. Strings end here: dispatch a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from protos.values import FinishReason, Logprobs, SamplingParams
+from protos.values import FinishReason, Logprobs, SamplingParams, WorkerLoad, WorkerRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """New tokens of a job, in order, each once, whatever workers made them.
+    """New tokens of a job, in order, each once, whatever workers made them; the token that stopped it is the last.
 
-    `num_cached_tokens` of the prompt came from a prefix cache; it is set on the delta with the first token.
+    `logprobs` has one entry a token when asked for. `prompt_logprobs` are of positions 1, 2, ... of the prompt and
+    may be spread over several deltas. `num_cached_tokens` of the prompt came from a prefix cache and `queue_s` seconds
+    went by before a worker was chosen; both are set on the delta with the first token.
     `finish_reason` is STOP or LENGTH on the last delta and None before; a job that fails raises instead.
     """
 
@@ -39,12 +41,32 @@ class TokenDelta:
     prompt_logprobs: tuple[Logprobs, ...] = ()
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    queue_s: float = 0.0
 
 
 class Generate(Protocol):
-    """Runs a job. Closing the iterator early (a client that left, a stop string found) aborts it on every worker.
+    """Runs a job. Closing the generator early (a client that left, a stop string found) aborts it on every worker.
 
     Raises BatonError: NoWorkers, Overloaded, WorkerLost and the like, before or after the first delta.
     """
 
-    def __call__(self, job: Job) -> AsyncIterator[TokenDelta]: ...
+    def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """A worker as the router sees it now; `state` is a word for people: ready, draining, unhealthy, connecting."""
+
+    worker_id: str
+    role: WorkerRole
+    address: str
+    state: str
+    load: WorkerLoad
+
+
+class FleetView(Protocol):
+    """What the faces may know of the fleet: whether a request would be served now (and why not), and who is there."""
+
+    def ready(self) -> tuple[bool, str]: ...
+
+    def status(self) -> tuple[WorkerStatus, ...]: ...
