@@ -1,0 +1,98 @@
+"""Settings of a worker's parts. Frozen; a value nobody could serve with raises Misconfigured where it is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from protos.errors import Misconfigured
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What a worker serves, with what, and how much of the machine it takes.
+
+    `model` is a checkpoint folder, `served_name` what clients call it (default: the folder's name). `max_model_len`
+    counts prompt and answer (default: what the model was made for). The KV cache has `num_blocks` blocks of
+    `block_size` tokens; by default as many as fit into `memory_fraction`: of a GPU's memory, model and activations
+    included (default 0.9), or of the RAM free at the start, the cache alone (default 0.2: workers share a host).
+    `collective_timeout_s` bounds how long a rank waits for another in the middle of a step.
+    """
+
+    model: str
+    served_name: str = ""
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    tp: int = 1
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_fraction: float | None = None
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    prefill_chunk: int = 512
+    collective_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise Misconfigured("no model is given: name the folder of a Hugging Face checkpoint", param="model")
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        counts = ("tp", "block_size", "num_blocks", "max_model_len")
+        for name in (*counts, "max_num_batched_tokens", "max_num_seqs", "prefill_chunk"):
+            _at_least_1(name, getattr(self, name))
+        _seats_fit(self.max_num_seqs, self.max_num_batched_tokens)
+        if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
+            raise Misconfigured(
+                f"memory_fraction is {self.memory_fraction}: it must be above 0 and at most 1", param="memory_fraction"
+            )
+        if not self.collective_timeout_s > 0:
+            raise Misconfigured(
+                f"collective_timeout_s is {self.collective_timeout_s}: it must be above 0", param="collective_timeout_s"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What bounds a step and a sequence.
+
+    `max_num_batched_tokens` is the budget of one step, of which a single prompt takes at most `prefill_chunk`.
+    `max_model_len` counts prompt and answer. `eos_ids` end an answer unless its request ignores them. A request of
+    priority p goes before those of priority 0 that came up to `p * priority_head_start_s` seconds earlier: so the
+    urgent go first and nobody waits for ever.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...] = ()
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    prefill_chunk: int = 512
+    priority_head_start_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "vocab_size", "max_num_batched_tokens", "max_num_seqs", "prefill_chunk"):
+            _at_least_1(name, getattr(self, name))
+        _seats_fit(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise Misconfigured(f"{name} is {value!r}: choose one of {', '.join(allowed)}", param=name)
+
+
+def _at_least_1(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise Misconfigured(f"{name} is {value}: it must be at least 1", param=name)
+
+
+def _seats_fit(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    if max_num_seqs > max_num_batched_tokens:
+        raise Misconfigured(
+            f"max_num_seqs is {max_num_seqs}, more than max_num_batched_tokens = {max_num_batched_tokens}: "
+            f"every running sequence needs one token of each step, so raise the latter or lower the former",
+            param="max_num_seqs",
+        )

@@ -1,0 +1,123 @@
+"""How rank 0 leads the ranks of one worker: every operation it is about to do, it first tells the others to do too.
+
+    rank 0    Leader.tell("run", batch) ── broadcast ──▶ rank 1, 2 ...   Follower.serve: operations["run"](batch)
+              runner.run(batch) ◀═════════ collectives of the layers ═════════▶ runner.run(batch)
+
+So all ranks do the same operations in the same order. A rank that fails leaves the group, and whoever is in a
+collective, or comes into one, gets WorkerLost: at once when a process died, after the group's timeout when it hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import DistError
+
+from protos.errors import WorkerLost
+from protos.values import SamplingParams
+from workers.engine.batch import Batch, Row, Runner, Sample, StepOutput
+from workers.parallel.group import RankGroup, Solo, TensorParallel
+
+_STOP = "stop"
+_SAMPLED_ELSEWHERE = Sample(params=SamplingParams(), index=0)
+
+
+class Leader:
+    """Rank 0's voice. With one rank there is nobody to tell, and everything below costs nothing."""
+
+    def __init__(self, group: TensorParallel) -> None:
+        assert group.rank == 0, f"rank {group.rank} cannot lead"
+        self._group = group
+
+    def tell(self, name: str, *arguments: object) -> None:
+        """Has every follower call its operation `name` with these values, in the order told. Raises WorkerLost."""
+        if self._group.size > 1:
+            self._group.broadcast((name, arguments))
+
+    def close(self) -> None:
+        """Lets the followers end, and ends the group."""
+        try:
+            self.tell(_STOP)
+        finally:
+            self._group.close()
+
+
+class LeadingRunner:
+    """The runner of a whole worker: rank 0's own, with the other ranks in step."""
+
+    def __init__(self, leader: Leader, runner: Runner) -> None:
+        self._leader = leader
+        self._runner = runner
+
+    def run(self, batch: Batch) -> StepOutput:
+        self._leader.tell("run", for_followers(batch))
+        return self._runner.run(batch)
+
+
+def for_followers(batch: Batch) -> Batch:
+    """The batch without what only sampling needs: which rows sample is still told, for the logits are gathered."""
+    return Batch(rows=tuple(_unsampled(row) for row in batch.rows))
+
+
+def _unsampled(row: Row) -> Row:
+    return row if row.sample is None else replace(row, sample=_SAMPLED_ELSEWHERE)
+
+
+def follow(
+    group: TensorParallel, operations: Mapping[str, Callable[..., object]], *, settle: Callable[[], None]
+) -> None:
+    """Does what rank 0 tells until it says stop; `settle` runs after each operation.
+
+    Raises WorkerLost when rank 0 or another rank is gone, and whatever an operation raises: either way the group is
+    closed first, so that no rank waits for this one.
+    """
+    assert group.rank > 0, "rank 0 leads"
+    try:
+        while True:
+            name, arguments = group.broadcast((_STOP, ()))
+            if name == _STOP:
+                return
+            operations[name](*arguments)
+            settle()
+    finally:
+        group.close()
+
+
+def agree(group: TensorParallel, flag: bool, device: str) -> bool:
+    """True where all ranks said True. Raises WorkerLost."""
+    if group.size == 1:
+        return flag
+    votes = group.all_reduce(torch.tensor([float(flag)], device=device))
+    return int(votes.item()) == group.size
+
+
+def open_store(host: str, port: int = 0, *, timeout_s: float = 60.0) -> TCPStore:
+    """Rank 0's meeting place; `store.port` says where when `port` is 0."""
+    return TCPStore(host, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def find_store(host: str, port: int, *, timeout_s: float = 60.0) -> TCPStore:
+    """The store that rank 0 opens, or has opened, at this address. Raises WorkerLost when nobody opens one."""
+    try:
+        return TCPStore(host, port, None, False, timedelta(seconds=timeout_s))
+    except DistError as error:
+        raise WorkerLost(f"no rank 0 at {host}:{port} after {timeout_s:g} s: {error}") from error
+
+
+def meet(store: Store | None, *, rank: int, size: int, name: str, device: str, timeout_s: float) -> TensorParallel:
+    """The group of a worker's ranks, once all have come. `store` is not needed, nor used, when there is one rank.
+
+    `name` tells this group from others over the same store: give every incarnation of a worker its own. `timeout_s`
+    bounds the wait here and every later collective. Raises WorkerLost when a rank does not come.
+    """
+    if size == 1:
+        return Solo()
+    assert store is not None, "several ranks need a store to meet over"
+    try:
+        return RankGroup(store, rank=rank, size=size, name=name, device=device, timeout_s=timeout_s)
+    except (DistError, RuntimeError) as error:
+        raise WorkerLost(f"rank {rank}: not all {size} ranks of {name} came within {timeout_s:g} s: {error}") from error
