@@ -8,7 +8,8 @@ Positions of its tokens, and who has computed them::
 
 `block_ids[i]` holds positions [i * block_size, (i + 1) * block_size). Every id in it is one reference of the block
 pool, taken when the block was matched, allocated or adopted, and given back once, by the scheduler, when the request
-leaves or is preempted. A sequence is in decode when exactly one token (the last) is still to compute.
+leaves or is preempted. A sequence is in decode when exactly one token (the last) is still to compute. A preempted one
+starts again at 0, and finds in the cache what is left of its blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ class State(Enum):
 @dataclass(slots=True, eq=False)
 class Request:
     """`hashes` are the chained hashes of the full blocks of prompt + output known so far; `num_sealed` of them are
-    registered in the pool as cached prefix. `adopted` says that the blocks came with a reservation."""
+    registered in the pool as cached prefix. `adopted` says that the blocks came with a reservation.
+
+    `rank` orders requests: the smallest goes first, the largest is preempted first. `num_given` output tokens came
+    with the request. `num_cached` is what its first admission found (a recomputation is not the client's gain).
+    `num_prompt_reported` prompt logprobs are with the client. `awaited` is a block another request is computing.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -38,6 +44,7 @@ class Request:
     priority: int = 0
     ticket: Ticket | None = None
     arrival_s: float = 0.0
+    rank: tuple[float, int] = (0.0, 0)
     output_ids: list[int] = field(default_factory=list)
     state: State = State.WAITING
     block_ids: list[int] = field(default_factory=list)
@@ -46,10 +53,14 @@ class Request:
     num_cached: int = 0
     num_sealed: int = 0
     num_preemptions: int = 0
+    num_given: int = 0
+    num_prompt_reported: int = 0
     adopted: bool = False
+    awaited: BlockHash | None = None
 
     @classmethod
     def of(cls, request: GenerateRequest, arrival_s: float) -> Request:
+        """Tokens that are known already were delivered with their prompt logprobs."""
         return cls(
             request_id=request.request_id,
             prompt_ids=request.prompt_ids,
@@ -59,6 +70,8 @@ class Request:
             ticket=request.ticket,
             arrival_s=arrival_s,
             output_ids=list(request.output_ids),
+            num_given=len(request.output_ids),
+            num_prompt_reported=len(request.prompt_ids) - 1 if request.output_ids else 0,
         )
 
     @property
@@ -72,6 +85,10 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         return self.num_tokens - self.num_computed
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        return self.sampling.prompt_logprobs is not None and self.num_prompt_reported < self.num_prompt - 1
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Token ids of positions [start, stop)."""

@@ -25,7 +25,10 @@ class Disposition(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """`released`: held requests whose blocks may go now. `failed`: requests, waiting or held, that cannot go on."""
+    """`released`: held requests whose blocks may go now. `failed`: requests that cannot go on; their blocks go too.
+
+    The role has let go of both already: `forget` is not called for them. Ids the engine does not know are ignored.
+    """
 
     released: Sequence[str] = ()
     failed: Sequence[tuple[str, BatonError]] = ()
@@ -36,18 +39,19 @@ class Role(Protocol):
         """May this waiting request enter the batch? Called for every waiting request, every step; must be cheap.
 
         A decode role answers True once the request's ticket has arrived, and hands the ticket's blocks to the
-        request then (`request.block_ids`, `num_computed`, `num_cached`, `adopted = True`).
+        request then (`request.block_ids`, `num_computed`, `num_cached`, `adopted = True`). It is not asked again for
+        a request that has adopted blocks, nor for one that was preempted: that one recomputes what it lost, here.
         """
         ...
 
     def after_prefill(self, request: Request) -> Disposition:
-        """Called once, when the last prompt position has been computed and the next token sampled, unless that
-        token already ended the request."""
+        """Called once, with the first token this engine sampled for the request, unless it ended the request."""
         ...
 
     def forget(self, request: Request) -> None:
-        """The request was aborted, failed or ended: stop whatever still moves for it. Its blocks are freed by the
-        engine right after this returns, unless it was HELD: then `tick` releases it once nothing reads them."""
+        """The request was aborted or has ended: stop whatever still moves for it. Its blocks are freed by the
+        engine right after this returns, unless it is HELD: then `tick` releases it once nothing reads them. May be
+        called for requests the role never saw, and more than once."""
         ...
 
     def tick(self, now: float) -> Tick: ...

@@ -1,0 +1,190 @@
+"""The engine: takes requests, steps, tells what each step did. It has no role of its own: pools compose it with one.
+
+Not thread-safe: one thread owns an engine, its role and its blocks, and calls everything here (`workers.rpc.loop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvtransfer.events import EventLog
+from protos.errors import ContextLengthExceeded, InvalidRequest, WorkerDraining
+from protos.values import FinishReason, GenerateRequest, Hello, KVEvents, SequenceUpdate, WorkerLoad
+from protos.wire import error_info
+from workers.engine.batch import Batch, Runner, StepOutput
+from workers.engine.scheduler import Scheduler
+from workers.kv.blocks import BlockPool
+
+
+class Pace:
+    """How fast steps have been lately: older ones count less, each by a tenth than the one after it."""
+
+    _KEEP = 0.9
+
+    def __init__(self) -> None:
+        self._prefill_tokens = 0.0
+        self._prefill_s = 0.0
+        self._decode_steps = 0.0
+        self._decode_s = 0.0
+
+    def observe(self, batch: Batch, elapsed_s: float) -> None:
+        """A mixed step's time is shared out by tokens to prefill, and counts in full as a decode step: that is how
+        long the decoding clients waited."""
+        num_tokens = batch.num_tokens
+        num_prefill = num_tokens - sum(len(row.token_ids) == 1 for row in batch.rows)
+        if num_prefill:
+            self._prefill_tokens = self._prefill_tokens * self._KEEP + num_prefill
+            self._prefill_s = self._prefill_s * self._KEEP + elapsed_s * num_prefill / num_tokens
+        if num_prefill < num_tokens:
+            self._decode_steps = self._decode_steps * self._KEEP + 1
+            self._decode_s = self._decode_s * self._KEEP + elapsed_s
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """0 until measured."""
+        return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
+
+    @property
+    def decode_step_s(self) -> float:
+        """0 until measured."""
+        return self._decode_s / self._decode_steps if self._decode_steps else 0.0
+
+
+class Engine:
+    """`events` must be what the scheduler's pool records to. `clock` times the runner, nothing else."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, events: EventLog, clock: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._role = scheduler.role
+        self._events = events
+        self._clock = clock
+        self._pace = Pace()
+        self._num_drained = 0
+        self.num_steps = 0
+        self.draining = False
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._scheduler
+
+    @property
+    def pool(self) -> BlockPool:
+        """For a role that reserves blocks: between two steps, and not while `scheduler.blocked`."""
+        return self._scheduler.pool
+
+    def submit(self, request: GenerateRequest, now: float) -> None:
+        """Takes a request. Raises WorkerDraining, InvalidRequest or ContextLengthExceeded, and nothing has happened."""
+        if self.draining:
+            raise WorkerDraining("this worker is draining and takes no new requests: send them to another one")
+        if request.request_id in self._scheduler:
+            raise InvalidRequest(
+                f"request_id {request.request_id!r} is in use on this worker: every attempt needs one of its own",
+                param="request_id",
+            )
+        self._check_tokens(request)
+        self._check_length(request)
+        self._scheduler.add(request, now)
+
+    def abort(self, request_ids: Iterable[str]) -> int:
+        """How many of them were known. Their blocks are free when this returns, unless a transfer still reads them."""
+        return self._scheduler.abort(request_ids)
+
+    def step(self, now: float) -> list[SequenceUpdate]:
+        updates = self._tick(now)
+        batch = self._scheduler.plan(now)
+        if batch is not None:
+            output = self._run(batch)
+            updates += self._scheduler.apply(batch, output)
+        return updates
+
+    def has_work(self) -> bool:
+        """Must `step` go on being called? It may still find nothing to compute: then `num_steps` stays the same."""
+        return self._scheduler.has_requests() or self._role.busy()
+
+    def drain(self) -> None:
+        """From now on takes no new requests; those taken are served to their end."""
+        self.draining = True
+
+    def load(self) -> WorkerLoad:
+        """Tickets and transfers are left at 0: they are the role's to fill in."""
+        return WorkerLoad(
+            step=self.num_steps,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            queued_prefill_tokens=self._scheduler.queued_prefill_tokens,
+            num_free_blocks=self.pool.num_free,
+            num_blocks=self.pool.num_blocks,
+            prefill_tokens_per_s=self._pace.prefill_tokens_per_s,
+            decode_step_s=self._pace.decode_step_s,
+            draining=self.draining,
+        )
+
+    def events_since(self, hello: Hello) -> KVEvents:
+        """What a gateway has missed: the events themselves, or a snapshot if they are no longer kept."""
+        return self._events.since(hello.incarnation, hello.next_seq) or self._events.snapshot(self.pool.snapshot())
+
+    def drain_events(self) -> KVEvents | None:
+        """The events since the last call, each once; None if there are none."""
+        if self._num_drained == self._events.next_seq:
+            return None
+        events = self._events.since(self._events.incarnation, self._num_drained)
+        self._num_drained = self._events.next_seq
+        return events or self._events.snapshot(self.pool.snapshot())
+
+    def check_integrity(self, reserved_ids: Sequence[int] = ()) -> None:
+        self._scheduler.check_integrity(reserved_ids)
+
+    def assert_idle(self) -> None:
+        """Nothing runs, nothing moves, no block is held."""
+        assert not self._role.busy()
+        self._scheduler.assert_idle()
+
+    def _tick(self, now: float) -> list[SequenceUpdate]:
+        tick = self._role.tick(now)
+        for request_id in tick.released:
+            self._scheduler.release(request_id)
+        return [
+            SequenceUpdate(request_id=request_id, finish_reason=FinishReason.ERROR, error=error_info(error))
+            for request_id, error in tick.failed
+            if self._scheduler.release(request_id)
+        ]
+
+    def _run(self, batch: Batch) -> StepOutput:
+        start_s = self._clock()
+        output = self._runner.run(batch)
+        self._pace.observe(batch, self._clock() - start_s)
+        self.num_steps += 1
+        return output
+
+    def _check_tokens(self, request: GenerateRequest) -> None:
+        if not request.prompt_ids:
+            raise InvalidRequest("the prompt is empty: it needs at least one token", param="prompt")
+        vocab_size = self._scheduler.config.vocab_size
+        sampling = request.sampling
+        for param, token_ids in (
+            ("prompt", request.prompt_ids),
+            ("output_ids", request.output_ids),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", tuple(token_id for token_id, _ in sampling.logit_bias)),
+        ):
+            if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+                wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+                raise InvalidRequest(
+                    f"{param} holds token id {wrong}: the model's ids are 0 to {vocab_size - 1}", param=param
+                )
+
+    def _check_length(self, request: GenerateRequest) -> None:
+        num_given, max_tokens = len(request.output_ids), request.sampling.max_tokens
+        if max_tokens < 0 or (num_given > 0 and num_given >= max_tokens):
+            raise InvalidRequest(
+                f"max_tokens is {max_tokens} and {num_given} output tokens are given: nothing is left to generate",
+                param="max_tokens",
+            )
+        num_tokens, limit = len(request.prompt_ids) + num_given, self._scheduler.max_len
+        if num_tokens + (max_tokens > 0) > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_tokens} tokens: this worker holds at most {limit} of prompt and answer, "
+                f"so {limit - 1} at most of the prompt",
+                param="prompt",
+            )

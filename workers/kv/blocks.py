@@ -1,0 +1,167 @@
+"""Who holds which KV block: ids and reference counts only; the tensors are elsewhere.
+
+Every block is in one of three places, and only a block without references may be handed out again::
+
+    free ── allocate ──▶ referenced ── last release ──▶ free, or, if sealed, evictable (a cached prefix, in LRU order)
+      ▲                      ▲                              │
+      │                      └────────── acquire ───────────┤
+      └──────────────── evicted by allocate ◀───────────────┘
+
+A sealed block has a hash: it is full, computed, and can serve anybody whose tokens up to there are the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent
+
+
+def _unheard(event: KVEvent) -> None:
+    """For a pool nobody keeps an index of."""
+
+
+class BlockPool:
+    """`record` hears of every change to the set of sealed blocks, in order. Not thread-safe: it has one owner."""
+
+    def __init__(self, num_blocks: int, block_size: int, record: Callable[[KVEvent], None] = _unheard) -> None:
+        assert num_blocks > 0
+        assert block_size > 0
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._record = record
+        self._refs = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._by_hash: dict[BlockHash, int] = {}
+        self._sealed: dict[int, tuple[BlockHash, BlockHash]] = {}  # block -> (its hash, its parent's)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could hand out now: the empty and the evictable."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._by_hash)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def match(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Blocks of the longest cached prefix of a chain. Takes no references: `acquire` does."""
+        matched: list[int] = []
+        for block_hash in hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                break
+            matched.append(block_id)
+        return matched
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """One more reference to each of these blocks, which are cached or held by somebody already."""
+        for block_id in block_ids:
+            if self._refs[block_id] == 0:
+                del self._evictable[block_id]
+            self._refs[block_id] += 1
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Blocks with undefined content, one reference each; None, and nothing changed, if there are too few.
+
+        Empty blocks first, then cached ones, the least recently used first.
+        """
+        if num_blocks > self.num_free:
+            return None
+        for _ in range(num_blocks - len(self._free)):
+            block_id, _ = self._evictable.popitem(last=False)
+            self._unseal(block_id)
+            self._free.append(block_id)
+        block_ids = [self._free.pop() for _ in range(num_blocks)]
+        for block_id in block_ids:
+            self._refs[block_id] = 1
+        return block_ids
+
+    def seal(self, block_id: int, block_hash: BlockHash, parent: BlockHash = b"") -> None:
+        """This referenced block now holds exactly what the hash says. `parent` is b"" for a prompt's first block.
+
+        If another block has the hash already that one stays the cached one, and this one is plain memory.
+        """
+        assert self._refs[block_id] > 0, f"block {block_id} was sealed by nobody who holds it"
+        if block_hash in self._by_hash:
+            return
+        assert block_id not in self._sealed, f"block {block_id} was sealed twice, with different hashes"
+        self._by_hash[block_hash] = block_id
+        self._sealed[block_id] = (block_hash, parent)
+        self._record(BlockStored(hashes=(block_hash,), parent=parent))
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Gives back one reference to each block of a sequence, given in its order: its tail is evicted first."""
+        for block_id in reversed(block_ids):
+            assert self._refs[block_id] > 0, f"block {block_id} was released by nobody who holds it"
+            self._refs[block_id] -= 1
+            if self._refs[block_id] == 0:
+                if block_id in self._sealed:
+                    self._evictable[block_id] = None
+                else:
+                    self._free.append(block_id)
+
+    def clear(self) -> None:
+        """Forgets every cached prefix. Whoever holds blocks keeps them."""
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+        self._by_hash.clear()
+        self._sealed.clear()
+        self._record(Cleared())
+
+    def snapshot(self) -> tuple[BlockStored, ...]:
+        """All sealed blocks as chains, every parent before its children."""
+        children: dict[BlockHash, list[BlockHash]] = {}
+        heads: list[tuple[BlockHash, BlockHash]] = []
+        for block_hash, parent in self._sealed.values():
+            if parent in self._by_hash:
+                children.setdefault(parent, []).append(block_hash)
+            else:
+                heads.append((block_hash, parent))
+        chains: list[BlockStored] = []
+        while heads:
+            block_hash, parent = heads.pop()
+            chain = [block_hash]
+            while following := children.get(chain[-1]):
+                heads.extend((sibling, chain[-1]) for sibling in following[1:])
+                chain.append(following[0])
+            chains.append(BlockStored(hashes=tuple(chain), parent=parent))
+        return tuple(chains)
+
+    def hash_of(self, block_id: int) -> BlockHash | None:
+        """The hash of a sealed block."""
+        sealed = self._sealed.get(block_id)
+        return sealed[0] if sealed else None
+
+    def num_references(self, block_id: int) -> int:
+        return self._refs[block_id]
+
+    def check_integrity(self) -> None:
+        """Every block is in exactly one place, and the index of hashes is one to one."""
+        free, evictable = set(self._free), set(self._evictable)
+        assert len(free) == len(self._free), "a block is free twice"
+        referenced = {block_id for block_id, refs in enumerate(self._refs) if refs > 0}
+        assert min(self._refs) >= 0
+        assert not free & evictable
+        assert not referenced & (free | evictable), "a block is held and handed out"
+        assert len(free) + len(evictable) + len(referenced) == self.num_blocks, "a block is lost"
+        assert not free & self._sealed.keys(), "a sealed block is free"
+        assert evictable <= self._sealed.keys(), "an evictable block has no hash"
+        assert {block_hash: block_id for block_id, (block_hash, _) in self._sealed.items()} == self._by_hash
+
+    def assert_idle(self) -> None:
+        """Nobody holds a block."""
+        self.check_integrity()
+        held = [block_id for block_id, refs in enumerate(self._refs) if refs]
+        assert not held, f"blocks {held} are still held"
+
+    def _unseal(self, block_id: int) -> None:
+        block_hash, _ = self._sealed.pop(block_id)
+        del self._by_hash[block_hash]
+        self._record(BlockRemoved(hashes=(block_hash,)))

@@ -1,0 +1,125 @@
+"""A model one can compute by hand, for tests and simulators: the runner of an engine without tensors.
+
+The KV of a position is one number that only its token and its position decide. The next token is decided by the
+runner's weight and by *all* numbers read back through the block table: a wrong table, a block that never arrived or
+came from elsewhere shows as a wrong token. Pools with different weights leave their signature on every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.values import Logprobs, SamplingParams, TokenLogprob
+from workers.engine.batch import Batch, Row, RowOutput, Sample, StepOutput
+
+Payload = npt.NDArray[np.int64]
+"""KV of some blocks: int64 [num_blocks, block_size]."""
+
+EMPTY = -1
+_STRIDE = 1_000_003
+_MODULUS = 2**31 - 1
+
+
+def toy_token(kv: Sequence[int], *, weight: int, vocab_size: int, sample: Sample) -> int:
+    """The token after positions whose KV is `kv`: (weight + sum of (i + 1) * kv[i]) mod a prime, mod the vocabulary.
+
+    With a temperature, seed and index go in as well, as they would in sampling. Banned ids are stepped over.
+    """
+    score = weight * _STRIDE + sum((i + 1) * value for i, value in enumerate(kv))
+    if sample.params.temperature > 0:
+        score += sample.params.seed * 31 + sample.index * 17
+    token_id = score % _MODULUS % vocab_size
+    while token_id in sample.banned_ids:
+        token_id = (token_id + 1) % vocab_size
+    return token_id
+
+
+def toy_kv(token_id: int, position: int) -> int:
+    return (token_id + 1) * 7919 + position
+
+
+def toy_tokens(
+    prompt_ids: Sequence[int],
+    num_tokens: int,
+    *,
+    weight: int,
+    vocab_size: int,
+    first_weight: int | None = None,
+    params: SamplingParams | None = None,
+) -> tuple[int, ...]:
+    """The answer without an engine. `first_weight` is the weight of the pool that makes the first token, if another
+    one does. `params` count only by their seed and temperature; without them choice is greedy."""
+    params = params or SamplingParams(temperature=0.0)
+    kv = [toy_kv(token_id, position) for position, token_id in enumerate(prompt_ids)]
+    answer: list[int] = []
+    for index in range(num_tokens):
+        used = first_weight if first_weight is not None and index == 0 else weight
+        sample = Sample(params=params, index=index)
+        answer.append(toy_token(kv, weight=used, vocab_size=vocab_size, sample=sample))
+        kv.append(toy_kv(answer[-1], len(kv)))
+    return tuple(answer)
+
+
+class ToyRunner:
+    """`num_computed` counts the positions it has computed, `num_steps` the batches."""
+
+    def __init__(self, weight: int, block_size: int, vocab_size: int) -> None:
+        self._weight = weight
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._blocks: dict[int, Payload] = {}
+        self.num_computed = 0
+        self.num_steps = 0
+
+    def run(self, batch: Batch) -> StepOutput:
+        """All rows write before any reads, as in a layer of a real model."""
+        for row in batch.rows:
+            self._write(row)
+        self.num_computed += batch.num_tokens
+        self.num_steps += 1
+        return StepOutput(rows=tuple(self._output(row) for row in batch.rows))
+
+    def gather(self, block_ids: Sequence[int]) -> Payload:
+        """A copy of the content of some blocks; EMPTY where nothing was ever written."""
+        return np.stack([self._block(block_id) for block_id in block_ids])
+
+    def scatter(self, block_ids: Sequence[int], payload: Payload) -> None:
+        """Overwrites blocks with what `gather` gave, there or elsewhere."""
+        for block_id, content in zip(block_ids, payload, strict=True):
+            self._block(block_id)[:] = content
+
+    def _block(self, block_id: int) -> Payload:
+        if block_id not in self._blocks:
+            self._blocks[block_id] = np.full(self._block_size, EMPTY, dtype=np.int64)
+        return self._blocks[block_id]
+
+    def _write(self, row: Row) -> None:
+        for position, token_id in enumerate(row.token_ids, row.start):
+            block_id = row.block_ids[position // self._block_size]
+            self._block(block_id)[position % self._block_size] = toy_kv(token_id, position)
+
+    def _output(self, row: Row) -> RowOutput:
+        prompt_logprobs = tuple(self._logprobs(target, row.num_prompt_logprobs) for target in row.prompt_targets)
+        if row.sample is None:
+            return RowOutput(prompt_logprobs=prompt_logprobs)
+        num_positions = row.start + len(row.token_ids)
+        kv = self.gather(row.block_ids).reshape(-1)[:num_positions].tolist()
+        token_id = toy_token(kv, weight=self._weight, vocab_size=self._vocab_size, sample=row.sample)
+        num_top = row.sample.params.logprobs
+        return RowOutput(
+            token_id=token_id,
+            logprobs=None if num_top is None else self._logprobs(token_id, num_top),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _logprobs(self, token_id: int, num_top: int) -> Logprobs:
+        """Of a distribution in which `token_id` is the best and the ids after it follow, each half as likely."""
+        best = TokenLogprob(token_id=token_id, logprob=float(np.log(0.5)))
+        top = (
+            TokenLogprob(token_id=(token_id + k) % self._vocab_size, logprob=float(np.log(0.5) * (k + 1)))
+            for k in range(num_top)
+        )
+        return Logprobs(chosen=best, top=tuple(top))
