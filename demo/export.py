@@ -37,7 +37,7 @@ not to give advice.
 | Weights | bfloat16, {weight_mb:.1f} MB |
 | Steps | {steps:,} of about {tokens_per_step:,} tokens |
 | Tokens seen | {tokens:,} |
-| Training time | {seconds:,.0f} s |
+| Training time | {seconds:,.0f} s, in which it got {cpu_seconds:,.0f} CPU seconds |
 | Hardware | {hardware} |
 | Command | `{command}` |
 | Seed | {seed} |
@@ -79,6 +79,7 @@ class Run:
     tokens_per_step: int
     tokens: int
     seconds: float
+    cpu_seconds: float
     hardware: str
     command: str
     seed: int

@@ -15,13 +15,13 @@ from demo.vocabulary import BOS, END_OF_TEXT, render_dialogue
 class Mixture:
     """Shares, each between 0 and 1, of what a training batch is made of, and how long its rows are."""
 
-    chat: float = 0.55
-    well_known: float = 0.5
+    chat: float = 0.6
+    well_known: float = 0.55
     small_talk: float = 0.02
     system_prompt: float = 0.15
     next_turn: float = 0.25
     # (tokens a row, share of the steps): mostly short rows, which are cheap, and the whole context often enough.
-    lengths: tuple[tuple[int, float], ...] = ((256, 0.75), (512, 0.15), (2048, 0.10))
+    lengths: tuple[tuple[int, float], ...] = ((256, 0.80), (512, 0.12), (2048, 0.08))
 
 
 def ask(entry: Entry, rng: random.Random) -> str:

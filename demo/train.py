@@ -46,12 +46,13 @@ class Plan:
     threads: int
     compile: bool
     tokens_per_step: int = 4096
-    peak_lr: float = 3e-3
-    warmup_steps: int = 60
-    weight_decay: float = 0.1
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    warmup_steps: int = 30
+    weight_decay: float = 0.05
     max_grad_norm: float = 1.0
     first_export_s: float = 150.0
-    export_every_s: float = 300.0
+    export_every_s: float = 600.0
 
 
 def build_model(device: torch.device) -> LlamaForCausalLM:
@@ -72,21 +73,24 @@ def build_model(device: torch.device) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def learning_rate(plan: Plan, step: int, progress: float) -> float:
+def learning_rate(peak: float, step: int, warmup_steps: int, progress: float) -> float:
     """Linear warm-up over steps, then linear to zero over `progress` in [0, 1] (arXiv:2502.15938)."""
-    return plan.peak_lr * min(1.0, (step + 1) / plan.warmup_steps) * max(0.0, 1.0 - progress)
+    return peak * min(1.0, (step + 1) / warmup_steps) * max(0.0, 1.0 - progress)
 
 
-def build_optimizer(model: LlamaForCausalLM, plan: Plan) -> torch.optim.AdamW:
-    """AdamW that decays the matrices and leaves the norms alone."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=plan.peak_lr, betas=(0.9, 0.95), fused=True)
+def build_optimizers(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers (arXiv:2502.16982), AdamW for the embedding and the norms."""
+    layers = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    inside = {id(parameter) for parameter in layers}
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    return [
+        torch.optim.Muon(layers, lr=plan.muon_lr, weight_decay=plan.weight_decay),
+        torch.optim.AdamW(outside, lr=plan.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
 
 
 class Training:
-    """One training run: the model with its optimizer, fed by `Rows`, exported into `plan.out`."""
+    """One training run: the model with its optimizers, fed by `Rows`, exported into `plan.out`."""
 
     def __init__(self, plan: Plan, corpus: Corpus, console: Console, clock: Callable[[], float]) -> None:
         self._plan = plan
@@ -101,7 +105,8 @@ class Training:
         known = [entry for entry in corpus.entries if entry.well_known and entry.kind == "function"]
         self._to_recite = random.Random(plan.seed).sample(known, NUM_RECITED)
         self._model = build_model(plan.device)
-        self._optimizer = build_optimizer(self._model, plan)
+        self._optimizers = build_optimizers(self._model, plan)
+        self._peaks = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
         self._step = 0
         self._tokens = 0
 
@@ -140,13 +145,14 @@ class Training:
 
     def _advance(self, loss_of: Callable[[torch.Tensor], torch.Tensor], progress: float) -> float:
         ids_BT = self._rows.batch(self._plan.tokens_per_step).to(self._plan.device)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._plan, self._step, progress)
         loss = loss_of(ids_BT)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._plan.max_grad_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer, peak in zip(self._optimizers, self._peaks, strict=True):
+            lr = learning_rate(peak, self._step, self._plan.warmup_steps, progress)
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
         self._step += 1
         self._tokens += ids_BT[:, 1:].numel()
         return loss.item()
@@ -170,6 +176,7 @@ class Training:
             tokens_per_step=plan.tokens_per_step,
             tokens=self._tokens,
             seconds=seconds,
+            cpu_seconds=time.process_time(),
             hardware=hardware(plan),
             command=f"python -m demo.train --out demo/model --steps {plan.steps} --minutes {plan.minutes:g}",
             seed=plan.seed,
@@ -207,7 +214,7 @@ def can_compile(device: torch.device) -> bool:
 def main(
     out: Annotated[Path, typer.Option(help="Folder to write the model into.")] = Path("demo/model"),
     minutes: Annotated[float, typer.Option(min=0.1, help="Budget of time; whichever is spent first ends it.")] = 45.0,
-    steps: Annotated[int, typer.Option(min=1, help="Budget of steps of about 4,096 tokens.")] = 3000,
+    steps: Annotated[int, typer.Option(min=1, help="Budget of steps of about 4,096 tokens.")] = 2400,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 2024,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
