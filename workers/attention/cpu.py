@@ -1,0 +1,190 @@
+"""Attention in torch: decode rows in padded batches, each prefill row alone over its own pages.
+
+Legend as in `base`, and: G queries that share a key/value head (N / K), Q tokens of one row, C positions of the pages
+that are looked at (a window leaves the earlier pages out).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from workers.attention.base import AttentionInputs
+from workers.kernels import reference
+from workers.kv.storage import KVStorage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DecodeBatch:
+    """Rows of one token whose contexts are within a factor of two of one another.
+
+    `pages` index the cache as [blocks * K, block size * D]; `hidden` are the (row, position) pairs that the mask
+    leaves out: their contents are zeroed, since not even a weight of zero hides another sequence's NaN.
+    """
+
+    tokens_S: torch.Tensor
+    pages: torch.Tensor
+    mask_S11C: torch.Tensor
+    hidden: tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PrefillRow:
+    """Tokens [start, stop) of the batch. `mask_QC` is None where the row sees no cached context and no window."""
+
+    start: int
+    stop: int
+    pages: torch.Tensor
+    num_visible: int
+    mask_QC: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """How one step's rows are computed; the same for every layer that has the same window."""
+
+    decodes: tuple[_DecodeBatch, ...]
+    prefills: tuple[_PrefillRow, ...]
+
+
+class TorchAttention:
+    """Runs wherever torch does; made for CPUs."""
+
+    def __init__(self, storage: KVStorage) -> None:
+        self._storage = storage
+        self._block_size = storage.layout.block_size
+        self._inputs: AttentionInputs | None = None
+        self._plans: dict[int | None, _Plan] = {}
+
+    def begin(self, inputs: AttentionInputs) -> None:
+        self._inputs = inputs
+        self._plans = {}
+
+    def write(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
+        assert self._inputs is not None, "write before begin"
+        caches = self._storage.keys(layer), self._storage.values(layer)
+        reference.kv_write(k_TKD, v_TKD, *caches, self._inputs.slots_T)
+
+    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+        assert self._inputs is not None, "attend before begin"
+        if window not in self._plans:
+            self._plans[window] = self._plan(self._inputs, window)
+        plan = self._plans[window]
+        out_TND = torch.empty_like(q_TND)
+        for decode in plan.decodes:
+            self._decode(layer, decode, q_TND, out_TND, scale)
+        for row in plan.prefills:
+            self._prefill(layer, row, q_TND, out_TND, scale)
+        return out_TND
+
+    def _decode(
+        self, layer: int, batch: _DecodeBatch, q_TND: torch.Tensor, out_TND: torch.Tensor, scale: float
+    ) -> None:
+        num_rows = len(batch.tokens_S)
+        k_SKCD = self._read(self._storage.keys(layer), batch.pages, num_rows)
+        v_SKCD = self._read(self._storage.values(layer), batch.pages, num_rows)
+        rows, positions = batch.hidden
+        k_SKCD[rows, :, positions] = 0
+        v_SKCD[rows, :, positions] = 0
+        # The G queries of a key/value head stand where a sequence's tokens would: nothing is expanded.
+        q_SKGD = q_TND[batch.tokens_S].view(num_rows, self._storage.num_heads, -1, q_TND.shape[-1])
+        out_SKGD = F.scaled_dot_product_attention(q_SKGD, k_SKCD, v_SKCD, attn_mask=batch.mask_S11C, scale=scale)
+        out_TND[batch.tokens_S] = out_SKGD.reshape(num_rows, *q_TND.shape[1:])
+
+    def _prefill(self, layer: int, row: _PrefillRow, q_TND: torch.Tensor, out_TND: torch.Tensor, scale: float) -> None:
+        k_KCD = self._read(self._storage.keys(layer), row.pages, 1)[0, :, : row.num_visible]
+        v_KCD = self._read(self._storage.values(layer), row.pages, 1)[0, :, : row.num_visible]
+        q_QND = q_TND[row.start : row.stop]
+        num_kv_heads, head_dim = self._storage.num_heads, q_TND.shape[-1]
+        q_KGQD = q_QND.transpose(0, 1).view(num_kv_heads, -1, row.stop - row.start, head_dim)
+        group = q_KGQD.shape[1]
+        out_KGQD = F.scaled_dot_product_attention(
+            q_KGQD,
+            k_KCD.unsqueeze(1).expand(-1, group, -1, -1),
+            v_KCD.unsqueeze(1).expand(-1, group, -1, -1),
+            attn_mask=row.mask_QC,
+            is_causal=row.mask_QC is None,
+            scale=scale,
+        )
+        out_TND[row.start : row.stop] = out_KGQD.flatten(0, 1).transpose(0, 1)
+
+    def _read(self, cache: torch.Tensor, pages: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """[rows, K, C, D]: one copy, page by page."""
+        block_size, head_dim = cache.shape[2:]
+        copied = cache.reshape(-1, block_size * head_dim).index_select(0, pages)
+        return copied.view(num_rows, self._storage.num_heads, -1, head_dim)
+
+    def _plan(self, inputs: AttentionInputs, window: int | None) -> _Plan:
+        buckets: dict[int, list[int]] = {}
+        prefills = []
+        for row, context_len in enumerate(inputs.context_lens):
+            start, stop = inputs.query_starts[row], inputs.query_starts[row + 1]
+            if stop - start > 1:
+                prefills.append(self._plan_prefill(inputs, row, window))
+            else:
+                num_pages = self._last_page(context_len) - self._first_page(context_len - 1, window)
+                buckets.setdefault((num_pages - 1).bit_length(), []).append(row)
+        decodes = tuple(self._plan_decode(inputs, rows, window) for rows in buckets.values())
+        return _Plan(decodes=decodes, prefills=tuple(prefills))
+
+    def _plan_prefill(self, inputs: AttentionInputs, row: int, window: int | None) -> _PrefillRow:
+        start, stop = inputs.query_starts[row], inputs.query_starts[row + 1]
+        context_len = inputs.context_lens[row]
+        first_position = context_len - (stop - start)
+        first_page = self._first_page(first_position, window)
+        first_seen = first_page * self._block_size
+        mask_QC = None
+        if first_position > 0 or (window is not None and context_len > window):
+            device = inputs.block_tables_SB.device
+            positions_Q1 = torch.arange(first_position, context_len, device=device).unsqueeze(1)
+            positions_C = torch.arange(first_seen, context_len, device=device)
+            mask_QC = positions_C <= positions_Q1
+            if window is not None:
+                mask_QC &= positions_C > positions_Q1 - window
+        table_B = inputs.block_tables_SB[row, first_page : self._last_page(context_len)]
+        return _PrefillRow(
+            start=start,
+            stop=stop,
+            pages=self._pages(table_B.unsqueeze(0)),
+            num_visible=context_len - first_seen,
+            mask_QC=mask_QC,
+        )
+
+    def _plan_decode(self, inputs: AttentionInputs, rows: list[int], window: int | None) -> _DecodeBatch:
+        device = inputs.block_tables_SB.device
+        lens = [inputs.context_lens[row] for row in rows]
+        first_pages = [self._first_page(context_len - 1, window) for context_len in lens]
+        width = max(self._last_page(n) - first for n, first in zip(lens, first_pages, strict=True))
+        first_S1 = torch.tensor(first_pages, device=device).unsqueeze(1)
+        # A row with fewer pages repeats its last one; the mask leaves it out.
+        last_S1 = torch.tensor([self._last_page(n) - 1 for n in lens], device=device).unsqueeze(1)
+        columns_SB = torch.minimum(first_S1 + torch.arange(width, device=device), last_S1)
+        rows_S = torch.tensor(rows, device=device)
+        tables_SB = inputs.block_tables_SB[rows_S.unsqueeze(1), columns_SB]
+        lens_S1 = torch.tensor(lens, device=device).unsqueeze(1)
+        positions_SC = first_S1 * self._block_size + torch.arange(width * self._block_size, device=device)
+        visible_SC = positions_SC < lens_S1
+        if window is not None:
+            visible_SC &= positions_SC >= lens_S1 - window
+        hidden_rows, hidden_positions = (~visible_SC).nonzero(as_tuple=True)
+        return _DecodeBatch(
+            tokens_S=torch.tensor([inputs.query_starts[row] for row in rows], device=device),
+            pages=self._pages(tables_SB),
+            mask_S11C=visible_SC[:, None, None, :],
+            hidden=(hidden_rows, hidden_positions),
+        )
+
+    def _first_page(self, position: int, window: int | None) -> int:
+        """The first page that the token at `position` sees."""
+        return 0 if window is None else max(0, position + 1 - window) // self._block_size
+
+    def _last_page(self, context_len: int) -> int:
+        return -(-context_len // self._block_size)
+
+    def _pages(self, tables_SB: torch.Tensor) -> torch.Tensor:
+        """Indices of [row, head, page] into the cache seen as [blocks * K, ...], flat."""
+        num_heads = self._storage.num_heads
+        heads_K1 = torch.arange(num_heads, device=tables_SB.device).unsqueeze(1)
+        return (tables_SB.long().unsqueeze(1) * num_heads + heads_K1).flatten()

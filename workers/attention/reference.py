@@ -1,0 +1,36 @@
+"""Attention that is slow and obviously right: the twin the other backends are compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.attention.base import AttentionInputs
+from workers.kernels import reference
+from workers.kv.storage import KVStorage
+
+
+class ReferenceAttention:
+    def __init__(self, storage: KVStorage) -> None:
+        self._storage = storage
+        self._inputs: AttentionInputs | None = None
+
+    def begin(self, inputs: AttentionInputs) -> None:
+        self._inputs = inputs
+
+    def write(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
+        assert self._inputs is not None, "write before begin"
+        caches = self._storage.keys(layer), self._storage.values(layer)
+        reference.kv_write(k_TKD, v_TKD, *caches, self._inputs.slots_T)
+
+    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+        assert self._inputs is not None, "attend before begin"
+        return reference.paged_attention(
+            q_TND,
+            self._storage.keys(layer),
+            self._storage.values(layer),
+            query_starts=self._inputs.query_starts,
+            context_lens=self._inputs.context_lens,
+            block_tables_SB=self._inputs.block_tables_SB,
+            scale=scale,
+            window=window,
+        )

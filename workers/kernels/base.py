@@ -1,0 +1,45 @@
+"""The seam under the layers: what each device computes in its own way, and the lazy choice between them.
+
+Legend: T tokens, E hidden size, F intermediate size, H heads (of queries or keys), K key/value heads, D head dim,
+P D / 2 rotated pairs, NB blocks of the cache, BS positions of a block.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Protocol, cast
+
+import torch
+
+from protos.errors import Misconfigured
+
+_MODULES = {"cpu": "workers.kernels.reference", "cuda": "workers.kernels.reference"}
+
+
+class Kernels(Protocol):
+    """A module of functions; `workers.kernels.reference` says by example what each must compute."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+    def add_rms_norm(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def rope(self, x_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor) -> torch.Tensor: ...
+    def silu_mul(self, gate_up_TF2: torch.Tensor) -> torch.Tensor: ...
+    def kv_write(
+        self,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots_T: torch.Tensor,
+    ) -> None: ...
+    def gather(self, cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor: ...
+    def scatter(self, cache: torch.Tensor, block_ids: torch.Tensor, payload: torch.Tensor) -> None: ...
+
+
+def kernels_for(device: str) -> Kernels:
+    """The kernels of a torch device such as "cpu" or "cuda:1". Raises Misconfigured for one without any."""
+    kind = torch.device(device).type
+    if kind not in _MODULES:
+        raise Misconfigured(f"device {device!r} has no kernels: choose one of {', '.join(_MODULES)}", param="device")
+    return cast(Kernels, import_module(_MODULES[kind]))

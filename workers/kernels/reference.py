@@ -1,0 +1,92 @@
+"""What every kernel computes, in plain torch: the twin that the fast ones are tested against, and the CPU's own.
+
+Legend: T tokens, E hidden size, F intermediate size, H heads (of queries or keys), N query heads, K key/value heads,
+D head dim, P D / 2 rotated pairs, NB blocks of the cache, BS positions of a block, B blocks of one row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension, in float32, rounded to x's dtype before the weight."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(
+    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual): the residual stream goes on beside the normed copy."""
+    stream_TE = x_TE + residual_TE
+    return rms_norm(stream_TE, weight_E, eps), stream_TE
+
+
+def rope(x_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor) -> torch.Tensor:
+    """Rotates the pairs (i, i + D / 2) of each head by the token's angles (float32). Returns x's dtype."""
+    cos_T1P, sin_T1P = cos_TP.unsqueeze(1), sin_TP.unsqueeze(1)
+    first_THP, second_THP = x_THD.float().chunk(2, dim=-1)
+    rotated = (first_THP * cos_T1P - second_THP * sin_T1P, second_THP * cos_T1P + first_THP * sin_T1P)
+    return torch.cat(rotated, dim=-1).to(x_THD.dtype)
+
+
+def silu_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, where the last dimension holds first all of gate, then all of up."""
+    gate_TF, up_TF = gate_up_TF2.chunk(2, dim=-1)
+    return F.silu(gate_TF) * up_TF
+
+
+def kv_write(
+    k_TKD: torch.Tensor, v_TKD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots_T: torch.Tensor
+) -> None:
+    """Puts each token's keys and values into its slot (block * BS + offset) of the caches [NB, K, BS, D]."""
+    block_size = k_cache.shape[2]
+    blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
+    k_cache[blocks_T, :, offsets_T] = k_TKD
+    v_cache[blocks_T, :, offsets_T] = v_TKD
+
+
+def paged_attention(
+    q_TND: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    query_starts: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    block_tables_SB: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention of packed rows over their pages, token by token and head by head in float64.
+
+    The arguments are those of `workers.attention.base`, the caches [NB, K, BS, D]. Returns [T, N, D] in q's dtype.
+    """
+    num_heads, block_size = q_TND.shape[1], k_cache.shape[2]
+    group = num_heads // k_cache.shape[1]
+    out_TND = torch.empty_like(q_TND)
+    for row, context_len in enumerate(context_lens):
+        start, stop = query_starts[row], query_starts[row + 1]
+        for token in range(start, stop):
+            last = context_len - (stop - token)
+            first = 0 if window is None else max(0, last + 1 - window)
+            places = [divmod(position, block_size) for position in range(first, last + 1)]
+            pages = [(int(block_tables_SB[row, index]), offset) for index, offset in places]
+            for head in range(num_heads):
+                keys_CD = torch.stack([k_cache[block, head // group, offset] for block, offset in pages]).double()
+                values_CD = torch.stack([v_cache[block, head // group, offset] for block, offset in pages]).double()
+                weights_C = torch.softmax(keys_CD @ q_TND[token, head].double() * scale, dim=0)
+                out_TND[token, head] = weights_C @ values_CD
+    return out_TND
+
+
+def gather(cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+    """Staging before a transfer: blocks of [layers, 2, NB, K, BS, D], copied to [layers, 2, ids, K, BS, D]."""
+    return cache.index_select(2, block_ids)
+
+
+def scatter(cache: torch.Tensor, block_ids: torch.Tensor, payload: torch.Tensor) -> None:
+    """Landing after a transfer: the inverse of `gather`."""
+    cache.index_copy_(2, block_ids, payload)

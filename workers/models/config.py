@@ -1,0 +1,216 @@
+"""A checkpoint's config.json and generation_config.json as one value. Read strictly, before any weight. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.values import KVLayout
+from workers.models.families import Family, Windows, family_of
+from workers.models.fields import Fields
+from workers.models.rope import DynamicRope, LinearRope, Rope, YarnRope, read_rope
+
+# Fields that would change what the layers compute. Present and not as given here: another model than we would run.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "alibi": (False,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1, 1.0),
+    "final_logit_softcapping": (),
+    "is_encoder_decoder": (False,),
+    "logit_scale": (1, 1.0),
+    "logits_scaling": (1, 1.0),
+    "n_routed_experts": (0,),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "per_layer_config": ({},),
+    "quantization_config": (),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1, 1.0),
+    "rope_interleaved": (False,),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """What the checkpoint's authors recommend; None where they say nothing."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes and parts of a decoder. `windows` has one entry a layer. `dtype` is the one the weights were saved in.
+
+    `max_position` is config.json's `max_position_embeddings`; `max_model_len` is how far the rope scaling carries.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: Rope
+    windows: Windows
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied_embeddings: bool
+    max_position: int
+    max_model_len: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    generation: GenerationDefaults
+
+    def kv_layout(self, *, block_size: int, dtype: str, tp: int = 1) -> KVLayout:
+        return KVLayout(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            tp=tp,
+        )
+
+    def prefix_key(self, num_prompt_tokens: int) -> bytes:
+        """Mix this into the hash of a prompt's KV blocks: b"" unless the prompt's length changes their contents.
+
+        Only dynamic and longrope rope scaling do that, and only beyond the length the model was trained with.
+        """
+        regime = self.rope.regime(num_prompt_tokens)
+        return regime.to_bytes(8, "little") if regime else b""
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """Reads the checkpoint folder `path`, weights left alone.
+
+    Raises BadCheckpoint (a file missing, truncated or contradictory) or UnsupportedModel (an architecture or option
+    that is not served), each naming the file, the field and the fix.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise BadCheckpoint(f"{folder} {what}: give the folder of a Hugging Face checkpoint (with config.json)")
+    config = Fields.of_file(folder / "config.json")
+    family = family_of(config)
+    _refuse_unknown_parts(config, family)
+    sizes = _Sizes.of(config, family)
+    rope = read_rope(config, head_dim=sizes.head_dim, max_position=sizes.max_position)
+    generation_file = folder / "generation_config.json"
+    generation = Fields.of_file(generation_file) if generation_file.exists() else Fields({}, str(generation_file))
+    has_bias = family.reads_attention_bias and config.flag("attention_bias")
+    return ModelConfig(
+        family=family.name,
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=sizes.num_layers,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        norm_eps=config.number_or("rms_norm_eps", 1e-6),
+        rope=rope,
+        windows=family.windows(config, sizes.num_layers),
+        qkv_bias=family.qkv_bias or has_bias,
+        o_bias=has_bias,
+        mlp_bias=family.reads_mlp_bias and config.flag("mlp_bias"),
+        qk_norm=family.qk_norm,
+        tied_embeddings=config.flag("tie_word_embeddings"),
+        max_position=sizes.max_position,
+        max_model_len=_max_model_len(rope, sizes.max_position),
+        dtype=config.text_or("dtype", config.text_or("torch_dtype", "float32")),
+        eos_token_ids=_eos_ids(config, generation, sizes.vocab_size),
+        bos_token_id=config.integer_or("bos_token_id", None, minimum=0),
+        generation=_generation(generation),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+
+    @classmethod
+    def of(cls, config: Fields, family: Family) -> _Sizes:
+        hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+        # Only the first Llamas leave this out: they knew no grouped queries.
+        num_kv_heads = config.integer_or("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise BadCheckpoint(f"{config.where}: {num_heads} heads cannot share {num_kv_heads} key/value heads evenly")
+        if family.head_dim is None and "head_dim" not in config and hidden_size % num_heads:
+            raise BadCheckpoint(
+                f"{config.where}: hidden_size {hidden_size} is no multiple of {num_heads} heads, head_dim is missing"
+            )
+        head_dim = config.integer_or("head_dim", family.head_dim or hidden_size // num_heads)
+        if head_dim % 2:
+            raise UnsupportedModel(f"{config.where}: head_dim {head_dim} is odd: rope turns pairs", param="head_dim")
+        return cls(
+            vocab_size=config.integer("vocab_size"),
+            hidden_size=hidden_size,
+            num_layers=config.integer("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position=config.integer("max_position_embeddings"),
+        )
+
+
+def _refuse_unknown_parts(config: Fields, family: Family) -> None:
+    for key, harmless in _NEUTRAL.items():
+        if key in config and config.raw(key) not in harmless:
+            raise UnsupportedModel(f"{config.where}: {key!r} ({config.raw(key)!r}) is not supported", param=key)
+    if (act := config.text_or("hidden_act", "silu")) != "silu":
+        raise UnsupportedModel(
+            f"{config.where}: hidden_act {act!r} is not supported: only 'silu' is", param="hidden_act"
+        )
+    for key, known in (("attention_bias", family.reads_attention_bias), ("mlp_bias", family.reads_mlp_bias)):
+        if config.flag(key) and not known:
+            raise UnsupportedModel(f"{config.where}: {key} is not supported for {family.name}", param=key)
+
+
+def _max_model_len(rope: Rope, max_position: int) -> int:
+    match rope:
+        case LinearRope() | DynamicRope():
+            return int(max_position * rope.factor)
+        case YarnRope():
+            return max(max_position, int(rope.original_max_position * rope.factor))
+    return max_position
+
+
+def _eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
+    source = generation if "eos_token_id" in generation else config
+    ids = source.ids("eos_token_id")
+    for token_id in ids:
+        if token_id >= vocab_size:
+            raise BadCheckpoint(f"{source.where}: eos_token_id {token_id} is outside the vocabulary of {vocab_size}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _generation(file: Fields) -> GenerationDefaults:
+    return GenerationDefaults(
+        do_sample=file.flag("do_sample") if "do_sample" in file else None,
+        temperature=file.number_or("temperature", None, above=-math.inf),
+        top_k=file.integer_or("top_k", None, minimum=0),
+        top_p=file.number_or("top_p", None),
+        min_p=file.number_or("min_p", None, above=-math.inf),
+        repetition_penalty=file.number_or("repetition_penalty", None),
+    )

@@ -1,0 +1,116 @@
+"""The one decoder stack: embedding, layers of attention and gated MLP with pre-norms, logits. Families are configs.
+
+Legend: T tokens of the batch (rows packed), E hidden size, V vocabulary, R positions whose logits are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from protos.errors import Misconfigured
+from workers.attention.base import AttentionBackend, AttentionInputs
+from workers.models.config import ModelConfig
+from workers.models.layers.attention import Attention
+from workers.models.layers.embedding import VocabParallel
+from workers.models.layers.mlp import GatedMLP
+from workers.models.layers.norm import RMSNorm
+from workers.models.layers.rope import Rotation
+from workers.models.layers.slots import Layer, Place, Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInputs:
+    """One step. `token_ids_T` int64; `logit_rows` int64, indices into T, in the order the logits are wanted;
+    `prompt_lens` for each row of `attention` the length of its sequence's whole prompt, however much of it this
+    step computes (some rope scalings depend on it: `workers.models.rope`).
+    """
+
+    token_ids_T: torch.Tensor
+    attention: AttentionInputs
+    logit_rows: torch.Tensor
+    prompt_lens: tuple[int, ...]
+
+
+class Decoder:
+    """A model's weights on this rank. Holds no cache and no state between steps: both are the backend's.
+
+    Made by `workers.models.loader.load_model`; the constructor leaves the weights unset.
+    """
+
+    def __init__(self, config: ModelConfig, place: Place) -> None:
+        check_parallel(config, place.parallel.size)
+        self.config = config
+        self.place = place
+        self._embedding = VocabParallel(place, "model.embed_tokens", config.vocab_size, config.hidden_size)
+        self._rotation = Rotation(config.rope, config.head_dim, place.device)
+        self._layers = [_DecoderLayer(place, config, layer) for layer in range(config.num_layers)]
+        self._norm = RMSNorm(place, "model.norm", config.hidden_size, config.norm_eps)
+        self._head = self._embedding
+        if not config.tied_embeddings:
+            self._head = VocabParallel(place, "lm_head", config.vocab_size, config.hidden_size)
+
+    @torch.inference_mode()
+    def forward(self, inputs: ModelInputs, attention: AttentionBackend) -> torch.Tensor:
+        """Writes the step's keys and values into the backend's cache. Returns logits [R, V], float32, on every rank.
+
+        With tensor parallelism every rank must be given the same inputs. Raises WorkerLost when one has gone.
+        """
+        attention.begin(inputs.attention)
+        rotation = self._rotation(inputs.attention, inputs.prompt_lens)
+        stream_TE = self._embedding.embed(inputs.token_ids_T)
+        delta_TE = torch.zeros_like(stream_TE)
+        for layer in self._layers:
+            delta_TE, stream_TE = layer(delta_TE, stream_TE, rotation, attention)
+        rows = inputs.logit_rows
+        normed_RE, _ = self._norm.add(delta_TE[rows], stream_TE[rows])
+        return self._head.logits(normed_RE)
+
+    def slots(self) -> Iterator[Slot]:
+        """Where every tensor of the checkpoint goes."""
+        parts: list[Layer] = [self._embedding, *self._layers, self._norm]
+        for part in parts if self._head is self._embedding else [*parts, self._head]:
+            yield from part.slots()
+
+
+class _DecoderLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x)); each addition is left to the norm that follows it."""
+
+    def __init__(self, place: Place, config: ModelConfig, layer: int) -> None:
+        prefix = f"model.layers.{layer}"
+        self._attention_norm = RMSNorm(place, f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps)
+        self._attention = Attention(place, f"{prefix}.self_attn", config, layer)
+        self._mlp_norm = RMSNorm(place, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps)
+        self._mlp = GatedMLP(place, f"{prefix}.mlp", config)
+
+    def __call__(
+        self,
+        delta_TE: torch.Tensor,
+        stream_TE: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attention: AttentionBackend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed_TE, stream_TE = self._attention_norm.add(delta_TE, stream_TE)
+        delta_TE = self._attention(normed_TE, rotation, attention)
+        normed_TE, stream_TE = self._mlp_norm.add(delta_TE, stream_TE)
+        return self._mlp(normed_TE), stream_TE
+
+    def slots(self) -> Iterator[Slot]:
+        for part in (self._attention_norm, self._attention, self._mlp_norm, self._mlp):
+            yield from part.slots()
+
+
+def check_parallel(config: ModelConfig, tp: int) -> None:
+    """Raises Misconfigured when `tp` ranks cannot share the model's heads or its MLP evenly."""
+    if config.num_heads % tp or config.intermediate_size % tp:
+        raise Misconfigured(
+            f"tp is {tp}: it must divide the {config.num_heads} heads and the MLP size {config.intermediate_size}",
+            param="tp",
+        )
+    if config.num_kv_heads % tp and tp % config.num_kv_heads:
+        raise Misconfigured(
+            f"tp is {tp}: it must divide the model's {config.num_kv_heads} key/value heads, or be a multiple of them",
+            param="tp",
+        )

@@ -1,0 +1,119 @@
+"""Reads one JSON file of a checkpoint field by field. What is missing or of the wrong type is named with its file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from protos.errors import BadCheckpoint
+
+D = TypeVar("D")
+
+
+class Fields:
+    """A JSON object. null counts as absent; every getter raises BadCheckpoint for a value it cannot accept."""
+
+    def __init__(self, data: Mapping[str, Any], where: str) -> None:
+        self._data = data
+        self.where = where
+
+    @classmethod
+    def of_file(cls, path: Path) -> Fields:
+        """Raises BadCheckpoint when the file is missing, truncated or not an object."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise BadCheckpoint(
+                f"{path} does not exist: give the folder of a Hugging Face checkpoint, which holds {path.name}"
+            ) from None
+        except OSError as error:
+            raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise BadCheckpoint(f"{path} is not valid JSON ({error}): download it again") from error
+        if not isinstance(data, dict):
+            raise BadCheckpoint(f"{path} must hold a JSON object, it holds a {type(data).__name__}: download it again")
+        return cls(data, str(path))
+
+    def __contains__(self, key: str) -> bool:
+        return self._data.get(key) is not None
+
+    def has_null(self, key: str) -> bool:
+        return key in self._data and self._data[key] is None
+
+    def raw(self, key: str) -> Any:
+        return self._data.get(key)
+
+    def inner(self, key: str) -> Fields:
+        """The object under `key`; empty when absent."""
+        value = self._data.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(key, "an object")
+        return Fields(value or {}, f"{self.where}: {key}")
+
+    def integer(self, key: str, *, minimum: int = 1) -> int:
+        value = self._required(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self._wrong(key, f"a whole number from {minimum}")
+        return value
+
+    def integer_or(self, key: str, default: D, *, minimum: int = 1) -> int | D:
+        return self.integer(key, minimum=minimum) if key in self else default
+
+    def number(self, key: str, *, above: float = 0.0) -> float:
+        return self._as_number(key, self._required(key), above)
+
+    def number_or(self, key: str, default: D, *, above: float = 0.0) -> float | D:
+        return self.number(key, above=above) if key in self else default
+
+    def numbers(self, key: str, length: int) -> tuple[float, ...]:
+        values = self._required(key)
+        if not isinstance(values, list) or len(values) != length:
+            raise self._wrong(key, f"a list of {length} numbers")
+        return tuple(self._as_number(key, value, 0.0) for value in values)
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        value = self._data.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
+
+    def text_or(self, key: str, default: D) -> str | D:
+        value = self._data.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self._wrong(key, "a string")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings; empty when absent."""
+        values = self._data.get(key) or []
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise self._wrong(key, "a list of strings")
+        return tuple(values)
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """One token id or a list of them; empty when absent."""
+        value = self._data.get(key)
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
+            raise self._wrong(key, "a token id or a list of them")
+        return tuple(values)
+
+    def _required(self, key: str) -> Any:
+        if key not in self:
+            raise BadCheckpoint(f"{self.where}: {key!r} is missing: use the checkpoint's original file", param=key)
+        return self._data[key]
+
+    def _as_number(self, key: str, value: Any, above: float) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
+            raise self._wrong(key, f"a number above {above:g}" if above > -math.inf else "a number")
+        return float(value)
+
+    def _wrong(self, key: str, wanted: str) -> BadCheckpoint:
+        return BadCheckpoint(f"{self.where}: {key!r} is {self._data[key]!r}: it must be {wanted}", param=key)

@@ -1,0 +1,70 @@
+"""Self-attention of one layer: projections, rope, and the backend that knows the paged cache.
+
+Legend: T tokens, E hidden size, N query heads, K key/value heads (both of this rank), D head dim, P D / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from workers.attention.base import AttentionBackend
+from workers.models.config import ModelConfig
+from workers.models.layers.linear import ColumnParallel, Columns, RowParallel
+from workers.models.layers.norm import RMSNorm
+from workers.models.layers.slots import Layer, Place, Slot
+
+
+class Attention:
+    """Each rank has N / tp query heads and their key/value heads: K / tp, or one that several ranks copy."""
+
+    def __init__(self, place: Place, prefix: str, config: ModelConfig, layer: int) -> None:
+        tp, rank, dim = place.parallel.size, place.parallel.rank, config.head_dim
+        self._layer = layer
+        self._head_dim = dim
+        self._window = config.windows[layer]
+        self._scale = dim**-0.5
+        self._kernels = place.kernels
+        num_heads, num_kv_heads = config.num_heads // tp, max(1, config.num_kv_heads // tp)
+        first_kv_head = rank * config.num_kv_heads // tp
+
+        def columns(name: str, total: int, first: int, count: int) -> Columns:
+            return Columns(name=f"{prefix}.{name}", total=total * dim, start=first * dim, size=count * dim)
+
+        self._qkv = ColumnParallel(
+            place,
+            [
+                columns("q_proj", config.num_heads, rank * num_heads, num_heads),
+                columns("k_proj", config.num_kv_heads, first_kv_head, num_kv_heads),
+                columns("v_proj", config.num_kv_heads, first_kv_head, num_kv_heads),
+            ],
+            config.hidden_size,
+            bias=config.qkv_bias,
+        )
+        self._norms: tuple[RMSNorm, ...] = ()
+        if config.qk_norm:
+            self._norms = tuple(
+                RMSNorm(place, f"{prefix}.{name}", dim, config.norm_eps) for name in ("q_norm", "k_norm")
+            )
+        self._out = RowParallel(
+            place, f"{prefix}.o_proj", config.num_heads * dim, config.hidden_size, bias=config.o_bias
+        )
+
+    def __call__(
+        self, x_TE: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], backend: AttentionBackend
+    ) -> torch.Tensor:
+        heads = torch.split(self._qkv(x_TE), self._qkv.sizes, dim=-1)
+        q_TND, k_TKD, v_TKD = (part.view(len(part), -1, self._head_dim) for part in heads)
+        if self._norms:
+            q_norm, k_norm = self._norms
+            q_TND, k_TKD = q_norm(q_TND), k_norm(k_TKD)
+        q_TND, k_TKD = self._kernels.rope(q_TND, *rotation), self._kernels.rope(k_TKD, *rotation)
+        backend.write(self._layer, k_TKD, v_TKD)
+        out_TND = backend.attend(self._layer, q_TND, scale=self._scale, window=self._window)
+        return self._out(out_TND.flatten(1))
+
+    def slots(self) -> Iterator[Slot]:
+        parts: tuple[Layer, ...] = (self._qkv, *self._norms, self._out)
+        for part in parts:
+            yield from part.slots()

@@ -1,0 +1,43 @@
+"""The vocabulary, cut over the ranks: token ids to vectors, and vectors to logits.
+
+Legend: T tokens, E hidden size, V vocabulary, R positions whose logits are asked for. A vocabulary that the ranks
+cannot share evenly is padded at its end; nobody sees the padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from workers.models.layers.slots import Place, Slot
+
+
+class VocabParallel:
+    """One [V, E] tensor of the checkpoint. `embed` and `logits` may share it: tied embeddings."""
+
+    def __init__(self, place: Place, name: str, vocab_size: int, hidden_size: int) -> None:
+        self._name = name
+        self._parallel = place.parallel
+        self._shape = (vocab_size, hidden_size)
+        share = -(-vocab_size // place.parallel.size)
+        self._start = min(place.parallel.rank * share, vocab_size)
+        self._stop = min(self._start + share, vocab_size)
+        self.weight_VE = place.zeros(share, hidden_size)
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """[T, E]. Each rank looks up the ids it holds; the others' rows are zero until all are added up."""
+        if self._parallel.size == 1:
+            return F.embedding(token_ids_T, self.weight_VE)
+        foreign_T1 = ((token_ids_T < self._start) | (token_ids_T >= self._stop)).unsqueeze(1)
+        local_T = (token_ids_T - self._start).clamp(0, len(self.weight_VE) - 1)
+        return self._parallel.all_reduce(F.embedding(local_T, self.weight_VE).masked_fill(foreign_T1, 0))
+
+    def logits(self, x_RE: torch.Tensor) -> torch.Tensor:
+        """[R, V] in float32, on every rank."""
+        return self._parallel.all_gather(F.linear(x_RE, self.weight_VE))[:, : self._shape[0]].float()
+
+    def slots(self) -> Iterator[Slot]:
+        target = self.weight_VE[: self._stop - self._start]
+        yield Slot(name=f"{self._name}.weight", shape=self._shape, target=target, start=self._start)

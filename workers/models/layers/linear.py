@@ -1,0 +1,70 @@
+"""Linear layers cut over the ranks: by output columns, by input rows, and several checkpoint tensors fused into one.
+
+Legend: T tokens, I and O the full input and output sizes; a rank holds its share of one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from workers.models.layers.slots import Place, Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Checkpoint tensor `name` [O, I]; this rank computes outputs [start, start + size) of `total`."""
+
+    name: str
+    total: int
+    start: int
+    size: int
+
+
+class ColumnParallel:
+    """y = x W^T + b with the outputs cut over the ranks. Several projections of the same input stand side by side."""
+
+    def __init__(self, place: Place, parts: Sequence[Columns], num_inputs: int, *, bias: bool) -> None:
+        self._parts = tuple(parts)
+        self._num_inputs = num_inputs
+        num_outputs = sum(part.size for part in parts)
+        self.sizes = [part.size for part in parts]
+        self.weight_OI = place.empty(num_outputs, num_inputs)
+        self.bias_O = place.empty(num_outputs) if bias else None
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_TI, self.weight_OI, self.bias_O)
+
+    def slots(self) -> Iterator[Slot]:
+        weights = torch.split(self.weight_OI, self.sizes)
+        for part, target in zip(self._parts, weights, strict=True):
+            shape = (part.total, self._num_inputs)
+            yield Slot(name=f"{part.name}.weight", shape=shape, target=target, start=part.start)
+        if self.bias_O is not None:
+            for part, target in zip(self._parts, torch.split(self.bias_O, self.sizes), strict=True):
+                yield Slot(name=f"{part.name}.bias", shape=(part.total,), target=target, start=part.start)
+
+
+class RowParallel:
+    """y = x W^T + b where each rank holds its share of the inputs; the ranks' partial sums are added up."""
+
+    def __init__(self, place: Place, name: str, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
+        self._name = name
+        self._parallel = place.parallel
+        self._shape = (num_outputs, num_inputs)
+        share = num_inputs // place.parallel.size
+        self._start = place.parallel.rank * share
+        self.weight_OI = place.empty(num_outputs, share)
+        self.bias_O = place.empty(num_outputs) if bias else None
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        y_TO = self._parallel.all_reduce(F.linear(x_TI, self.weight_OI))
+        return y_TO if self.bias_O is None else y_TO + self.bias_O
+
+    def slots(self) -> Iterator[Slot]:
+        yield Slot(name=f"{self._name}.weight", shape=self._shape, target=self.weight_OI, dim=1, start=self._start)
+        if self.bias_O is not None:
+            yield Slot(name=f"{self._name}.bias", shape=self._shape[:1], target=self.bias_O)

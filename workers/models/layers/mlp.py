@@ -1,0 +1,34 @@
+"""The gated feed-forward block: down(silu(gate(x)) * up(x)), gate and up in one matrix product.
+
+Legend: T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from workers.models.config import ModelConfig
+from workers.models.layers.linear import ColumnParallel, Columns, RowParallel
+from workers.models.layers.slots import Place, Slot
+
+
+class GatedMLP:
+    def __init__(self, place: Place, prefix: str, config: ModelConfig) -> None:
+        total = config.intermediate_size
+        size = total // place.parallel.size
+        start = place.parallel.rank * size
+        parts = [
+            Columns(name=f"{prefix}.{name}", total=total, start=start, size=size) for name in ("gate_proj", "up_proj")
+        ]
+        self._kernels = place.kernels
+        self._gate_up = ColumnParallel(place, parts, config.hidden_size, bias=config.mlp_bias)
+        self._down = RowParallel(place, f"{prefix}.down_proj", total, config.hidden_size, bias=config.mlp_bias)
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        return self._down(self._kernels.silu_mul(self._gate_up(x_TE)))
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self._gate_up.slots()
+        yield from self._down.slots()

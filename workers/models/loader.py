@@ -1,0 +1,124 @@
+"""Reads a checkpoint's safetensors into a decoder. Every name and shape is checked before the first weight is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
+from workers.kernels.base import kernels_for
+from workers.models.config import read_config
+from workers.models.decoder import Decoder
+from workers.models.fields import Fields
+from workers.models.layers.slots import Place, Slot
+from workers.parallel.group import Solo, TensorParallel
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    parallel: TensorParallel | None = None,
+    on_progress: Progress | None = None,
+) -> Decoder:
+    """The checkpoint folder `path` as a decoder on `device`, weights converted to `dtype` ("bfloat16", "float32").
+
+    With `parallel` only this rank's share is read. `on_progress(done_bytes, total_bytes)` counts that share.
+    Raises BadCheckpoint, UnsupportedModel or Misconfigured, each naming the file, tensor or setting and the fix.
+    """
+    if dtype not in _DTYPES:
+        raise Misconfigured(f"dtype {dtype!r} is not served: choose one of {', '.join(_DTYPES)}", param="dtype")
+    folder = Path(path)
+    config = read_config(folder)
+    with _open_checkpoint(folder) as tensors:
+        place = Place(device=device, dtype=_DTYPES[dtype], parallel=parallel or Solo(), kernels=kernels_for(device))
+        decoder = Decoder(config, place)
+        slots = list(decoder.slots())
+        _check(folder, slots, tensors, config.tied_embeddings)
+        _fill(slots, tensors, on_progress or (lambda done, total: None))
+    return decoder
+
+
+@contextmanager
+def _open_checkpoint(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Every tensor of the checkpoint by name, as a slice that is read only when indexed."""
+    with ExitStack() as files:
+        tensors: dict[str, Any] = {}
+        for name in _files(folder):
+            try:
+                file = files.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
+            except FileNotFoundError:
+                raise BadCheckpoint(f"{folder / name} is missing: download the checkpoint's shard again") from None
+            except (SafetensorError, OSError) as error:
+                raise BadCheckpoint(f"{folder / name} is truncated or damaged ({error}): download it again") from error
+            stored: list[str] = file.keys()
+            tensors |= {key: file.get_slice(key) for key in stored}
+        yield tensors
+
+
+def _files(folder: Path) -> list[str]:
+    if (folder / _INDEX).exists():
+        shards = Fields.of_file(folder / _INDEX).raw("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
+            raise BadCheckpoint(f"{folder / _INDEX}: 'weight_map' must map tensor names to file names beside it")
+        return sorted(set(shards.values()))
+    if (folder / _SINGLE).exists():
+        return [_SINGLE]
+    if pickles := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
+        raise BadCheckpoint(
+            f"{folder} holds pickled weights only ({pickles[0]}), which can run code when read: convert them with "
+            "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
+        )
+    raise BadCheckpoint(f"{folder} holds neither {_SINGLE} nor {_INDEX}: give a Hugging Face checkpoint folder")
+
+
+def _check(folder: Path, slots: list[Slot], tensors: Mapping[str, Any], tied: bool) -> None:
+    if missing := sorted({slot.name for slot in slots} - tensors.keys()):
+        raise BadCheckpoint(
+            f"{folder} lacks {len(missing)} tensors, the first is {missing[0]!r}: config.json belongs to another "
+            "checkpoint, or a shard is missing"
+        )
+    for slot in slots:
+        found = tuple(tensors[slot.name].get_shape())
+        if found != slot.shape:
+            raise BadCheckpoint(f"{folder}: tensor {slot.name!r} is {found}, config.json makes it {slot.shape}")
+        if (stored := tensors[slot.name].get_dtype()) not in _ITEM_BYTES:
+            raise UnsupportedModel(
+                f"{folder}: tensor {slot.name!r} is stored as {stored}: quantised weights are not served"
+            )
+    ignored = {"lm_head.weight"} if tied else set()
+    unexpected = sorted(
+        name
+        for name in tensors.keys() - {slot.name for slot in slots} - ignored
+        if not name.endswith("rotary_emb.inv_freq")
+    )
+    if unexpected:
+        log.warning("%s: %d tensors are not used, such as %s", folder, len(unexpected), ", ".join(unexpected[:5]))
+
+
+def _fill(slots: list[Slot], tensors: Mapping[str, Any], on_progress: Progress) -> None:
+    sizes = [slot.target.numel() * _ITEM_BYTES[tensors[slot.name].get_dtype()] for slot in slots]
+    total, done = sum(sizes), 0
+    on_progress(done, total)
+    for slot, size in zip(slots, sizes, strict=True):
+        part = slice(slot.start, slot.start + slot.target.shape[slot.dim])
+        tensor = tensors[slot.name]
+        slot.target.copy_(tensor[part] if slot.dim == 0 else tensor[:, part])
+        done += size
+        on_progress(done, total)

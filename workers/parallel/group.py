@@ -1,0 +1,145 @@
+"""Collectives between the ranks of one worker. Groups are objects: no default group, so a process can be in many."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from protos.errors import WorkerLost
+
+T = TypeVar("T")
+
+_HEADER_BYTES = 8
+_FIRST_BYTES = 4096
+
+
+class TensorParallel(Protocol):
+    """What a layer may ask of the other ranks. Every rank must make the same calls in the same order.
+
+    Raises WorkerLost when a rank has gone: the group cannot be used any more.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in `x` itself."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors (all of one shape) side by side along the last dimension, in rank order."""
+        ...
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank. Waits for rank 0 as long as it takes: a follower rests in here."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Solo:
+    """A worker of one rank: every collective is the identity."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+    def close(self) -> None:
+        pass
+
+
+class RankGroup:
+    """Two or more ranks: tensors over gloo (CPU) or NCCL (CUDA), Python values over gloo on either.
+
+    Made with the same `store` and `name` on every rank; the constructor waits until all have come. `timeout_s`
+    bounds that and each tensor collective.
+    """
+
+    def __init__(
+        self, store: Store, *, rank: int, size: int, name: str = "tp", device: str = "cpu", timeout_s: float = 60.0
+    ) -> None:
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        self.rank = rank
+        self.size = size
+        timeout = timedelta(seconds=timeout_s)
+        self._tensors = _process_group(PrefixStore(f"{name}/tensors", store), rank, size, device, timeout)
+        self._values = _process_group(PrefixStore(f"{name}/values", store), rank, size, "cpu", timedelta(days=365))
+        self._call(self._tensors.allreduce([torch.zeros(1, device=device)]))
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._call(self._tensors.allreduce([x]))
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        self._call(self._tensors.allgather([parts], [x.contiguous()]))
+        return torch.cat(parts, dim=-1)
+
+    def broadcast(self, value: T) -> T:
+        # A step's batch nearly always fits the first message: one round trip.
+        packed = pickle.dumps(value) if self.rank == 0 else b""
+        first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        room = _FIRST_BYTES - _HEADER_BYTES
+        if self.rank == 0:
+            head = len(packed).to_bytes(_HEADER_BYTES, "little") + packed[:room]
+            first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self._call(self._values.broadcast(first, 0))
+        if self.rank == 0 and len(packed) <= room:
+            return value
+        received = first.numpy().tobytes()
+        length = int.from_bytes(received[:_HEADER_BYTES], "little")
+        body = received[_HEADER_BYTES : _HEADER_BYTES + length]
+        if length > room:
+            rest = torch.empty(length - room, dtype=torch.uint8)
+            if self.rank == 0:
+                rest.copy_(torch.frombuffer(bytearray(packed[room:]), dtype=torch.uint8))
+            self._call(self._values.broadcast(rest, 0))
+            body += rest.numpy().tobytes()
+        return value if self.rank == 0 else _OurValues(io.BytesIO(body)).load()
+
+    def close(self) -> None:
+        """Ends the group for every rank: a peer that is in a collective gets WorkerLost."""
+        self._tensors.abort()
+        self._values.abort()
+
+    def _call(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise WorkerLost(f"rank {self.rank} of {self.size} lost its tensor-parallel group: {error}") from error
+
+
+class _OurValues(pickle.Unpickler):
+    """Builds values of ours and of builtins only: a stranger on the port cannot make a rank run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] in ("protos", "kvtransfer", "workers") and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} may not travel between ranks: send values of ours")
+
+
+def _process_group(store: Store, rank: int, size: int, device: str, timeout: timedelta) -> Any:
+    """gloo or NCCL over a store of the caller's. Untyped: a CPU build of torch does not name NCCL's class."""
+    from torch import distributed
+
+    if torch.device(device).type == "cpu":
+        return distributed.ProcessGroupGloo(store, rank, size, timeout)
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return distributed.ProcessGroupNCCL(store, rank, size, options)
