@@ -31,6 +31,7 @@ class Row:
     `sample` is None for a chunk that does not reach the end of what is known. `prompt_targets` asks for prompt
     logprobs: entry i is the prompt token that follows position start + i; empty when not asked for. It may be one
     shorter than `token_ids`, at the prompt's end. `num_prompt_logprobs` is how many of the most likely to report.
+    `prompt_len` is the length of the sequence's whole prompt: dynamic and longrope rope scalings depend on it.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class Row:
     sample: Sample | None = None
     prompt_targets: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0
+    prompt_len: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
