@@ -5,6 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from protos.errors import Misconfigured
+
+# Least and greatest value of every number, both allowed.
+RANGES: dict[str, tuple[float, float]] = {
+    "port": (0, 65535),
+    "grpc_port": (0, 65535),
+    "local_prefill_tokens": (0, 2**20),
+    "local_prefill_share": (0.0, 1.0),
+    "max_attempts": (1, 100),
+    "ticket_lease_s": (0.1, 3600.0),
+    "connect_timeout_s": (0.01, 600.0),
+    "control_timeout_s": (0.01, 600.0),
+    "health_period_s": (0.01, 600.0),
+    "max_body_bytes": (1024, 2**30),
+    "max_queue_s": (0.0, 3600.0),
+    "retry_pause_s": (0.001, 60.0),
+    "sibling_s": (0.0, 60.0),
+    "num_decisions": (1, 10**6),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
@@ -12,6 +32,10 @@ class RouterConfig:
 
     Conditional disaggregation: a prompt whose uncached part on the chosen decode worker is shorter than
     `local_prefill_tokens`, and than `local_prefill_share` of the prompt, is read by the decode worker itself.
+
+    A request that met a failure is tried `max_attempts` times in all, after pauses that start at `retry_pause_s` and
+    double; while no worker can take it, it waits for at most `max_queue_s`. A prompt just routed counts as cached on
+    its workers for `sibling_s`. The last `num_decisions` requests' decisions can be asked for.
     """
 
     model_path: Path
@@ -25,6 +49,16 @@ class RouterConfig:
     max_attempts: int = 3
     ticket_lease_s: float = 30.0
     connect_timeout_s: float = 10.0
+    control_timeout_s: float = 10.0
     health_period_s: float = 1.0
     max_body_bytes: int = 16 * 2**20
     max_queue_s: float = 30.0
+    retry_pause_s: float = 0.1
+    sibling_s: float = 3.0
+    num_decisions: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, (least, greatest) in RANGES.items():
+            value = getattr(self, name)
+            if not least <= value <= greatest:
+                raise Misconfigured(f"router: {name} = {value}: give a number from {least} to {greatest}", param=name)

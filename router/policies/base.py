@@ -1,0 +1,92 @@
+"""The nouns of routing decisions. Everything here is a value or a pure function over values.
+
+    Candidate ...──▶ Rank (basic, prefix_aware) ──▶ Score ... ──▶ pair ──▶ Decision
+                     limits wrap a Rank or a Policy
+
+A score is a cost: the lowest total wins, the earlier candidate where two are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protos.values import WorkerRole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestView:
+    """What a policy may know of a request. `num_tokens` must be in the KV cache before the next token can be made:
+    the prompt, and what was answered before the request had to move. `num_decided` decisions came before this one."""
+
+    request_id: str
+    num_tokens: int
+    block_size: int
+    num_decided: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A worker that takes new work. Load is what it said last plus what was routed there and it has not seen yet.
+
+    `num_cached_tokens` of this request are in its cache, always fewer than the request has. The last two are
+    measured, and 0 before the first measurement.
+    """
+
+    worker_id: str
+    role: WorkerRole
+    num_cached_tokens: int = 0
+    num_requests: int = 0
+    queued_prefill_tokens: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What one candidate would cost, and the terms that make up the total."""
+
+    worker_id: str
+    role: WorkerRole
+    total: float
+    terms: tuple[tuple[str, float], ...] = ()
+
+
+class Alone(StrEnum):
+    """Why one worker does the whole request."""
+
+    COLOCATED = "colocated"
+    NO_PREFILL_WORKER = "no prefill worker"
+    SHORT_REMAINDER = "short remainder"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """`prefill` is None when `decode` reads the prompt itself, and `alone` says why. `scores` has every candidate."""
+
+    policy: str
+    prefill: str | None
+    decode: str
+    alone: Alone | None = None
+    scores: tuple[Score, ...] = ()
+
+
+Rank = Callable[[RequestView, Sequence[Candidate]], Sequence[Score]]
+"""Scores the candidates of one pool; it may leave some out, never all of them."""
+
+Policy = Callable[[RequestView, Sequence[Candidate]], Decision]
+"""Chooses from all pools. At least one candidate can decode."""
+
+
+def score(candidate: Candidate, **terms: float) -> Score:
+    """The sum of named costs."""
+    return Score(
+        worker_id=candidate.worker_id, role=candidate.role, total=sum(terms.values()), terms=tuple(terms.items())
+    )
+
+
+def cheapest(scores: Sequence[Score]) -> Score:
+    return min(scores, key=lambda scored: scored.total)

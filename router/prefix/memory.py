@@ -1,0 +1,149 @@
+"""The prefix index in one process's memory: per block, a bit mask of the workers that hold it.
+
+    bit of a worker     _slots["d0"] = 2                 a bit is given to the next worker once its own is gone
+    who holds a block   _held[hash] = 0b101              held by slots 0 and 2
+    what a worker holds _blocks["d0"] = {hash, ...}      so that a worker's end costs its own blocks, not everybody's
+
+A match walks down the chain and keeps the mask of workers that held every block so far: one dictionary look-up and one
+AND per block, whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent
+
+
+class MemoryPrefixIndex:
+    """`PrefixIndex` for one router, fed by its own streams."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._held: dict[BlockHash, int] = {}
+        self._blocks: dict[str, set[BlockHash]] = {}
+        self._expected = _Expected()
+
+    def match(self, hashes: Sequence[BlockHash], *, now: float) -> Mapping[str, int]:
+        self._expected.expire(now)
+        held, expected = self._held, self._expected.masks
+        matched: dict[str, int] = {}
+        alive = (1 << (max(self._names) + 1)) - 1 if self._names else 0
+        for depth, block in enumerate(hashes):
+            holders = held.get(block, 0)
+            if expected:
+                holders |= expected.get(block, 0)
+            gone = alive & ~holders
+            if gone:
+                if depth:
+                    matched.update((self._names[slot], depth) for slot in _bits(gone))
+                alive &= holders
+                if not alive:
+                    break
+        if hashes:
+            matched.update((self._names[slot], len(hashes)) for slot in _bits(alive))
+        return matched
+
+    def apply(self, worker_id: str, events: Sequence[KVEvent]) -> None:
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._store(worker_id, event.hashes)
+                case BlockRemoved():
+                    self._remove(worker_id, event.hashes)
+                case Cleared():
+                    self._clear(worker_id)
+
+    def drop(self, worker_id: str) -> None:
+        if worker_id not in self._slots:
+            return
+        self._clear(worker_id)
+        del self._names[self._slots.pop(worker_id)]
+        del self._blocks[worker_id]
+
+    def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, until: float) -> None:
+        self._expected.add(self._slot(worker_id), hashes, until)
+
+    def num_blocks(self, worker_id: str) -> int:
+        return len(self._blocks.get(worker_id, ()))
+
+    def _slot(self, worker_id: str) -> int:
+        slot = self._slots.get(worker_id)
+        if slot is None:
+            slot = next(free for free in range(len(self._names) + 1) if free not in self._names)
+            self._slots[worker_id], self._names[slot], self._blocks[worker_id] = slot, worker_id, set()
+        return slot
+
+    def _store(self, worker_id: str, hashes: Iterable[BlockHash]) -> None:
+        bit = 1 << self._slot(worker_id)
+        held, blocks = self._held, self._blocks[worker_id]
+        for block in hashes:
+            held[block] = held.get(block, 0) | bit
+            blocks.add(block)
+
+    def _remove(self, worker_id: str, hashes: Iterable[BlockHash]) -> None:
+        slot = self._slot(worker_id)
+        blocks = self._blocks[worker_id]
+        for block in hashes:
+            self._expected.remove(slot, block)
+            if block in blocks:
+                blocks.remove(block)
+                self._unset(block, slot)
+
+    def _clear(self, worker_id: str) -> None:
+        slot = self._slot(worker_id)
+        for block in self._blocks[worker_id]:
+            self._unset(block, slot)
+        self._blocks[worker_id] = set()
+        self._expected.forget(slot)
+
+    def _unset(self, block: BlockHash, slot: int) -> None:
+        rest = self._held[block] & ~(1 << slot)
+        if rest:
+            self._held[block] = rest
+        else:
+            del self._held[block]
+
+
+class _Expected:
+    """Blocks that count as held for a while, per slot; `masks` joins the slots of a block."""
+
+    def __init__(self) -> None:
+        self.masks: dict[BlockHash, int] = {}
+        self._until: dict[tuple[int, BlockHash], float] = {}
+        self._due: list[tuple[float, int, tuple[BlockHash, ...]]] = []
+
+    def add(self, slot: int, hashes: Sequence[BlockHash], until: float) -> None:
+        for block in hashes:
+            self._until[slot, block] = max(until, self._until.get((slot, block), until))
+            self.masks[block] = self.masks.get(block, 0) | (1 << slot)
+        heapq.heappush(self._due, (until, slot, tuple(hashes)))
+
+    def expire(self, now: float) -> None:
+        while self._due and self._due[0][0] <= now:
+            _, slot, hashes = heapq.heappop(self._due)
+            for block in hashes:
+                if self._until.get((slot, block), now + 1.0) <= now:
+                    self.remove(slot, block)
+
+    def remove(self, slot: int, block: BlockHash) -> None:
+        if self._until.pop((slot, block), None) is None:
+            return
+        rest = self.masks[block] & ~(1 << slot)
+        if rest:
+            self.masks[block] = rest
+        else:
+            del self.masks[block]
+
+    def forget(self, slot: int) -> None:
+        for block in [block for owner, block in self._until if owner == slot]:
+            self.remove(slot, block)
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

@@ -1,0 +1,130 @@
+"""Every PrefixIndex behaves like a dictionary of sets: random histories of events, against that dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent
+from router.prefix.index import PrefixIndex
+from router.prefix.memory import MemoryPrefixIndex
+
+BACKENDS: list[Callable[[], PrefixIndex]] = [MemoryPrefixIndex]
+WORKERS = ("p0", "p1", "d0")
+BLOCKS = tuple(bytes([number]) * 16 for number in range(6))
+
+
+class Naive:
+    """What a prefix index means, without any thought of speed."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[BlockHash]] = {}
+        self.until: dict[tuple[str, BlockHash], float] = {}
+
+    def match(self, hashes: list[BlockHash], now: float) -> dict[str, int]:
+        found = {}
+        for worker in WORKERS:
+            depth = 0
+            while depth < len(hashes) and (
+                hashes[depth] in self.held.get(worker, set()) or self.until.get((worker, hashes[depth]), now) > now
+            ):
+                depth += 1
+            if depth:
+                found[worker] = depth
+        return found
+
+    def apply(self, worker: str, event: KVEvent) -> None:
+        held = self.held.setdefault(worker, set())
+        match event:
+            case BlockStored():
+                held.update(event.hashes)
+            case BlockRemoved():
+                held.difference_update(event.hashes)
+                for block in event.hashes:
+                    self.until.pop((worker, block), None)
+            case Cleared():
+                self.drop(worker)
+
+    def drop(self, worker: str) -> None:
+        self.held.pop(worker, None)
+        self.until = {key: until for key, until in self.until.items() if key[0] != worker}
+
+    def expect(self, worker: str, hashes: tuple[BlockHash, ...], until: float) -> None:
+        for block in hashes:
+            self.until[worker, block] = max(until, self.until.get((worker, block), until))
+
+
+blocks = st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=4).map(tuple)
+events = st.one_of(
+    blocks.map(lambda hashes: BlockStored(hashes=hashes)),
+    blocks.map(lambda hashes: BlockRemoved(hashes=hashes)),
+    st.just(Cleared()),
+)
+workers = st.sampled_from(WORKERS)
+steps = st.one_of(
+    st.tuples(st.just("apply"), workers, st.lists(events, max_size=3).map(tuple)),
+    st.tuples(st.just("drop"), workers, st.none()),
+    st.tuples(st.just("expect"), workers, st.tuples(blocks, st.integers(0, 8))),
+    st.tuples(st.just("wait"), workers, st.integers(1, 4)),
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(history=st.lists(steps, max_size=25))
+def test_matches_what_a_dictionary_of_sets_would(
+    backend: Callable[[], PrefixIndex], history: list[tuple[str, str, Any]]
+) -> None:
+    index, naive, now = backend(), Naive(), 0.0
+    for kind, worker, detail in history:
+        if kind == "apply":
+            index.apply(worker, detail)
+            for event in detail:
+                naive.apply(worker, event)
+        elif kind == "drop":
+            index.drop(worker)
+            naive.drop(worker)
+        elif kind == "expect":
+            hashes, ahead = detail
+            index.expect(worker, hashes, until=now + ahead)
+            naive.expect(worker, hashes, now + ahead)
+        else:
+            now += detail
+        for chain in ([], list(BLOCKS), list(BLOCKS[::-1]), list(BLOCKS[2:4])):
+            assert dict(index.match(chain, now=now)) == naive.match(chain, now)
+        for name in WORKERS:
+            assert index.num_blocks(name) == len(naive.held.get(name, ()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_chain_counts_up_to_its_first_hole(backend: Callable[[], PrefixIndex]) -> None:
+    index = backend()
+    index.apply("p0", (BlockStored(hashes=BLOCKS),))
+    index.apply("p1", (BlockStored(hashes=BLOCKS), BlockRemoved(hashes=(BLOCKS[2],))))
+    index.apply("d0", (BlockStored(hashes=BLOCKS[1:]),))
+    assert index.match(BLOCKS, now=0.0) == {"p0": 6, "p1": 2}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_siblings_find_a_prompt_before_its_worker_has_read_it(backend: Callable[[], PrefixIndex]) -> None:
+    index = backend()
+    index.expect("p0", BLOCKS[:3], until=2.0)
+    assert index.match(BLOCKS, now=1.9) == {"p0": 3}
+    assert index.match(BLOCKS, now=2.0) == {}
+    index.expect("p0", BLOCKS[:3], until=4.0)
+    index.apply("p0", (BlockStored(hashes=BLOCKS[:2]),))
+    assert index.match(BLOCKS, now=5.0) == {"p0": 2}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_worker_that_left_leaves_nothing_to_its_successor(backend: Callable[[], PrefixIndex]) -> None:
+    index = backend()
+    index.apply("p0", (BlockStored(hashes=BLOCKS),))
+    index.expect("p0", BLOCKS, until=9.0)
+    index.drop("p0")
+    index.expect("p1", BLOCKS[:1], until=9.0)
+    assert index.match(BLOCKS, now=1.0) == {"p1": 1}
+    assert index.num_blocks("p0") == 0
