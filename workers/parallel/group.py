@@ -76,17 +76,17 @@ class RankGroup:
         self.rank = rank
         self.size = size
         timeout = timedelta(seconds=timeout_s)
-        self._tensors = _process_group(PrefixStore(f"{name}/tensors", store), rank, size, device, timeout)
-        self._values = _process_group(PrefixStore(f"{name}/values", store), rank, size, "cpu", timedelta(days=365))
-        self._call(self._tensors.allreduce([torch.zeros(1, device=device)]))
+        self._tensors: Any = _process_group(PrefixStore(f"{name}/tensors", store), rank, size, device, timeout)
+        self._values: Any = _process_group(PrefixStore(f"{name}/values", store), rank, size, "cpu", timedelta(days=365))
+        self._call(self._tensors, "allreduce", [torch.zeros(1, device=device)])
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._call(self._tensors.allreduce([x]))
+        self._call(self._tensors, "allreduce", [x])
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        self._call(self._tensors.allgather([parts], [x.contiguous()]))
+        self._call(self._tensors, "allgather", [parts], [x.contiguous()])
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, value: T) -> T:
@@ -97,7 +97,7 @@ class RankGroup:
         if self.rank == 0:
             head = len(packed).to_bytes(_HEADER_BYTES, "little") + packed[:room]
             first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        self._call(self._values.broadcast(first, 0))
+        self._call(self._values, "broadcast", first, 0)
         if self.rank == 0 and len(packed) <= room:
             return value
         received = first.numpy().tobytes()
@@ -107,18 +107,22 @@ class RankGroup:
             rest = torch.empty(length - room, dtype=torch.uint8)
             if self.rank == 0:
                 rest.copy_(torch.frombuffer(bytearray(packed[room:]), dtype=torch.uint8))
-            self._call(self._values.broadcast(rest, 0))
+            self._call(self._values, "broadcast", rest, 0)
             body += rest.numpy().tobytes()
         return value if self.rank == 0 else _OurValues(io.BytesIO(body)).load()
 
     def close(self) -> None:
         """Ends the group for every rank: a peer that is in a collective gets WorkerLost."""
-        self._tensors.abort()
-        self._values.abort()
+        for group in (self._tensors, self._values):
+            if group is not None:
+                group.abort()
+        self._tensors = self._values = None  # gloo hangs up when its group is destroyed, not when it is aborted
 
-    def _call(self, work: Any) -> None:
+    def _call(self, group: Any, collective: str, *arguments: object) -> None:
+        if group is None:
+            raise WorkerLost(f"rank {self.rank} of {self.size} has left its tensor-parallel group")
         try:
-            work.wait()
+            getattr(group, collective)(*arguments).wait()
         except RuntimeError as error:
             raise WorkerLost(f"rank {self.rank} of {self.size} lost its tensor-parallel group: {error}") from error
 

@@ -1,0 +1,263 @@
+"""Ranks over real gloo groups: rank 0 leads, everybody does the same in the same order, and a lost rank is a typed
+fault of the others, never a hang."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kvtransfer.transport import Chunk
+from protos.errors import TransferFailed, WorkerLost
+from protos.values import KVLayout, LaneAddress, SamplingParams, Ticket
+from workers.engine.batch import Batch, Row, Sample
+from workers.kv.mover import Dock, Mover
+from workers.parallel.group import TensorParallel
+from workers.parallel.ranks import Leader, agree, find_store, follow, for_followers, meet, open_store
+
+CHUNK = Chunk(ticket_id="t", generation=1, first_block=0, num_blocks=2)
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32", tp=2)
+ADDRESS = LaneAddress(worker_id="d0", incarnation=1, host="127.0.0.1", port=1)
+TICKET = Ticket(
+    ticket_id="t", generation=1, lease_s=9.0, block_ids=(4, 5), num_cached_tokens=0, layout=LAYOUT, destination=ADDRESS
+)  # fmt: skip
+
+
+@contextmanager
+def groups(size: int, timeout_s: float = 30.0) -> Iterator[list[TensorParallel]]:
+    """One group of `size` ranks, all in this process, each with its own connection to the store."""
+    store = open_store("127.0.0.1")
+    stores = [store, *(find_store("127.0.0.1", store.port) for _ in range(1, size))]
+
+    def join(rank: int) -> TensorParallel:
+        return meet(stores[rank], rank=rank, size=size, name="test", device="cpu", timeout_s=timeout_s)
+
+    with ThreadPoolExecutor(size) as pool:
+        made = list(pool.map(join, range(size)))
+    try:
+        yield made
+    finally:
+        for group in made:
+            group.close()
+
+
+@contextmanager
+def following(
+    group: TensorParallel, operations: dict[str, Callable[..., object]], settle: Callable[[], None] = lambda: None
+) -> Iterator[Future[None]]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(follow, group, operations, settle=settle)
+
+
+def test_followers_do_what_the_leader_does_in_its_order() -> None:
+    done: list[tuple[object, ...]] = []
+    settled: list[int] = []
+    with groups(2) as (first, second):
+        operations = {
+            "note": lambda *values: done.append(values),
+            "sum": lambda: done.append((first.size, float(second.all_reduce(torch.ones(1) * 2)))),
+        }
+        with following(second, operations, lambda: settled.append(len(done))) as ended:
+            leader = Leader(first)
+            leader.tell("note", TICKET, CHUNK)
+            leader.tell("sum")
+            assert float(first.all_reduce(torch.ones(1))) == 3.0
+            leader.tell("note", tuple(range(100_000)))
+            leader.close()
+            assert ended.result() is None
+    assert done == [(TICKET, CHUNK), (2, 3.0), (tuple(range(100_000)),)]
+    assert settled == [1, 2, 3]
+
+
+def test_a_leader_alone_tells_nobody() -> None:
+    group = meet(None, rank=0, size=1, name="test", device="cpu", timeout_s=1.0)
+    leader = Leader(group)
+    leader.tell("run", object())  # what cannot travel does not have to
+    assert agree(group, True, "cpu")
+    assert not agree(group, False, "cpu")
+    leader.close()
+
+
+def test_a_follower_that_fails_is_a_fault_of_the_leader() -> None:
+    def fail() -> None:
+        raise MemoryError("no memory on this rank")
+
+    with groups(2) as (first, second), following(second, {"run": fail}) as ended:
+        Leader(first).tell("run")
+        with pytest.raises(WorkerLost):
+            first.all_reduce(torch.ones(1))
+        with pytest.raises(MemoryError):
+            ended.result()
+
+
+def test_a_follower_that_hangs_is_a_fault_after_the_timeout() -> None:
+    release = threading.Event()
+    with groups(2, timeout_s=0.5) as (first, second), following(second, {"run": release.wait}) as ended:
+        Leader(first).tell("run")
+        with pytest.raises(WorkerLost):
+            first.all_reduce(torch.ones(1))
+        first.close()
+        release.set()
+        with pytest.raises(WorkerLost):
+            ended.result()
+
+
+def _serve_in_a_process(port: int) -> None:
+    group = meet(find_store("127.0.0.1", port), rank=1, size=2, name="test", device="cpu", timeout_s=60.0)
+    follow(group, {"run": lambda: None}, settle=lambda: None)
+
+
+@pytest.mark.parametrize("phase", ["resting", "stepping"])
+def test_a_killed_follower_is_a_fault_at_once(phase: str) -> None:
+    store = open_store("127.0.0.1")
+    process = multiprocessing.get_context("spawn").Process(target=_serve_in_a_process, args=(store.port,), daemon=True)
+    process.start()
+    group = meet(store, rank=0, size=2, name="test", device="cpu", timeout_s=60.0)
+    leader = Leader(group)
+    assert process.pid is not None
+    if phase == "stepping":
+        threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
+    else:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+    def step() -> None:
+        leader.tell("run")
+        group.all_reduce(torch.ones(1))
+
+    with pytest.raises(WorkerLost):
+        step()
+    process.join()
+    group.close()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store = open_store("127.0.0.1", timeout_s=0.5)
+    with pytest.raises(WorkerLost, match="not all 2 ranks of w0"):
+        meet(store, rank=0, size=2, name="w0", device="cpu", timeout_s=0.5)
+    port = store.port
+    del store
+    with pytest.raises(WorkerLost, match=f"no rank 0 at 127.0.0.1:{port}"):
+        find_store("127.0.0.1", port, timeout_s=0.2)
+
+
+def test_followers_are_told_where_to_sample_but_not_how() -> None:
+    how = Sample(params=SamplingParams(temperature=0.3), index=7, output_ids=(1, 2, 3))
+    sampled = Row(request_id="a", token_ids=(5,), start=3, block_ids=(0,), sample=how)
+    chunk = Row(request_id="b", token_ids=(5, 6), start=0, block_ids=(1,), prompt_targets=(6, 7))
+    told = for_followers(Batch(rows=(sampled, chunk)))
+    assert told.rows[0].sample is not None
+    assert told.rows[0].sample.output_ids == ()
+    assert told.rows[0].token_ids == (5,)
+    assert told.rows[1] == chunk
+
+
+class Shelf:
+    """Blocks of one rank, as a list of numbers."""
+
+    def __init__(self, rank: int) -> None:
+        self.values = [rank * 100 + block for block in range(8)]
+
+    def gather(self, block_ids: tuple[int, ...]) -> list[int]:
+        return [self.values[block] for block in block_ids]
+
+    def scatter(self, block_ids: tuple[int, ...], payload: list[int]) -> None:
+        for block, value in zip(block_ids, payload, strict=True):
+            self.values[block] = value
+
+
+class Wire:
+    """Both ends of one rank's lane: what is offered can be taken."""
+
+    address = ADDRESS
+
+    def __init__(self) -> None:
+        self.under_way: dict[Chunk, list[int]] = {}
+        self.expected: list[LaneAddress] = []
+        self.cancelled: list[str] = []
+        self.closed = False
+
+    def offer(self, ticket: Ticket, chunk: Chunk, payload: list[int]) -> None:
+        self.under_way[chunk] = payload
+
+    def take(self, chunk: Chunk, timeout_s: float) -> list[int]:
+        if chunk not in self.under_way:
+            raise TransferFailed(f"{chunk.ticket_id} did not come")
+        return self.under_way.pop(chunk)
+
+    def drop(self, chunk: Chunk) -> None:
+        self.under_way.pop(chunk, None)
+
+    def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
+        self.expected.append(source)
+
+    def cancel(self, ticket_id: str) -> None:
+        self.cancelled.append(ticket_id)
+
+    def poll(self) -> list[object]:
+        return []
+
+    def busy(self) -> bool:
+        return bool(self.under_way)
+
+    def lanes(self) -> list[object]:
+        return []
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def make_dock(group: TensorParallel) -> tuple[Dock[list[int]], Shelf, Wire]:
+    shelf, wire = Shelf(group.rank), Wire()
+    end = Dock(shelf, sender=wire, receiver=wire, agree=lambda flag: agree(group, flag, "cpu"))  # type: ignore[arg-type]
+    return end, shelf, wire
+
+
+def operations_of(dock: Dock[list[int]]) -> dict[str, Callable[..., object]]:
+    return {name: getattr(dock, name) for name in ("push", "land", "drop", "expect", "cancel")}
+
+
+def test_every_rank_moves_its_own_heads() -> None:
+    with groups(2) as (first, second):
+        (dock, shelf, wire), (far_dock, far_shelf, far_wire) = make_dock(first), make_dock(second)
+        with following(second, operations_of(far_dock), far_dock.settle):
+            leader = Leader(first)
+            mover = Mover(dock, leader.tell)
+            mover.expect(ADDRESS, LAYOUT)
+            mover.push(TICKET, CHUNK, [1, 2])
+            assert mover.busy()
+            assert mover.land(CHUNK, [6, 7])
+            mover.cancel("t")
+            mover.push(TICKET, CHUNK, [0, 1])
+            mover.drop(CHUNK)
+            assert not mover.busy()
+            leader.close()
+        assert shelf.values[6:] == [1, 2]
+        assert far_shelf.values[6:] == [101, 102]
+        for one in (wire, far_wire):
+            assert (one.expected, one.cancelled, one.under_way) == ([ADDRESS], ["t"], {})
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_chunk_that_one_rank_lacks_is_landed_by_none(missing: int) -> None:
+    with groups(2) as made:
+        docks = [make_dock(group) for group in made]
+        before = [list(shelf.values) for _, shelf, _ in docks]
+        with following(made[1], operations_of(docks[1][0])):
+            leader = Leader(made[0])
+            mover = Mover(docks[0][0], leader.tell)
+            mover.push(TICKET, CHUNK, [1, 2])
+            if missing == 0:
+                docks[0][2].drop(CHUNK)
+            else:
+                leader.tell("drop", CHUNK)
+            assert not mover.land(CHUNK, [6, 7])
+            leader.close()
+        assert [shelf.values for _, shelf, _ in docks] == before
