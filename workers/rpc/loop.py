@@ -1,7 +1,7 @@
 """An engine on a thread of its own. Steps never wait for the network, the event loop never waits for a step.
 
-    event loop ── call(fn) ──▶ inbox ──▶ between two steps: fn()      only this thread touches engine, role and blocks
-    event loop ◀── publish(StepMessage) ── after each step
+event loop ── call(fn) ──▶ inbox ──▶ between two steps: fn()      only this thread touches engine, role and blocks
+event loop ◀── publish(StepMessage) ── after each step
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ class EngineLoop:
         engine: Engine,
         *,
         clock: Callable[[], float],
+        load: Callable[[], WorkerLoad],
         publish: Callable[[StepMessage], None],
         on_fault: Callable[[BaseException], None],
         stall_s: float = 60.0,
     ) -> None:
         self._engine = engine
         self._clock = clock
+        self._load = load
         self._publish = publish
         self._on_fault = on_fault
         self._stall_s = stall_s
@@ -123,7 +125,7 @@ class EngineLoop:
         updates = engine.step(self._clock())
         events = engine.drain_events()
         if updates or events:
-            self._tell(self._publish, _message(updates, events, engine.load()))
+            self._tell(self._publish, _message(updates, events, self._load()))
         if engine.num_steps != step:
             self._last_progress_s = self._clock()
         else:

@@ -24,6 +24,7 @@ from protos.values import (
     StepMessage,
     Ticket,
     WorkerInfo,
+    WorkerLoad,
     WorkerStats,
 )
 from protos.wire import error_info, from_proto, to_proto
@@ -61,12 +62,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         info: WorkerInfo,
         engine: Engine,
         clock: Callable[[], float],
-        stats: Callable[[float], WorkerStats],
+        load: Callable[[], WorkerLoad],
+        stats: Callable[[], WorkerStats],
         reserve: Reserve | None = None,
     ) -> None:
         self._info = info
         self._engine = engine
         self._clock = clock
+        self._load = load
         self._stats = stats
         self._reserve = reserve
         self._streams: set[GatewayStream] = set()
@@ -116,9 +119,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     def _greet(self, stream: GatewayStream, hello: Hello) -> None:
         """Taken on the engine's thread, so that the first events and the later ones meet without a gap."""
 
+        def admit(message: StepMessage) -> None:
+            self._streams.add(stream)
+            stream.send(message)
+
         def take() -> None:
-            message = StepMessage(events=(self._engine.events_since(hello),), load=self._engine.load())
-            self.loop.tell(lambda first: (self._streams.add(stream), stream.send(first))[1], message)
+            self.loop.tell(admit, StepMessage(events=(self._engine.events_since(hello),), load=self._load()))
 
         self.loop.post(take)
 
@@ -155,7 +161,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     def _abort(self, request_ids: tuple[str, ...]) -> None:
         for request_id in request_ids:
             self._disown(request_id)
-        self.loop.post(lambda: self._engine.abort(request_ids))
+
+        def abort() -> None:
+            self._engine.abort(request_ids)
+
+        self.loop.post(abort)
 
     def _disown(self, request_id: str) -> None:
         owner = self._owners.pop(request_id, None)
@@ -194,7 +204,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Drain(self, request: Any, context: Any) -> Any:
         def drain() -> int:
             self._engine.drain()
-            load = self._engine.load()
+            load = self._load()
             self.loop.tell(self._tell_load, StepMessage(load=load))
             return load.num_running + load.num_waiting
 
@@ -205,7 +215,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             stream.send(message)
 
     async def Stats(self, request: Any, context: Any) -> Any:
-        return to_proto(await self.loop.call(lambda: self._stats(self._clock())))
+        return to_proto(await self.loop.call(self._stats))
 
     async def Health(self, request: Any, context: Any) -> Any:
         return to_proto(self.loop.health(self._clock()))

@@ -1,0 +1,118 @@
+"""One worker process from the outside: an engine on its thread behind a gRPC server, started, waited for, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import grpc
+
+from protos import worker_pb2_grpc
+from protos.errors import Misconfigured, WorkerLost
+from protos.values import LaneStats, TicketStats, WorkerInfo, WorkerLoad, WorkerStats
+from workers.engine.engine import Engine
+from workers.rpc.loop import EngineLoop
+from workers.rpc.server import Reserve, WorkerServicer, new_server
+
+
+def _none(now: float) -> Sequence[TicketStats]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a pool composes. `reserve` and `tickets` belong to a role that receives KV; `lanes` to one that moves it.
+    `close` frees ranks, lanes and stores; it is called last, from no engine's thread."""
+
+    info: WorkerInfo
+    engine: Engine
+    close: Callable[[], None]
+    reserve: Reserve | None = None
+    tickets: Callable[[float], Sequence[TicketStats]] = _none
+    num_tickets: Callable[[], int] = int
+    lanes: Callable[[], Sequence[LaneStats]] = tuple
+
+
+class Worker:
+    """Create, `start`, then `wait` (until it breaks or `stop` is called). Lives on one event loop."""
+
+    def __init__(self, parts: Parts, *, clock: Callable[[], float] = time.monotonic, stall_s: float = 60.0) -> None:
+        self._parts = parts
+        self._clock = clock
+        self._stall_s = stall_s
+        self._server: grpc.aio.Server | None = None
+        self._loop: EngineLoop | None = None
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.info = parts.info
+
+    async def start(self, host: str, port: int = 0) -> WorkerInfo:
+        """Serves on host:port (0: any free one) and says where. Raises Misconfigured when the port is taken."""
+        server = new_server()
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise Misconfigured(
+                f"cannot listen on {host}:{port}: {error}; choose another port", param="port"
+            ) from error
+        self.info = replace(self._parts.info, address=f"{host}:{bound}")
+        servicer = WorkerServicer(
+            info=self.info,
+            engine=self._parts.engine,
+            clock=self._clock,
+            load=self._load,
+            stats=self._stats,
+            reserve=self._parts.reserve,
+        )
+        self._loop = EngineLoop(
+            self._parts.engine,
+            clock=self._clock,
+            load=self._load,
+            publish=servicer.publish,
+            on_fault=self._fault,
+            stall_s=self._stall_s,
+        )
+        servicer.attach(self._loop)
+        worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
+        self._loop.start()
+        await server.start()
+        self._server = server
+        return self.info
+
+    async def wait(self) -> None:
+        """Returns after `stop`; raises WorkerLost if the engine broke: the process should then end."""
+        await asyncio.shield(self._ended)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Stops taking calls, lets open streams finish for `grace_s`, ends the engine, frees everything. Idempotent."""
+        server, loop = self._server, self._loop
+        self._server = self._loop = None
+        if server is not None:
+            await server.stop(grace_s)
+        if loop is not None:
+            await loop.stop()
+            await asyncio.to_thread(self._parts.close)
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _fault(self, error: BaseException) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(WorkerLost(f"worker {self.info.worker_id}: the engine failed: {error}"))
+
+    def _stats(self) -> WorkerStats:
+        return WorkerStats(
+            info=self.info,
+            load=self._load(),
+            tickets=tuple(self._parts.tickets(self._clock())),
+            lanes=tuple(self._parts.lanes()),
+        )
+
+    def _load(self) -> WorkerLoad:
+        lanes = self._parts.lanes()
+        return replace(
+            self._parts.engine.load(),
+            num_tickets=self._parts.num_tickets(),
+            transfer_bytes=sum(lane.num_bytes for lane in lanes),
+            transfer_s=sum(lane.busy_s for lane in lanes),
+        )
