@@ -56,6 +56,23 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Which rank of which worker a process is. `incarnation` tells a restarted worker from the one before it.
+
+    `host` is what other hosts reach this process by. Rank 0 opens the ranks' meeting place on `store_port` of
+    `store_host` (rank 0's host); with one rank neither is used.
+    """
+
+    worker_id: str
+    incarnation: int
+    rank: int = 0
+    size: int = 1
+    host: str = "127.0.0.1"
+    store_host: str = "127.0.0.1"
+    store_port: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """What bounds a step and a sequence.
 
