@@ -10,6 +10,10 @@ rank has its own Sender or Receiver and moves its own heads.
 Safety: a payload is a copy (staging) on both sides. The source may free its blocks when `offer` has returned; at the
 destination nothing is written into a block before the engine itself lands a payload whose ticket and generation the
 ledger still knows. So no late message can ever write into a block that has moved on to another owner.
+
+Staging is bounded: a lane takes payloads while `can_offer` says so, and its receiving end reads the wire only while
+less than its share waits to be taken. The share is per lane, and chunks of a lane arrive in the order they were
+offered, on every rank alike: so ranks that take in rank 0's order never wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -22,6 +26,11 @@ from protos.values import KVLayout, LaneAddress, LaneStats, Ticket
 
 PayloadIn = TypeVar("PayloadIn", contravariant=True)
 PayloadOut = TypeVar("PayloadOut", covariant=True)
+
+
+def peer_name(address: LaneAddress) -> str:
+    """One life of one worker, as lanes and the ledger name it: a restarted worker is another peer."""
+    return f"{address.worker_id}#{address.incarnation}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +54,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """The chunk's payload waits to be taken (or dropped) on this rank."""
+    """The chunk's payload waits to be taken (or dropped) on this rank. `source` is the sender's `peer_name`."""
 
     chunk: Chunk
     source: str
@@ -55,38 +64,73 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLost:
-    """Nothing more comes from, or goes to, this peer over the present lane. A later offer or reserve opens a new one."""
+    """Nothing more comes from, or goes to, this peer over the present lane, and what was offered and is not `Sent` is
+    dropped. Said once a lane. A later `open`, `offer` or `expect` makes a new one. `peer` is its `peer_name`."""
 
     peer: str
     reason: str
 
 
 class Sender(Protocol[PayloadIn]):
-    """The prefill side. `offer` takes ownership of the payload and opens the lane if there is none."""
+    """The prefill side. A lane to a peer is opened by `open`, or else by the first `offer`."""
 
-    def offer(self, ticket: Ticket, chunk: Chunk, payload: PayloadIn) -> None: ...
+    @property
+    def address(self) -> LaneAddress:
+        """Who sends. Nobody is met here: `port` may be 0."""
+        ...
+
+    def open(self, ticket: Ticket) -> None:
+        """Begins to open the lane to the ticket's destination, if there is none. Raises IncompatibleWorkers."""
+        ...
+
+    def can_offer(self, ticket: Ticket) -> bool:
+        """Is there staging room left on the ticket's lane? One chunk may overshoot it."""
+        ...
+
+    def offer(self, ticket: Ticket, chunk: Chunk, payload: PayloadIn) -> None:
+        """Takes ownership of the payload. Never refuses: the bound is kept by asking `can_offer` first."""
+        ...
+
     def poll(self) -> Sequence[Sent | LaneLost]: ...
     def cancel(self, ticket_id: str) -> None:
         """Drops what has not left yet; what is on the wire is fenced at the destination. Never blocks."""
         ...
 
-    def busy(self) -> bool: ...
+    def busy(self) -> bool:
+        """Is a payload waiting or on the wire, or an event waiting to be polled?"""
+        ...
+
     def lanes(self) -> Sequence[LaneStats]: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends every lane and its thread. What has not left is dropped."""
+        ...
 
 
 class Receiver(Protocol[PayloadOut]):
-    """The decode side. `expect` prepares the lane from `source`; it is told before the ticket leaves this worker."""
+    """The decode side."""
 
     @property
-    def address(self) -> LaneAddress: ...
-    def expect(self, source: LaneAddress, source_layout: KVLayout) -> None: ...
+    def address(self) -> LaneAddress:
+        """Where senders meet this worker."""
+        ...
+
+    def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
+        """Begins to open the lane from `source`, if there is none. Called before the ticket leaves this worker.
+        Ends the lanes of the source's earlier incarnations. Raises IncompatibleWorkers."""
+        ...
+
     def poll(self) -> Sequence[Arrived | LaneLost]: ...
     def take(self, chunk: Chunk, timeout_s: float) -> PayloadOut:
         """The payload of a chunk, once. Waits for it on ranks where it has not come in yet. Raises TransferFailed."""
         ...
 
-    def drop(self, chunk: Chunk) -> None: ...
-    def busy(self) -> bool: ...
+    def drop(self, chunk: Chunk) -> None:
+        """Forgets a chunk: its payload if it is here, or else as soon as it comes."""
+        ...
+
+    def busy(self) -> bool:
+        """Does a payload wait to be taken, or an event to be polled?"""
+        ...
+
     def lanes(self) -> Sequence[LaneStats]: ...
     def close(self) -> None: ...

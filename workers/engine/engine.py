@@ -5,7 +5,7 @@ Not thread-safe: one thread owns an engine, its role and its blocks, and calls e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvtransfer.events import EventLog
 from protos.errors import ContextLengthExceeded, InvalidRequest, WorkerDraining
@@ -86,9 +86,12 @@ class Engine:
         self._check_length(request)
         self._scheduler.add(request, now)
 
-    def abort(self, request_ids: Iterable[str]) -> int:
-        """How many of them were known. Their blocks are free when this returns, unless a transfer still reads them."""
-        return self._scheduler.abort(request_ids)
+    def abort(self, request_ids: Collection[str]) -> int:
+        """How many of them were known, be it as a reservation only. Their blocks are free when this returns, unless a
+        transfer still reads them."""
+        known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._scheduler]
+        unknown = set(request_ids) - set(known)
+        return self._scheduler.abort(known) + sum(self._role.withdraw(request_id) for request_id in unknown)
 
     def step(self, now: float) -> list[SequenceUpdate]:
         updates = self._tick(now)
@@ -107,8 +110,7 @@ class Engine:
         self.draining = True
 
     def load(self) -> WorkerLoad:
-        """Tickets and transfers are left at 0: they are the role's to fill in."""
-        return WorkerLoad(
+        load = WorkerLoad(
             step=self.num_steps,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -119,6 +121,7 @@ class Engine:
             decode_step_s=self._pace.decode_step_s,
             draining=self.draining,
         )
+        return self._role.load(load)
 
     def events_since(self, hello: Hello) -> KVEvents:
         """What a gateway has missed: the events themselves, or a snapshot if they are no longer kept."""

@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from protos.errors import BatonError
+from protos.values import WorkerLoad
 from workers.engine.request import Request
 
 
@@ -54,10 +55,18 @@ class Role(Protocol):
         called for requests the role never saw, and more than once."""
         ...
 
+    def withdraw(self, request_id: str) -> bool:
+        """A request the engine does not know was aborted: gives back what was reserved for it. Was there anything?"""
+        ...
+
     def tick(self, now: float) -> Tick: ...
 
     def busy(self) -> bool:
         """Is anything moving, so that the loop must keep ticking although nothing runs?"""
+        ...
+
+    def load(self, load: WorkerLoad) -> WorkerLoad:
+        """The engine's load with the tickets and transfers that only the role knows of."""
         ...
 
 
@@ -73,8 +82,14 @@ class Colocated:
     def forget(self, request: Request) -> None:
         pass
 
+    def withdraw(self, request_id: str) -> bool:
+        return False
+
     def tick(self, now: float) -> Tick:
         return Tick()
 
     def busy(self) -> bool:
         return False
+
+    def load(self, load: WorkerLoad) -> WorkerLoad:
+        return load

@@ -52,6 +52,9 @@ class Dock(Generic[Payload]):
         self._agree = agree
         self._take_timeout_s = take_timeout_s
 
+    def open(self, ticket: Ticket) -> None:
+        self.sending().open(ticket)
+
     def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
         self.sending().offer(ticket, chunk, self.blocks.gather(block_ids))
 
@@ -111,6 +114,15 @@ class Mover:
     def address(self) -> LaneAddress:
         """Where this worker's receivers can be met."""
         return self._dock.receiving().address
+
+    def open(self, ticket: Ticket) -> None:
+        """Begins to open the lane to the ticket's destination. Raises IncompatibleWorkers."""
+        self._tell("open", ticket)
+        self._dock.open(ticket)
+
+    def can_push(self, ticket: Ticket) -> bool:
+        """May a chunk be pushed now, or is the lane's staging full at rank 0? The other ranks' are much the same."""
+        return self._dock.sending().can_offer(ticket)
 
     def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
         """Copies the blocks and sends them to the ticket's destination. They may be freed once this returns."""
