@@ -1,0 +1,157 @@
+"""Every attention backend against a mask written out in full, and against one another, in float64.
+
+Random mixes of rows that decode one token and rows that compute a chunk, over scattered pages.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from protos.errors import Misconfigured
+from protos.values import KVLayout
+from workers.attention.base import AttentionInputs
+from workers.attention.registry import BACKENDS, attention_for
+from workers.kv.storage import KVStorage
+
+CASES = range(24)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Rows of (tokens computed now, tokens in the cache before), and the shape of the cache."""
+
+    rows: tuple[tuple[int, int], ...]
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    seed: int
+
+    @classmethod
+    def random(cls, seed: int) -> Case:
+        chance = random.Random(seed)
+        kinds = {"decode": (1, 1), "prefill": (2, 20), "mixed": (1, 12)}
+        low, high = kinds[chance.choice(list(kinds))]
+        num_kv_heads = chance.choice([1, 2, 3])
+        return cls(
+            rows=tuple(
+                (chance.randint(low, high), chance.choice([0, 0, chance.randint(1, 70)]))
+                for _ in range(chance.randint(1, 5))
+            ),
+            block_size=chance.choice([1, 4, 7, 16]),
+            num_heads=num_kv_heads * chance.choice([1, 2, 4]),
+            num_kv_heads=num_kv_heads,
+            head_dim=chance.choice([8, 16]),
+            window=chance.choice([None, None, 1, 5, 33, 500]),
+            seed=seed,
+        )
+
+
+class Filled:
+    """A case's tensors: each row's keys and values in order, and a cache that holds all but the present tokens."""
+
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(case.seed)
+        layout = KVLayout(
+            num_layers=2,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+            block_size=case.block_size,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        lens = [new + cached for new, cached in case.rows]
+        counts = [-(-length // case.block_size) for length in lens]
+        order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+        # What no row owns, or what lies after a row's end, must not be seen, whatever it holds.
+        self.storage = KVStorage(layout, num_blocks=len(order))
+        self.storage.data.fill_(float("nan"))
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.kv = [normal(2, length, case.num_kv_heads, case.head_dim) for length in lens]
+        self.q_TND = normal(sum(new for new, _ in case.rows), case.num_heads, case.head_dim)
+        self.blocks = [[order.pop() for _ in range(count)] for count in counts]
+        for (_, cached), kv, blocks in zip(case.rows, self.kv, self.blocks, strict=True):
+            for position in range(cached):
+                block, offset = blocks[position // case.block_size], position % case.block_size
+                self.storage.data[1, :, block, :, offset] = kv[:, position]
+
+    def inputs(self) -> AttentionInputs:
+        starts, positions, slots = [0], [], []
+        size = self.case.block_size
+        for (new, cached), blocks in zip(self.case.rows, self.blocks, strict=True):
+            starts.append(starts[-1] + new)
+            positions += range(cached, cached + new)
+            slots += [blocks[position // size] * size + position % size for position in range(cached, cached + new)]
+        tables = [torch.tensor(blocks, dtype=torch.int32) for blocks in self.blocks]
+        context_lens = tuple(new + cached for new, cached in self.case.rows)
+        return AttentionInputs(
+            positions_T=torch.tensor(positions),
+            slots_T=torch.tensor(slots),
+            query_starts=tuple(starts),
+            context_lens=context_lens,
+            block_tables_SB=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+            max_query=max(new for new, _ in self.case.rows),
+            max_context=max(context_lens),
+        )
+
+    def run(self, name: str) -> torch.Tensor:
+        backend, inputs = attention_for(self.storage, name), self.inputs()
+        backend.begin(inputs)
+        new_kv = torch.cat([kv[:, cached:] for (_, cached), kv in zip(self.case.rows, self.kv, strict=True)], dim=1)
+        backend.write(1, new_kv[0], new_kv[1])
+        return backend.attend(1, self.q_TND, scale=0.3, window=self.case.window)
+
+    def expected(self) -> torch.Tensor:
+        """Row by row with the whole mask, in float64 [T, N, D]."""
+        outputs, start = [], 0
+        for (new, cached), kv in zip(self.case.rows, self.kv, strict=True):
+            k_NCD, v_NCD = (
+                part.double().repeat_interleave(self.case.num_heads // self.case.num_kv_heads, dim=1).transpose(0, 1)
+                for part in kv
+            )
+            q_NQD = self.q_TND[start : start + new].double().transpose(0, 1)
+            distance_QC = torch.arange(cached, cached + new)[:, None] - torch.arange(cached + new)
+            visible_QC = (distance_QC >= 0) & (distance_QC < (self.case.window or cached + new))
+            scores_NQC = (q_NQD @ k_NCD.mT * 0.3).masked_fill(~visible_QC, float("-inf"))
+            outputs.append((scores_NQC.softmax(-1) @ v_NCD).transpose(0, 1))
+            start += new
+        return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS.keys() - {"cuda"}))
+@pytest.mark.parametrize("seed", CASES)
+def test_rows_attend_to_their_own_context_and_nothing_else(name: str, seed: int) -> None:
+    filled = Filled(Case.random(seed), torch.float32)
+    torch.testing.assert_close(filled.run(name).double(), filled.expected(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_bfloat16_backends_agree_to_its_precision(seed: int) -> None:
+    filled = Filled(Case.random(seed), torch.bfloat16)
+    torch.testing.assert_close(filled.run("cpu"), filled.run("reference"), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS.keys() - {"cuda"}))
+def test_the_next_step_sees_what_the_last_one_wrote_and_other_windows(name: str) -> None:
+    """One backend object, two steps, two windows in the second: nothing of the first step's plan is left."""
+    case = Case(rows=((6, 0), (1, 9)), block_size=4, num_heads=2, num_kv_heads=1, head_dim=8, window=3, seed=5)
+    filled = Filled(case, torch.float32)
+    first = filled.run(name)
+    backend = attention_for(filled.storage, name)
+    backend.begin(filled.inputs())
+    assert torch.equal(backend.attend(1, filled.q_TND, scale=0.3, window=3), first)
+    assert not torch.allclose(backend.attend(1, filled.q_TND, scale=0.3, window=None), first)
+    assert torch.equal(backend.attend(1, filled.q_TND, scale=0.3, window=3), first)
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(Misconfigured, match="no attention is called 'flash': choose one of cpu"):
+        attention_for(Filled(Case.random(0), torch.float32).storage, "flash")

@@ -1,0 +1,102 @@
+"""What every `TensorParallel` promises: the same sums and values on all ranks, and a typed error when one is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+import torch
+from torch.distributed import HashStore, TCPStore
+
+from protos.errors import WorkerLost
+from protos.values import SamplingParams
+from workers.engine.batch import Batch, Row, Sample
+from workers.parallel.group import RankGroup, Solo, TensorParallel
+
+T = TypeVar("T")
+
+BATCH = Batch(
+    rows=(
+        Row(request_id="r", token_ids=(3, 4), start=0, block_ids=(7,), sample=Sample(params=SamplingParams(), index=0)),
+    )
+)
+
+
+@contextmanager
+def ranks(size: int) -> Iterator[Callable[[Callable[[TensorParallel], T]], list[T]]]:
+    """Runs a function on every rank of a group at once; gives their results in rank order."""
+    store = HashStore()
+    with ThreadPoolExecutor(size) as threads:
+        made = [threads.submit(RankGroup, store, rank=rank, size=size) for rank in range(size)]
+        groups: list[TensorParallel] = [Solo()] if size == 1 else [future.result() for future in made]
+
+        def run(program: Callable[[TensorParallel], T]) -> list[T]:
+            return [future.result() for future in [threads.submit(program, group) for group in groups]]
+
+        yield run
+        for group in groups:
+            group.close()
+
+
+@pytest.fixture(params=[1, 2, 3])
+def size(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
+
+
+def test_sums_and_gathered_parts_are_the_same_on_every_rank(size: int) -> None:
+    def program(group: TensorParallel) -> tuple[list[float], list[list[float]]]:
+        total = group.all_reduce(torch.tensor([1.0, 10.0]) * (group.rank + 1))
+        # A transposed view: collectives must not depend on how a tensor lies in memory.
+        parts = group.all_gather(torch.tensor([[group.rank], [group.rank + 0.5]]).t().contiguous().t())
+        return total.tolist(), parts.tolist()
+
+    factor = sum(range(1, size + 1))
+    rows = [[float(r) for r in range(size)], [r + 0.5 for r in range(size)]]
+    with ranks(size) as run:
+        assert run(program) == [([factor, 10.0 * factor], rows)] * size
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, BATCH, WorkerLost("gone"), "x" * 4088, "y" * 70_000, tuple(range(9_000))],
+    ids=lambda v: type(v).__name__,
+)
+def test_values_of_rank_0_reach_every_rank(size: int, value: object) -> None:
+    with ranks(size) as run:
+        received = run(lambda group: group.broadcast(value if group.rank == 0 else None))
+    assert [repr(item) for item in received] == [repr(value)] * size
+
+
+def test_nothing_but_our_own_values_is_built_from_a_broadcast() -> None:
+    """A pickle can name any callable: one that is not ours is refused before it is called."""
+
+    def program(group: TensorParallel) -> str:
+        try:
+            group.broadcast(subprocess.Popen if group.rank == 0 else None)
+        except Exception as error:
+            return str(error)
+        return "accepted"
+
+    with ranks(2) as run:
+        assert "may not travel between ranks" in run(program)[1]
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
+def test_a_rank_that_dies_is_a_typed_error_on_the_others(collective: str) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    program = (
+        "import os, sys; from torch.distributed import TCPStore; from workers.parallel.group import RankGroup\n"
+        "RankGroup(TCPStore('127.0.0.1', int(sys.argv[1])), rank=0, size=2); os._exit(0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(store.port)]) as peer:
+        group = RankGroup(store, rank=1, size=2)
+        peer.wait()
+        with pytest.raises(WorkerLost, match="rank 1 of 2"):
+            group.broadcast(None) if collective == "broadcast" else group.all_reduce(torch.zeros(1))
+        group.close()

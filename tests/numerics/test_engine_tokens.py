@@ -1,0 +1,71 @@
+"""The bar: greedy tokens equal transformers' for every family, however the engine gets to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from protos.values import FinishReason
+from tests.numerics.conftest import Checkpoint, random_tokens
+from tests.numerics.engines import answer, colocated, oracle_answers
+from workers.config import WorkerConfig
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {"num_key_value_heads": 4}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {}),
+}
+PROMPTS = [random_tokens(length, seed=length) for length in (1, 5, 15, 16, 33, 64, 100, 150)]
+NUM_TOKENS = sum(map(len, PROMPTS)) + 64 * len(PROMPTS)
+PLENTY, SCARCE = 2 * NUM_TOKENS // 16, NUM_TOKENS // 16 // 3
+
+Oracle = Callable[[str], tuple[str, list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Checkpoint) -> Oracle:
+    """`oracle(name)` is (folder, greedy answers)."""
+    known: dict[str, tuple[str, list[list[int]]]] = {}
+
+    def ask(name: str) -> tuple[str, list[list[int]]]:
+        if name not in known:
+            family, overrides = FAMILIES[name]
+            folder, model = checkpoint(family, **overrides)
+            known[name] = str(folder), oracle_answers(model, PROMPTS)
+        return known[name]
+
+    return ask
+
+
+@pytest.mark.parametrize("num_blocks", [PLENTY, SCARCE], ids=["plenty", "scarce"])
+@pytest.mark.parametrize("prefill_chunk", [16, 512])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_the_oracles(
+    oracle: Oracle, family: str, tp: int, prefill_chunk: int, num_blocks: int
+) -> None:
+    """Twice over: first with the prefix cache cold, then with what is left of it."""
+    folder, expected = oracle(family)
+    config = WorkerConfig(model=folder, tp=tp, prefill_chunk=prefill_chunk, num_blocks=num_blocks, device="cpu")
+    with colocated(config) as engine:
+        cold = answer(engine, PROMPTS)
+        preemptions = engine.scheduler.num_preemptions
+        warm = answer(engine, PROMPTS)
+    assert [one.token_ids for one in cold] == expected
+    assert [one.token_ids for one in warm] == expected
+    assert all(one.finish_reason is FinishReason.LENGTH for one in cold + warm)
+    assert all(one.num_cached_tokens == 0 for one in cold)
+    assert any(one.num_cached_tokens > 0 for one in warm)
+    assert (preemptions > 0) == (num_blocks == SCARCE)

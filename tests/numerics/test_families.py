@@ -1,0 +1,96 @@
+"""Logits of every family against transformers: whole prompts, chunks over the cache, mixed batches."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
+from tests.numerics.paged import PagedRun, in_chunks
+from workers.models.loader import load_model
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied-mha": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-eps-head-dim": ("llama", {"rms_norm_eps": 1e-3, "head_dim": 24}),
+    "mistral": ("mistral", {}),
+    "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2-half-windowed": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen2-window-off": ("qwen2", {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 0}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-biased": ("qwen3", {"attention_bias": True}),
+    "qwen3-layer-types": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> tuple[Path, Any]:
+    family, overrides = MODELS[request.param]
+    return checkpoint(family, **overrides)
+
+
+@torch.no_grad()
+def test_a_whole_prompt_has_the_oracles_logits(model: tuple[Path, Any]) -> None:
+    folder, oracle = model
+    tokens = random_tokens(67)
+    ours = PagedRun(load_model(folder)).step([("only", tokens, len(tokens))])[0]
+    assert_close(ours, oracle(torch.tensor([tokens])).logits[0])
+
+
+@torch.no_grad()
+def test_chunks_and_single_tokens_continue_from_the_cache(model: tuple[Path, Any]) -> None:
+    folder, oracle = model
+    tokens = random_tokens(53, seed=1)
+    ours = in_chunks(PagedRun(load_model(folder)), tokens, [16, 1, 24, 5], prompt_len=46)
+    assert_close(ours, oracle(torch.tensor([tokens])).logits[0])
+
+
+@torch.no_grad()
+def test_rows_of_a_mixed_batch_do_not_touch_one_another(model: tuple[Path, Any]) -> None:
+    """Six sequences of different lengths; each step feeds a random few of them a chunk or a single token."""
+    folder, oracle = model
+    sequences = {f"s{n}": random_tokens(11 + 9 * n, seed=n) for n in range(6)}
+    run, chance = PagedRun(load_model(folder)), random.Random(3)
+    fed: dict[str, list[torch.Tensor]] = {name: [] for name in sequences}
+    done = dict.fromkeys(sequences, 0)
+    while unfinished := [name for name in sequences if done[name] < len(sequences[name])]:
+        chosen = chance.sample(unfinished, chance.randint(1, len(unfinished)))
+        cuts = {name: done[name] + chance.choice([1, 1, 7, 20]) for name in chosen}
+        rows = [(name, sequences[name][done[name] : cuts[name]], len(sequences[name])) for name in chosen]
+        for (name, token_ids, _), logits in zip(rows, run.step(rows), strict=True):
+            fed[name].append(logits)
+            done[name] += len(token_ids)
+    for name, tokens in sequences.items():
+        assert_close(torch.cat(fed[name]), oracle(torch.tensor([tokens])).logits[0])
+
+
+def test_only_the_rows_asked_for_get_logits(checkpoint: Checkpoint) -> None:
+    folder, _ = checkpoint("llama")
+    tokens = random_tokens(9)
+    run = PagedRun(load_model(folder))
+    everything = run.step([("a", tokens, 9)])[0]
+    assert_close(run.logits([("b", tokens, 9)], [8, 0, 4]), everything[[8, 0, 4]])
+
+
+@torch.no_grad()
+def test_bfloat16_stays_near_the_oracle(checkpoint: Checkpoint) -> None:
+    """bfloat16 keeps 8 bits: the same best token where the oracle is sure, and a correlation near one."""
+    folder, oracle = checkpoint("llama")
+    tokens = random_tokens(40)
+    ours = PagedRun(load_model(folder, dtype="bfloat16")).step([("only", tokens, 40)])[0]
+    theirs = oracle(torch.tensor([tokens])).logits[0]
+    correlation = torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1]
+    assert correlation > 0.999

@@ -1,0 +1,92 @@
+"""A model cut over ranks computes what it computes alone. The ranks are threads, each with groups of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from protos.errors import Misconfigured
+from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
+from tests.numerics.paged import PagedRun, in_chunks
+from workers.models.loader import load_model
+from workers.parallel.group import RankGroup, TensorParallel
+
+T = TypeVar("T")
+
+
+def on_ranks(size: int, program: Callable[[TensorParallel], T]) -> list[T]:
+    """What each rank's run of `program` returns, in rank order."""
+    store = HashStore()
+
+    def run(rank: int) -> T:
+        group = RankGroup(store, rank=rank, size=size)
+        try:
+            return program(group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(size) as threads:
+        return [future.result() for future in [threads.submit(run, rank) for rank in range(size)]]
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "overrides"),
+    [
+        ("llama", 2, {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", 2, {"vocab_size": 161}),
+        ("qwen3", 2, {"num_key_value_heads": 1}),
+        ("mistral", 4, {"vocab_size": 163}),
+    ],
+    ids=["biases", "tied-uneven-vocab", "one-kv-head-copied", "kv-heads-copied-in-pairs"],
+)
+@torch.no_grad()
+def test_logits_do_not_depend_on_the_number_of_ranks(
+    family: str, tp: int, overrides: dict[str, Any], checkpoint: Checkpoint
+) -> None:
+    folder, oracle = checkpoint(family, **overrides)
+    tokens = random_tokens(41)
+
+    def program(group: TensorParallel) -> torch.Tensor:
+        return in_chunks(PagedRun(load_model(folder, parallel=group)), tokens, [24, 14], prompt_len=38)
+
+    every_rank = on_ranks(tp, program)
+    for logits in every_rank:
+        assert torch.equal(logits, every_rank[0])
+    assert_close(every_rank[0], oracle(torch.tensor([tokens])).logits[0])
+
+
+def test_each_rank_reads_and_keeps_only_its_share(checkpoint: Checkpoint) -> None:
+    folder, oracle = checkpoint("llama")
+    total = sum(parameter.numel() * 4 for parameter in oracle.parameters())
+
+    def program(group: TensorParallel) -> tuple[int, int]:
+        seen: list[tuple[int, int]] = []
+        run = PagedRun(load_model(folder, parallel=group, on_progress=lambda *bytes_: seen.append(bytes_)))
+        assert seen[-1][0] == seen[-1][1]
+        return seen[-1][1], run.storage.num_bytes
+
+    alone = PagedRun(load_model(folder)).storage.num_bytes
+    for read, cache in on_ranks(2, program):
+        assert read < 0.51 * total
+        assert cache == alone / 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tp"), [({}, 3), ({"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}, 2)]
+)
+def test_heads_that_cannot_be_shared_evenly_are_refused(
+    overrides: dict[str, Any], tp: int, checkpoint: Checkpoint
+) -> None:
+    folder, _ = checkpoint("llama", **overrides)
+
+    def program(group: TensorParallel) -> None:
+        with pytest.raises(Misconfigured, match=f"tp is {tp}: it must") as caught:
+            load_model(folder, parallel=group)
+        assert caught.value.param == "tp"
+
+    on_ranks(tp, program)

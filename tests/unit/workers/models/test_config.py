@@ -1,0 +1,210 @@
+"""What `read_config` understands, and what it refuses by name: without torch, before any weight is looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import BadCheckpoint, UnsupportedModel
+from workers.models.config import GenerationDefaults, ModelConfig, read_config
+from workers.models.rope import Llama3Rope, Rope
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"]}
+
+
+def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return read_config(folder)
+
+
+def test_llama_2_as_meta_published_it(tmp_path: Path) -> None:
+    """No grouped queries, no rope parameters, one end token."""
+    config = write(tmp_path, {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"})
+    assert (config.family, config.num_kv_heads, config.head_dim, config.dtype) == ("llama", 4, 8, "bfloat16")
+    assert config.rope == Rope(theta=10_000.0)
+    assert config.windows == (None,) * 4
+    parts = (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm, config.tied_embeddings)
+    assert parts == (False,) * 5
+
+
+def test_llama_3_1_as_meta_published_it(tmp_path: Path) -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+    config = write(
+        tmp_path,
+        LLAMA | {"rope_theta": 500000.0, "rope_scaling": scaling, "max_position_embeddings": 131072},
+        {"eos_token_id": [5, 7, 5], "do_sample": True, "temperature": 0.6, "top_p": 0.9},
+    )
+    assert config.rope == Llama3Rope(
+        theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
+    )
+    assert config.max_model_len == 131072
+    assert config.eos_token_ids == (5, 7)
+    assert config.generation == GenerationDefaults(do_sample=True, temperature=0.6, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"), [(None, (2,)), ({}, (2,)), ({"eos_token_id": 9}, (9,)), ({"eos_token_id": None}, (2,))]
+)
+def test_end_tokens_come_from_the_generation_config_if_it_has_any(
+    generation: dict[str, Any] | None, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    assert write(tmp_path, LLAMA, generation).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MISTRAL | {"sliding_window": 7}, (7, 7, 7, 7)),
+        (MISTRAL | {"sliding_window": None}, (None,) * 4),
+        (MISTRAL, (4096,) * 4),
+        (QWEN2 | {"sliding_window": 7, "max_window_layers": 3}, (None,) * 4),
+        (QWEN2 | {"sliding_window": 7, "max_window_layers": 3, "use_sliding_window": True}, (None, None, None, 7)),
+        (
+            QWEN3
+            | {
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (None, 7, None, 7),
+        ),
+    ],
+)
+def test_windows_are_read_as_each_family_writes_them(
+    config: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    assert write(tmp_path, config).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"type": "linear", "factor": 4.0}, 256),
+        ({"type": "dynamic", "factor": 2.0}, 128),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        ({"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 64),
+    ],
+)
+def test_the_context_is_as_long_as_the_scaling_carries(scaling: dict[str, Any], expected: int, tmp_path: Path) -> None:
+    assert write(tmp_path, LLAMA | {"rope_scaling": scaling}).max_model_len == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"sliding_window": 16}, "sliding_window"),
+        ({"head_dim": 7}, "head_dim 7"),
+        (QWEN2 | {"attention_bias": True}, "attention_bias"),
+        (MISTRAL | {"mlp_bias": True}, "mlp_bias"),
+        (MISTRAL | {"layer_types": ["full_attention"] * 4}, "layer_types"),
+        (QWEN3 | {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        write(tmp_path, LLAMA | change)
+    assert named in caught.value.message
+    assert str(tmp_path / "config.json") in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"vocab_size": "many"}, "'vocab_size' is 'many'"),
+        ({"num_hidden_layers": True}, "'num_hidden_layers' is True"),
+        ({"num_hidden_layers": 0}, "a whole number from 1"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 2}, "no multiple of 6 heads"),
+        ({"rms_norm_eps": -1}, "'rms_norm_eps' is -1"),
+        ({"tie_word_embeddings": "yes"}, "true or false"),
+        ({"architectures": "LlamaForCausalLM"}, "a list of strings"),
+        ({"eos_token_id": 128}, "outside the vocabulary of 128"),
+        ({"eos_token_id": [2, "x"]}, "a token id or a list of them"),
+        ({"rope_scaling": 4}, "'rope_scaling' is 4"),
+        ({"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}},
+            "a list of 4 numbers",
+        ),
+        (QWEN2 | {"layer_types": ["full_attention"]}, "1 entries for 4 layers"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window is not true"),
+    ],
+)
+def test_contradictory_fields_name_the_file_the_field_and_what_it_must_be(
+    change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadCheckpoint) as caught:
+        write(tmp_path, LLAMA | change)
+    assert named in caught.value.message
+    assert str(tmp_path / "config.json") in caught.value.message
+
+
+def test_fields_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    harmless = {
+        "use_cache": False,
+        "attention_dropout": 0.1,
+        "pretraining_tp": 4,
+        "num_experts": 0,
+        "is_encoder_decoder": False,
+    }
+    assert write(tmp_path, LLAMA | harmless).family == "llama"
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("text", "says"), [('{"vocab_size": 1', "not valid JSON"), ("[1]", "a JSON object"), ("[" * 9999, "not valid JSON")]
+)
+def test_a_damaged_file_is_named(name: str, text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BadCheckpoint, match=says) as caught:
+        read_config(tmp_path)
+    assert str(tmp_path / name) in caught.value.message
+
+
+def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match=r"absent does not exist: give the folder"):
+        read_config(tmp_path / "absent")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(BadCheckpoint, match=r"model\.gguf is not a folder"):
+        read_config(tmp_path / "model.gguf")
+    with pytest.raises(BadCheckpoint, match=r"config\.json does not exist"):
+        read_config(tmp_path)
