@@ -85,7 +85,7 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str]) -> int:
         """Ends requests wherever they are; how many were known. A step in flight may still compute them: in vain."""
-        known = [self._requests[request_id] for request_id in {*request_ids} & self._requests.keys()]
+        known = [self._requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._requests]
         for request in known:
             if request.state is State.HELD:
                 self.role.forget(request)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.hashing import chain_hashes, root_hash
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def test_a_block_is_hashed_from_its_parent_and_its_tokens_as_little_endian_words() -> None:
+    first, second = chain_hashes([1, 2, 3, 70000], 2, salt=b"tenant")
+    packed = bytes([1, 0, 0, 0, 2, 0, 0, 0])
+    assert first == blake2b(root_hash(b"tenant") + packed, digest_size=16).digest()
+    assert second == blake2b(first + bytes([3, 0, 0, 0, 0x70, 0x11, 1, 0]), digest_size=16).digest()
+
+
+def test_only_full_blocks_have_a_hash() -> None:
+    assert chain_hashes(range(15), 16) == []
+    assert len(chain_hashes(range(16), 16)) == 1
+    assert chain_hashes(range(31), 16) == chain_hashes(range(16), 16)
+
+
+@given(TOKENS, TOKENS)
+def test_a_chain_may_be_extended(before: list[int], after: list[int]) -> None:
+    before = before[: len(before) // 4 * 4]
+    known = chain_hashes(before, 4, salt=b"s")
+    extended = chain_hashes(after, 4, salt=b"s", parent=known[-1] if known else None)
+    assert known + extended == chain_hashes(before + after, 4, salt=b"s")
+
+
+@given(TOKENS, st.integers(0, 39))
+def test_a_changed_token_changes_its_block_and_all_behind(tokens: list[int], place: int) -> None:
+    place = min(place, len(tokens) - 1)
+    changed = list(tokens)
+    if changed:
+        changed[place] = (changed[place] + 1) % 2**32
+    pairs = zip(chain_hashes(tokens, 4), chain_hashes(changed, 4), strict=True)
+    assert [a == b for a, b in pairs] == [block < place // 4 for block in range(len(tokens) // 4)]
+
+
+def test_tenants_share_no_hash() -> None:
+    tokens = range(64)
+    assert not {*chain_hashes(tokens, 16, salt=b"a")} & {
+        *chain_hashes(tokens, 16, salt=b"b"),
+        *chain_hashes(tokens, 16),
+    }
+
+
+def test_a_salt_may_be_long() -> None:
+    assert chain_hashes(range(4), 4, salt=b"x" * 1000) != chain_hashes(range(4), 4, salt=b"x" * 1001)
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32])
+def test_a_token_id_beyond_32_bits_is_not_hashed_to_something_else(token_id: int) -> None:
+    with pytest.raises(OverflowError):
+        chain_hashes([token_id], 1)

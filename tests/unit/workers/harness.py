@@ -1,0 +1,162 @@
+"""A whole engine around the toy model, with the parts in reach, and answers put together from its updates."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from kvtransfer.events import EventLog
+from protos.values import ErrorInfo, FinishReason, GenerateRequest, Logprobs, SamplingParams, SequenceUpdate
+from workers.config import SchedulerConfig
+from workers.engine.engine import Engine
+from workers.engine.request import Request
+from workers.engine.role import Colocated, Disposition, Role, Tick
+from workers.engine.scheduler import Scheduler
+from workers.kv.blocks import BlockPool
+from workers.toy import ToyRunner, toy_kv, toy_tokens
+
+WEIGHT = 5
+VOCAB = 997
+BLOCK = 4
+
+
+def ask(request_id: str, prompt_ids: Any, max_tokens: int = 8, **changes: Any) -> GenerateRequest:
+    """A greedy request; `changes` go to the request or to its sampling parameters, whichever knows the name."""
+    own = {name: changes.pop(name) for name in tuple(changes) if name in GenerateRequest.__dataclass_fields__}
+    sampling = SamplingParams(**({"temperature": 0.0} | changes | {"max_tokens": max_tokens}))
+    return GenerateRequest(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling, **own)
+
+
+def by_hand(prompt_ids: Any, num_tokens: int, **changes: Any) -> tuple[int, ...]:
+    return toy_tokens(tuple(prompt_ids), num_tokens, **({"weight": WEIGHT, "vocab_size": VOCAB} | changes))
+
+
+@dataclass
+class Answer:
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
+    cached: list[int] = field(default_factory=list)
+
+    def add(self, update: SequenceUpdate) -> None:
+        assert self.finish_reason in (None, FinishReason.PREFILLED), "told after the end"
+        self.token_ids += update.token_ids
+        self.logprobs += update.logprobs
+        self.prompt_logprobs += update.prompt_logprobs
+        self.finish_reason = update.finish_reason
+        self.error = update.error
+        self.cached.append(update.num_cached_tokens)
+
+
+class ToyEngine:
+    """Steps are a second apart; after each the engine's integrity is checked."""
+
+    def __init__(self, *, num_blocks: int = 64, block_size: int = BLOCK, role: Role | None = None, **config: Any):
+        self.log = EventLog(incarnation=1)
+        self.pool = BlockPool(num_blocks, block_size, self.log.record)
+        self.runner = ToyRunner(WEIGHT, block_size, VOCAB)
+        settings = {"max_model_len": 10_000, "vocab_size": VOCAB} | config
+        self.scheduler = Scheduler(SchedulerConfig(**settings), self.pool, role or Colocated())
+        ticks = count()
+        self.engine = Engine(self.scheduler, self.runner, events=self.log, clock=lambda: float(next(ticks)))
+        self.now = 0.0
+        self.answers: dict[str, Answer] = defaultdict(Answer)
+
+    def submit(self, *requests: GenerateRequest) -> None:
+        for request in requests:
+            self.engine.submit(request, self.now)
+
+    def step(self, num_steps: int = 1) -> list[SequenceUpdate]:
+        updates: list[SequenceUpdate] = []
+        for _ in range(num_steps):
+            self.now += 1.0
+            fresh = self.engine.step(self.now)
+            for update in fresh:
+                self.answers[update.request_id].add(update)
+            updates += fresh
+            self.engine.check_integrity(self.reserved_ids())
+        return updates
+
+    def reserved_ids(self) -> list[int]:
+        role = self.scheduler.role
+        return role.reserved_ids if isinstance(role, Adopting) else []
+
+    def finish(self) -> dict[str, Answer]:
+        """Steps until nothing is left, and proves that nothing is."""
+        for _ in range(10_000):
+            if not self.engine.has_work():
+                self.engine.assert_idle()
+                return self.answers
+            self.step()
+        raise AssertionError("the engine does not come to an end")
+
+    def serve(self, *requests: GenerateRequest) -> dict[str, Answer]:
+        self.submit(*requests)
+        return self.finish()
+
+
+class Handing(Colocated):
+    """A role that hands every request over after its first token, and says so in `held`."""
+
+    def __init__(self, disposition: Disposition) -> None:
+        self.disposition = disposition
+        self.next_tick = Tick()
+        self.held: list[str] = []
+        self.forgotten: list[str] = []
+
+    def after_prefill(self, request: Request) -> Disposition:
+        if self.disposition is Disposition.HOLD:
+            self.held.append(request.request_id)
+        return self.disposition
+
+    def forget(self, request: Request) -> None:
+        self.forgotten.append(request.request_id)
+
+    def tick(self, now: float) -> Tick:
+        tick, self.next_tick = self.next_tick, Tick()
+        return tick
+
+
+class Adopting(Colocated):
+    """A role that reserves blocks for some requests, as a decode pool does, and hands them over once `arrived`."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, list[int]] = {}
+        self.arrived: set[str] = set()
+        self.pool: BlockPool | None = None
+
+    def reserve(self, toy: ToyEngine, request_id: str, prompt_ids: Sequence[int]) -> bool:
+        """Reserves blocks for a prompt, and lets its KV arrive in them."""
+        self.pool = toy.pool
+        block_ids = toy.pool.allocate(toy.pool.blocks_for(len(prompt_ids)))
+        if block_ids is None:
+            return False
+        content = toy.runner.gather(block_ids)
+        for position, token_id in enumerate(prompt_ids):
+            content[position // toy.pool.block_size, position % toy.pool.block_size] = toy_kv(token_id, position)
+        toy.runner.scatter(block_ids, content)
+        self.blocks[request_id] = block_ids
+        return True
+
+    @property
+    def reserved_ids(self) -> list[int]:
+        return [block_id for block_ids in self.blocks.values() for block_id in block_ids]
+
+    def admissible(self, request: Request, now: float) -> bool:
+        if request.request_id in self.blocks:
+            if request.request_id not in self.arrived:
+                return False
+            request.block_ids = self.blocks.pop(request.request_id)
+            request.num_computed = request.num_prompt
+            request.adopted = True
+        return True
+
+    def forget(self, request: Request) -> None:
+        if request.request_id in self.blocks:
+            assert self.pool is not None
+            self.pool.release(self.blocks.pop(request.request_id))
