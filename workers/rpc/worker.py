@@ -17,7 +17,8 @@ from workers.rpc.loop import EngineLoop
 from workers.rpc.server import Reserve, WorkerServicer, new_server
 
 
-def _none(now: float) -> Sequence[TicketStats]:
+def no_tickets(now: float) -> Sequence[TicketStats]:
+    """What a worker that receives no KV says of its tickets."""
     return ()
 
 
@@ -30,7 +31,7 @@ class Parts:
     engine: Engine
     close: Callable[[], None]
     reserve: Reserve | None = None
-    tickets: Callable[[float], Sequence[TicketStats]] = _none
+    tickets: Callable[[float], Sequence[TicketStats]] = no_tickets
     num_tickets: Callable[[], int] = int
     lanes: Callable[[], Sequence[LaneStats]] = tuple
 
