@@ -67,5 +67,7 @@ def test_greedy_tokens_are_the_oracles(
     assert [one.token_ids for one in warm] == expected
     assert all(one.finish_reason is FinishReason.LENGTH for one in cold + warm)
     assert all(one.num_cached_tokens == 0 for one in cold)
-    assert any(one.num_cached_tokens > 0 for one in warm)
+    if num_blocks == PLENTY:  # else the cache may be evicted by the time it is asked for
+        full = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+        assert [one.num_cached_tokens for one in warm] == full
     assert (preemptions > 0) == (num_blocks == SCARCE)

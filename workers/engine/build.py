@@ -1,0 +1,240 @@
+"""From settings to running parts: one rank of a worker, then, on rank 0, its engine.
+
+config ── open_rank ──▶ Rank on every rank ─┬─ rank 0: build_engine(rank, make_role) ──▶ Engine
+                                            └─ others: follow_rank0(rank, dock), until rank 0 stops or is lost
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtransfer.events import EventLog
+from protos.errors import Misconfigured
+from protos.values import KVLayout, SamplingParams
+from workers.attention.registry import attention_for
+from workers.config import SchedulerConfig, WorkerConfig
+from workers.engine.batch import Batch, Row, Sample
+from workers.engine.engine import Engine
+from workers.engine.role import Role
+from workers.engine.runner import TorchRunner
+from workers.engine.scheduler import Scheduler
+from workers.kv.blocks import BlockPool
+from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit, free_ram_bytes
+from workers.kv.mover import Dock
+from workers.kv.storage import KVStorage
+from workers.models.config import ModelConfig, read_config
+from workers.models.decoder import Decoder, check_parallel
+from workers.models.loader import Progress, load_model
+from workers.parallel.group import TensorParallel
+from workers.parallel.ranks import Leader, LeadingRunner, agree, follow
+
+log = logging.getLogger(__name__)
+
+_WIDTH = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One rank of a worker with its weights and its share of the cache. `scheduler` holds what was resolved from the
+    settings and the checkpoint: the same on all ranks, as is `storage.num_blocks`."""
+
+    model: ModelConfig
+    name: str
+    layout: KVLayout
+    device: str
+    scheduler: SchedulerConfig
+    group: TensorParallel
+    storage: KVStorage
+    runner: TorchRunner
+
+
+def device_of(config: WorkerConfig) -> str:
+    """ "cuda" or "cpu". Raises Misconfigured when CUDA is asked for and there is none."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise Misconfigured("device is 'cuda', but torch sees no GPU: use device 'cpu' or 'auto'", param="device")
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.device
+
+
+def dtype_of(config: WorkerConfig, model: ModelConfig) -> str:
+    """What to compute in: what the checkpoint was saved in, float16 becoming bfloat16, unless told otherwise."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if model.dtype == "float32" else "bfloat16"
+
+
+def open_rank(config: WorkerConfig, group: TensorParallel, *, on_progress: Progress | None = None) -> Rank:
+    """Reads the checkpoint and makes the cache; every rank of a worker calls it at the same time.
+
+    Raises BadCheckpoint, UnsupportedModel or Misconfigured (also when the model or one block does not fit into the
+    memory), and WorkerLost when another rank fails to do the same.
+    """
+    assert group.size == config.tp, f"a group of {group.size} ranks for tp {config.tp}"
+    device = device_of(config)
+    model = read_config(config.model)
+    check_parallel(model, config.tp)
+    layout = model.kv_layout(block_size=config.block_size, dtype=dtype_of(config, model), tp=config.tp)
+    max_model_len = _asked_model_len(config, model)
+    decoder = _load(config, group, device, layout.dtype, on_progress)
+    num_blocks = _num_blocks(config, group, decoder, layout, device, max_model_len)
+    storage = _make_storage(layout, num_blocks, device)
+    capacity = num_blocks * config.block_size
+    if capacity < max_model_len:
+        if config.max_model_len is not None:
+            raise Misconfigured(
+                f"max_model_len is {max_model_len}, the KV cache holds {capacity} tokens: lower max_model_len to "
+                f"{capacity} or less, or raise num_blocks or memory_fraction",
+                param="max_model_len",
+            )
+        log.warning("max_model_len is lowered from %d to %d: more does not fit the KV cache", max_model_len, capacity)
+    return Rank(
+        model=model,
+        name=config.served_name or Path(config.model).resolve().name,
+        layout=layout,
+        device=device,
+        scheduler=_scheduler_config(config, model, min(max_model_len, capacity)),
+        group=group,
+        storage=storage,
+        runner=TorchRunner(decoder, attention_for(storage), block_size=config.block_size),
+    )
+
+
+def build_engine(
+    rank: Rank,
+    leader: Leader,
+    make_role: Callable[[BlockPool], Role],
+    *,
+    incarnation: int,
+    clock: Callable[[], float],
+) -> Engine:
+    """The engine of a worker, on rank 0. `make_role` is called once, with the pool that the engine will use."""
+    events = EventLog(incarnation)
+    pool = BlockPool(rank.storage.num_blocks, rank.layout.block_size, events.record)
+    scheduler = Scheduler(rank.scheduler, pool, make_role(pool))
+    return Engine(scheduler, LeadingRunner(leader, rank.runner), events=events, clock=clock)
+
+
+def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:
+    """This rank's end of the worker's lanes; `ends` are Dock's `sender`, `receiver` and `take_timeout_s`."""
+    return Dock(rank.storage, agree=lambda flag: agree(rank.group, flag, rank.device), **ends)
+
+
+def follow_rank0(rank: Rank, dock: Dock[torch.Tensor]) -> None:
+    """What every other rank does: whatever rank 0 says, until it says stop. Closes the dock.
+
+    Raises WorkerLost when a rank is gone, and whatever this rank fails with.
+    """
+    operations: dict[str, Callable[..., object]] = {
+        "run": rank.runner.run,
+        "push": dock.push,
+        "land": dock.land,
+        "drop": dock.drop,
+        "expect": dock.expect,
+        "cancel": dock.cancel,
+    }
+    try:
+        follow(rank.group, operations, settle=dock.settle)
+    finally:
+        dock.close()
+
+
+def _asked_model_len(config: WorkerConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_model_len
+    if config.max_model_len > model.max_model_len:
+        raise Misconfigured(
+            f"max_model_len is {config.max_model_len}: this model was made for {model.max_model_len} at most",
+            param="max_model_len",
+        )
+    return config.max_model_len
+
+
+def _scheduler_config(config: WorkerConfig, model: ModelConfig, max_model_len: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        eos_ids=model.eos_token_ids,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        prefill_chunk=config.prefill_chunk,
+    )
+
+
+def _load(
+    config: WorkerConfig, group: TensorParallel, device: str, dtype: str, on_progress: Progress | None
+) -> Decoder:
+    if device == "cpu":
+        num_bytes = sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors"))
+        saved_width = _WIDTH.get(read_config(config.model).dtype, 2)
+        check_weights_fit(num_bytes * _WIDTH[dtype] // saved_width // config.tp, free_ram_bytes(), device)
+    try:
+        return load_model(config.model, device=device, dtype=dtype, parallel=group, on_progress=on_progress)
+    except torch.OutOfMemoryError as error:
+        raise Misconfigured(
+            f"{config.model} does not fit into the GPU's memory: raise tp or choose a smaller model", param="model"
+        ) from error
+
+
+def _num_blocks(
+    config: WorkerConfig, group: TensorParallel, decoder: Decoder, layout: KVLayout, device: str, max_model_len: int
+) -> int:
+    """The same on all ranks: what the poorest can hold."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    sample_storage = KVStorage(layout, num_blocks=1, device=device)
+    block_bytes = sample_storage.block_bytes
+    if device == "cpu":
+        mine = blocks_in_ram(
+            block_bytes,
+            fraction=config.memory_fraction,
+            free_bytes=free_ram_bytes() // config.tp,
+            max_useful=config.max_num_seqs * -(-max_model_len // config.block_size),
+        )
+    else:
+        runner = TorchRunner(decoder, attention_for(sample_storage), block_size=config.block_size)
+        batch = largest_batch(config, max_model_len)
+        mine = blocks_on_gpu(
+            block_bytes, fraction=config.memory_fraction, device=device, largest_step=lambda: runner.run(batch)
+        )
+    return int(group.all_gather(torch.tensor([mine], device=device)).min().item())
+
+
+def _make_storage(layout: KVLayout, num_blocks: int, device: str) -> KVStorage:
+    try:
+        return KVStorage(layout, num_blocks=num_blocks, device=device)
+    except RuntimeError as error:  # torch's for either memory: OutOfMemoryError is one
+        raise Misconfigured(
+            f"a KV cache of {num_blocks} blocks takes {num_blocks * layout.block_bytes / layout.tp / 2**30:.2f} GiB on "
+            f"each rank, more than there is on {device}: lower num_blocks or memory_fraction",
+            param="num_blocks",
+        ) from error
+
+
+def largest_batch(config: WorkerConfig, max_model_len: int) -> Batch:
+    """As much as the scheduler would ever put into one step, at the end of contexts as long as they get, with the
+    costliest sampling. All of it lies in block 0: what is computed does not matter, only what it takes."""
+    sample = Sample(params=SamplingParams(top_p=0.9, logprobs=0), index=0)
+    rows: list[Row] = []
+    budget = config.max_num_batched_tokens
+    while budget > 0 and len(rows) < config.max_num_seqs:
+        others = config.max_num_seqs - len(rows) - 1
+        num_tokens = max(1, min(config.prefill_chunk, max_model_len, budget - others))
+        rows.append(
+            Row(
+                request_id=str(len(rows)),
+                token_ids=(0,) * num_tokens,
+                start=max_model_len - num_tokens,
+                block_ids=(0,) * -(-max_model_len // config.block_size),
+                sample=sample,
+                prompt_len=max_model_len,
+            )
+        )
+        budget -= num_tokens
+    return Batch(rows=tuple(rows))

@@ -1,0 +1,90 @@
+"""How many KV blocks a worker can have, on the memory it finds. Asked once, at start-up, by every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from protos.errors import Misconfigured
+
+GPU_FRACTION = 0.9
+RAM_FRACTION = 0.2
+MAX_RAM_BYTES = 2 * 2**30
+"""By default a cache in RAM grows no larger: it is zeroed at the start, and workers should start at once."""
+
+_GIB = 2**30
+
+
+def free_ram_bytes(root: Path = Path("/")) -> int:
+    """RAM this process may still take: what the kernel calls available, within the container's limit if it has one."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        pass  # not Linux: free pages leave out what the page cache would give back
+    try:
+        limit = (root / "sys/fs/cgroup/memory.max").read_text().strip()
+        used = int((root / "sys/fs/cgroup/memory.current").read_text())
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - used))
+
+
+def check_weights_fit(num_bytes: int, free_bytes: int, device: str) -> None:
+    """Raises Misconfigured when a rank's share of the weights is larger than the memory that is free."""
+    if num_bytes > free_bytes:
+        raise Misconfigured(
+            f"the model's weights take {num_bytes / _GIB:.2f} GiB on each rank, {free_bytes / _GIB:.2f} GiB are free "
+            f"on {device}: raise tp, choose dtype bfloat16 or a smaller model",
+            param="model",
+        )
+
+
+def blocks_in_ram(block_bytes: int, *, fraction: float | None, free_bytes: int, max_useful: int) -> int:
+    """Blocks for `fraction` of the free RAM (default RAM_FRACTION and at most MAX_RAM_BYTES), `max_useful` at most.
+
+    Raises Misconfigured when not one fits.
+    """
+    budget = int(free_bytes * RAM_FRACTION) if fraction is None else int(free_bytes * fraction)
+    if fraction is None:
+        budget = min(budget, MAX_RAM_BYTES)
+    return _at_least_one(min(budget // block_bytes, max_useful), budget, block_bytes, "RAM")
+
+
+def blocks_on_gpu(block_bytes: int, *, fraction: float | None, device: str, largest_step: Callable[[], object]) -> int:
+    """Blocks for what `fraction` of the GPU (default GPU_FRACTION) leaves beside the model and its largest step.
+
+    Runs that step to see what it takes. Raises Misconfigured when not one block, or not even the step, fits.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        largest_step()
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise Misconfigured(
+            "the largest step does not fit into the GPU's memory beside the model: lower max_num_batched_tokens, "
+            "prefill_chunk or max_model_len, or raise tp",
+            param="max_num_batched_tokens",
+        ) from error
+    peak = torch.cuda.max_memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)  # the driver, and other processes on the card
+    torch.cuda.empty_cache()
+    budget = int(total * (GPU_FRACTION if fraction is None else fraction)) - others - peak
+    return _at_least_one(budget // block_bytes, budget, block_bytes, "GPU memory")
+
+
+def _at_least_one(num_blocks: int, budget: int, block_bytes: int, where: str) -> int:
+    if num_blocks < 1:
+        raise Misconfigured(
+            f"{max(0, budget) / _GIB:.2f} GiB of {where} are left for the KV cache, one block takes "
+            f"{block_bytes / _GIB:.4f} GiB: raise memory_fraction or tp, or choose a smaller block_size",
+            param="memory_fraction",
+        )
+    return num_blocks
