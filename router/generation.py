@@ -7,11 +7,11 @@ A request with n > 1 is n jobs that share a prompt. Strings end here: dispatch a
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from protos.values import FinishReason, Logprobs, SamplingParams, WorkerLoad, WorkerRole
+from protos.values import FinishReason, Logprobs, SamplingParams, WorkerInfo, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +53,27 @@ class Generate(Protocol):
     def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStatus:
-    """A worker as the router sees it now; `state` is a word for people: ready, draining, unhealthy, connecting."""
+class WorkerView(Protocol):
+    """A worker as the fleet sees it. `state` is a word for people, `reason` why it is not ready; `info` is what the
+    worker said of itself, None until it was met."""
 
-    worker_id: str
-    role: WorkerRole
-    address: str
-    state: str
-    load: WorkerLoad
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def info(self) -> WorkerInfo | None: ...
+    @property
+    def load(self) -> WorkerLoad: ...
 
 
 class FleetView(Protocol):
-    """What the faces may know of the fleet: whether a request would be served now (and why not), and who is there."""
+    """What the faces may know of the fleet: whether a request would be served now, and who is there (dataclasses)."""
 
-    def ready(self) -> tuple[bool, str]: ...
+    def ready(self) -> bool: ...
 
-    def status(self) -> tuple[WorkerStatus, ...]: ...
+    def status(self) -> Sequence[WorkerView]: ...

@@ -1,0 +1,159 @@
+"""The HTTP face: routes, and the one place where an error becomes a response."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.errors import BatonError, InvalidRequest, NotFound
+from router.asgi import BodyLimit, RequestId
+from router.gateway import Gateway
+from router.metrics import Track
+from router.openai.chat import chat_completions
+from router.openai.completions import completions
+from router.openai.errors import error_body, error_response, internal_error, json_response
+from router.openai.models import model_list, one_model
+from router.openai.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.openai.sse import EventStream
+from router.openai.tokens import detokenize, tokenize
+
+Generating = Callable[[Gateway, Request, Track], Awaitable[Response]]
+
+_BODIES: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    """The application for one model's gateway. Nothing runs in the background: it needs no start and no stop."""
+    # The pages of documentation would load scripts from the network; /openapi.json is all they are made of.
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit, max_bytes=gateway.max_body_bytes)
+    app.add_middleware(RequestId)
+    app.add_exception_handler(BatonError, _refused)
+    app.add_exception_handler(HTTPException, _unrouted)
+    app.add_exception_handler(Exception, _failed)
+    _generating_routes(app, gateway)
+    _asking_routes(app, gateway)
+    _operating_routes(app, gateway)
+    app.openapi = lambda: _documented(app)  # type: ignore[method-assign]  # FastAPI's own way of changing it
+    return app
+
+
+def _generating_routes(app: FastAPI, gateway: Gateway) -> None:
+    async def measured(endpoint: str, serve: Generating, request: Request) -> Response:
+        track = gateway.metrics.track(endpoint)
+        try:
+            response = await serve(gateway, request, track)
+        except BaseException as error:
+            track.finish(error)
+            raise
+        if not isinstance(response, EventStream):  # a stream finishes its track itself, when it ends
+            track.finish()
+        return response
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await measured("chat.completions", chat_completions, request)
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        return await measured("completions", completions, request)
+
+
+def _asking_routes(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response(model_list(gateway))
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return json_response(one_model(gateway, name))
+
+    @app.post("/tokenize")
+    async def to_tokens(request: Request) -> Response:
+        return await tokenize(gateway, request)
+
+    @app.post("/detokenize")
+    async def to_text(request: Request) -> Response:
+        return await detokenize(gateway, request)
+
+
+def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return json_response({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        ready = gateway.fleet.ready()
+        return json_response({"ready": ready, "reason": _not_ready(gateway)}, status=200 if ready else 503)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(gateway.metrics.registry), media_type=content_type)
+
+    @app.get("/admin/status")
+    async def status() -> Response:
+        told = {"model": gateway.card.name, "ready": gateway.fleet.ready(), "reason": _not_ready(gateway)}
+        return json_response(told | {"workers": gateway.fleet.status()})
+
+
+def _not_ready(gateway: Gateway) -> str:
+    """Why a request would not be served now; "" when it would."""
+    if gateway.fleet.ready():
+        return ""
+    workers = gateway.fleet.status()
+    told = (f"{one.worker_id} is {one.state}{f' ({one.reason})' if one.reason else ''}" for one in workers)
+    return "; ".join(told) or "no worker has joined yet"
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BatonError)
+    return error_response(error)
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    """No such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path[:200], request.method
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        refusal: BatonError = InvalidRequest(f"{path} does not answer {method}: use {allowed}")
+    elif error.status_code == 404:
+        refusal = NotFound(f"There is nothing at {path}: the API begins at /v1, /openapi.json lists it")
+    else:
+        refusal = InvalidRequest(str(error.detail))
+    return json_response(error_body(refusal), status=error.status_code, headers=dict(error.headers or {}))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A bug of ours; the server logs its traceback, for starlette raises it again once this is sent."""
+    return error_response(internal_error())
+
+
+def _documented(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI with the bodies, which FastAPI does not see: they are read by us, so that their errors are ours."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    bodies: list[tuple[type[BaseModel], Literal["validation"]]] = [(body, "validation") for body in _BODIES.values()]
+    _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+    document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+    for path, body in _BODIES.items():
+        reference = {"$ref": f"#/components/schemas/{body.__name__}"}
+        document["paths"][path]["post"]["requestBody"] = {
+            "required": True, "content": {"application/json": {"schema": reference}},
+        }  # fmt: skip
+    return document

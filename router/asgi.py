@@ -1,0 +1,70 @@
+"""What happens to every HTTP request before its route: a name for the logs, and a limit on its body."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from protos.errors import PayloadTooLarge
+from router.openai.errors import error_response
+
+REQUEST_ID = "x-baton-request-id"
+_ACCEPTABLE = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
+
+
+class RequestId:
+    """Answers carry `x-baton-request-id`: the client's `x-request-id` if it is a short plain word, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        name = given if _ACCEPTABLE.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = name
+            await send(message)
+
+        await self._app(scope, receive, named)
+
+
+class BodyLimit:
+    """Refuses a body of more than `max_bytes` with 413: at once where its length is announced, else when it is passed.
+
+    What the client goes on sending is dropped by the server without being kept.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdigit() and int(announced) > self._max_bytes:
+            await error_response(self._refusal(f"of {announced} bytes"))(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max_bytes:
+                raise self._refusal("sent")
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _refusal(self, what: str) -> PayloadTooLarge:
+        return PayloadTooLarge(f"The body {what} is too large: at most {self._max_bytes} bytes are read")

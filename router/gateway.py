@@ -1,0 +1,112 @@
+"""What the faces share: the model's card and texts, the way to the workers, and the one path of an answer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from protos.errors import InvalidRequest, UnknownModel
+from router.config import RouterConfig
+from router.generation import FleetView, Generate
+from router.metrics import RequestMetrics, Track
+from router.text.answer import Piece, answer
+from router.text.asking import Ask, check_length
+from router.text.chat_template import ChatTemplate, Message
+from router.text.model_card import ModelCard
+from router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """`wall_clock` gives seconds since 1970, for the `created` of answers and nothing else."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    generate: Generate
+    fleet: FleetView
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    max_body_bytes: int = 16 * 2**20
+    wall_clock: Callable[[], float] = time.time
+
+    def check_model(self, name: str) -> None:
+        """Raises UnknownModel."""
+        if name != self.card.name:
+            raise UnknownModel(
+                f"The model '{name[:100]}' does not exist: this server serves '{self.card.name}'", param="model"
+            )
+
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, param: str = "prompt"
+    ) -> list[tuple[int, ...]]:
+        """Token ids of each text. Raises ContextLengthExceeded before reading a text that cannot fit."""
+        for text in texts:
+            check_length(self.tokenizer.min_tokens(text), self.card, param=param)
+        return await self.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """The prompt of a conversation. Raises InvalidRequest for a model without a chat template."""
+        if self.template is None:
+            raise InvalidRequest(
+                f"The model '{self.card.name}' has no chat template: send its prompt to /v1/completions",
+                param="messages",
+            )
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        elif add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them to false",
+                param="continue_final_message",
+            )
+        text = self.template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            options=options,
+        )
+        [ids] = await self.encode([text], add_special_tokens=False, param="messages")
+        return ids
+
+    async def answer(self, ask: Ask, track: Track) -> AsyncGenerator[Piece, None]:
+        """The ask's pieces as they come, measured. Closing it early closes every job."""
+        async with aclosing(answer(self.generate, ask, self.tokenizer.vocabulary)) as pieces:
+            async for piece in pieces:
+                track.saw(piece)
+                yield piece
+
+
+def open_gateway(
+    config: RouterConfig,
+    *,
+    generate: Generate,
+    fleet: FleetView,
+    metrics: RequestMetrics | None = None,
+    max_model_len: int | None = None,
+) -> Gateway:
+    """Reads tokenizer, chat template and defaults from the checkpoint. Raises Misconfigured."""
+    tokenizer = Tokenizer.load(config.model_path)
+    return Gateway(
+        card=ModelCard.load(config.model_path, config.model_name, max_model_len=max_model_len),
+        tokenizer=tokenizer,
+        template=ChatTemplate.load(config.model_path, tokenizer.named_tokens),
+        generate=generate,
+        fleet=fleet,
+        metrics=metrics or RequestMetrics(),
+        max_body_bytes=config.max_body_bytes,
+    )
+
+
+def new_id(prefix: str) -> str:
+    """A name for a request that no other has."""
+    return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,0 +1,207 @@
+"""The gRPC face: `protos/inference.proto`, with health checking and reflection, over the same path as HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc as pb_grpc
+from protos.errors import Misconfigured
+from protos.status import abort_with
+from protos.values import Logprobs, TokenLogprob
+from router.gateway import Gateway, new_id
+from router.text.answer import Piece, Tally, Usage, collect
+from router.text.asking import Ask, Asked, make_ask
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GrpcFace:
+    """A server on one address. `health_period_s`: how often a health watcher is looked after."""
+
+    def __init__(self, gateway: Gateway, *, host: str, port: int, health_period_s: float = 1.0) -> None:
+        """`port` 0 takes a free one. To be made on the event loop it shall run on."""
+        self._address = f"{host}:{port}"
+        self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", gateway.max_body_bytes)])
+        pb_grpc.add_InferenceServicer_to_server(_Inference(gateway), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(_Health(gateway, health_period_s), self._server)
+        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self) -> int:
+        """Listens; returns the port. Raises Misconfigured when the address is taken or not ours."""
+        try:
+            port = self._server.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise Misconfigured(
+                f"gRPC cannot listen on {self._address}: {error}; choose another --grpc-port"
+            ) from error
+        await self._server.start()
+        return port
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Takes no new calls and cuts off those that still run after `grace_s`."""
+        await self._server.stop(grace_s)
+
+
+class _Inference(pb_grpc.InferenceServicer):
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[pb.GenerateChunk, None]:
+        try:
+            with self._gateway.metrics.track("grpc.generate") as track:
+                ask = await self._ask(request)
+                tally = Tally(ask)
+                async with aclosing(self._gateway.answer(ask, track)) as pieces:
+                    async for piece in pieces:
+                        tally.add(piece)
+                        yield _chunk(piece)
+                usage = tally.usage()
+                track.count(usage)
+                yield pb.GenerateChunk(usage=_usage(usage))
+        except Exception as error:
+            await abort_with(context, error)
+
+    async def Complete(self, request: pb.GenerateRequest, context: Context) -> pb.Completion:
+        try:
+            with self._gateway.metrics.track("grpc.complete") as track:
+                ask = await self._ask(request)
+                choices, usage = await collect(self._gateway.answer(ask, track), ask)
+                track.count(usage)
+                return pb.Completion(
+                    request_id=ask.request_id,
+                    model=self._gateway.card.name,
+                    choices=[_choice(whole) for whole in choices],
+                    usage=_usage(usage),
+                )
+        except Exception as error:
+            await abort_with(context, error)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
+        try:
+            self._gateway.check_model(request.model)
+            [ids] = await self._gateway.encode([request.text], add_special_tokens=True)
+            return pb.TokenizeReply(ids=ids)
+        except Exception as error:
+            await abort_with(context, error)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:
+        card = self._gateway.card
+        return pb.ListModelsReply(models=[pb.Model(id=card.name, max_model_len=card.max_model_len)])
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
+        fleet = self._gateway.fleet
+        workers = [
+            pb.WorkerStatus(
+                worker_id=one.worker_id,
+                role=one.info.role if one.info else "",
+                address=one.address,
+                state=one.state,
+                num_running=one.load.num_running,
+                num_waiting=one.load.num_waiting,
+                num_free_blocks=one.load.num_free_blocks,
+                num_blocks=one.load.num_blocks,
+            )
+            for one in fleet.status()
+        ]
+        return pb.StatusReply(ready=fleet.ready(), model=self._gateway.card.name, workers=workers)
+
+    async def _ask(self, request: pb.GenerateRequest) -> Ask:
+        self._gateway.check_model(request.model)
+        asked = _asked(request)
+        if request.WhichOneof("prompt") == "tokens":
+            prompt = tuple(request.tokens.ids)
+        else:
+            [prompt] = await self._gateway.encode([request.text], add_special_tokens=True)
+        return make_ask(asked, [prompt], self._gateway.card, request_id=new_id("grpc"))
+
+
+class _Health(health_pb2_grpc.HealthServicer):
+    """Asks the fleet when asked, so that it can never say something else than /ready."""
+
+    def __init__(self, gateway: Gateway, period_s: float) -> None:
+        self._fleet = gateway.fleet
+        self._period_s = period_s
+
+    async def Check(self, request: Any, context: Context) -> Any:
+        status = self._status(request.service)
+        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service}")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        told = None
+        while True:
+            if (status := self._status(request.service)) != told:
+                told = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            await asyncio.sleep(self._period_s)
+
+    def _status(self, service: str) -> Any:
+        if service not in ("", SERVICE):
+            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        states = health_pb2.HealthCheckResponse
+        return states.SERVING if self._fleet.ready() else states.NOT_SERVING
+
+
+_OPTIONAL = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "logprobs", "min_tokens", "max_tokens",
+)  # fmt: skip
+
+
+def _asked(request: pb.GenerateRequest) -> Asked:
+    sampling = request.sampling
+    given: dict[str, Any] = {name: getattr(sampling, name) for name in _OPTIONAL if sampling.HasField(name)}
+    return Asked(
+        **given,
+        n=request.n or 1,
+        stop=tuple(request.stop),
+        logit_bias=tuple(sampling.logit_bias.items()),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _chunk(piece: Piece) -> pb.GenerateChunk:
+    return pb.GenerateChunk(
+        index=piece.index,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        logprobs=_logprobs(piece.logprobs),
+        finish_reason=piece.finish_reason or "",
+    )
+
+
+def _choice(whole: Piece) -> pb.Choice:
+    return pb.Choice(
+        index=whole.index,
+        text=whole.text,
+        token_ids=whole.token_ids,
+        logprobs=_logprobs(whole.logprobs),
+        finish_reason=whole.finish_reason or "",
+    )
+
+
+def _usage(usage: Usage) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, cached_tokens=usage.cached_tokens
+    )
+
+
+def _logprobs(entries: Iterable[Logprobs]) -> list[pb.Logprobs]:
+    return [pb.Logprobs(chosen=_one(entry.chosen), top=[_one(one) for one in entry.top]) for entry in entries]
+
+
+def _one(one: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(token_id=one.token_id, logprob=one.logprob)

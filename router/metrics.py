@@ -1,0 +1,109 @@
+"""What the faces measure of requests, as Prometheus metrics. The fleet's own are in `router.fleet_metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from protos.errors import BatonError, Cancelled, Internal
+from router.text.answer import Piece, Usage
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+_LONG_SECONDS = (*_SECONDS, 120.0, 300.0, 600.0)
+
+
+class RequestMetrics:
+    """One registry an application, never the global one. Labels: the endpoint and the outcome, both closed sets."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self.requests = self._counter("requests", "Requests answered; outcome is ok or an error's code", "outcome")
+        self.in_flight = Gauge(
+            "baton_requests_in_flight", "Requests being answered", ("endpoint",), registry=self.registry
+        )
+        self.ttft = self._histogram("ttft", "Arrival to first token", _SECONDS)
+        self.tpot = self._histogram("tpot", "Mean time between a choice's tokens", _TOKEN_SECONDS)
+        self.e2e = self._histogram("e2e", "Arrival to last token", _LONG_SECONDS)
+        self.queue = self._histogram("queue", "Wait for a worker", _SECONDS)
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of completed requests")
+        self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
+        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in a prefix cache")
+
+    def _counter(self, name: str, told: str, *labels: str) -> Counter:
+        return Counter(f"baton_{name}", told, ("endpoint", *labels), registry=self.registry)
+
+    def _histogram(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"baton_{name}_seconds", told, ("endpoint",), buckets=buckets, registry=self.registry)
+
+    def track(self, endpoint: str) -> Track:
+        """Starts a request's clock; `endpoint` is one of our own names, never the client's text."""
+        return Track(self, endpoint)
+
+
+class Track:
+    """One request, measured from here to `finish`: a context manager, unless its response outlives the block."""
+
+    def __init__(self, metrics: RequestMetrics, endpoint: str) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._clock = asyncio.get_running_loop().time
+        self._start = self._clock()
+        self._spans: dict[int, tuple[float, float, int]] = {}
+        self._finished = False
+        metrics.in_flight.labels(endpoint).inc()
+
+    def saw(self, piece: Piece) -> None:
+        """Notes a piece's tokens. Called once a piece, in order."""
+        if not piece.num_tokens:
+            return
+        now = self._clock()
+        if not self._spans:
+            self._metrics.ttft.labels(self._endpoint).observe(now - self._start)
+        if (span := self._spans.get(piece.index)) is None:
+            self._metrics.queue.labels(self._endpoint).observe(piece.queue_s)
+            self._spans[piece.index] = (now, now, piece.num_tokens)
+        else:
+            self._spans[piece.index] = (span[0], now, span[2] + piece.num_tokens)
+        self._metrics.generated_tokens.labels(self._endpoint).inc(piece.num_tokens)
+
+    def count(self, usage: Usage) -> None:
+        """Notes the prompt's tokens, once the whole answer is there."""
+        self._metrics.prompt_tokens.labels(self._endpoint).inc(usage.prompt_tokens)
+        self._metrics.cached_tokens.labels(self._endpoint).inc(usage.cached_tokens)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Ends the measurement; later calls change nothing."""
+        if self._finished:
+            return
+        self._finished = True
+        self._metrics.in_flight.labels(self._endpoint).dec()
+        self._metrics.requests.labels(self._endpoint, _outcome(error)).inc()
+        if error is not None:
+            return
+        self._metrics.e2e.labels(self._endpoint).observe(self._clock() - self._start)
+        for first, last, count in self._spans.values():
+            if count > 1:
+                self._metrics.tpot.labels(self._endpoint).observe((last - first) / (count - 1))
+
+    def __enter__(self) -> Track:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.finish(error)
+
+
+def _outcome(error: BaseException | None) -> str:
+    match error:
+        case None:
+            return "ok"
+        case BatonError():
+            return error.code
+        case asyncio.CancelledError() | GeneratorExit():
+            return Cancelled.code
+        case _:
+            return Internal.code

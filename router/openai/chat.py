@@ -1,0 +1,110 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.gateway import Gateway, new_id
+from router.metrics import Track
+from router.openai.errors import json_response
+from router.openai.logprobs import chat_logprobs, prompt_logprobs
+from router.openai.reply import reply_head, usage_body
+from router.openai.schema import ChatBody, read_body
+from router.openai.sse import DONE, EventStream, event, while_connected
+from router.text.answer import Piece, Tally, collect
+from router.text.asking import Ask, make_ask
+
+
+async def chat_completions(gateway: Gateway, request: Request, track: Track) -> Response:
+    body = await read_body(request, ChatBody)
+    gateway.check_model(body.model)
+    asked = body.asked()
+    prompt = await gateway.encode_chat(
+        [message.model_dump(exclude_none=True) for message in body.messages],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        options=body.chat_template_kwargs,
+    )
+    ask = make_ask(asked, [prompt], gateway.card, request_id=new_id("chatcmpl"), default_max_tokens=None)
+    chat = _Chat(gateway, body, ask)
+    if body.stream:
+        return EventStream(chat.events(track), track)
+    return json_response(await while_connected(request.receive, chat.whole(track)))
+
+
+class _Chat:
+    """One conversation's turn, told whole or as events."""
+
+    def __init__(self, gateway: Gateway, body: ChatBody, ask: Ask) -> None:
+        self._gateway = gateway
+        self._body = body
+        self._ask = ask
+        self._opened: set[int] = set()
+
+    async def whole(self, track: Track) -> dict[str, Any]:
+        choices, usage = await collect(self._gateway.answer(self._ask, track), self._ask)
+        track.count(usage)
+        reply = reply_head(self._gateway, self._ask.request_id, "chat.completion")
+        reply |= {"choices": [self._choice(one) for one in choices], "usage": usage_body(usage)}
+        if self._body.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, self._gateway.tokenizer)
+        if self._body.return_token_ids:
+            reply["prompt_token_ids"] = self._ask.prompts[0]
+        return reply
+
+    def _choice(self, whole: Piece) -> dict[str, Any]:
+        choice = {
+            "index": whole.index,
+            "message": {"role": "assistant", "content": whole.text, "refusal": None},
+            "logprobs": self._logprobs(whole),
+            "finish_reason": whole.finish_reason,
+        }
+        return choice | {"token_ids": whole.token_ids} if self._body.return_token_ids else choice
+
+    async def events(self, track: Track) -> AsyncGenerator[bytes, None]:
+        """A role for each choice, its text, its finish; then, if asked for, the usage of all."""
+        tally = Tally(self._ask)
+        head = reply_head(self._gateway, self._ask.request_id, "chat.completion.chunk")
+        if self._body.include_usage:
+            head["usage"] = None
+        async with aclosing(self._gateway.answer(self._ask, track)) as pieces:
+            async for piece in pieces:
+                tally.add(piece)
+                if chunks := [event(head | chunk) for chunk in self._chunks(piece)]:
+                    yield b"".join(chunks)
+        usage = tally.usage()
+        track.count(usage)
+        if self._body.include_usage:
+            yield event(head | {"choices": [], "usage": usage_body(usage)})
+        yield DONE
+
+    def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        chunks = []
+        if piece.index not in self._opened:
+            self._opened.add(piece.index)
+            opening = self._chunk(piece.index, {"role": "assistant", "content": "", "refusal": None})
+            if self._body.return_token_ids:
+                opening["prompt_token_ids"] = self._ask.prompts[0]
+            chunks.append(opening)
+        if piece.text or (piece.token_ids and (piece.logprobs or self._body.return_token_ids)):
+            spoken = self._chunk(piece.index, {"content": piece.text}, logprobs=self._logprobs(piece))
+            if self._body.return_token_ids:
+                spoken["choices"][0]["token_ids"] = piece.token_ids
+            chunks.append(spoken)
+        if piece.finish_reason is not None:
+            chunks.append(self._chunk(piece.index, {}, finish_reason=piece.finish_reason))
+        return chunks
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {"choices": [choice]}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        return chat_logprobs(piece.logprobs, self._gateway.tokenizer) if self._body.logprobs else None

@@ -1,0 +1,145 @@
+"""POST /v1/completions: prompts as text or token ids, one or many, with echo."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.errors import InvalidRequest
+from protos.values import Logprobs
+from router.gateway import Gateway, new_id
+from router.metrics import Track
+from router.openai.errors import json_response
+from router.openai.logprobs import CompletionLogprobs, prompt_logprobs
+from router.openai.reply import reply_head, usage_body
+from router.openai.schema import CompletionBody, read_body
+from router.openai.sse import DONE, EventStream, event, while_connected
+from router.text.answer import Piece, Tally, collect
+from router.text.asking import MAX_CHOICES, Ask, make_ask
+from router.text.detokenizer import Detokenizer
+from router.text.tokenizer import Tokenizer
+
+
+async def completions(gateway: Gateway, request: Request, track: Track) -> Response:
+    body = await read_body(request, CompletionBody)
+    gateway.check_model(body.model)
+    asked = body.asked()
+    prompts = await _prompts(gateway, body)
+    ask = make_ask(asked, [prompt.ids for prompt in prompts], gateway.card, request_id=new_id("cmpl"))
+    completion = _Completion(gateway, body, ask, prompts)
+    if body.stream:
+        return EventStream(completion.events(track), track)
+    return json_response(await while_connected(request.receive, completion.whole(track)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompt:
+    """`text`: the client's own words, which an echo repeats; None where it sent token ids."""
+
+    ids: tuple[int, ...]
+    text: str | None = None
+
+    def echo(self, tokenizer: Tokenizer) -> str:
+        return tokenizer.decode(self.ids) if self.text is None else self.text
+
+
+async def _prompts(gateway: Gateway, body: CompletionBody) -> list[_Prompt]:
+    given: Sequence[str | int | list[int]] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if given and all(isinstance(one, int) for one in given):
+        return [_Prompt(ids=tuple(one for one in given if isinstance(one, int)))]
+    texts = [one for one in given if isinstance(one, str)]
+    if len(texts) > MAX_CHOICES:
+        raise InvalidRequest(f"'prompt' has {len(texts)} texts: it must have at most {MAX_CHOICES}", param="prompt")
+    encoded = await gateway.encode(texts, add_special_tokens=True)
+    prompts = [_Prompt(ids=ids, text=text) for ids, text in zip(encoded, texts, strict=True)]
+    return prompts or [_Prompt(ids=tuple(one)) for one in given if isinstance(one, list)]
+
+
+class _Completion:
+    """The continuations of one request's prompts, told whole or as events."""
+
+    def __init__(self, gateway: Gateway, body: CompletionBody, ask: Ask, prompts: Sequence[_Prompt]) -> None:
+        self._gateway = gateway
+        self._body = body
+        self._ask = ask
+        self._prompts = prompts
+        self._opened: set[int] = set()
+        self._waiting: dict[int, list[Logprobs]] = {}
+
+    async def whole(self, track: Track) -> dict[str, Any]:
+        choices, usage = await collect(self._gateway.answer(self._ask, track), self._ask)
+        track.count(usage)
+        reply = reply_head(self._gateway, self._ask.request_id, "text_completion")
+        return reply | {"choices": [self._choice(one, opening=True) for one in choices], "usage": usage_body(usage)}
+
+    async def events(self, track: Track) -> AsyncGenerator[bytes, None]:
+        """Text as it comes, the finish with the last of it; then, if asked for, the usage of all."""
+        tally = Tally(self._ask)
+        head = reply_head(self._gateway, self._ask.request_id, "text_completion")
+        if self._body.include_usage:
+            head["usage"] = None
+        async with aclosing(self._gateway.answer(self._ask, track)) as pieces:
+            async for piece in pieces:
+                tally.add(piece)
+                if (choice := self._streamed(piece)) is not None:
+                    yield event(head | {"choices": [choice]})
+        usage = tally.usage()
+        track.count(usage)
+        if self._body.include_usage:
+            yield event(head | {"choices": [], "usage": usage_body(usage)})
+        yield DONE
+
+    def _streamed(self, piece: Piece) -> dict[str, Any] | None:
+        """A choice's next chunk, if there is something to say. The first waits until the prompt's logprobs are whole,
+        which they are when the first token is there."""
+        opening = piece.index not in self._opened
+        if opening:
+            waiting = self._waiting.setdefault(piece.index, [])
+            waiting.extend(piece.prompt_logprobs)
+            if not piece.num_tokens and piece.finish_reason is None:
+                return None
+            self._opened.add(piece.index)
+            piece = replace(piece, prompt_logprobs=tuple(self._waiting.pop(piece.index)))
+        speaks = piece.text or piece.finish_reason is not None or (opening and self._body.echo)
+        if speaks or (piece.token_ids and (piece.logprobs or self._body.return_token_ids)):
+            return self._choice(piece, opening=opening)
+        return None
+
+    def _choice(self, piece: Piece, *, opening: bool) -> dict[str, Any]:
+        """`opening`: the piece is the choice's first, where an echo and the prompt's ids have their place."""
+        prompt, tokenizer = self._prompts[piece.index // self._ask.n], self._gateway.tokenizer
+        echoing = opening and bool(self._body.echo)
+        choice = {
+            "index": piece.index,
+            "text": (prompt.echo(tokenizer) if echoing else "") + piece.text,
+            "logprobs": self._logprobs(piece, prompt, echoing=echoing),
+            "finish_reason": piece.finish_reason,
+        }
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(piece.prompt_logprobs, tokenizer)
+        if self._body.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+            if opening:
+                choice["prompt_token_ids"] = prompt.ids
+        return choice
+
+    def _logprobs(self, piece: Piece, prompt: _Prompt, *, echoing: bool) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        tokenizer = self._gateway.tokenizer
+        columns = CompletionLogprobs(tokenizer, self._body.logprobs)
+        if echoing:
+            # Special tokens that the tokenizer put round a text have no width in it.
+            written = Detokenizer(tokenizer.vocabulary, skip_special_tokens=prompt.text is not None, at_start=True)
+            for token_id, entry in zip(prompt.ids, (None, *piece.prompt_logprobs), strict=True):
+                columns.add(token_id, entry, written.num_chars)
+                written.feed(token_id)
+        shift = len(prompt.echo(tokenizer)) if self._body.echo else 0
+        for token_id, entry, offset in zip(piece.token_ids, piece.logprobs, piece.text_offsets, strict=True):
+            columns.add(token_id, entry, shift + offset)
+        return columns.body()

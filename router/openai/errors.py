@@ -1,0 +1,33 @@
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from protos.errors import BatonError, Internal
+
+_TYPES = {429: "rate_limit_error", 499: "cancelled", 504: "timeout_error"}
+
+
+def error_body(error: BatonError) -> dict[str, Any]:
+    kind = _TYPES.get(error.http_status, "server_error" if error.http_status >= 500 else "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def error_response(error: BatonError) -> Response:
+    """With Retry-After, in whole seconds, where the error knows when to come again."""
+    headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    return json_response(error_body(error), status=error.http_status, headers=headers)
+
+
+def internal_error() -> Internal:
+    """What a client is told of a bug of ours: the log has the rest."""
+    return Internal("The server failed on this request; the request id finds the cause in its log")
+
+
+def json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status_code=status, headers=headers, media_type="application/json")

@@ -1,0 +1,80 @@
+"""Log-probabilities in the three shapes clients know: chat's, completions' and vLLM's for prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from protos.values import Logprobs, TokenLogprob
+from router.text.tokenizer import Tokenizer
+
+_LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
+
+
+def chat_logprobs(entries: Sequence[Logprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat; `bytes` join to whole characters where a token holds part of one."""
+    content = [
+        {**_told(entry.chosen, tokenizer), "top_logprobs": [_told(one, tokenizer) for one in entry.top]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _told(one: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    raw = tokenizer.vocabulary.bytes_of(one.token_id)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": max(one.logprob, _LOWEST), "bytes": list(raw)}
+
+
+class CompletionLogprobs:
+    """`choices[].logprobs` of a completion, column by column."""
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._columns: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+
+    def add(self, token_id: int, entry: Logprobs | None, offset: int) -> None:
+        """`entry` is None for a prompt's first token, which nothing predicts."""
+        self._columns["tokens"].append(_key(token_id, self._tokenizer))
+        self._columns["token_logprobs"].append(None if entry is None else max(entry.chosen.logprob, _LOWEST))
+        self._columns["top_logprobs"].append(None if entry is None else self._top(entry))
+        self._columns["text_offset"].append(offset)
+
+    def _top(self, entry: Logprobs) -> dict[str, float]:
+        """The most likely tokens, and the chosen one if it is not among them."""
+        shown = (*entry.top[: self._num_top], entry.chosen)
+        return {_key(one.token_id, self._tokenizer): max(one.logprob, _LOWEST) for one in shown}
+
+    def body(self) -> dict[str, Any]:
+        return self._columns if self._num_top else self._columns | {"top_logprobs": None}
+
+
+def _key(token_id: int, tokenizer: Tokenizer) -> str:
+    """A token's text, or OpenAI's `bytes:\\xe4\\xbd` for part of a character: texts are the keys of an object."""
+    raw = tokenizer.vocabulary.bytes_of(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def prompt_logprobs(entries: Sequence[Logprobs], tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each position an object from token ids, None for the first."""
+    return [None, *(_by_id(entry, tokenizer) for entry in entries)]
+
+
+def _by_id(entry: Logprobs, tokenizer: Tokenizer) -> dict[str, Any]:
+    ranks = {one.token_id: rank for rank, one in enumerate(entry.top, 1)}
+    return {
+        str(one.token_id): {
+            "logprob": max(one.logprob, _LOWEST),
+            "rank": ranks.get(one.token_id),
+            "decoded_token": tokenizer.token_text(one.token_id),
+        }
+        for one in (entry.chosen, *entry.top)
+    }

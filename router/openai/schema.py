@@ -1,0 +1,283 @@
+"""The bodies of requests, and how a bad one is refused: the parameter, what it is and what it must be.
+
+Types are checked here; ranges, which gRPC shares, in `router.text.asking`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from protos.errors import Cancelled, InvalidRequest
+from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS, MESSAGE_REFUSALS, Harmless, without_harmless
+from router.text.asking import RANGES, Asked
+
+
+def _ranged(name: str, kind: str) -> Any:
+    low, high = RANGES[name]
+    return Field(default=None, description=f"{kind} between {low} and {high}")
+
+
+class Body(BaseModel):
+    """`description` of a field completes the sentence "it must be ..."."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(default=None, description="true or false")
+    include_obfuscation: Literal[False] | None = Field(default=None, description="false: nothing is obfuscated")
+    continuous_usage_stats: Literal[False] | None = Field(default=None, description="false: usage comes at the end")
+
+
+class SamplingBody(Body):
+    """What chat and completions have in common; the last block is vLLM's."""
+
+    model: str = Field(description="the name of a served model")
+    n: int | None = _ranged("n", "an integer")
+    stream: bool | None = Field(default=None, description="true or false")
+    stream_options: StreamOptions | None = Field(default=None, description='an object such as {"include_usage": true}')
+    temperature: float | None = _ranged("temperature", "a number")
+    top_p: float | None = _ranged("top_p", "a number")
+    presence_penalty: float | None = _ranged("presence_penalty", "a number")
+    frequency_penalty: float | None = _ranged("frequency_penalty", "a number")
+    logit_bias: dict[str, float] | None = Field(default=None, description="an object from token ids to numbers")
+    seed: int | None = _ranged("seed", "an integer")
+    stop: str | list[str] | None = Field(default=None, description="a string or a list of strings")
+    max_tokens: int | None = _ranged("max_tokens", "an integer")
+
+    top_k: int | None = _ranged("top_k", "an integer")
+    min_p: float | None = _ranged("min_p", "a number")
+    repetition_penalty: float | None = _ranged("repetition_penalty", "a number")
+    min_tokens: int | None = _ranged("min_tokens", "an integer")
+    stop_token_ids: list[int] | None = Field(default=None, description="a list of token ids")
+    ignore_eos: bool | None = Field(default=None, description="true or false")
+    skip_special_tokens: bool | None = Field(default=None, description="true or false")
+    include_stop_str_in_output: bool | None = Field(default=None, description="true or false")
+    prompt_logprobs: int | None = _ranged("prompt_logprobs", "an integer")
+    return_token_ids: bool | None = Field(default=None, description="true or false")
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
+    priority: int | None = _ranged("priority", "an integer")
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `Asked` that both APIs name alike; what was left out or null stays with its default."""
+        given = {name: value for name in _ASKED if (value := getattr(self, name)) is not None}
+        stop = self.stop or ()
+        return given | {
+            "stop": (stop,) if isinstance(stop, str) else tuple(stop),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "logit_bias": tuple(_token_bias(key, bias) for key, bias in (self.logit_bias or {}).items()),
+        }
+
+    def check_stream(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("'stream_options' is only allowed with stream = true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("'prompt_logprobs' is only given with stream = false", param="prompt_logprobs")
+
+
+# max_tokens has two names and a range of its own in each API, so the APIs put it in themselves.
+_ASKED = (
+    "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p",
+    "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
+    "prompt_logprobs", "cache_salt", "priority",
+)  # fmt: skip
+
+
+class TextPart(Body):
+    type: Literal["text"] = Field(description='"text": this model reads no images, audio or files')
+    text: str = Field(description="a string")
+
+
+Content = Annotated[str | list[TextPart], Field(description="a string or a list of text parts")]
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
+        description="system, developer, user, assistant or tool"
+    )
+    content: Content
+    name: str | None = Field(default=None, description="a string")
+    tool_call_id: str | None = Field(default=None, description="a string")
+
+
+class ChatBody(SamplingBody):
+    messages: list[ChatMessage] = Field(min_length=1, description="a list of at least one message")
+    max_completion_tokens: int | None = _ranged("max_tokens", "an integer")
+    logprobs: bool | None = Field(default=None, description="true or false")
+    top_logprobs: int | None = _ranged("logprobs", "an integer")
+
+    add_generation_prompt: bool | None = Field(default=None, description="true or false")
+    continue_final_message: bool | None = Field(default=None, description="true or false")
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(
+        default=None, description="an object of strings, numbers and booleans"
+    )
+
+    def asked(self) -> Asked:
+        """Raises InvalidRequest where two parameters contradict each other."""
+        self.check_stream()
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            told = f"'max_tokens' is {self.max_tokens} and 'max_completion_tokens' {self.max_completion_tokens}"
+            raise InvalidRequest(f"{told}: give one of them", param="max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("'top_logprobs' is only allowed with logprobs = true", param="top_logprobs")
+        limit, name = self.max_completion_tokens, "max_completion_tokens"
+        if limit is None:
+            limit, name = self.max_tokens, "max_tokens"
+        if limit == 0:
+            raise InvalidRequest(f"'{name}' has the value 0: it must be at least 1", param=name)
+        return Asked(
+            **self.sampling(),
+            max_tokens=limit,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            names={"prompt": "messages", "max_tokens": name, "logprobs": "top_logprobs"},
+        )
+
+
+class CompletionBody(SamplingBody):
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="a string, a list of strings, a list of token ids or a list of lists of token ids"
+    )
+    best_of: int | None = Field(default=None, description="an integer equal to n")
+    echo: bool | None = Field(default=None, description="true or false")
+    logprobs: int | None = _ranged("logprobs", "an integer")
+
+    def asked(self) -> Asked:
+        """Raises InvalidRequest where two parameters contradict each other."""
+        self.check_stream()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            told = f"'best_of' is {self.best_of} and n {self.n or 1}"
+            raise InvalidRequest(f"{told}: every choice is returned here, so best_of must equal n", param="best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("'max_tokens' has the value 0: it must be at least 1 without echo", param="max_tokens")
+        sampling = self.sampling()
+        if self.echo and self.logprobs is not None:
+            sampling["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return Asked(**sampling, max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class TokenizeBody(Body):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = Field(default=None, description="the name of a served model")
+    prompt: str | None = Field(default=None, description="a string")
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, description="a list of messages")
+    add_special_tokens: bool | None = Field(default=None, description="true or false")
+    add_generation_prompt: bool | None = Field(default=None, description="true or false")
+    return_token_strs: bool | None = Field(default=None, description="true or false")
+
+
+class DetokenizeBody(Body):
+    model: str | None = Field(default=None, description="the name of a served model")
+    tokens: list[int] = Field(description="a list of token ids")
+
+
+_Body = TypeVar("_Body", bound=Body)
+
+_REFUSALS: Mapping[type[Body], Mapping[str, Harmless]] = {
+    ChatBody: CHAT_REFUSALS,
+    CompletionBody: COMPLETION_REFUSALS,
+}
+
+
+async def read_body(request: Request, kind: type[_Body]) -> _Body:
+    """The request's JSON as a checked body. Raises InvalidRequest, UnsupportedParameter or PayloadTooLarge."""
+    try:
+        raw = await request.body()
+    except ClientDisconnect:
+        raise Cancelled("the client went away while sending its request") from None
+    try:
+        found = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        told = f"not valid JSON: {error}" if raw else "empty"
+        raise InvalidRequest(f"The body is {told}; send a JSON object in UTF-8") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"The body must be a JSON object, not {_told(found)}")
+    return parse_body(found, kind)
+
+
+def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:
+    kept = without_harmless(found, _REFUSALS.get(kind, {}))
+    messages = kept.get("messages")
+    if isinstance(messages, list):
+        kept["messages"] = [
+            without_harmless(one, MESSAGE_REFUSALS, where=f"messages[{i}].") if isinstance(one, dict) else one
+            for i, one in enumerate(messages)
+        ]
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        raise _refused(error, kind) from None
+
+
+def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
+    """The first thing wrong; of a message's content, the part that is wrong rather than that it is no string."""
+    found = error.errors(include_url=False, include_context=False)
+    first = next((one for one in found if "list[TextPart]" in one["loc"][:-1]), found[0])
+    path, known = _path(first["loc"], kind)
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
+        close = difflib.get_close_matches(name, [*known.model_fields, *_REFUSALS.get(known, {})], n=1)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        return InvalidRequest(f"Unknown parameter: '{path}'.{hint}", param=path)
+    if first["type"] == "missing":
+        return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
+    expected = _expected(first["loc"], kind) or first["msg"]
+    return InvalidRequest(f"'{path}' is {_told(first['input'])}: it must be {expected}", param=path)
+
+
+def _path(loc: tuple[int | str, ...], kind: type[Body]) -> tuple[str, type[Body]]:
+    """`messages[0].content` and the model it is a field of; the names of union branches are left out."""
+    path, known = "", kind
+    for step in loc:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step in known.model_fields or step == loc[-1]:
+            if step in _BRANCHES:
+                continue
+            path += f".{step}" if path else step
+            known = _NESTED.get(step, known)
+    return path, known
+
+
+_NESTED: Mapping[str, type[Body]] = {"messages": ChatMessage, "stream_options": StreamOptions, "content": TextPart}
+_BRANCHES = {"str", "int", "float", "bool", "list[str]", "list[int]", "list[list[int]]", "list[TextPart]"}
+
+
+def _expected(loc: tuple[int | str, ...], kind: type[Body]) -> str | None:
+    described, known = None, kind
+    for step in loc:
+        if isinstance(step, str) and step in known.model_fields:
+            described = known.model_fields[step].description
+            known = _NESTED.get(step, known)
+    return described
+
+
+def _told(value: Any) -> str:
+    """A JSON value for people: short, and with its type where that is what is wrong."""
+    match value:
+        case None | bool():
+            return {None: "null", True: "true", False: "false"}[value]
+        case dict():
+            return "an object"
+        case list():
+            return "a list" if value else "an empty list"
+        case str():
+            return f"the string {value[:60]!r}{'...' if len(value) > 60 else ''}"
+        case _:
+            return f"{value!r}"
+
+
+def _token_bias(key: str, bias: float) -> tuple[int, float]:
+    if not key.isascii() or not key.isdigit() or len(key) > 10:
+        raise InvalidRequest(f"'logit_bias' has the key {key[:60]!r}: keys are token ids", param="logit_bias")
+    return int(key), bias

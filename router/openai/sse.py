@@ -1,0 +1,102 @@
+"""Answers while the client is listening: server-sent events, and work that ends when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from protos.errors import BatonError, Cancelled
+from router.metrics import Track
+from router.openai.errors import error_body, error_response, internal_error
+
+log = logging.getLogger("baton.http")
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies of nginx's kind would collect the events otherwise
+]
+
+_T = TypeVar("_T")
+
+
+def event(content: Any) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(content)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`, which is cancelled, and has cleaned up, when the client goes away (raises Cancelled).
+
+    The request's body must have been read: whatever is received now means the end.
+    """
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise Cancelled("the client went away")
+        return doing.result()
+    finally:
+        doing.cancel()
+        leaving.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come, the status and headers with the first of them.
+
+    An error before the first event is an ordinary error response with its status; after it, an event and the end,
+    without [DONE]. The events are closed, and the track finished, however it ends.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], track: Track) -> None:
+        super().__init__(media_type="text/event-stream")
+        self._events = events
+        self._track = track
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error: BaseException | None = None
+        try:
+            await while_connected(receive, self._send_all(send))
+        except Cancelled as left:
+            error = left
+        except BatonError as failed:
+            error = failed
+            await self._fail(failed, scope, receive, send)
+        except Exception as bug:  # the client is owed an end, whatever we did wrong
+            error = bug
+            log.exception("a stream failed for a reason of our own")
+            await self._fail(internal_error(), scope, receive, send)
+        except BaseException as ended:
+            error = ended
+            raise
+        finally:
+            self._track.finish(error)
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            async for chunk in events:
+                if not self._started:
+                    self._started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._started:
+            await send({"type": "http.response.body", "body": event(error_body(error))})
+        else:
+            await error_response(error)(scope, receive, send)

@@ -1,0 +1,37 @@
+"""POST /tokenize and /detokenize, vLLM's: what a text or a conversation costs, and what tokens say."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.errors import InvalidRequest
+from router.gateway import Gateway
+from router.openai.errors import json_response
+from router.openai.schema import DetokenizeBody, TokenizeBody, read_body
+
+
+async def tokenize(gateway: Gateway, request: Request) -> Response:
+    body = await read_body(request, TokenizeBody)
+    gateway.check_model(gateway.card.name if body.model is None else body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("Give either 'prompt' or 'messages'", param="prompt")
+    if body.messages is not None:
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        ids = await gateway.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
+    else:
+        [ids] = await gateway.encode([body.prompt or ""], add_special_tokens=body.add_special_tokens is not False)
+    reply = {"count": len(ids), "max_model_len": gateway.card.max_model_len, "tokens": ids, "token_strs": None}
+    if body.return_token_strs:
+        reply["token_strs"] = [gateway.tokenizer.token_text(one) for one in ids]
+    return json_response(reply)
+
+
+async def detokenize(gateway: Gateway, request: Request) -> Response:
+    body = await read_body(request, DetokenizeBody)
+    gateway.check_model(gateway.card.name if body.model is None else body.model)
+    for token_id in body.tokens:
+        if not 0 <= token_id < gateway.card.vocab_size:
+            allowed = f"token ids between 0 and {gateway.card.vocab_size - 1}"
+            raise InvalidRequest(f"'tokens' has the value {token_id}: it must be made of {allowed}", param="tokens")
+    return json_response({"prompt": gateway.tokenizer.decode(body.tokens)})

@@ -1,0 +1,1 @@
+"""Text in, token ids out, and back: the only place in Baton where strings are turned into tokens."""

@@ -1,0 +1,194 @@
+"""An ask's jobs, run and told as text: the one way from tokens to words, for chat, completions and gRPC.
+
+Ask ──jobs──▶ Generate, one each ──TokenDelta──▶ Writer (detokenise, stop strings) ──Piece──▶ merged, as they come
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import chain
+
+from protos.values import FinishReason, Logprobs
+from router.generation import Generate, TokenDelta
+from router.text.asking import Ask
+from router.text.detokenizer import Detokenizer
+from router.text.stop_strings import StopStrings
+from router.text.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one delta added to choice `index`. `text_offsets`: where in the choice's text each token begins.
+
+    `num_tokens` counts the tokens made, also those that are not shown. `finish_reason` ends the choice.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    text_offsets: tuple[int, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """`cached_tokens` of the prompts were computed by nobody for this request, whatever choice looked for them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Tally:
+    """Counts what an ask used, piece by piece."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._n = ask.n
+        self._prompts = ask.prompts
+        self._cached: dict[int, int] = {}
+        self._num_tokens = 0
+
+    def add(self, piece: Piece) -> None:
+        self._num_tokens += piece.num_tokens
+        if piece.num_tokens or piece.finish_reason:
+            self._cached.setdefault(piece.index, piece.num_cached_tokens)
+
+    def usage(self) -> Usage:
+        # Choices of one prompt find each other's blocks: what the first of them computed was not cached.
+        by_prompt: dict[int, int] = {}
+        for index, cached in self._cached.items():
+            prompt = index // self._n
+            by_prompt[prompt] = min(cached, by_prompt.get(prompt, cached))
+        return Usage(
+            prompt_tokens=sum(map(len, self._prompts)),
+            completion_tokens=self._num_tokens,
+            cached_tokens=sum(by_prompt.values()),
+        )
+
+
+async def answer(generate: Generate, ask: Ask, vocabulary: Vocabulary) -> AsyncGenerator[Piece, None]:
+    """The pieces of all choices, each choice's in order. Closing it early closes every job.
+
+    Raises what `generate` raises; the other choices are closed then.
+    """
+    told = [_told(generate, ask, index, vocabulary) for index in range(len(ask.jobs))]
+    async with aclosing(told[0] if len(told) == 1 else _merged(told)) as pieces:
+        async for piece in pieces:
+            yield piece
+
+
+async def collect(pieces: AsyncGenerator[Piece, None], ask: Ask) -> tuple[list[Piece], Usage]:
+    """All choices in order, each as one piece, and what they used."""
+    tally, by_choice = Tally(ask), [list[Piece]() for _ in ask.jobs]
+    async with aclosing(pieces):
+        async for piece in pieces:
+            tally.add(piece)
+            by_choice[piece.index].append(piece)
+    return [_joined(index, parts) for index, parts in enumerate(by_choice)], tally.usage()
+
+
+def _joined(index: int, parts: Sequence[Piece]) -> Piece:
+    return Piece(
+        index=index,
+        text="".join(part.text for part in parts),
+        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+        text_offsets=tuple(chain.from_iterable(part.text_offsets for part in parts)),
+        prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
+        finish_reason=parts[-1].finish_reason,
+        num_tokens=sum(part.num_tokens for part in parts),
+    )
+
+
+async def _told(generate: Generate, ask: Ask, index: int, vocabulary: Vocabulary) -> AsyncGenerator[Piece, None]:
+    writer = Writer(ask, index, vocabulary)
+    async with aclosing(generate(ask.jobs[index])) as deltas:
+        async for delta in deltas:
+            piece = writer.write(delta)
+            yield piece
+            if piece.finish_reason is not None:
+                return
+
+
+async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+    arrived: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[Piece, None]) -> None:
+        async with aclosing(stream) as pieces:
+            async for piece in pieces:
+                arrived.put_nowait(piece)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    for task in tasks:
+        task.add_done_callback(arrived.put_nowait)
+    try:
+        running = len(tasks)
+        while running:
+            item = await arrived.get()
+            if isinstance(item, Piece):
+                yield item
+            else:
+                item.result()
+                running -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Writer:
+    """Writes one choice: its tokens to text, up to the first stop string."""
+
+    def __init__(self, ask: Ask, index: int, vocabulary: Vocabulary) -> None:
+        self._ask = ask
+        self._index = index
+        self._min_tokens = ask.jobs[index].sampling.min_tokens
+        self._detokenizer = Detokenizer(vocabulary, skip_special_tokens=ask.skip_special_tokens)
+        self._stops = StopStrings(ask.stop, include=ask.include_stop_str_in_output)
+        self._num_tokens = 0
+
+    def write(self, delta: TokenDelta) -> Piece:
+        """The piece for a delta; tokens behind a stop string are left out, as if they had never been made."""
+        text: list[str] = []
+        offsets: list[int] = []
+        for token_id in delta.token_ids:
+            offsets.append(self._detokenizer.num_chars)
+            self._num_tokens += 1
+            is_last = delta.finish_reason is FinishReason.STOP and len(offsets) == len(delta.token_ids)
+            text.append(self._shown(token_id, is_last))
+            if self._stops.found is not None:
+                break
+        finish = FinishReason.STOP if self._stops.found is not None else delta.finish_reason
+        if finish is not None:
+            text.append(self._stops.flush())
+        count = len(offsets)
+        shown = 0 if self._ask.silent else count
+        return Piece(
+            index=self._index,
+            text="" if self._ask.silent else "".join(text),
+            token_ids=delta.token_ids[:shown],
+            logprobs=delta.logprobs[:shown],
+            text_offsets=tuple(offsets[:shown]),
+            prompt_logprobs=delta.prompt_logprobs,
+            finish_reason=FinishReason.LENGTH if finish and self._ask.silent else finish,
+            num_tokens=shown,
+            num_cached_tokens=delta.num_cached_tokens,
+            queue_s=delta.queue_s,
+        )
+
+    def _shown(self, token_id: int, is_last: bool) -> str:
+        """The text that may be shown once this token is known."""
+        ends_answer = is_last and token_id in self._ask.stop_token_ids
+        if ends_answer and not self._ask.include_stop_str_in_output:
+            return ""
+        text = self._detokenizer.feed(token_id)
+        # A stop string counts from the token after `min_tokens` on, as a stop token does.
+        return text if self._num_tokens <= self._min_tokens else self._stops.feed(text)

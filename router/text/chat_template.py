@@ -1,0 +1,173 @@
+"""A checkpoint's chat template: messages to the text that the model was trained to answer.
+
+The environment is the one of `transformers.apply_chat_template`: sandboxed and immutable, with the same filters,
+functions and white space, so that the same messages give the same prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from protos.errors import BadCheckpoint, InvalidRequest
+from router.text.tokenizer import read_json
+
+Message = Mapping[str, Any]
+
+# Marks the end of the text to be continued, as transformers does: found again whatever the template does round it.
+_CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+# A template is a program of the checkpoint's author; these are its ways of failing on messages it did not expect.
+_TEMPLATE_FAILURES = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+
+
+class ChatTemplate:
+    def __init__(
+        self,
+        source: str,
+        *,
+        named_tokens: Mapping[str, str] | None = None,
+        local_time: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """`named_tokens` (bos_token, ...) and `local_time` (for `strftime_now`) are visible to the template.
+
+        Raises BadCheckpoint when it is not a Jinja template.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: local_time().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+            self._wants_parts = _reads_parts(environment.parse(source))
+        except jinja2.TemplateError as error:
+            raise BadCheckpoint(f"the chat template is not valid Jinja: {error}") from error
+        self._named_tokens = dict(named_tokens or {})
+
+    @classmethod
+    def load(cls, folder: Path, named_tokens: Mapping[str, str]) -> ChatTemplate | None:
+        """From chat_template.jinja or tokenizer_config.json; None where the checkpoint has none."""
+        beside = folder / "chat_template.jinja"
+        if beside.is_file():
+            return cls(beside.read_text(encoding="utf-8"), named_tokens=named_tokens)
+        found = read_json(folder / "tokenizer_config.json").get("chat_template")
+        if isinstance(found, list):
+            found = {one["name"]: one["template"] for one in found}.get("default")
+        return cls(found, named_tokens=named_tokens) if found else None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt, special tokens included: tokenise it without adding any.
+
+        `continue_final_message` leaves the last message open, for the model to go on with it. `options` are the
+        template's own variables (`enable_thinking`). Raises InvalidRequest with the template's words.
+        """
+        conversation = [self._fitted(message) for message in messages]
+        if continue_final_message:
+            conversation[-1] = _marked(conversation[-1])
+        variables = self._named_tokens | dict(options or {}) | {
+            "messages": conversation, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt,
+        }  # fmt: skip
+        try:
+            text = self._template.render(variables)
+        except _TEMPLATE_FAILURES as error:
+            raise InvalidRequest(
+                f"The model's chat template refuses the messages: {error}", param="messages"
+            ) from error
+        return _cut(text) if continue_final_message else text
+
+    def _fitted(self, message: Message) -> dict[str, Any]:
+        """The message with its content as the template reads it: parts, or one string."""
+        content = message.get("content")
+        if isinstance(content, str) or content is None or self._wants_parts:
+            return dict(message)
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks an assistant's tokens for training; a server reads through it."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _reads_parts(tree: nodes.Template) -> bool:
+    """Whether the template goes through a message's content part by part: `for part in message['content']`."""
+    names = {"content"} | {
+        assign.target.name
+        for assign in tree.find_all(nodes.Assign)
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node, {"content"})
+    }
+    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+
+
+def _is_content(node: nodes.Node, names: set[str]) -> bool:
+    match node:
+        case nodes.Name(name=name):
+            return name in names
+        case nodes.Getattr(attr=attribute):
+            return attribute == "content"
+        case nodes.Getitem(arg=nodes.Const(value=value)):
+            return bool(value == "content")
+        case _:
+            return False
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, str) and content:
+        return {**message, "content": content + _CONTINUE_HERE}
+    if isinstance(content, list) and content:
+        *before, last = content
+        return {**message, "content": [*before, {**last, "text": last["text"] + _CONTINUE_HERE}]}
+    raise InvalidRequest(
+        "'continue_final_message' needs a last message with content: give it text, or leave the parameter out",
+        param="continue_final_message",
+    )
+
+
+def _cut(text: str) -> str:
+    at = text.rfind(_CONTINUE_HERE.strip())
+    if at < 0:
+        raise InvalidRequest(
+            "The model's chat template leaves out the last message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    kept = text[:at]
+    return kept if text.startswith(_CONTINUE_HERE, at) else kept.rstrip()

@@ -1,0 +1,34 @@
+"""One sequence's tokens to text as they come: characters appear when they are whole and never change afterwards."""
+
+from __future__ import annotations
+
+import codecs
+
+from router.text.vocabulary import Vocabulary
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """`num_chars` of text were given out so far. A character cut in two by the end of the answer is left out."""
+
+    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True, at_start: bool = False) -> None:
+        """`at_start`: the tokens are a text of their own (a prompt), not the continuation of one."""
+        self._vocabulary = vocabulary
+        self._hidden = vocabulary.special if skip_special_tokens else frozenset[int]()
+        self._decoder = _utf8("replace")
+        self._leading_space = vocabulary.leading_space if at_start else 0
+        self.num_chars = 0
+
+    def feed(self, token_id: int) -> str:
+        """The text that this token completes; "" while a character is still unfinished."""
+        if token_id in self._hidden:
+            return ""
+        text = self._decoder.decode(self._vocabulary.bytes_of(token_id))
+        while self._leading_space and text:
+            if text[0] != " ":
+                self._leading_space = 0
+                break
+            text, self._leading_space = text[1:], self._leading_space - 1
+        self.num_chars += len(text)
+        return text

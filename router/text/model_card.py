@@ -1,0 +1,72 @@
+"""What the faces know of the model they serve: its name, its limits and the defaults its makers recommend."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protos.errors import BadCheckpoint
+from router.text.tokenizer import read_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """`max_model_len` tokens hold a prompt and its answer; token ids are below `vocab_size`.
+
+    `temperature` to `repetition_penalty` are used where the client says nothing (generation_config.json).
+    `fingerprint` changes when the answers may: it is sent as OpenAI's `system_fingerprint`.
+    """
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    fingerprint: str = "fp_baton"
+    created: int = 0
+
+    @classmethod
+    def load(cls, folder: Path, name: str, *, max_model_len: int | None = None) -> ModelCard:
+        """From config.json and generation_config.json; `max_model_len` shortens what the model could do.
+
+        Raises BadCheckpoint where config.json lacks what a router needs.
+        """
+        config, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
+        longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
+        if not isinstance(longest, int) or not isinstance(vocab_size, int):
+            raise BadCheckpoint(
+                f"{folder / 'config.json'} must give max_position_embeddings and vocab_size as integers"
+            )
+        given = {key: generation[key] for key in _DEFAULTS if generation.get(key) is not None}
+        return cls(
+            name=name,
+            max_model_len=max_model_len or longest,
+            vocab_size=vocab_size,
+            eos_token_ids=_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
+            fingerprint=_fingerprint(folder),
+            created=int((folder / "config.json").stat().st_mtime),
+            **given,
+        )
+
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _ids(value: Any) -> frozenset[int]:
+    return frozenset(value) if isinstance(value, list) else frozenset(() if value is None else (value,))
+
+
+def _fingerprint(folder: Path) -> str:
+    """From the small files and the weights' sizes: reading gigabytes to name them would delay every start."""
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(folder.glob("*.json")):
+        digest.update(path.read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+    return f"fp_{digest.hexdigest()}"

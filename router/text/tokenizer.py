@@ -1,0 +1,123 @@
+"""Text to token ids and back, with the checkpoint's own tokenizer.json. Nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from protos.errors import BadCheckpoint
+from router.text.vocabulary import Vocabulary
+
+LONG_TEXT_CHARS = 2_000  # about a millisecond: longer texts are encoded beside the event loop
+
+# Normalizers and pre-tokenizers that never drop text; NFC joins at most four characters into one.
+_KEEPS_TEXT = {"Sequence", "Prepend", "Replace", "ByteLevel", "Split", "Digits", "Metaspace", "NFC"}
+_NFC_CHARS = 4
+
+
+class Tokenizer:
+    """Thread-safe. `named_tokens` are the special tokens by role (bos_token, eos_token, ...), for chat templates."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, named_tokens: Mapping[str, str] | None = None) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self.vocabulary = Vocabulary.of(backend)
+        self.named_tokens = dict(named_tokens or {})
+        self._max_token_chars = _max_token_chars(backend, self.vocabulary)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Reads tokenizer.json, tokenizer_config.json and special_tokens_map.json. Raises BadCheckpoint."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise BadCheckpoint(f"{folder} has no tokenizer.json: save the model with a fast tokenizer")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises Exception itself
+            raise BadCheckpoint(f"{path} is not a tokenizer: {error}") from error
+        config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+        return cls(backend, named_tokens=dict(_named_tokens(config)))
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
+        """Token ids of each text; `add_special_tokens` puts what the tokenizer puts round a text (bos, mostly)."""
+        if sum(map(len, texts)) <= LONG_TEXT_CHARS:
+            return self._encode(texts, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._encode, texts, add_special_tokens)
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
+        # The batch call without offsets lets go of the interpreter's lock; `encode` holds it for 0.1 s a megabyte.
+        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [tuple(one.ids) for one in found]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def min_tokens(self, text: str) -> int:
+        """A text has at least so many tokens: a cheap bound that spares us reading megabytes only to refuse them."""
+        return -(-len(text) // self._max_token_chars) if self._max_token_chars else 0
+
+    def token_text(self, token_id: int) -> str:
+        """A token on its own; U+FFFD stands where it holds part of a character."""
+        return self.vocabulary.bytes_of(token_id).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A checkpoint's JSON file, {} where it is missing. Raises BadCheckpoint."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise BadCheckpoint(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise BadCheckpoint(f"{path} must hold a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, token in config.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            yield name, text
+
+
+def _max_token_chars(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> int | None:
+    """The most characters one token can stand for; None where the tokenizer may drop text."""
+    state = json.loads(backend.to_str())
+    model, steps = state["model"], list(_steps([state["normalizer"], state["pre_tokenizer"]]))
+    kinds = {step["type"] for step in steps}
+    drops = any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"]) or any(
+        step.get("behavior") == "Removed" or (step["type"] == "Replace" and not _keeps_length(step)) for step in steps
+    )
+    whole = model["type"] == "BPE" and (model.get("byte_fallback") or "ByteLevel" in kinds)
+    if drops or not whole or kinds - _KEEPS_TEXT:
+        return None
+    longest = max(map(len, vocabulary.token_bytes), default=1)
+    return longest * (_NFC_CHARS if "NFC" in kinds else 1)
+
+
+def _steps(state: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(state, list):
+        for one in state:
+            yield from _steps(one)
+    elif isinstance(state, dict):
+        yield state
+        yield from _steps(state.get("normalizers", []))
+        yield from _steps(state.get("pretokenizers", []))
+
+
+def _keeps_length(replace: dict[str, Any]) -> bool:
+    old = replace["pattern"].get("String")
+    return old is not None and len(replace["content"]) >= len(old)

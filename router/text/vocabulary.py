@@ -1,0 +1,112 @@
+"""The bytes every token stands for, read once from a tokenizer's decoder.
+
+Text is then made by joining bytes and decoding UTF-8 as it goes: one table look-up a token, and a character is never
+shown before it is whole. Two decoders cover the models served here: byte-level BPE (GPT-2, Llama 3, Qwen) and
+SentencePiece with byte fallback (Llama 2, Mistral). Any other is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+from protos.errors import UnsupportedModel
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's map from printable characters to bytes (openai/gpt-2, `bytes_to_unicode`)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """`token_bytes[id]` for every id, b"" for ids without a token; `special` ids are left out of an answer's text.
+
+    A text begins with `leading_space` spaces that belong to the tokenizer and not to the text (SentencePiece).
+    """
+
+    token_bytes: tuple[bytes, ...]
+    special: frozenset[int]
+    leading_space: int = 0
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> Vocabulary:
+        """Raises UnsupportedModel for a decoder whose text cannot be told token by token."""
+        decoder = json.loads(backend.to_str())["decoder"]
+        steps = _Steps(decoder)
+        size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        table = [b""] * size
+        for token, token_id in backend.get_vocab(with_added_tokens=True).items():
+            table[token_id] = steps.bytes_of(token)
+        special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        return cls(token_bytes=tuple(table), special=special, leading_space=steps.leading_space)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """b"" for an id beyond the tokenizer's vocabulary: models pad their embedding to a round number of rows."""
+        return self.token_bytes[token_id] if token_id < len(self.token_bytes) else b""
+
+
+class _Steps:
+    """A decoder's description, reduced to what it does to one token."""
+
+    def __init__(self, decoder: dict[str, Any] | None) -> None:
+        self._byte_level = False
+        self._byte_fallback = False
+        self._replacements: list[tuple[str, str]] = []
+        self.leading_space = 0
+        for step in _flattened(decoder):
+            self._read(step)
+
+    def _read(self, step: dict[str, Any]) -> None:
+        match step:
+            case {"type": "ByteLevel"}:
+                self._byte_level = True
+            case {"type": "ByteFallback"}:
+                self._byte_fallback = True
+            case {"type": "Fuse"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                self._replacements.append((old, new))
+            case {"type": "Strip", "content": " ", "start": int(start), "stop": 0}:
+                self.leading_space = start
+            case {"type": "Metaspace", "replacement": str(mark), **rest}:
+                self._replacements.append((mark, " "))
+                self.leading_space = 0 if rest.get("prepend_scheme") == "never" else 1
+            case _:
+                raise UnsupportedModel(
+                    f"tokenizer.json has the decoder step {json.dumps(step)}; Baton reads ByteLevel decoders and "
+                    "SentencePiece ones (Replace, ByteFallback, Fuse, Strip, Metaspace)"
+                )
+
+    def bytes_of(self, token: str) -> bytes:
+        if self._byte_level:
+            # As the `tokenizers` library does: a token with a foreign character (an added one) stands for itself.
+            mapped = [_ALPHABET.get(char) for char in token]
+            return token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
+        if self._byte_fallback and (found := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(found[1], 16)])
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        return token.encode()
+
+
+def _flattened(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if decoder is None:
+        raise UnsupportedModel("tokenizer.json has no decoder, so its tokens cannot be turned back into text")
+    if decoder["type"] == "Sequence":
+        for step in decoder["decoders"]:
+            yield from _flattened(step)
+    else:
+        yield decoder
