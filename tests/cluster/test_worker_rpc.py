@@ -1,0 +1,312 @@
+"""A worker over real gRPC, with a model one can compute by hand: what its gateways see."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvtransfer.events import EventLog
+from protos import worker_pb2, worker_pb2_grpc
+from protos.errors import InvalidRequest, WorkerLost
+from protos.status import error_of
+from protos.values import (
+    BlockStored,
+    FinishReason,
+    GenerateRequest,
+    Health,
+    Hello,
+    KVLayout,
+    LaneAddress,
+    SamplingParams,
+    SequenceUpdate,
+    StepMessage,
+    WorkerInfo,
+    WorkerRole,
+)
+from protos.wire import from_proto, to_proto
+from workers.config import SchedulerConfig
+from workers.engine.batch import Batch, Runner, StepOutput
+from workers.engine.engine import Engine
+from workers.engine.role import Colocated
+from workers.engine.scheduler import Scheduler
+from workers.kv.blocks import BlockPool
+from workers.rpc.worker import Parts, Worker
+from workers.toy import ToyRunner, toy_tokens
+
+pytestmark = pytest.mark.cluster
+
+WEIGHT, VOCAB, BLOCK, NUM_BLOCKS = 5, 97, 4, 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=200)
+
+
+class Breaks:
+    """A machine that fails in the middle of a step."""
+
+    def run(self, batch: Batch) -> StepOutput:
+        raise RuntimeError("the device is on fire")
+
+
+class Gate:
+    """A runner that computes only while `open`, so that a test decides what happens during a step."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.entered = threading.Event()
+        self.open = threading.Event()
+        self.open.set()
+
+    def run(self, batch: Batch) -> StepOutput:
+        self.entered.set()
+        assert self.open.wait(30)
+        return self._runner.run(batch)
+
+
+class Slow:
+    """A runner whose step takes longer than a message on its way, as real ones do."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def run(self, batch: Batch) -> StepOutput:
+        time.sleep(0.005)
+        return self._runner.run(batch)
+
+
+def parts_of(runner: Runner) -> Parts:
+    events = EventLog(1)
+    pool = BlockPool(NUM_BLOCKS, BLOCK, events.record)
+    config = SchedulerConfig(max_model_len=NUM_BLOCKS * BLOCK, vocab_size=VOCAB)
+    engine = Engine(Scheduler(config, pool, Colocated()), runner, events=events, clock=time.monotonic)
+    lane = LaneAddress(worker_id="w", incarnation=1, host="127.0.0.1", port=0)
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK, dtype="float32")
+    info = WorkerInfo(
+        worker_id="w",
+        incarnation=1,
+        role=WorkerRole.COLOCATED,
+        model="toy",
+        address="",
+        layout=layout,
+        lane=lane,
+        max_model_len=config.max_model_len,
+        vocab_size=VOCAB,
+    )
+    return Parts(info=info, engine=engine, close=lambda: None)
+
+
+class Gateway:
+    """One gateway's end of the stream."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self.channel = grpc.aio.insecure_channel(address)
+        self.stub: Any = worker_pb2_grpc.WorkerStub(self.channel)
+        self._out: asyncio.Queue[Any] = asyncio.Queue()
+        self._out.put_nowait(worker_pb2.ToWorker(hello=to_proto(Hello(gateway_id=name))))
+        self.messages: list[StepMessage] = []
+        self._call = self.stub.Stream(self._sending())
+
+    async def _sending(self) -> AsyncIterator[Any]:
+        while (message := await self._out.get()) is not None:
+            yield message
+
+    def submit(self, request_id: str, prompt_ids: tuple[int, ...], sampling: SamplingParams = GREEDY) -> None:
+        request = GenerateRequest(request_id=request_id, prompt_ids=prompt_ids, sampling=sampling)
+        self._out.put_nowait(worker_pb2.ToWorker(submit=to_proto(request)))
+
+    async def read(self) -> StepMessage:
+        message = from_proto(StepMessage, await self._call.read())
+        self.messages.append(message)
+        return message
+
+    async def until_finished(self, request_id: str) -> list[SequenceUpdate]:
+        seen: list[SequenceUpdate] = []
+        while not seen or seen[-1].finish_reason is None:
+            seen += [update for update in (await self.read()).updates if update.request_id == request_id]
+        return seen
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self.channel.close()
+
+
+async def idle(gateway: Gateway) -> None:
+    """Returns once the worker holds no request; the test's timeout is the bound."""
+    while True:
+        stats = await gateway.stub.Stats(worker_pb2.StatsRequest())
+        if stats.load.num_running + stats.load.num_waiting == 0:
+            return
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[Worker]:
+    served = Worker(parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB)))
+    await served.start("127.0.0.1")
+    yield served
+    await served.stop()
+    served._parts.engine.assert_idle()
+
+
+def tokens(updates: list[SequenceUpdate]) -> tuple[int, ...]:
+    return tuple(token for update in updates for token in update.token_ids)
+
+
+async def test_tokens_come_back_one_message_a_step() -> None:
+    worker = Worker(parts_of(Slow(ToyRunner(WEIGHT, BLOCK, VOCAB))))
+    await worker.start("127.0.0.1")
+    gateway = Gateway(worker.info.address, "g")
+    prompts = {f"r{i}": tuple(range(i, i + 9)) for i in range(4)}
+    for request_id, prompt in prompts.items():
+        gateway.submit(request_id, prompt)
+    seen: dict[str, list[SequenceUpdate]] = {request_id: [] for request_id in prompts}
+    while not all(updates and updates[-1].finish_reason for updates in seen.values()):
+        for update in (await gateway.read()).updates:
+            seen[update.request_id].append(update)
+    for request_id, prompt in prompts.items():
+        assert tokens(seen[request_id]) == toy_tokens(prompt, 12, weight=WEIGHT, vocab_size=VOCAB)
+        assert seen[request_id][-1].finish_reason is FinishReason.LENGTH
+    assert any(len(message.updates) == 4 for message in gateway.messages), "requests of one step share a message"
+    await gateway.close()
+    await worker.stop()
+
+
+async def test_gateways_hear_of_their_own_requests_and_of_all_blocks(worker: Worker) -> None:
+    one, other = Gateway(worker.info.address, "one"), Gateway(worker.info.address, "other")
+    assert (await one.read()).events[0].snapshot
+    assert (await other.read()).events[0].snapshot
+    one.submit("mine", tuple(range(8)))
+    assert tokens(await one.until_finished("mine"))
+    heard = await other.read()
+    assert not heard.updates
+    assert any(isinstance(event, BlockStored) for batch in heard.events for event in batch.events)
+    late = Gateway(worker.info.address, "late")
+    snapshot = (await late.read()).events[0]
+    stored = {hash_ for event in snapshot.events if isinstance(event, BlockStored) for hash_ in event.hashes}
+    assert snapshot.snapshot
+    assert len(stored) == (8 + 12 - 1) // BLOCK
+    for gateway in (one, other, late):
+        await gateway.close()
+
+
+async def test_a_gateway_that_leaves_takes_its_requests_with_it(worker: Worker) -> None:
+    leaving, staying = Gateway(worker.info.address, "leaving"), Gateway(worker.info.address, "staying")
+    leaving.submit("gone", tuple(range(8)), ENDLESS)
+    while not (await leaving.read()).updates:
+        pass
+    await leaving.close()
+    await idle(staying)
+    staying.submit("kept", tuple(range(5)))
+    assert tokens(await staying.until_finished("kept")) == toy_tokens(
+        tuple(range(5)), 12, weight=WEIGHT, vocab_size=VOCAB
+    )
+    await staying.close()
+
+
+async def test_an_abort_call_ends_a_request() -> None:
+    gate = Gate(ToyRunner(WEIGHT, BLOCK, VOCAB))
+    served = Worker(parts_of(gate))
+    await served.start("127.0.0.1")
+    gateway = Gateway(served.info.address, "g")
+    gateway.submit("long", tuple(range(8)), ENDLESS)
+    while not (await gateway.read()).updates:
+        pass
+    gate.open.clear()
+    calling = asyncio.ensure_future(gateway.stub.Abort(worker_pb2.AbortRequest(request_ids=["long", "unknown"])))
+    gate.open.set()
+    assert (await calling).num_aborted == 1
+    await idle(gateway)
+    await gateway.close()
+    await served.stop()
+    served._parts.engine.assert_idle()
+
+
+async def test_a_bad_request_is_answered_with_its_error(worker: Worker) -> None:
+    gateway = Gateway(worker.info.address, "g")
+    gateway.submit("bad", (1, VOCAB))
+    (update,) = await gateway.until_finished("bad")
+    assert update.finish_reason is FinishReason.ERROR
+    assert update.error is not None
+    assert update.error.code == "invalid_request"
+    assert str(VOCAB) in update.error.message
+    await gateway.close()
+
+
+async def test_a_draining_worker_serves_what_it_has_and_takes_nothing_new(worker: Worker) -> None:
+    gateway = Gateway(worker.info.address, "g")
+    gateway.submit("old", tuple(range(8)))
+    while not (await gateway.read()).updates:
+        pass
+    await gateway.stub.Drain(worker_pb2.DrainRequest())
+    gateway.submit("new", tuple(range(8)))
+    updates: list[SequenceUpdate] = [update for message in gateway.messages for update in message.updates]
+    while sum(update.finish_reason is not None for update in updates) < 2:
+        updates += (await gateway.read()).updates
+    by_id = {update.request_id: update for update in updates if update.finish_reason is not None}
+    assert by_id["old"].finish_reason is FinishReason.LENGTH
+    assert by_id["new"].error is not None
+    assert by_id["new"].error.code == "worker_draining"
+    assert (await gateway.stub.Stats(worker_pb2.StatsRequest())).load.draining
+    await gateway.close()
+
+
+async def test_a_stream_must_begin_with_hello(worker: Worker) -> None:
+    channel = grpc.aio.insecure_channel(worker.info.address)
+    stub: Any = worker_pb2_grpc.WorkerStub(channel)
+
+    async def sending() -> AsyncIterator[Any]:
+        yield worker_pb2.ToWorker(abort=worker_pb2.AbortRequest(request_ids=["x"]))
+
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await stub.Stream(sending()).read()
+    assert type(error_of(failed.value)) is InvalidRequest
+    await channel.close()
+
+
+async def test_only_a_worker_that_receives_kv_can_be_reserved_on(worker: Worker) -> None:
+    gateway = Gateway(worker.info.address, "g")
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await gateway.stub.Reserve(worker_pb2.ReserveRequest(request_id="r", prompt_ids=[1]))
+    error = error_of(failed.value)
+    assert type(error) is InvalidRequest
+    assert "colocated" in error.message
+    await gateway.close()
+
+
+async def test_a_broken_engine_ends_the_worker_and_its_health() -> None:
+    served = Worker(parts_of(Breaks()))
+    await served.start("127.0.0.1")
+    gateway = Gateway(served.info.address, "g")
+    gateway.submit("r", (1, 2, 3))
+    with pytest.raises(WorkerLost, match="on fire"):
+        await served.wait()
+    health = from_proto(Health, await gateway.stub.Health(worker_pb2.HealthRequest()))
+    assert not health.healthy
+    assert "on fire" in health.reason
+    await gateway.close()
+    await served.stop()
+
+
+async def test_a_step_that_hangs_is_not_healthy() -> None:
+    gate = Gate(ToyRunner(WEIGHT, BLOCK, VOCAB))
+    gate.open.clear()
+    now = [0.0]
+    served = Worker(parts_of(gate), clock=lambda: now[0], stall_s=5.0)
+    await served.start("127.0.0.1")
+    gateway = Gateway(served.info.address, "g")
+    gateway.submit("r", (1, 2, 3))
+    assert await asyncio.to_thread(gate.entered.wait, 30)
+    assert (await gateway.stub.Health(worker_pb2.HealthRequest())).healthy
+    now[0] = 6.0
+    health = from_proto(Health, await gateway.stub.Health(worker_pb2.HealthRequest()))
+    assert not health.healthy
+    assert "6 s" in health.reason
+    gate.open.set()
+    await gateway.until_finished("r")
+    await gateway.close()
+    await served.stop()
