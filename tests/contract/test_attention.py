@@ -84,7 +84,9 @@ class Filled:
                 self.storage.data[1, :, block, :, offset] = kv[:, position]
 
     def inputs(self) -> AttentionInputs:
-        starts, positions, slots = [0], [], []
+        starts: list[int] = [0]
+        positions: list[int] = []
+        slots: list[int] = []
         size = self.case.block_size
         for (new, cached), blocks in zip(self.case.rows, self.blocks, strict=True):
             starts.append(starts[-1] + new)

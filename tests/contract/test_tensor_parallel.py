@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from protos.errors import WorkerLost
 from protos.values import SamplingParams

@@ -48,7 +48,9 @@ class PagedRun:
 
     def _inputs(self, rows: Sequence[Row], starts: Sequence[int], logit_rows: Sequence[int]) -> ModelInputs:
         size = self.storage.layout.block_size
-        positions, slots, query_starts = [], [], [0]
+        query_starts: list[int] = [0]
+        positions: list[int] = []
+        slots: list[int] = []
         for (name, token_ids, _), start in zip(rows, starts, strict=True):
             here = range(start, start + len(token_ids))
             positions += here
@@ -67,7 +69,7 @@ class PagedRun:
                 max_query=max(len(token_ids) for _, token_ids, _ in rows),
                 max_context=max(context_lens),
             ),
-            logit_rows=torch.tensor(list(logit_rows)),
+            logit_rows=torch.tensor(list(logit_rows), dtype=torch.int64),
             prompt_lens=tuple(prompt_len for _, _, prompt_len in rows),
         )
 

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from protos.errors import Misconfigured
+from tests.numerics.checkpoints import VOCAB_SIZE
 from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
 from tests.numerics.paged import PagedRun, in_chunks
 from workers.models.loader import load_model
@@ -58,6 +59,16 @@ def test_logits_do_not_depend_on_the_number_of_ranks(
     for logits in every_rank:
         assert torch.equal(logits, every_rank[0])
     assert_close(every_rank[0], oracle(torch.tensor([tokens])).logits[0])
+
+
+def test_a_chunk_that_wants_no_logits_gets_none(checkpoint: Checkpoint) -> None:
+    folder, _ = checkpoint("llama")
+
+    def program(group: TensorParallel) -> tuple[int, ...]:
+        run = PagedRun(load_model(folder, parallel=group))
+        return tuple(run.logits([("only", random_tokens(5), 9)], []).shape)
+
+    assert on_ranks(2, program) == [(0, VOCAB_SIZE)] * 2
 
 
 def test_each_rank_reads_and_keeps_only_its_share(checkpoint: Checkpoint) -> None:
