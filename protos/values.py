@@ -107,7 +107,8 @@ class GenerateRequest:
 
     `output_ids` are tokens the client has already: the first token when decode takes over from prefill, or all of
     them when the request moves to another pair. `ticket` says where a prefill worker pushes the KV, or which
-    reservation a decode worker adopts; None means that the worker does the whole request by itself.
+    reservation a decode worker adopts; None means that the worker does the whole request by itself. A larger
+    `priority` goes first.
     """
 
     request_id: str

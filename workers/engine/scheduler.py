@@ -85,7 +85,9 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str]) -> int:
         """Ends requests wherever they are; how many were known. A step in flight may still compute them: in vain."""
-        known = [self._requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._requests]
+        known = [
+            self._requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._requests
+        ]
         for request in known:
             if request.state is State.HELD:
                 self.role.forget(request)
@@ -305,10 +307,9 @@ class Scheduler:
         )
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        num_output = len(request.output_ids)
-        if num_output > request.sampling.min_tokens and token_id in self._stop_ids(request):
+        if token_id in self._stop_ids(request):
             return FinishReason.STOP
-        if num_output >= request.sampling.max_tokens or request.num_tokens >= self.max_len:
+        if len(request.output_ids) >= request.sampling.max_tokens or request.num_tokens >= self.max_len:
             return FinishReason.LENGTH
         return None
 
@@ -394,9 +395,8 @@ class Scheduler:
         if request.state is State.RUNNING:
             assert request.num_to_compute >= 1, "a running request has nothing to compute"
             assert request.num_sealed == request.num_computed // size
-        if request.state is State.WAITING and not request.adopted:
-            assert not request.block_ids
-            assert request.num_computed == 0
+        if request.state is State.WAITING:
+            assert request.adopted == bool(request.block_ids) == bool(request.num_computed)
         for index in range(request.num_sealed):
             sealed = self.pool.hash_of(request.block_ids[index])
             assert sealed in (None, request.hashes[index]), "a block holds something else than its holder believes"

@@ -56,10 +56,10 @@ class Answer:
 class ToyEngine:
     """Steps are a second apart; after each the engine's integrity is checked."""
 
-    def __init__(self, *, num_blocks: int = 64, block_size: int = BLOCK, role: Role | None = None, **config: Any):
-        self.log = EventLog(incarnation=1)
-        self.pool = BlockPool(num_blocks, block_size, self.log.record)
-        self.runner = ToyRunner(WEIGHT, block_size, VOCAB)
+    def __init__(self, *, num_blocks: int = 64, role: Role | None = None, log_capacity: int = 1000, **config: Any):
+        self.log = EventLog(incarnation=1, capacity=log_capacity)
+        self.pool = BlockPool(num_blocks, BLOCK, self.log.record)
+        self.runner = ToyRunner(WEIGHT, BLOCK, VOCAB)
         settings = {"max_model_len": 10_000, "vocab_size": VOCAB} | config
         self.scheduler = Scheduler(SchedulerConfig(**settings), self.pool, role or Colocated())
         ticks = count()
@@ -148,6 +148,8 @@ class Adopting(Colocated):
         return [block_id for block_ids in self.blocks.values() for block_id in block_ids]
 
     def admissible(self, request: Request, now: float) -> bool:
+        assert not request.adopted, "asked again although it adopted its blocks"
+        assert request.num_preemptions == 0, "asked again although it ran before"
         if request.request_id in self.blocks:
             if request.request_id not in self.arrived:
                 return False

@@ -21,6 +21,8 @@ from protos.errors import (
 from protos.values import BlockRemoved, BlockStored, Cleared, FinishReason, GenerateRequest, Hello, KVEvents
 from tests.unit.workers.harness import VOCAB, Adopting, Answer, Handing, ToyEngine, ask, by_hand
 from workers.config import SchedulerConfig
+from workers.engine.batch import Batch, Row
+from workers.engine.engine import Pace
 from workers.engine.request import Request
 from workers.engine.role import Disposition, Tick
 
@@ -216,6 +218,17 @@ class TestLoad:
         assert load.decode_step_s == pytest.approx(1.0)
 
 
+def test_a_mixed_step_counts_for_both_kinds_of_work() -> None:
+    pace = Pace()
+    prompt, decode = (Row(request_id="r", token_ids=(1,) * n, start=0, block_ids=()) for n in (90, 1))
+    pace.observe(Batch(rows=(decode,) * 10 + (prompt,)), 2.0)
+    assert pace.prefill_tokens_per_s == pytest.approx(90 / 1.8)
+    assert pace.decode_step_s == pytest.approx(2.0)
+    pace.observe(Batch(rows=(decode,)), 1.0)
+    assert pace.prefill_tokens_per_s == pytest.approx(90 / 1.8)
+    assert 1.0 < pace.decode_step_s < 1.5
+
+
 def mirror(known: set[bytes], message: KVEvents, cursor: EventCursor) -> set[bytes]:
     fresh = cursor.accept(message)
     assert not isinstance(fresh, Gap)
@@ -254,6 +267,15 @@ class TestEvents:
         again = toy.engine.events_since(Hello(gateway_id="g", incarnation=1, next_seq=cursor.next_seq))
         assert not again.snapshot
         assert mirror(known, again, cursor) == in_cache(toy)
+
+    def test_a_log_that_is_too_short_is_made_up_for_by_a_snapshot(self) -> None:
+        toy = ToyEngine(log_capacity=1)
+        cursor = EventCursor()
+        toy.serve(ask("a", range(100), 1), ask("b", range(500, 600), 1))
+        for message in (toy.engine.events_since(Hello(gateway_id="g")), toy.engine.drain_events()):
+            assert message is not None
+            assert message.snapshot
+        assert mirror(set(), message, cursor) == in_cache(toy)
 
 
 class Chaos(Adopting):

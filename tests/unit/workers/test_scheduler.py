@@ -193,9 +193,13 @@ class TestPreemption:
         assert toy.answers["low"].token_ids == by_hand(range(20), 24)
 
     def test_what_a_recomputation_finds_cached_is_not_reported_as_the_clients_gain(self) -> None:
-        toy = ToyEngine(num_blocks=24)
-        answers = toy.serve(*self.requests())
-        assert all(answers[f"r{n}"].cached == [0] * 30 for n in range(4))
+        toy = ToyEngine(num_blocks=30, prefill_chunk=8)
+        toy.submit(ask("first", range(500, 518), 40))
+        toy.step(3)
+        answers = toy.serve(ask("r", LONG[:90], 3))
+        assert toy.scheduler.num_preemptions == 1
+        assert toy.runner.num_computed == 18 + 39 + 90 + 2 + 20  # 20 tokens were evicted, the others found again
+        assert answers["r"].cached == [0, 0, 0]
 
     def test_a_newcomer_leaves_the_running_room_to_grow(self) -> None:
         toy = ToyEngine(num_blocks=8)
@@ -235,6 +239,17 @@ class TestAdoption:
         answer = toy.finish()["r"]
         assert answer.token_ids == self.expected(range(20))
         assert toy.runner.num_computed == 9
+
+    def test_a_full_pool_keeps_nobody_out_who_needs_no_more_blocks(self) -> None:
+        role = Adopting()
+        toy = ToyEngine(role=role, num_blocks=10)
+        toy.submit(ask("running", range(500, 514), 10))
+        toy.step()
+        self.adopt(toy, role, "r", range(21))
+        role.arrived.add("r")
+        assert toy.pool.num_free == 0
+        assert told(toy.step()) == {"running": 1, "r": 1}
+        toy.finish()
 
     def test_what_arrived_becomes_a_cached_prefix(self) -> None:
         role = Adopting()
