@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -49,19 +50,23 @@ def score(logits_TV: torch.Tensor, token_ids: Sequence[int], nums_top: Sequence[
     """Logprobs of one given token at each position, and of the `nums_top` most likely ones there."""
     logprobs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
     chosen = logprobs_TV.gather(1, torch.tensor(token_ids, device=logits_TV.device).unsqueeze(1)).squeeze(1).tolist()
-    vocab_size = logprobs_TV.shape[1]
-    tops: list[tuple[TokenLogprob, ...]] = [()] * len(token_ids)
-    for row, num_top in enumerate(nums_top):
-        if num_top:
-            counts = torch.tensor([min(num_top, vocab_size)], device=logits_TV.device)
-            ids = _best(logprobs_TV[row : row + 1], counts)[0].nonzero().squeeze(1)
-            values, order = logprobs_TV[row, ids].sort(descending=True, stable=True)
-            pairs = zip(ids[order].tolist(), values.tolist(), strict=True)
-            tops[row] = tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in pairs)
+    tops = _top(logprobs_TV, nums_top) if any(nums_top) else [()] * len(token_ids)
     return [
         Logprobs(chosen=TokenLogprob(token_id=token_id, logprob=value), top=top)
         for token_id, value, top in zip(token_ids, chosen, tops, strict=True)
     ]
+
+
+def _top(logprobs_TV: torch.Tensor, nums_top: Sequence[int]) -> list[tuple[TokenLogprob, ...]]:
+    """The `nums_top` most likely tokens of each position, best first."""
+    counts_T = torch.tensor(nums_top, device=logprobs_TV.device).clamp(min=1, max=logprobs_TV.shape[1])
+    kept_TV = _best(logprobs_TV, counts_T)
+    found = iter(zip(kept_TV.nonzero()[:, 1].tolist(), logprobs_TV[kept_TV].tolist(), strict=True))
+    tops = []
+    for num_top, count in zip(nums_top, counts_T.tolist(), strict=True):
+        best = sorted(islice(found, count), key=lambda pair: (-pair[1], pair[0]))
+        tops.append(tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in best[:num_top]))
+    return tops
 
 
 def _adjust(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
@@ -132,7 +137,7 @@ def _draw(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
     scaled_RV -= scaled_RV.amax(dim=-1, keepdim=True)  # so that no temperature, however small, makes infinity
     scaled_RV /= temperature_R.unsqueeze(1)
     _filter(scaled_RV, params)
-    cdf_RV = torch.softmax(scaled_RV, dim=-1).cumsum(dim=-1)
+    cdf_RV = scaled_RV.exp_().cumsum(dim=-1)  # up to a factor, which the draw takes up
     total_R1 = cdf_RV[:, -1:]
     uniform_R = torch.from_numpy(uniforms([one.seed for one in params], [one.index for one in samples]))
     target_R1 = uniform_R.to(device).unsqueeze(1) * total_R1
@@ -151,37 +156,51 @@ def _filter(scaled_RV: torch.Tensor, params: Sequence[SamplingParams]) -> None:
     if rows := [row for row, one in enumerate(params) if one.min_p > 0.0]:
         floor = torch.tensor([math.log(params[row].min_p) for row in rows], dtype=torch.float64, device=device)
         part_RV = scaled_RV[rows]
-        scaled_RV[rows] = part_RV.masked_fill(part_RV < floor.unsqueeze(1), -torch.inf)
-    if rows := [row for row, one in enumerate(params) if 0 < one.top_k < vocab_size]:
+        scaled_RV[rows] = part_RV.masked_fill_(part_RV < floor.unsqueeze(1), -torch.inf)
+    if rows := [row for row, one in enumerate(params) if 0 < one.top_k < vocab_size or one.top_p < 1.0]:
         part_RV = scaled_RV[rows]
-        counts = torch.tensor([params[row].top_k for row in rows], device=device)
-        scaled_RV[rows] = part_RV.masked_fill(~_best(part_RV, counts), -torch.inf)
+        kept_RV = _best(part_RV, _keep(part_RV, [params[row] for row in rows]))
+        scaled_RV[rows] = part_RV.masked_fill_(~kept_RV, -torch.inf)
+
+
+def _keep(scaled_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """How many of its best tokens each row keeps: top-k, and of those as many as top-p takes. [R] int64."""
+    device, vocab_size = scaled_RV.device, scaled_RV.shape[1]
+    limits = [min(one.top_k or vocab_size, vocab_size) for one in params]
+    counts_R = torch.tensor(limits, device=device)
     if rows := [row for row, one in enumerate(params) if one.top_p < 1.0]:
-        part_RV = scaled_RV[rows]
-        mass = torch.tensor([params[row].top_p for row in rows], dtype=torch.float64, device=device)
-        scaled_RV[rows] = part_RV.masked_fill(~_best(part_RV, _nucleus(part_RV, mass)), -torch.inf)
-
-
-def _nucleus(scaled_RV: torch.Tensor, mass_R: torch.Tensor) -> torch.Tensor:
-    """How many of the best tokens it takes to reach the mass: at least one. [R] int64."""
-    probs_RV = torch.softmax(scaled_RV, dim=-1)
-    best_RV = probs_RV.topk(min(_NUCLEUS, probs_RV.shape[1]), dim=-1).values
-    counts_R = _reach(best_RV, mass_R)
-    if rows := (best_RV.sum(dim=-1) < mass_R).nonzero().squeeze(1).tolist():
-        counts_R[rows] = _reach(probs_RV[rows].sort(dim=-1, descending=True).values, mass_R[rows])
+        mass_R = torch.tensor([params[row].top_p for row in rows], dtype=torch.float64, device=device)
+        width = max(limits[row] if limits[row] < vocab_size else min(_NUCLEUS, vocab_size) for row in rows)
+        counts_R[rows] = _nucleus(scaled_RV[rows], counts_R[rows], mass_R, width)
     return counts_R
 
 
-def _reach(best_RV: torch.Tensor, mass_R: torch.Tensor) -> torch.Tensor:
-    """How many of these descending probabilities stand before the mass is reached, and the one that reaches it."""
-    before_RV = best_RV.cumsum(dim=-1) - best_RV
-    return (before_RV < mass_R.unsqueeze(1)).sum(dim=-1).clamp(min=1)
+def _nucleus(scaled_RV: torch.Tensor, limits_R: torch.Tensor, mass_R: torch.Tensor, width: int) -> torch.Tensor:
+    """How many of a row's `limits_R` best tokens it takes to reach `mass_R` of their sum: at least one. [R] int64.
+
+    Looks at the `width` best, and at all of a row whose mass lies beyond them. Limits above it must be V.
+    """
+    best_RW = scaled_RV.topk(width, dim=-1).values.exp_()
+    sums_RW = best_RW.cumsum(dim=-1)
+    total_R1 = sums_RW.gather(1, limits_R.clamp(max=width).unsqueeze(1) - 1)
+    beyond_R1 = limits_R.unsqueeze(1) > width
+    if beyond_R1.any():
+        total_R1 = torch.where(beyond_R1, scaled_RV.exp().sum(dim=-1, keepdim=True), total_R1)
+    goal_R1 = mass_R.unsqueeze(1) * total_R1
+    counts_R = (sums_RW - best_RW < goal_R1).sum(dim=-1).clamp(min=1).minimum(limits_R)
+    short_R1 = beyond_R1 & (sums_RW[:, -1:] < goal_R1)
+    if rows := short_R1.squeeze(1).nonzero().squeeze(1).tolist():
+        counts_R[rows] = _nucleus(scaled_RV[rows], limits_R[rows], mass_R[rows], scaled_RV.shape[1])
+    return counts_R
 
 
 def _best(values_RV: torch.Tensor, counts_R: torch.Tensor) -> torch.Tensor:
     """Mask of the `counts_R` (1 to V) highest values of each row; of equal ones the lower ids. [R, V] bool."""
     edge_R1 = values_RV.topk(int(counts_R.max()), dim=-1).values.gather(1, counts_R.unsqueeze(1) - 1)
-    above_RV = values_RV > edge_R1
-    equal_RV = values_RV == edge_R1
-    room_R1 = counts_R.unsqueeze(1) - above_RV.sum(dim=-1, keepdim=True)
-    return above_RV | (equal_RV & (equal_RV.cumsum(dim=-1) <= room_R1))
+    kept_RV = values_RV >= edge_R1
+    if rows := (kept_RV.sum(dim=-1) > counts_R).nonzero().squeeze(1).tolist():
+        equal_RV = values_RV[rows] == edge_R1[rows]
+        above_RV = kept_RV[rows] & ~equal_RV
+        room_R1 = counts_R[rows].unsqueeze(1) - above_RV.sum(dim=-1, keepdim=True)
+        kept_RV[rows] = above_RV | (equal_RV & (equal_RV.cumsum(dim=-1) <= room_R1))
+    return kept_RV

@@ -32,10 +32,11 @@ class Leader:
     def __init__(self, group: TensorParallel) -> None:
         assert group.rank == 0, f"rank {group.rank} cannot lead"
         self._group = group
+        self.alone = group.size == 1
 
     def tell(self, name: str, *arguments: object) -> None:
         """Has every follower call its operation `name` with these values, in the order told. Raises WorkerLost."""
-        if self._group.size > 1:
+        if not self.alone:
             self._group.broadcast((name, arguments))
 
     def close(self) -> None:
@@ -54,7 +55,8 @@ class LeadingRunner:
         self._runner = runner
 
     def run(self, batch: Batch) -> StepOutput:
-        self._leader.tell("run", for_followers(batch))
+        if not self._leader.alone:
+            self._leader.tell("run", for_followers(batch))
         return self._runner.run(batch)
 
 
