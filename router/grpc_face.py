@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
-from protos.errors import Misconfigured
+from protos.errors import InvalidRequest, Misconfigured
 from protos.status import abort_with
 from protos.values import Logprobs, TokenLogprob
 from router.gateway import Gateway, new_id
@@ -119,15 +119,18 @@ class _Inference(pb_grpc.InferenceServicer):
     async def _ask(self, request: pb.GenerateRequest) -> Ask:
         self._gateway.check_model(request.model)
         asked = _asked(request)
-        if request.WhichOneof("prompt") == "tokens":
-            prompt = tuple(request.tokens.ids)
-        else:
-            [prompt] = await self._gateway.encode([request.text], add_special_tokens=True)
+        match request.WhichOneof("prompt"):
+            case "tokens":
+                prompt = tuple(request.tokens.ids)
+            case "text":
+                [prompt] = await self._gateway.encode([request.text], add_special_tokens=True)
+            case _:
+                raise InvalidRequest("'prompt' is missing: give text or tokens", param="prompt")
         return make_ask(asked, [prompt], self._gateway.card, request_id=new_id("grpc"))
 
 
-class _Health(health_pb2_grpc.HealthServicer):
-    """Asks the fleet when asked, so that it can never say something else than /ready."""
+class _Health:
+    """grpc.health.v1: asks the fleet when asked, so that it can never say something else than /ready."""
 
     def __init__(self, gateway: Gateway, period_s: float) -> None:
         self._fleet = gateway.fleet
@@ -138,6 +141,10 @@ class _Health(health_pb2_grpc.HealthServicer):
         if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service}")
         return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(self, request: Any, context: Context) -> Any:
+        known = {name: health_pb2.HealthCheckResponse(status=self._status(name)) for name in ("", SERVICE)}
+        return health_pb2.HealthListResponse(statuses=known)
 
     async def Watch(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
         told = None
@@ -162,7 +169,7 @@ _OPTIONAL = (
 
 def _asked(request: pb.GenerateRequest) -> Asked:
     sampling = request.sampling
-    given: dict[str, Any] = {name: getattr(sampling, name) for name in _OPTIONAL if sampling.HasField(name)}
+    given: dict[str, Any] = {field.name: value for field, value in sampling.ListFields() if field.name in _OPTIONAL}
     return Asked(
         **given,
         n=request.n or 1,

@@ -1,0 +1,202 @@
+"""A `Generate` that says what it was told to, tokenizers trained in memory, and a live server round them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import tokenizers
+import uvicorn
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from protos.values import FinishReason, Logprobs, TokenLogprob, WorkerInfo, WorkerLoad
+from router.app import create_app
+from router.gateway import Gateway
+from router.generation import Job, TokenDelta
+from router.text.chat_template import ChatTemplate
+from router.text.model_card import ModelCard
+from router.text.tokenizer import Tokenizer
+
+CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, how are you today?", "naïve café 你好 🙂"] * 20
+SPECIALS = ["<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+Step = TokenDelta | BaseException | asyncio.Event
+Script = Callable[[Job], Iterable[Step]]
+
+
+@cache
+def byte_level(*, nfc: bool = False) -> Tokenizer:
+    """Byte-level BPE as Llama 3 and Qwen have it: bos before every text."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC() if nfc else None
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    return Tokenizer(backend, named_tokens={"bos_token": "<|bos|>", "eos_token": "<|end|>"})
+
+
+@cache
+def sentencepiece() -> Tokenizer:
+    """BPE over ▁ words with byte fallback, as Llama 2 and Mistral have it."""
+    vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))])}
+    words = ["▁", *"abcdefghijklmnopqrstuvwxyz", "é"]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁", "▁")]
+    for word in (*words, *("".join(pair) for pair in merges)):
+        vocabulary[word] = len(vocabulary)
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return Tokenizer(backend, named_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    worker_id: str = "decode-0"
+    address: str = "127.0.0.1:7000"
+    state: str = "ready"
+    reason: str = ""
+    info: WorkerInfo | None = None
+    load: WorkerLoad = WorkerLoad(num_running=3, num_blocks=64)
+
+
+class Crew:
+    """A fleet that is ready when it is told to be."""
+
+    def __init__(self, *workers: Worker) -> None:
+        self.workers = workers or (Worker(),)
+        self.is_ready = True
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def status(self) -> Sequence[Worker]:
+        return self.workers
+
+
+class Scripted:
+    """Plays a script for every job: a delta is given out, an exception raised, an event waited for.
+
+    `started` and `closed` tell which jobs were begun and which ended, however they ended; `idle` is set when all have.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.jobs: list[Job] = []
+        self.closed: list[str] = []
+        self.began = asyncio.Event()
+        self.idle = asyncio.Event()
+
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+        self.jobs.append(job)
+        self.began.set()
+        try:
+            for step in self._script(job):
+                match step:
+                    case TokenDelta():
+                        await asyncio.sleep(0)
+                        yield step
+                    case BaseException():
+                        raise step
+                    case asyncio.Event():
+                        await step.wait()
+        finally:
+            self.closed.append(job.request_id)
+            if len(self.closed) == len(self.jobs):
+                self.idle.set()
+
+
+def saying(text: str, tokenizer: Tokenizer | None = None, *, at_once: int = 1) -> Script:
+    """Says a text, `at_once` tokens a delta, up to the job's max_tokens, then the end token."""
+    tokenizer = tokenizer or byte_level()
+    ids = ids_of(text, tokenizer)
+    return lambda job: token_deltas([*ids, tokenizer_end(tokenizer)], job, at_once=at_once)
+
+
+def ids_of(text: str, tokenizer: Tokenizer | None = None) -> list[int]:
+    [ids] = (tokenizer or byte_level())._encode([text], False)
+    return list(ids)
+
+
+def tokenizer_end(tokenizer: Tokenizer) -> int:
+    [end] = ids_of(tokenizer.named_tokens["eos_token"], tokenizer)
+    return end
+
+
+def token_deltas(ids: Sequence[int], job: Job, *, at_once: int = 1) -> list[TokenDelta]:
+    """Tokens as an engine would give them: STOP on the last one unless max_tokens cuts before."""
+    sampling = job.sampling
+    kept = list(ids[: sampling.max_tokens])
+    reason = FinishReason.STOP if len(kept) == len(ids) else FinishReason.LENGTH
+    scores = [scored(one, sampling.logprobs) for one in kept] if sampling.logprobs is not None else []
+    prompt = sampling.prompt_logprobs
+    before = [scored(one, prompt) for one in job.prompt_ids[1:]] if prompt is not None else []
+    found = [
+        TokenDelta(
+            token_ids=tuple(kept[at : at + at_once]),
+            logprobs=tuple(scores[at : at + at_once]),
+            num_cached_tokens=len(job.prompt_ids) // 2 if at == 0 else 0,
+            queue_s=0.01 if at == 0 else 0.0,
+        )
+        for at in range(0, len(kept), at_once)
+    ]
+    found[-1] = replace(found[-1], finish_reason=reason)
+    middle = len(before) // 2  # as a chunked prefill would
+    return [TokenDelta(prompt_logprobs=tuple(part)) for part in (before[:middle], before[middle:]) if part] + found
+
+
+def scored(token_id: int, num_top: int) -> Logprobs:
+    """A made-up distribution: the chosen token is the second best; logprobs fall by one a rank."""
+    ranked = [token_id - 1, token_id, *range(token_id + 1, token_id + num_top)]
+    top = tuple(TokenLogprob(token_id=one, logprob=-0.5 - rank) for rank, one in enumerate(ranked[:num_top]))
+    return Logprobs(chosen=TokenLogprob(token_id=token_id, logprob=-1.5), top=top)
+
+
+def make_gateway(generate: Any, **changes: Any) -> Gateway:
+    """A model of 256 tokens' context that recommends temperature 0.7."""
+    tokenizer = changes.pop("tokenizer", None) or byte_level()
+    card = ModelCard(
+        name="tiny",
+        max_model_len=256,
+        vocab_size=512,
+        eos_token_ids=frozenset({tokenizer_end(tokenizer)}),
+        temperature=0.7,
+    )
+    given = {
+        "card": card,
+        "template": ChatTemplate(TEMPLATE, named_tokens=tokenizer.named_tokens),
+        "fleet": Crew(),
+        "wall_clock": lambda: 1_700_000_000.5,
+    }
+    return Gateway(tokenizer=tokenizer, generate=generate, **(given | changes))
+
+
+@asynccontextmanager
+async def serving(gateway: Gateway) -> AsyncIterator[str]:
+    """The application under uvicorn on a free port of this machine; yields its URL."""
+    config = uvicorn.Config(create_app(gateway), log_level="critical", lifespan="off", loop="asyncio", http="httptools")
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        await server.startup(sockets=[listener])
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            await server.shutdown(sockets=[listener])

@@ -1,0 +1,65 @@
+"""Stop strings are found wherever the pieces are cut, and nothing of them is ever shown."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.text.stop_strings import StopStrings
+
+letters = st.text("ab ", max_size=30)
+stops = st.lists(st.text("ab ", min_size=1, max_size=5), max_size=4)
+
+
+def shown(pieces: list[str], stop: list[str], *, include: bool = False) -> tuple[str, str | None]:
+    """What a client sees of the pieces, and the stop string found."""
+    matcher, said = StopStrings(stop, include=include), ""
+    for piece in pieces:
+        said += matcher.feed(piece)
+        if matcher.found is not None:
+            return said, matcher.found
+    return said + matcher.flush(), None
+
+
+@given(text=letters, stop=stops, cuts=st.lists(st.integers(0, 30)), include=st.booleans())
+def test_the_cuts_make_no_difference(text: str, stop: list[str], cuts: list[int], include: bool) -> None:
+    edges = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
+    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    assert shown(pieces, stop, include=include) == shown([text], stop, include=include)
+
+
+@given(text=letters, stop=stops)
+def test_a_stop_string_is_found_if_and_only_if_it_is_there(text: str, stop: list[str]) -> None:
+    said, found = shown(list(text), stop)
+    assert (found is not None) == any(one in text for one in stop)
+    if found is None:
+        assert said == text
+    else:
+        assert text.startswith(said + found)
+        assert not any(one in said for one in stop)
+        assert not any(one in (said + found)[:-1] for one in stop), "another one was complete before"
+
+
+def test_what_may_be_a_beginning_is_held_back_and_no_more() -> None:
+    matcher = StopStrings(["END", "NDX"])
+    assert matcher.feed("the E") == "the "
+    assert matcher.feed("N") == ""
+    assert matcher.feed("o") == "ENo"
+    assert matcher.feed("EN") == ""
+    assert matcher.feed("DX") == ""
+    assert matcher.found == "END"
+
+
+def test_text_that_goes_on_behind_the_stop_string_is_dropped() -> None:
+    assert shown(["one STOP two"], ["STOP"]) == ("one ", "STOP")
+    assert shown(["one STOP two"], ["STOP"], include=True) == ("one STOP", "STOP")
+
+
+def test_without_stop_strings_nothing_is_held() -> None:
+    assert StopStrings([]).feed("abc") == "abc"
+
+
+@pytest.mark.parametrize("order", [["b", "ab"], ["ab", "b"]])
+def test_of_two_that_are_complete_at_once_the_longest_counts(order: list[str]) -> None:
+    assert shown(["aab"], order) == ("a", "ab")

@@ -1,0 +1,83 @@
+"""Text to token ids: what is added, what is refused, and that long texts are read beside the event loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from protos.errors import BadCheckpoint, UnsupportedModel
+from router.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from tests.unit.router.scripted import byte_level, ids_of, sentencepiece
+
+
+@pytest.mark.parametrize("family", [byte_level, sentencepiece])
+async def test_a_completion_gets_the_start_token_and_a_chat_does_not_get_it_twice(family: type[Tokenizer]) -> None:
+    tokenizer = family()
+    bos = tokenizer.named_tokens["bos_token"]
+    [completed] = await tokenizer.encode(["hello"], add_special_tokens=True)
+    [rendered] = await tokenizer.encode([f"{bos}hello"], add_special_tokens=False)
+    assert [tokenizer.token_text(one) for one in completed].count(bos) == 1
+    assert [tokenizer.token_text(one) for one in rendered].count(bos) == 1
+
+
+async def test_a_long_text_is_read_as_a_short_one_is() -> None:
+    tokenizer, sentence = byte_level(), "the quick brown fox. "
+    many = LONG_TEXT_CHARS // len(sentence) + 1
+    [long] = await tokenizer.encode([sentence * many], add_special_tokens=True)
+    assert tokenizer.decode(long, skip_special_tokens=True) == sentence * many
+
+
+async def test_a_truncating_tokenizer_is_told_not_to() -> None:
+    backend = tokenizers.Tokenizer.from_str(byte_level()._backend.to_str())
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    [ids] = await Tokenizer(backend).encode(["hello world, how are you today?"], add_special_tokens=False)
+    assert ids == tuple(ids_of("hello world, how are you today?"))
+
+
+@pytest.mark.parametrize("family", [byte_level, lambda: byte_level(nfc=True), sentencepiece])
+@given(text=st.text())
+def test_the_cheap_bound_never_exceeds_the_count(family: type[Tokenizer], text: str) -> None:
+    tokenizer = family()
+    assert tokenizer.min_tokens(text) <= len(ids_of(text, tokenizer))
+
+
+def test_the_cheap_bound_refuses_a_long_text() -> None:
+    assert byte_level().min_tokens("x" * 100_000) > 1_000
+
+
+def test_a_tokenizer_that_drops_text_has_no_bound() -> None:
+    backend = tokenizers.Tokenizer.from_str(byte_level()._backend.to_str())
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel()])
+    assert Tokenizer(backend).min_tokens(" " * 10_000) == 0
+
+
+def test_a_decoder_that_cannot_stream_is_refused_by_name() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(UnsupportedModel, match="WordPiece"):
+        Tokenizer(backend)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadCheckpoint, match="is not a tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_named_tokens_are_read_in_both_spellings(tmp_path: Path) -> None:
+    byte_level()._backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": {"content": "<|bos|>", "special": True}, "eos_token": "<|end|>", "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer.load(tmp_path).named_tokens == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(BadCheckpoint, match="not valid JSON"):
+        Tokenizer.load(tmp_path)
