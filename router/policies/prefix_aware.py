@@ -9,13 +9,17 @@ from collections.abc import Sequence
 
 from router.policies.base import Candidate, RequestView, Score, score
 
+COMPUTING_WEIGHT = 2.0  # a token to be computed takes this request's time, and that of those queued behind it
 TRANSFER_SHARE = 0.1  # moving the KV of a token, against computing it
 REQUEST_TOKENS = 64.0  # what one more running sequence slows its neighbours down by, in tokens read meanwhile
 SHORTAGE_SHARE = 10.0  # a token without a free block waits for others to end, or evicts and recomputes them
 
 
 def reading(view: RequestView, candidates: Sequence[Candidate]) -> Sequence[Score]:
-    """What it takes until the prompt has been read: its uncached tokens, after those queued before it."""
+    """What it takes until the prompt has been read: its uncached tokens, after those queued before it.
+
+    Waiting for a sibling that is just being read is cheaper than reading the same prompt again elsewhere.
+    """
     fastest = max(candidate.prefill_tokens_per_s for candidate in candidates)
     scores = []
     for candidate in candidates:
@@ -23,7 +27,7 @@ def reading(view: RequestView, candidates: Sequence[Candidate]) -> Sequence[Scor
         scores.append(
             score(
                 candidate,
-                uncached=(view.num_tokens - candidate.num_cached_tokens) * slowness,
+                uncached=(view.num_tokens - candidate.num_cached_tokens) * COMPUTING_WEIGHT * slowness,
                 queue=candidate.queued_prefill_tokens * slowness,
             )
         )

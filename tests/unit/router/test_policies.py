@@ -96,7 +96,7 @@ def test_power_of_two_avoids_the_most_loaded_and_spreads_over_the_rest() -> None
     [
         ("the longest prefix wins", [worker("p0", 320), worker("p1", 640), worker("d0")], ("p1", "d0")),
         ("unless its queue costs more",
-         [worker("p0"), worker("p1", 640, queued_prefill_tokens=700), worker("d0")], ("p0", "d0")),
+         [worker("p0"), worker("p1", 640, queued_prefill_tokens=1300), worker("d0")], ("p0", "d0")),
         ("a slow worker's prefix is worth less",
          [worker("p0", prefill_tokens_per_s=4000.0), worker("p1", 640, prefill_tokens_per_s=1000.0), worker("d0")],
          ("p0", "d0")),

@@ -1,0 +1,249 @@
+"""One connection to one worker: a multiplexed token stream for all requests, and control calls.
+
+    submit(a) ─┐                                        ┌─▶ Updates of a
+    submit(b) ─┼─▶ outbox ══ Stream ══▶ worker ══▶ run ─┼─▶ Updates of b
+    abort(c)  ─┘            (Hello first)               └─▶ receive(step): events and load, for the fleet
+
+Everything lives on one event loop; `submit`, `abort` and `lose` return at once. A connection that is lost stays lost:
+every open request is told, and the fleet makes a new client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from protos import worker_pb2, worker_pb2_grpc
+from protos.errors import BatonError, DeadlineExceeded, Unavailable, WorkerLost
+from protos.status import error_of
+from protos.values import (
+    FinishReason,
+    GenerateRequest,
+    Health,
+    Hello,
+    ReserveRequest,
+    SequenceUpdate,
+    StepMessage,
+    Ticket,
+    WorkerInfo,
+    WorkerStats,
+)
+from protos.wire import from_proto, raised, to_proto
+
+Value = TypeVar("Value")
+
+MAX_MESSAGE_BYTES = 64 * 2**20  # a prompt of a million tokens is 4 MB; a snapshot of a million blocks is 16 MB
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that is gone without a word, or stopped, is noticed after two seconds.
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A new client connects afresh: it inherits no back-off from a lost one. When to try again is the fleet's business.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class Updates:
+    """What one worker says about one request, in order. Raises what the worker, or its loss, ended it with."""
+
+    def __init__(self) -> None:
+        self._waiting: asyncio.Queue[SequenceUpdate | BatonError] = asyncio.Queue()
+        self._over = False
+        self._heir: Updates | None = None
+
+    def put(self, update: SequenceUpdate) -> None:
+        if update.finish_reason is not FinishReason.ERROR:
+            self._waiting.put_nowait(update)
+        elif update.error is None:
+            self.fail(WorkerLost(f"request {update.request_id} failed without a reason"))
+        else:
+            self.fail(raised(update.error))
+
+    def fail(self, error: BatonError) -> None:
+        if self._heir is not None:
+            self._heir.fail(error)
+        else:
+            self._waiting.put_nowait(error)
+
+    def bequeath(self, heir: Updates) -> None:
+        """Failures from here on, and one that waits to be read, concern `heir`: its work needs this worker still."""
+        self._heir = heir
+        while not self._waiting.empty():
+            item = self._waiting.get_nowait()
+            if isinstance(item, BatonError):
+                heir.fail(item)
+
+    def __aiter__(self) -> Updates:
+        return self
+
+    async def __anext__(self) -> SequenceUpdate:
+        if self._over:
+            raise StopAsyncIteration
+        item = await self._waiting.get()
+        if isinstance(item, BatonError):
+            self._over = True
+            raise item
+        self._over = item.finish_reason is not None
+        return item
+
+
+class WorkerClient:
+    """Talks to the worker at `address` (host:port). Control calls raise the worker's typed error, or WorkerLost."""
+
+    def __init__(self, address: str, *, connect_timeout_s: float, control_timeout_s: float) -> None:
+        self.address = address
+        self._connect_timeout_s = connect_timeout_s
+        self._control_timeout_s = control_timeout_s
+        self._channel = grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+        self._stub: Any = worker_pb2_grpc.WorkerStub(self._channel)
+        self._outbox: asyncio.Queue[worker_pb2.ToWorker] = asyncio.Queue()
+        self._open: dict[str, Updates] = {}
+        self._late: set[asyncio.Task[Ticket]] = set()
+        self._stream: Any = None
+        self._lost: WorkerLost | None = None
+
+    async def describe(self) -> WorkerInfo:
+        """The handshake: who answers at this address."""
+        reply = await self._call(self._stub.Describe, worker_pb2.DescribeRequest(), self._connect_timeout_s)
+        return from_proto(WorkerInfo, reply)
+
+    async def run(self, hello: Hello, receive: Callable[[StepMessage], None]) -> NoReturn:
+        """Holds the token stream until it is lost, then raises WorkerLost. `receive` gets each message after its
+        updates have been handed out."""
+        self.greet(hello)
+        self._stream = self._stub.Stream(self._outgoing())
+        error: BatonError = WorkerLost(f"the worker at {self.address} ended its stream")
+        try:
+            async for message in self._stream:
+                step = from_proto(StepMessage, message)
+                self._hand_out(step)
+                receive(step)
+        except grpc.RpcError as failed:
+            error = self._typed(failed)
+        except asyncio.CancelledError:
+            if self._lost is None:
+                error = WorkerLost(f"the connection to the worker at {self.address} was closed")
+                raise
+        finally:
+            self.lose(WorkerLost(error.message))
+        assert self._lost is not None
+        raise self._lost
+
+    @property
+    def lost(self) -> bool:
+        return self._lost is not None
+
+    # -- the token path ------------------------------------------------------------------------------------------------
+
+    def greet(self, hello: Hello) -> None:
+        """Says which KV events are wanted next: first of all, and again when some are missing."""
+        self._outbox.put_nowait(worker_pb2.ToWorker(hello=to_proto(hello)))
+
+    def submit(self, request: GenerateRequest) -> Updates:
+        """Hands over a request. `release` or `abort` it when its updates are no longer of interest."""
+        updates = Updates()
+        if self._lost is not None:
+            updates.fail(WorkerLost(self._lost.message))
+            return updates
+        self._open[request.request_id] = updates
+        self._outbox.put_nowait(worker_pb2.ToWorker(submit=to_proto(request)))
+        return updates
+
+    def release(self, request_id: str) -> None:
+        """Stops listening to a request that needs nothing more."""
+        self._open.pop(request_id, None)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and its reservation on the worker, whatever their state. No error if there are none."""
+        self.release(request_id)
+        if self._lost is None:
+            self._outbox.put_nowait(worker_pb2.ToWorker(abort=worker_pb2.AbortRequest(request_ids=[request_id])))
+
+    def lose(self, error: WorkerLost) -> None:
+        """Gives the connection up: every open request fails with this error at once."""
+        if self._lost is not None:
+            return
+        self._lost = error
+        for updates in self._open.values():
+            updates.fail(WorkerLost(error.message))
+        self._open.clear()
+        if self._stream is not None:
+            self._stream.cancel()
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    async def reserve(self, request: ReserveRequest) -> Ticket:
+        """Blocks for one request. Cancelled while under way, it gives the blocks back as soon as they are known."""
+        call = asyncio.create_task(self._call(self._stub.Reserve, to_proto(request), self._control_timeout_s))
+        try:
+            return from_proto(Ticket, await asyncio.shield(call))
+        except asyncio.CancelledError:
+            self._late.add(call)
+            call.add_done_callback(lambda late: self._give_back(request.request_id, late))
+            raise
+
+    async def drain(self) -> int:
+        """No new work from now on; how many requests still run."""
+        reply = await self._call(self._stub.Drain, worker_pb2.DrainRequest(), self._control_timeout_s)
+        return int(reply.num_running)
+
+    async def stats(self) -> WorkerStats:
+        reply = await self._call(self._stub.Stats, worker_pb2.StatsRequest(), self._control_timeout_s)
+        return from_proto(WorkerStats, reply)
+
+    async def health(self) -> Health:
+        reply = await self._call(self._stub.Health, worker_pb2.HealthRequest(), self._control_timeout_s)
+        return from_proto(Health, reply)
+
+    async def close(self) -> None:
+        self.lose(WorkerLost(f"the connection to the worker at {self.address} was closed"))
+        await self._channel.close(None)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _give_back(self, request_id: str, late: asyncio.Task[Ticket]) -> None:
+        self._late.discard(late)
+        if late.cancelled() or late.exception() is not None:
+            return
+        self.abort(request_id)
+
+    async def _outgoing(self) -> AsyncIterator[worker_pb2.ToWorker]:
+        while True:
+            yield await self._outbox.get()
+
+    def _hand_out(self, step: StepMessage) -> None:
+        for update in step.updates:
+            updates = self._open.get(update.request_id)
+            if updates is None:
+                continue  # aborted meanwhile
+            updates.put(update)
+            if update.finish_reason not in (None, FinishReason.PREFILLED):
+                del self._open[update.request_id]
+
+    async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.RpcError as failed:
+            raise self._typed(failed) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._lost is None or (task is not None and task.cancelling()):
+                raise
+            raise WorkerLost(self._lost.message) from None  # closing a channel cancels its calls, not their callers
+
+    def _typed(self, failed: grpc.RpcError) -> BatonError:
+        error = error_of(failed)
+        if isinstance(error, DeadlineExceeded):
+            return WorkerLost(f"the worker at {self.address} did not answer in time")
+        if type(error) is Unavailable:
+            return WorkerLost(f"the worker at {self.address} cannot be reached: {error.message}")
+        return error

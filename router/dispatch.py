@@ -1,0 +1,245 @@
+"""The life of a job, from its token ids to its last token, whatever happens to workers meanwhile.
+
+    hash blocks ─▶ match ─▶ decide ─┬─ alone ───────▶ submit to d ──────────────────────────────▶ tokens of d
+        ▲                           │
+        │                           └─ handed over ─▶ d: reserve ─▶ ticket
+        │                                             p: submit(ticket) ─▶ first token ─────────▶ token of p
+        │                                             d: submit(ticket, first token) ───────────▶ tokens of d
+        │                                                 KV travels p ══▶ d meanwhile
+        └── worker lost, KV lost, draining: prompt + emitted tokens go to another pair; the client sees a pause
+            no worker, or no room: wait for the fleet to change, for `max_queue_s` at most
+
+Whoever stops listening, for whatever reason, aborts on both workers (`finally`). A reservation under way when the
+client leaves is given back as soon as it is known (`WorkerClient.reserve`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+
+from protos.errors import BatonError, Internal, NoWorkers, Overloaded, WorkerDraining, WorkerLost
+from protos.values import FinishReason, ReserveRequest, SequenceUpdate
+from router.client import Updates
+from router.config import RouterConfig
+from router.fleet import Fleet
+from router.generation import Job, TokenDelta
+from router.journal import Journal
+from router.member import Member
+from router.policies.base import Decision, Policy, RequestView
+from router.policies.limits import avoiding
+from router.policies.pair import decodes
+
+log = logging.getLogger("baton.router")
+
+MAX_DECISIONS_OF_A_JOB = 16
+RETRY_AFTER_S = 1.0  # what a client is told when the worker did not say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One try of a job on one worker or one pair. `prefill` is None where `decode` works alone."""
+
+    request_id: str
+    generation: int
+    prefill: Member | None
+    decode: Member
+
+    @property
+    def reader(self) -> Member:
+        return self.prefill or self.decode
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        return tuple(member.worker_id for member in (self.prefill, self.decode) if member is not None)
+
+
+class Dispatcher:
+    """Runs jobs on a fleet: the router's `Generate`. Lives on one event loop, whose clock it uses.
+
+    `num_cached_tokens` of a job is what the worker that read its prompt found in its own cache: every other token of
+    the prompt was computed. What the decode worker had cached as well saved a transfer, not a computation.
+    """
+
+    def __init__(self, *, fleet: Fleet, policy: Policy, config: RouterConfig) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._config = config
+        self._num_decided = 0
+        self._decisions: OrderedDict[str, deque[Decision]] = OrderedDict()
+        self._line = asyncio.Lock()
+        self.num_resumed = 0
+
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+        """Deltas of one job. Raises BatonError when it cannot be run, or not to its end."""
+        journal = Journal(job, now=_now())
+        while True:
+            attempt: Attempt | None = None
+            try:
+                attempt = self._decide(journal)
+                async with aclosing(self._run(journal, attempt)) as updates:
+                    async for update in updates:
+                        first = not journal.output_ids
+                        delta = journal.take(update)
+                        if first and delta.token_ids:
+                            self._fleet.count_read(attempt.reader, len(job.prompt_ids), delta.num_cached_tokens)
+                        yield delta
+                        if delta.finish_reason is not None:
+                            return
+                raise Internal(f"{attempt.request_id} ended without a reason on {', '.join(attempt.worker_ids)}")
+            except BatonError as error:
+                await self._recover(error, journal, attempt)
+
+    def decision(self, request_id: str) -> tuple[Decision, ...]:
+        """The decisions made for a job, oldest first; empty when it is unknown or too long ago."""
+        return tuple(self._decisions.get(request_id, ()))
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    def _decide(self, journal: Journal) -> Attempt:
+        """Raises NoWorkers. The load the decision brings to its workers counts from now on."""
+        fleet, job = self._fleet, journal.job
+        block_size = fleet.block_size or 1
+        num_tokens = len(job.prompt_ids) + len(journal.output_ids)
+        hashes = journal.hashes(block_size)
+        candidates = fleet.candidates(fleet.index.match(hashes, now=_now()), num_tokens)
+        if not any(decodes(candidate) for candidate in candidates):
+            raise NoWorkers("no decode worker is ready")
+        view = RequestView(
+            request_id=job.request_id, num_tokens=num_tokens, block_size=block_size, num_decided=self._num_decided
+        )
+        decision = avoiding(self._policy, journal.failed | journal.full)(view, candidates)
+        self._num_decided += 1
+        self._keep(job.request_id, decision)
+        request_id, generation = journal.next_attempt()
+        attempt = Attempt(
+            request_id=request_id,
+            generation=generation,
+            prefill=fleet.member(decision.prefill) if decision.prefill is not None else None,
+            decode=fleet.member(decision.decode),
+        )
+        cached = {candidate.worker_id: candidate.num_cached_tokens for candidate in candidates}
+        attempt.decode.route(request_id, 0)
+        attempt.reader.route(request_id, num_tokens - cached[attempt.reader.worker_id])
+        # The decode worker of a pair is not expected to hold anything yet: a sibling would stay there as a short
+        # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
+        fleet.index.expect(attempt.reader.worker_id, hashes, until=_now() + self._config.sibling_s)
+        return attempt
+
+    def _keep(self, request_id: str, decision: Decision) -> None:
+        self._decisions.setdefault(request_id, deque(maxlen=MAX_DECISIONS_OF_A_JOB)).append(decision)
+        while len(self._decisions) > self._config.num_decisions:
+            self._decisions.popitem(last=False)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def _run(self, journal: Journal, attempt: Attempt) -> AsyncGenerator[SequenceUpdate, None]:
+        """What the attempt's workers say, as one sequence of updates."""
+        if attempt.prefill is None:
+            return self._alone(journal, attempt, attempt.decode)
+        return self._handed_over(journal, attempt, attempt.prefill, attempt.decode)
+
+    async def _alone(self, journal: Journal, attempt: Attempt, worker: Member) -> AsyncGenerator[SequenceUpdate, None]:
+        """One worker reads the prompt and writes the answer."""
+        request_id = attempt.request_id
+        finished = False
+        try:
+            journal.read_since_s = _now()
+            async for update in worker.submit(journal.request(request_id)):
+                finished = update.finish_reason is not None
+                yield update
+        finally:
+            (worker.release if finished else worker.abort)(request_id)
+
+    async def _handed_over(
+        self, journal: Journal, attempt: Attempt, prefill: Member, decode: Member
+    ) -> AsyncGenerator[SequenceUpdate, None]:
+        """Prefill reads the prompt and makes the first token, decode the rest, with the KV that prefill pushes."""
+        request_id = attempt.request_id
+        answer: Updates | None = None
+        finished = False
+        try:
+            ticket = await decode.reserve(_reservation(journal, attempt, prefill, self._config.ticket_lease_s))
+            journal.read_since_s = _now()
+            reading = prefill.submit(journal.request(request_id, ticket=ticket))
+            async for update in reading:
+                if update.finish_reason is FinishReason.PREFILLED:
+                    answer = decode.submit(journal.request(request_id, ticket=ticket, more=update.token_ids))
+                    reading.bequeath(answer)  # until KV has arrived, the loss of prefill is decode's as well
+                else:
+                    finished = update.finish_reason is not None
+                yield update
+            if answer is None:
+                return  # the first token was the last: `finally` gives the reservation back
+            async for update in answer:
+                prefill.release(request_id)
+                finished = update.finish_reason is not None
+                yield update
+        finally:
+            (prefill.release if finished else prefill.abort)(request_id)
+            (decode.release if finished and answer is not None else decode.abort)(request_id)
+
+    # -- recovering ----------------------------------------------------------------------------------------------------
+
+    async def _recover(self, error: BatonError, journal: Journal, attempt: Attempt | None) -> None:
+        """Returns when the job is worth another attempt, after waiting for what was missing. Else raises `error`."""
+        now, config = _now(), self._config
+        if journal.blocked_since_s is None:
+            journal.blocked_since_s = now
+        deadline = journal.blocked_since_s + config.max_queue_s
+        waits = isinstance(error, NoWorkers | Overloaded | WorkerDraining)
+        if not waits and not error.retryable:
+            raise error
+        journal.num_failures += 0 if waits else 1
+        if now >= deadline or journal.num_failures >= config.max_attempts:
+            error.retry_after_s = error.retry_after_s or RETRY_AFTER_S
+            raise error
+        if attempt is None:
+            await self._fleet.wait(until=deadline)
+            return
+        log.info("%s goes on elsewhere, after %d tokens: %s", attempt.request_id, len(journal.output_ids), error)
+        if isinstance(error, Overloaded):
+            await self._wait_for_room(journal, attempt, deadline)
+            return
+        journal.failed.update(attempt.worker_ids)
+        if isinstance(error, WorkerDraining):
+            await self._fleet.wait(until=min(deadline, now + config.retry_pause_s))
+            return
+        self.num_resumed += 1
+        if journal.num_failures > 1:  # the first time, others are there to try
+            await asyncio.sleep(config.retry_pause_s * 2 ** (journal.num_failures - 2))
+
+    async def _wait_for_room(self, journal: Journal, attempt: Attempt, deadline: float) -> None:
+        """Returns at once while there are decode workers that have not refused yet; else jobs wait in line, and each
+        change of a load lets one of them ask again, so that a full pool is not drowned in questions."""
+        journal.full.update(attempt.worker_ids)
+        candidates = self._fleet.candidates({}, 1)
+        if any(decodes(candidate) and candidate.worker_id not in journal.full for candidate in candidates):
+            return
+        journal.full.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline), self._line:
+                await self._fleet.wait(until=min(deadline, _now() + self._config.retry_pause_s))
+
+
+def _reservation(journal: Journal, attempt: Attempt, prefill: Member, lease_s: float) -> ReserveRequest:
+    """Asks for blocks for all that prefill will read: after a failure that is the prompt and what was emitted."""
+    if prefill.info is None:
+        raise WorkerLost(f"worker {prefill.worker_id} was never met")
+    return ReserveRequest(
+        request_id=attempt.request_id,
+        prompt_ids=journal.token_ids,
+        cache_salt=journal.job.cache_salt,
+        generation=attempt.generation,
+        lease_s=lease_s,
+        source=prefill.info.lane,
+        source_layout=prefill.info.layout,
+    )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,253 @@
+"""All workers the router knows: met, kept in touch with, offered to policies, and met again after every loss.
+
+    join(address) ─▶ describe ─▶ compatible? ─▶ healthy? ─▶ stream: Hello ─▶ first load: READY
+                        ▲                                                       │
+                        └─────────── pause, doubling ◀── stream lost, no progress, ...
+
+How workers become known is not decided here: the cluster calls `join` and `leave`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from protos.errors import BatonError, IncompatibleWorkers, WorkerLost
+from protos.values import StepMessage, WorkerInfo, WorkerRole, WorkerStats
+from router.client import WorkerClient
+from router.config import RouterConfig
+from router.member import Member, WorkerState, WorkerStatus
+from router.policies.base import Candidate
+from router.prefix.feed import Feed
+from router.prefix.index import PrefixIndex
+
+log = logging.getLogger("baton.router")
+
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 2.0
+
+
+@dataclass(slots=True)
+class PoolTotals:
+    """What a pool's workers, also those that have left, have done since the router's start. Only ever grows."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    transfer_bytes: int = 0
+    transfer_s: float = 0.0
+    num_losses: int = 0
+
+
+class Fleet:
+    """Lives on one event loop. `totals` are by pool; `num_faults` counts sessions that ended in a bug of ours."""
+
+    def __init__(self, *, index: PrefixIndex, config: RouterConfig, gateway_id: str) -> None:
+        self.index = index
+        self._config = config
+        self._feed = Feed(index, gateway_id=gateway_id)
+        self._members: dict[str, Member] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._again: dict[str, asyncio.Event] = {}
+        self._turn = asyncio.Event()
+        self.totals = {role: PoolTotals() for role in WorkerRole}
+        self.num_faults = 0
+
+    # -- who belongs ---------------------------------------------------------------------------------------------------
+
+    def join(self, address: str, *, worker_id: str) -> None:
+        """A worker lives at this address. Known already: it is tried again at once, at its new address if it moved."""
+        member = self._members.get(worker_id)
+        if member is None:
+            member = self._members[worker_id] = Member(worker_id, address)
+            again = self._again[worker_id] = asyncio.Event()
+            self._keepers[worker_id] = asyncio.create_task(self._keep(member, again), name=f"keep {worker_id}")
+        elif member.address != address:
+            member.address = address
+            if member.client is not None:
+                member.client.lose(WorkerLost(f"worker {worker_id} has moved to {address}"))
+        self._again[worker_id].set()
+
+    async def leave(self, worker_id: str) -> None:
+        """A worker is no more: what runs on it fails with WorkerLost, and goes on elsewhere. An unknown one is fine."""
+        if worker_id not in self._members:
+            return
+        del self._members[worker_id], self._again[worker_id]
+        self._feed.drop(worker_id)
+        self._changed()
+        keeper = self._keepers.pop(worker_id)
+        keeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeper
+
+    async def close(self) -> None:
+        for worker_id in tuple(self._members):
+            await self.leave(worker_id)
+
+    # -- what is offered -----------------------------------------------------------------------------------------------
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens in a block, the same for all workers that can be routed to; None while nobody was met."""
+        reference = self._reference()
+        return reference.layout.block_size if reference is not None else None
+
+    def member(self, worker_id: str) -> Member:
+        """Raises WorkerLost for one that has left."""
+        if worker_id not in self._members:
+            raise WorkerLost(f"worker {worker_id} has left")
+        return self._members[worker_id]
+
+    def candidates(self, matched: Mapping[str, int], num_tokens: int) -> list[Candidate]:
+        """Workers that take new work. `matched` is an index's answer for a sequence of `num_tokens` tokens, of which
+        the last must always be computed."""
+        block_size = self.block_size or 1
+        return [
+            member.candidate(min(matched.get(member.worker_id, 0) * block_size, num_tokens - 1))
+            for member in self._members.values()
+            if member.takes_work
+        ]
+
+    def ready(self) -> bool:
+        """Would a request be served?"""
+        return any(member.takes_work and member.role is not WorkerRole.PREFILL for member in self._members.values())
+
+    async def wait(self, *, until: float) -> None:
+        """Returns when a worker's state or load has changed, at the latest at `until` by the loop's clock."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._turn.wait()
+
+    def status(self) -> tuple[WorkerStatus, ...]:
+        return tuple(member.status(self.index.num_blocks(member.worker_id)) for member in self._members.values())
+
+    async def stats(self, worker_id: str) -> WorkerStats:
+        """Tickets and lanes, asked of the worker itself. Raises WorkerLost."""
+        return await self.member(worker_id).connection().stats()
+
+    def count_read(self, reader: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A prompt has been read: so much of it came from the reader's cache."""
+        if reader.role is not None:
+            self.totals[reader.role].num_prompt_tokens += num_prompt_tokens
+            self.totals[reader.role].num_cached_tokens += num_cached_tokens
+
+    # -- keeping in touch ----------------------------------------------------------------------------------------------
+
+    async def _keep(self, member: Member, again: asyncio.Event) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            again.clear()
+            try:
+                await self._session(member)
+            except IncompatibleWorkers as error:
+                self._enter(member, WorkerState.INCOMPATIBLE, error.message)
+            except BatonError as error:
+                if member.role is not None and member.state in (WorkerState.READY, WorkerState.DRAINING):
+                    self.totals[member.role].num_losses += 1
+                    pause_s = FIRST_PAUSE_S
+                self._enter(member, WorkerState.LOST, error.message)
+            except Exception as error:  # one worker's nonsense must not end the others' fleet
+                log.exception("worker %s: its session failed for a reason of our own", member.worker_id)
+                self.num_faults += 1
+                self._enter(member, WorkerState.LOST, f"{type(error).__name__}: {error}")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await again.wait()
+            pause_s = FIRST_PAUSE_S if again.is_set() else min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _session(self, member: Member) -> None:
+        """One connection, from its handshake to its loss. Raises the BatonError that ended it."""
+        config = self._config
+        client = WorkerClient(
+            member.address, connect_timeout_s=config.connect_timeout_s, control_timeout_s=config.control_timeout_s
+        )
+        watch: asyncio.Task[None] | None = None
+        try:
+            info = await client.describe()
+            self._admit(member, info)
+            member.met(info, client)
+            await _check(client, member.worker_id)
+            watch = asyncio.create_task(self._watch(member, client))
+            hello = self._feed.hello(member.worker_id, info.incarnation)
+            await client.run(hello, lambda step: self._receive(member, client, step))
+        finally:
+            member.client = None
+            if watch is not None:
+                watch.cancel()
+            await client.close()
+
+    def _admit(self, member: Member, info: WorkerInfo) -> None:
+        """Raises IncompatibleWorkers when the worker cannot share requests with those that are here."""
+        if info.worker_id != member.worker_id:
+            raise IncompatibleWorkers(
+                f"{member.address} answers as {info.worker_id}, not as {member.worker_id}: "
+                "stop the worker that has taken its port"
+            )
+        reference = self._reference(besides=member)
+        if reference is None:
+            return
+        for name, theirs, ours in (
+            ("model", info.model, reference.model),
+            ("vocab_size", info.vocab_size, reference.vocab_size),
+            ("num_layers", info.layout.num_layers, reference.layout.num_layers),
+            ("num_kv_heads", info.layout.num_kv_heads, reference.layout.num_kv_heads),
+            ("head_dim", info.layout.head_dim, reference.layout.head_dim),
+            ("block_size", info.layout.block_size, reference.layout.block_size),
+            ("dtype", info.layout.dtype, reference.layout.dtype),
+        ):
+            if theirs != ours:
+                raise IncompatibleWorkers(
+                    f"worker {info.worker_id} has {name} {theirs}, but {reference.worker_id} has {ours}: "
+                    "start both with the same setting",
+                    param=name,
+                )
+
+    def _reference(self, besides: Member | None = None) -> WorkerInfo | None:
+        """Who newcomers are compared with: the first that is here."""
+        return next((m.info for m in self._members.values() if m.client is not None and m is not besides), None)
+
+    def _receive(self, member: Member, client: WorkerClient, step: StepMessage) -> None:
+        for events in step.events:
+            if (hello := self._feed.receive(member.worker_id, events)) is not None:
+                log.info("worker %s: events are missing, asking from %d on", member.worker_id, hello.next_seq)
+                client.greet(hello)
+        before = member.load
+        member.hear(step)
+        if step.load is None:
+            return
+        if member.role is not None:
+            totals = self.totals[member.role]
+            totals.transfer_bytes += max(0, step.load.transfer_bytes - before.transfer_bytes)
+            totals.transfer_s += max(0.0, step.load.transfer_s - before.transfer_s)
+        self._enter(member, WorkerState.DRAINING if step.load.draining else WorkerState.READY)
+        self._changed()
+
+    async def _watch(self, member: Member, client: WorkerClient) -> None:
+        """Health means progress: a worker that makes none is lost, although its connection stands."""
+        while True:
+            await asyncio.sleep(self._config.health_period_s)
+            try:
+                await _check(client, member.worker_id)
+            except BatonError as error:
+                client.lose(WorkerLost(error.message))
+                return
+
+    def _enter(self, member: Member, state: WorkerState, reason: str = "") -> None:
+        if member.enter(state, reason):
+            log.log(
+                logging.INFO if state in (WorkerState.READY, WorkerState.DRAINING) else logging.WARNING,
+                "worker %s at %s is %s%s", member.worker_id, member.address, state, f": {reason}" if reason else "",
+            )  # fmt: skip
+            self._changed()
+
+    def _changed(self) -> None:
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+
+async def _check(client: WorkerClient, worker_id: str) -> None:
+    health = await client.health()
+    if not health.healthy:
+        raise WorkerLost(f"worker {worker_id} makes no progress: {health.reason}")

@@ -1,0 +1,79 @@
+"""What the client of one job has already, so that any worker can go on from there and nothing is said twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvtransfer.hashing import chain_hashes
+from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate, Ticket
+from router.generation import Job, TokenDelta
+
+
+class Journal:
+    """`output_ids` have been emitted. `num_failures` and `blocked_since_s` (the loop's clock; None while tokens flow)
+    bound how long the job is tried; `failed` and `full` are workers to keep away from."""
+
+    def __init__(self, job: Job, *, now: float) -> None:
+        self.job = job
+        self.read_since_s = now  # when a worker was given the prompt
+        self._arrival_s = now
+        self.output_ids: list[int] = []
+        self.num_failures = 0
+        self.blocked_since_s: float | None = None
+        self.failed: set[str] = set()
+        self.full: set[str] = set()
+        self._num_attempts = 0
+        self._num_prompt_logprobs = 0  # emitted to the client
+        self._num_heard = 0  # of them, said by the present attempt
+        self._hashes: tuple[int, int, list[BlockHash]] = (0, 0, [])
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Everything that must be in a KV cache before the next token."""
+        return (*self.job.prompt_ids, *self.output_ids)
+
+    def hashes(self, block_size: int) -> list[BlockHash]:
+        """Of the full blocks of `token_ids`, under the tenant's salt."""
+        key = (block_size, len(self.output_ids))
+        if self._hashes[:2] != key:
+            self._hashes = (*key, chain_hashes(self.token_ids, block_size, salt=self.job.cache_salt))
+        return self._hashes[2]
+
+    def next_attempt(self) -> tuple[str, int]:
+        """(request id on the workers, generation). Attempts never share an id: what a worker still says, or still
+        moves, for an earlier one cannot be mistaken for the new one's."""
+        self._num_attempts += 1
+        self._num_heard = 0
+        return f"{self.job.request_id}.{self._num_attempts}", self._num_attempts
+
+    def request(self, request_id: str, *, ticket: Ticket | None = None, more: tuple[int, ...] = ()) -> GenerateRequest:
+        """The rest of the job, after what was emitted and `more`."""
+        job, output_ids = self.job, (*self.output_ids, *more)
+        return GenerateRequest(
+            request_id=request_id,
+            prompt_ids=job.prompt_ids,
+            output_ids=output_ids,
+            sampling=replace(job.sampling, prompt_logprobs=None) if output_ids else job.sampling,
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+            ticket=ticket,
+        )
+
+    def take(self, update: SequenceUpdate) -> TokenDelta:
+        """Notes what an update brings; the delta has what is new in it."""
+        first = not self.output_ids and bool(update.token_ids)
+        repeated = self._num_prompt_logprobs - self._num_heard
+        self._num_heard += len(update.prompt_logprobs)
+        self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._num_heard)
+        self.output_ids += update.token_ids
+        if update.token_ids:
+            self.blocked_since_s = None
+            self.full.clear()
+        return TokenDelta(
+            token_ids=update.token_ids,
+            logprobs=update.logprobs,
+            prompt_logprobs=update.prompt_logprobs[repeated:],
+            finish_reason=update.finish_reason if update.finish_reason is not FinishReason.PREFILLED else None,
+            num_cached_tokens=min(update.num_cached_tokens, len(self.job.prompt_ids)) if first else 0,
+            queue_s=self.read_since_s - self._arrival_s if first else 0.0,
+        )

@@ -1,0 +1,169 @@
+"""One worker as the fleet sees it: its state, its load, and what was routed to it that its load does not show yet.
+
+joining ──▶ ready ⇄ draining          ready: takes new work; draining: finishes what it has
+   ▲          │
+   └── lost ◀─┘   incompatible: answers, but cannot work with the rest; never routed to
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protos.errors import WorkerLost
+from protos.values import GenerateRequest, ReserveRequest, StepMessage, Ticket, WorkerInfo, WorkerLoad, WorkerRole
+from router.client import Updates, WorkerClient
+from router.policies.base import Candidate
+
+STEPS_TO_SHOW = 2  # a step that was running when a request arrived says nothing of it; the one after that does
+
+
+class WorkerState(StrEnum):
+    JOINING = "joining"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+    INCOMPATIBLE = "incompatible"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """What can be said about a worker. `reason` tells why it is lost, incompatible or still joining."""
+
+    worker_id: str
+    address: str
+    state: WorkerState
+    reason: str
+    info: WorkerInfo | None
+    load: WorkerLoad
+    num_routed: int
+    num_cached_blocks: int
+
+
+@dataclass(slots=True)
+class Routed:
+    """Work on its way to a worker. `since_step` is the worker's last known step when the worker was told."""
+
+    num_tokens: int
+    since_step: int | None = None
+
+
+class Member:
+    """Identity of a worker across its connections and lives. The fleet changes its state, the dispatcher adds work."""
+
+    def __init__(self, worker_id: str, address: str) -> None:
+        self.worker_id = worker_id
+        self.address = address
+        self.state = WorkerState.JOINING
+        self.reason = "not met yet"
+        self.info: WorkerInfo | None = None
+        self.load = WorkerLoad()
+        self.client: WorkerClient | None = None
+        self._routed: dict[str, Routed] = {}
+
+    @property
+    def role(self) -> WorkerRole | None:
+        """Known once the worker has answered."""
+        return self.info.role if self.info is not None else None
+
+    @property
+    def takes_work(self) -> bool:
+        return self.state is WorkerState.READY and self.client is not None and not self.client.lost
+
+    def connection(self) -> WorkerClient:
+        """Raises WorkerLost when there is none."""
+        if self.client is None:
+            raise WorkerLost(f"worker {self.worker_id} is {self.state}: {self.reason}")
+        return self.client
+
+    def met(self, info: WorkerInfo, client: WorkerClient) -> None:
+        """A handshake went well. A new life of the worker starts without load."""
+        if self.info is None or self.info.incarnation != info.incarnation:
+            self.load = WorkerLoad()
+        self.info, self.client = info, client
+
+    def enter(self, state: WorkerState, reason: str = "") -> bool:
+        """Whether anything changed."""
+        changed = (state, reason) != (self.state, self.reason)
+        self.state, self.reason = state, reason
+        return changed
+
+    # -- work under way ------------------------------------------------------------------------------------------------
+
+    def route(self, request_id: str, num_tokens: int) -> None:
+        """A decision sent a request here, with so many tokens to read. Counted until the worker's load shows it."""
+        self._routed[request_id] = Routed(num_tokens)
+
+    async def reserve(self, request: ReserveRequest) -> Ticket:
+        """Raises what the worker says, or WorkerLost."""
+        ticket = await self.connection().reserve(request)
+        self._told(request.request_id)
+        return ticket
+
+    def submit(self, request: GenerateRequest) -> Updates:
+        """Raises WorkerLost when there is no connection; one that is lost later fails the updates."""
+        updates = self.connection().submit(request)
+        self._told(request.request_id)
+        return updates
+
+    def release(self, request_id: str) -> None:
+        """Nothing more is expected from a request, and nothing has to be ended."""
+        self._routed.pop(request_id, None)
+        if self.client is not None:
+            self.client.release(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request here, whatever its state."""
+        self._routed.pop(request_id, None)
+        if self.client is not None:
+            self.client.abort(request_id)
+
+    def _told(self, request_id: str) -> None:
+        """The worker knows of the request now: its load will show it."""
+        if (routed := self._routed.get(request_id)) is not None:
+            routed.since_step = self.load.step
+
+    def hear(self, step: StepMessage) -> None:
+        """Takes a step's load, and forgets routed work that it shows."""
+        if self._routed:
+            for update in step.updates:
+                self._routed.pop(update.request_id, None)
+        if step.load is None:
+            return
+        self.load = step.load
+        shown = [
+            request_id
+            for request_id, routed in self._routed.items()
+            if routed.since_step is not None and step.load.step >= routed.since_step + STEPS_TO_SHOW
+        ]
+        for request_id in shown:
+            del self._routed[request_id]
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def candidate(self, num_cached_tokens: int) -> Candidate:
+        assert self.info is not None
+        load, routed = self.load, self._routed
+        return Candidate(
+            worker_id=self.worker_id,
+            role=self.info.role,
+            num_cached_tokens=num_cached_tokens,
+            num_requests=load.num_running + load.num_waiting + load.num_tickets + len(routed),
+            queued_prefill_tokens=load.queued_prefill_tokens + sum(work.num_tokens for work in routed.values()),
+            num_free_blocks=load.num_free_blocks,
+            num_blocks=load.num_blocks,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_step_s=load.decode_step_s,
+        )
+
+    def status(self, num_cached_blocks: int) -> WorkerStatus:
+        return WorkerStatus(
+            worker_id=self.worker_id,
+            address=self.address,
+            state=self.state,
+            reason=self.reason,
+            info=self.info,
+            load=self.load,
+            num_routed=len(self._routed),
+            num_cached_blocks=num_cached_blocks,
+        )

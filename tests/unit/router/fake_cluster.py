@@ -1,0 +1,79 @@
+"""A fleet of fake workers over real gRPC, met by a real dispatcher; and jobs to give it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from protos.values import SamplingParams, WorkerRole
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.generation import Job, TokenDelta
+from router.member import WorkerState
+from router.policies.registry import policy_of
+from router.prefix.memory import MemoryPrefixIndex
+from tests.unit.router.fake_worker import FakeWorker
+
+ROLES = {"p": WorkerRole.PREFILL, "d": WorkerRole.DECODE, "c": WorkerRole.COLOCATED}
+PROMPT = tuple(range(100, 130))
+
+
+class Cluster:
+    """`workers` by id; the first letter of an id says the role."""
+
+    def __init__(self, **settings: Any) -> None:
+        quick: dict[str, Any] = {"health_period_s": 60.0, "retry_pause_s": 0.01, "policy": "round_robin"}
+        self.config = RouterConfig(model_path=Path("m"), model_name="toy", **quick | settings)
+        self.workers: dict[str, FakeWorker] = {}
+        self.fleet = Fleet(index=MemoryPrefixIndex(), config=self.config, gateway_id="g0")
+        self.generate = Dispatcher(fleet=self.fleet, policy=policy_of(self.config), config=self.config)
+
+    def __getitem__(self, worker_id: str) -> FakeWorker:
+        return self.workers[worker_id]
+
+    async def add(self, *worker_ids: str, wait: bool = True, **info: Any) -> None:
+        for worker_id in worker_ids:
+            worker = FakeWorker(worker_id, ROLES[worker_id[0]], self.workers, **info)
+            await worker.start()
+            self.fleet.join(worker.address, worker_id=worker_id)
+        if wait:
+            for worker_id in worker_ids:
+                await self.until_state(worker_id, WorkerState.READY)
+
+    def state(self, worker_id: str) -> WorkerState:
+        return next(status.state for status in self.fleet.status() if status.worker_id == worker_id)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns once a change of the fleet has made the condition true."""
+        deadline = asyncio.get_running_loop().time() + 10
+        while not condition():
+            assert asyncio.get_running_loop().time() < deadline, self.fleet.status()
+            await self.fleet.wait(until=deadline)
+
+    async def until_state(self, worker_id: str, state: WorkerState) -> None:
+        await self.until(lambda: self.state(worker_id) is state)
+
+    async def close(self) -> None:
+        await self.fleet.close()
+        for worker in self.workers.values():
+            await worker.die()
+
+
+def job(request_id: str = "r", prompt_ids: tuple[int, ...] = PROMPT, max_tokens: int = 8, **sampling: Any) -> Job:
+    return Job(
+        request_id=request_id,
+        group_id=request_id,
+        prompt_ids=prompt_ids,
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+    )
+
+
+async def collect(cluster: Cluster, asked: Job) -> list[TokenDelta]:
+    return [delta async for delta in cluster.generate(asked)]
+
+
+def tokens(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]

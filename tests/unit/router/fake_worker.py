@@ -1,0 +1,328 @@
+"""A worker without an engine that speaks the real protocol over real gRPC, and can be told to misbehave.
+
+The token at index i of an output depends on the prompt and on i alone, so that any worker goes on where another ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from kvtransfer.hashing import chain_hashes
+from protos import worker_pb2, worker_pb2_grpc
+from protos.errors import BatonError, TransferFailed, WorkerDraining
+from protos.status import abort_with
+from protos.values import (
+    BlockStored,
+    FinishReason,
+    GenerateRequest,
+    Health,
+    Hello,
+    KVEvents,
+    KVLayout,
+    LaneAddress,
+    Logprobs,
+    ReserveRequest,
+    SequenceUpdate,
+    StepMessage,
+    Ticket,
+    TokenLogprob,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerRole,
+    WorkerStats,
+)
+from protos.wire import error_info, from_proto, to_proto
+
+BLOCK_SIZE = 4
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
+
+
+def token_at(prompt_ids: tuple[int, ...], index: int) -> int:
+    return (sum(prompt_ids) * 31 + index * 7) % 997
+
+
+def expected_tokens(prompt_ids: tuple[int, ...], count: int) -> list[int]:
+    return [token_at(prompt_ids, index) for index in range(count)]
+
+
+class Sequence:
+    """One submitted request: `ready` once its KV is there."""
+
+    def __init__(self, request: GenerateRequest, gateway: asyncio.Queue[StepMessage], *, ready: bool) -> None:
+        self.request = request
+        self.gateway = gateway
+        self.ready = ready
+        self.num_made = 0
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
+    """`peers` maps worker ids to workers, so that a fake prefill worker can push. What a test may set:
+
+    `pause_after` tokens of every request, no step is made until `go()`; `refuse` ends Reserve with an error and
+    `reserving` keeps it open; `loses_kv` makes pushes fail; `skips` drops the next message with events; `cached` is
+    what prompts find; `draining` and `healthy` are what they say.
+    """
+
+    def __init__(self, worker_id: str, role: WorkerRole, peers: dict[str, FakeWorker], /, **info: Any) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.peers = peers
+        peers[worker_id] = self
+        self.incarnation = 1
+        self.address = ""
+        self._info = info
+        self.pause_after: int | None = None
+        self.refuse: BatonError | None = None
+        self.reserving: asyncio.Event | None = None
+        self.loses_kv = False
+        self.skips = 0
+        self.cached = 0
+        self.draining = False
+        self.healthy = True
+        self.load = WorkerLoad(num_blocks=100, num_free_blocks=100)
+        self.submitted: list[GenerateRequest] = []
+        self.reserved: list[ReserveRequest] = []
+        self.aborted: list[str] = []
+        self.hellos: list[Hello] = []
+        self._fresh()
+
+    def _fresh(self) -> None:
+        """A new life: nothing runs, nothing is cached."""
+        self.running: dict[str, Sequence] = {}
+        self.tickets: dict[str, Ticket] = {}
+        self.arrived: set[str] = set()
+        self.blocks: dict[bytes, None] = {}
+        self.next_seq = 0
+        self._events: list[BlockStored] = []
+        self._gateways: list[asyncio.Queue[StepMessage]] = []
+        self.failed: tuple[str, Any] = ("", None)
+        self._work = asyncio.Event()
+        self._turn = asyncio.Event()
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self, port: int = 0) -> None:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{bound}"
+        await self._server.start()
+        self._engine = asyncio.create_task(self._steps())
+
+    async def die(self) -> None:
+        self._engine.cancel()
+        await self._server.stop(None)
+
+    async def restart(self) -> None:
+        """The same worker at the same address, in its next life."""
+        self.incarnation += 1
+        self._fresh()
+        await self.start(int(self.address.rpartition(":")[2]))
+
+    def go(self) -> None:
+        self.pause_after = None
+        self._work.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns once something that happened to this worker has made the condition true."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await self._turn.wait()
+
+    def _happened(self) -> None:
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+    # -- the engine ----------------------------------------------------------------------------------------------------
+
+    async def _steps(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while updates := [made for sequence in list(self.running.values()) if (made := self._make(sequence))]:
+                self.say(updates)
+                await asyncio.sleep(0)
+
+    def _make(self, sequence: Sequence) -> tuple[Sequence, SequenceUpdate] | None:
+        request = sequence.request
+        if not sequence.ready or sequence.num_made == self.pause_after:
+            return None
+        index = len(request.output_ids) + sequence.num_made
+        token = token_at(request.prompt_ids, index)
+        first = sequence.num_made == 0
+        sequence.num_made += 1
+        reason = None
+        if token in request.sampling.stop_token_ids:
+            reason = FinishReason.STOP
+        elif index + 1 >= request.sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        elif self.role is WorkerRole.PREFILL:
+            reason = FinishReason.PREFILLED
+        if first:
+            self._store(request)
+        if reason is not None:
+            del self.running[request.request_id]
+        if reason is FinishReason.PREFILLED:
+            self._push(request)
+        asked = request.sampling.prompt_logprobs is not None and first
+        return sequence, SequenceUpdate(
+            request_id=request.request_id,
+            token_ids=(token,),
+            logprobs=(logprob(token),) if request.sampling.logprobs is not None else (),
+            prompt_logprobs=tuple(logprob(token) for token in request.prompt_ids[1:]) if asked else (),
+            finish_reason=reason,
+            num_cached_tokens=self.cached if first else 0,
+        )
+
+    def _store(self, request: GenerateRequest) -> None:
+        known = (*request.prompt_ids, *request.output_ids)
+        for block in chain_hashes(known, BLOCK_SIZE, salt=request.cache_salt):
+            if block not in self.blocks:
+                self.blocks[block] = None
+                self._events.append(BlockStored(hashes=(block,)))
+
+    def _push(self, request: GenerateRequest) -> None:
+        assert request.ticket is not None
+        writer = self.peers[request.ticket.destination.worker_id]
+        assert request.ticket.ticket_id in writer.tickets, "KV is pushed into a reservation that is not there"
+        if self.loses_kv:
+            lost = error_info(TransferFailed("the lane is gone"))
+            writer.fail(request.request_id, lost)
+        else:
+            writer.arrived.add(request.ticket.ticket_id)
+            writer.adopt(request.request_id)
+
+    def adopt(self, request_id: str) -> None:
+        """The KV of a submitted request is there: it may run."""
+        sequence = self.running.get(request_id)
+        ticket = sequence.request.ticket if sequence is not None else None
+        if sequence is not None and not sequence.ready and ticket is not None and ticket.ticket_id in self.arrived:
+            del self.tickets[ticket.ticket_id]
+            sequence.ready = True
+        self._work.set()
+
+    def fail(self, request_id: str, error: Any) -> None:
+        """A request has failed here, or will as soon as it is submitted."""
+        if (sequence := self.running.pop(request_id, None)) is None:
+            self.failed = (request_id, error)
+            return
+        update = SequenceUpdate(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)
+        self.say([(sequence, update)])
+
+    def say(self, updates: list[tuple[Sequence, SequenceUpdate]] | None = None) -> None:
+        """One step's message to each gateway."""
+        self.load = replace(
+            self.load,
+            step=self.load.step + 1,
+            num_running=len(self.running),
+            num_tickets=len(self.tickets),
+            draining=self.draining,
+        )
+        events = KVEvents(incarnation=self.incarnation, first_seq=self.next_seq, events=tuple(self._events))
+        self.next_seq += len(self._events)
+        self._events = []
+        if self.skips and events.events:
+            self.skips -= 1
+            events = replace(events, first_seq=self.next_seq, events=())
+        for gateway in self._gateways:
+            own = tuple(update for sequence, update in updates or () if sequence.gateway is gateway)
+            gateway.put_nowait(StepMessage(updates=own, events=(events,), load=self.load))
+        self._happened()
+
+    # -- the service ---------------------------------------------------------------------------------------------------
+
+    def info(self) -> WorkerInfo:
+        host, _, port = self.address.rpartition(":")
+        lane = LaneAddress(worker_id=self.worker_id, incarnation=self.incarnation, host=host, port=int(port))
+        named: dict[str, Any] = {
+            "worker_id": self.worker_id, "incarnation": self.incarnation, "role": self.role, "model": "toy",
+            "address": self.address, "layout": LAYOUT, "lane": lane, "max_model_len": 4096, "vocab_size": 1000,
+        }  # fmt: skip
+        return WorkerInfo(**named | self._info)
+
+    async def Describe(self, request: Any, context: Any) -> Any:
+        return to_proto(self.info())
+
+    async def Stream(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        gateway: asyncio.Queue[StepMessage] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(messages, gateway))
+        try:
+            while True:
+                yield to_proto(await gateway.get())
+        finally:
+            reader.cancel()
+            if gateway in self._gateways:
+                self._gateways.remove(gateway)
+
+    async def _read(self, messages: AsyncIterator[Any], gateway: asyncio.Queue[StepMessage]) -> None:
+        async for message in messages:
+            kind = message.WhichOneof("message")
+            if kind == "hello":
+                self._greet(from_proto(Hello, message.hello), gateway)
+            elif kind == "submit":
+                self._submit(from_proto(GenerateRequest, message.submit), gateway)
+            else:
+                for request_id in message.abort.request_ids:
+                    self.aborted.append(request_id)
+                    self.running.pop(request_id, None)
+                    self.tickets.pop(f"{self.worker_id}/{request_id}", None)
+            self._happened()
+
+    def _greet(self, hello: Hello, gateway: asyncio.Queue[StepMessage]) -> None:
+        self.hellos.append(hello)
+        stored = (BlockStored(hashes=tuple(self.blocks)),) if self.blocks else ()
+        snapshot = KVEvents(incarnation=self.incarnation, first_seq=self.next_seq, events=stored, snapshot=True)
+        gateway.put_nowait(StepMessage(events=(snapshot,), load=self.load))
+        if gateway not in self._gateways:
+            self._gateways.append(gateway)
+
+    def _submit(self, request: GenerateRequest, gateway: asyncio.Queue[StepMessage]) -> None:
+        self.submitted.append(request)
+        sequence = Sequence(request, gateway, ready=request.ticket is None or self.role is WorkerRole.PREFILL)
+        if self.draining:
+            refused = error_info(WorkerDraining(f"worker {self.worker_id} is draining"))
+            update = SequenceUpdate(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=refused)
+            self.say([(sequence, update)])
+            return
+        self.running[request.request_id] = sequence
+        if self.failed[0] == request.request_id:
+            self.fail(*self.failed)
+        self.adopt(request.request_id)
+
+    async def Reserve(self, request: Any, context: Any) -> Any:
+        asked = from_proto(ReserveRequest, request)
+        self.reserved.append(asked)
+        self._happened()
+        if self.reserving is not None:
+            await self.reserving.wait()
+        if self.refuse is not None:
+            await abort_with(context, self.refuse)
+        ticket = Ticket(
+            ticket_id=f"{self.worker_id}/{asked.request_id}", generation=asked.generation, lease_s=asked.lease_s,
+            block_ids=(1,), num_cached_tokens=0, layout=LAYOUT, destination=self.info().lane,
+        )  # fmt: skip
+        self.tickets[ticket.ticket_id] = ticket
+        return to_proto(ticket)
+
+    async def Abort(self, request: Any, context: Any) -> Any:
+        return worker_pb2.AbortReply()
+
+    async def Drain(self, request: Any, context: Any) -> Any:
+        self.draining = True
+        self.say()
+        return worker_pb2.DrainReply(num_running=len(self.running))
+
+    async def Stats(self, request: Any, context: Any) -> Any:
+        return to_proto(WorkerStats(info=self.info(), load=self.load))
+
+    async def Health(self, request: Any, context: Any) -> Any:
+        return to_proto(Health(healthy=self.healthy, reason="" if self.healthy else "no step finished for 60 s"))
+
+
+def logprob(token: int) -> Logprobs:
+    return Logprobs(chosen=TokenLogprob(token_id=token, logprob=-token / 1024))

@@ -1,0 +1,153 @@
+"""Whatever dies, the client sees a pause: every token once, in order, with its logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from protos.errors import Overloaded, TransferFailed, WorkerLost
+from router.member import WorkerState
+from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
+from tests.unit.router.fake_worker import expected_tokens, logprob
+
+
+@pytest.fixture
+async def two_pairs(make: Callable[..., Cluster]) -> Cluster:
+    cluster = make()
+    await cluster.add("p0", "p1", "d0", "d1")
+    return cluster
+
+
+async def test_decode_dies_in_mid_answer(two_pairs: Cluster) -> None:
+    dying, other = two_pairs["d0"], two_pairs["d1"]
+    dying.pause_after = 3
+    deltas = two_pairs.generate(job(logprobs=0))
+    seen = [await anext(deltas) for _ in range(4)]
+    await dying.die()
+    seen += [delta async for delta in deltas]
+    assert tokens(seen) == expected_tokens(PROMPT, 8)
+    assert [entry for delta in seen for entry in delta.logprobs] == [logprob(t) for t in expected_tokens(PROMPT, 8)]
+    assert other.reserved[0].prompt_ids == (*PROMPT, *expected_tokens(PROMPT, 4))
+    assert other.submitted[0].output_ids == tuple(expected_tokens(PROMPT, 5))
+    assert not other.tickets
+    assert two_pairs.state("d0") is WorkerState.LOST
+    await dying.restart()
+    await two_pairs.until_state("d0", WorkerState.READY)
+
+
+async def test_prefill_dies_before_the_first_token(two_pairs: Cluster) -> None:
+    dying = two_pairs["p0"]
+    dying.pause_after = 0
+    asking = asyncio.create_task(collect(two_pairs, job(prompt_logprobs=0)))
+    await dying.until(lambda: len(dying.submitted) == 1)
+    await dying.die()
+    deltas = await asking
+    assert tokens(deltas) == expected_tokens(PROMPT, 8)
+    assert [entry for delta in deltas for entry in delta.prompt_logprobs] == [logprob(t) for t in PROMPT[1:]]
+    await two_pairs["d0"].until(lambda: not two_pairs["d0"].tickets)
+    await dying.restart()
+
+
+async def test_prefill_dies_with_the_kv_on_its_way(two_pairs: Cluster) -> None:
+    dying, writer = two_pairs["p0"], two_pairs["d0"]
+    writer.pause_after = 0  # its KV has not arrived
+    deltas = two_pairs.generate(job())
+    seen = [await anext(deltas)]
+    await writer.until(lambda: len(writer.submitted) == 1)
+    await dying.die()
+    seen += [delta async for delta in deltas]
+    assert tokens(seen) == expected_tokens(PROMPT, 8)
+    await writer.until(lambda: "r.1" in writer.aborted)
+    await dying.restart()
+
+
+async def test_kv_that_never_arrives_is_sent_by_another(two_pairs: Cluster) -> None:
+    two_pairs["p0"].loses_kv = True
+    assert tokens(await collect(two_pairs, job())) == expected_tokens(PROMPT, 8)
+    assert two_pairs["p1"].submitted
+    assert two_pairs.generate.num_resumed == 1
+
+
+async def test_the_only_worker_is_waited_for(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0")
+    cluster["c0"].pause_after = 2
+    deltas = cluster.generate(job())
+    seen = [await anext(deltas), await anext(deltas)]
+    await cluster["c0"].die()
+    cluster["c0"].pause_after = None
+    rest = asyncio.ensure_future(anext(deltas))
+    await cluster.until_state("c0", WorkerState.LOST)
+    await cluster["c0"].restart()
+    seen += [await rest, *[delta async for delta in deltas]]
+    assert tokens(seen) == expected_tokens(PROMPT, 8)
+
+
+async def test_a_request_that_fails_everywhere_is_given_up(cluster: Cluster) -> None:
+    cluster["p0"].loses_kv = True
+    with pytest.raises(TransferFailed):
+        await collect(cluster, job())
+    assert [request.request_id for request in cluster["p0"].submitted] == ["r.1", "r.2", "r.3"]
+    await cluster["d0"].until(lambda: not cluster["d0"].tickets and not cluster["d0"].running)
+
+
+async def test_a_worker_that_leaves_hands_its_requests_on(two_pairs: Cluster) -> None:
+    two_pairs["d0"].pause_after = 1
+    deltas = two_pairs.generate(job())
+    seen = [await anext(deltas), await anext(deltas)]
+    await two_pairs.fleet.leave("d0")
+    seen += [delta async for delta in deltas]
+    assert tokens(seen) == expected_tokens(PROMPT, 8)
+    with pytest.raises(WorkerLost, match="d0 has left"):
+        await two_pairs.fleet.stats("d0")
+
+
+async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new(two_pairs: Cluster) -> None:
+    two_pairs["d0"].pause_after = 1
+    deltas = two_pairs.generate(job("old"))
+    seen = [await anext(deltas), await anext(deltas)]
+    two_pairs["d0"].draining = True
+    two_pairs["d0"].say()
+    await two_pairs.until_state("d0", WorkerState.DRAINING)
+    for i in range(4):
+        assert tokens(await collect(two_pairs, job(f"new{i}"))) == expected_tokens(PROMPT, 8)
+    two_pairs["d0"].go()
+    seen += [delta async for delta in deltas]
+    assert tokens(seen) == expected_tokens(PROMPT, 8)
+    assert [request.request_id for request in two_pairs["d0"].submitted] == ["old.1"]
+
+
+async def test_a_worker_that_refuses_because_it_drains_is_left_for_another(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    cluster["c0"].draining = True  # the fleet does not know yet
+    assert tokens(await collect(cluster, job())) == expected_tokens(PROMPT, 8)
+    assert [len(cluster[name].submitted) for name in ("c0", "c1")] == [1, 1]
+
+
+async def test_a_full_decode_worker_is_passed_over(two_pairs: Cluster) -> None:
+    two_pairs["d0"].refuse = Overloaded("no free blocks")
+    assert tokens(await collect(two_pairs, job())) == expected_tokens(PROMPT, 8)
+    assert two_pairs["d1"].submitted
+
+
+async def test_a_job_waits_for_room(cluster: Cluster) -> None:
+    cluster["d0"].refuse = Overloaded("no free blocks")
+    asking = asyncio.create_task(collect(cluster, job()))
+    await cluster["d0"].until(lambda: len(cluster["d0"].reserved) >= 2)
+    assert not asking.done()
+    cluster["d0"].refuse = None
+    cluster["d0"].say()
+    assert tokens(await asking) == expected_tokens(PROMPT, 8)
+
+
+async def test_a_full_cluster_refuses_in_the_end_with_advice(make: Callable[..., Cluster]) -> None:
+    cluster = make(max_queue_s=0.05)
+    await cluster.add("p0", "d0")
+    cluster["d0"].refuse = Overloaded("no free blocks", retry_after_s=7.0)
+    with pytest.raises(Overloaded) as raised:
+        await collect(cluster, job())
+    assert raised.value.retry_after_s == 7.0
+    assert cluster["p0"].submitted == []

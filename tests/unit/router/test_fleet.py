@@ -1,0 +1,158 @@
+"""Workers are met, checked, watched, lost and met again; the index follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry
+
+from kvtransfer.hashing import chain_hashes
+from protos.values import Hello, SequenceUpdate, StepMessage, WorkerLoad
+from router.fleet_metrics import FleetCollector
+from router.member import Member, WorkerState
+from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
+from tests.unit.router.fake_worker import BLOCK_SIZE, LAYOUT, FakeWorker, expected_tokens
+
+HASHES = chain_hashes(PROMPT, BLOCK_SIZE)
+
+
+def reason(cluster: Cluster, worker_id: str) -> str:
+    return next(status.reason for status in cluster.fleet.status() if status.worker_id == worker_id)
+
+
+def cached(cluster: Cluster, *worker_ids: str) -> Iterable[int]:
+    matched = cluster.fleet.index.match(HASHES, now=float("inf"))
+    return [matched.get(worker_id, 0) for worker_id in worker_ids]
+
+
+async def test_ready_means_a_request_would_be_served(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    assert not cluster.fleet.ready()
+    await cluster.add("p0")
+    assert not cluster.fleet.ready()
+    await cluster.add("d0")
+    assert cluster.fleet.ready()
+    await cluster.fleet.leave("d0")
+    assert not cluster.fleet.ready()
+
+
+async def test_a_worker_is_met_when_it_starts_late(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0")
+    address = cluster["c0"].address
+    await cluster["c0"].die()
+    await cluster.until_state("c0", WorkerState.LOST)
+    assert address in reason(cluster, "c0")
+    await cluster["c0"].restart()
+    await cluster.until_state("c0", WorkerState.READY)
+
+
+async def test_a_worker_that_does_not_fit_is_named_and_never_used(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("p0")
+    other = type(LAYOUT)(num_layers=2, num_kv_heads=2, head_dim=8, block_size=8, dtype="float32")
+    await cluster.add("d0", wait=False, layout=other)
+    await cluster.add("d1", wait=False, model="another")
+    for worker_id in ("d0", "d1"):
+        await cluster.until_state(worker_id, WorkerState.INCOMPATIBLE)
+    assert reason(cluster, "d0").startswith("worker d0 has block_size 8, but p0 has 4")
+    assert "model another, but p0 has toy" in reason(cluster, "d1")
+    assert not cluster.fleet.ready()
+    await cluster.add("d2")
+    assert tokens(await collect(cluster, job())) == expected_tokens(PROMPT, 8)
+
+
+async def test_an_address_that_somebody_else_answers_is_not_trusted(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", wait=False, worker_id="impostor")
+    await cluster.until_state("c0", WorkerState.INCOMPATIBLE)
+    assert "answers as impostor" in reason(cluster, "c0")
+
+
+async def test_a_worker_without_progress_is_lost_although_it_answers(make: Callable[..., Cluster]) -> None:
+    cluster = make(health_period_s=0.01)
+    await cluster.add("c0", "c1")
+    cluster["c0"].pause_after = 1
+    deltas = cluster.generate(job())
+    seen = [await anext(deltas)]
+    cluster["c0"].healthy = False
+    seen += [delta async for delta in deltas]
+    assert tokens(seen) == expected_tokens(PROMPT, 8)
+    await cluster.until_state("c0", WorkerState.LOST)
+    assert "no step finished for 60 s" in reason(cluster, "c0")
+    cluster["c0"].healthy = True
+    await cluster.until_state("c0", WorkerState.READY)
+
+
+async def test_the_index_follows_what_workers_store(cluster: Cluster) -> None:
+    await collect(cluster, job())
+    await cluster.until(lambda: cached(cluster, "p0", "d0") == [7, 7])
+
+
+async def test_missing_events_are_made_good_by_a_snapshot(cluster: Cluster) -> None:
+    cluster["p0"].skips = 1
+    await collect(cluster, job("a"))
+    cluster["p0"].say()
+    await cluster.until(lambda: cached(cluster, "p0") == [7])
+    assert cluster["p0"].hellos[1:] == [Hello(gateway_id="g0", incarnation=1, next_seq=0)]
+
+
+async def test_a_worker_in_a_new_life_has_an_empty_cache(cluster: Cluster) -> None:
+    await collect(cluster, job())
+    await cluster.until(lambda: cached(cluster, "p0", "d0") == [7, 7])
+    await cluster["p0"].die()
+    await cluster["p0"].restart()
+    await cluster.until_state("p0", WorkerState.READY)
+    assert cached(cluster, "p0", "d0") == [0, 7]
+
+
+async def test_a_worker_that_moved_is_found_at_its_new_address(cluster: Cluster) -> None:
+    await cluster["d0"].die()
+    moved = FakeWorker("d0", cluster["d0"].role, cluster.workers)
+    await moved.start()
+    cluster.fleet.join(moved.address, worker_id="d0")
+    await cluster.until(lambda: cluster.fleet.ready() and cluster.fleet.status()[1].address == moved.address)
+    assert tokens(await collect(cluster, job())) == expected_tokens(PROMPT, 8)
+    assert len(moved.submitted) == 1
+
+
+def test_routed_work_counts_until_the_load_shows_it() -> None:
+    member = Member("w", "here:1")
+    member.hear(StepMessage(load=WorkerLoad(step=5)))
+    for request_id, num_tokens in (("a", 100), ("b", 10), ("c", 1)):
+        member.route(request_id, num_tokens)
+    member._told("a")
+    member._told("b")
+
+    def queued(step: StepMessage | None) -> int:
+        if step is not None:
+            member.hear(step)
+        return sum(routed.num_tokens for routed in member._routed.values())
+
+    assert queued(None) == 111
+    assert queued(StepMessage(load=WorkerLoad(step=6), updates=(SequenceUpdate(request_id="b"),))) == 101
+    assert queued(StepMessage(load=WorkerLoad(step=7))) == 1, "c was not sent yet: no load can show it"
+
+
+async def test_metrics_are_by_pool(cluster: Cluster) -> None:
+    registry = CollectorRegistry()
+    registry.register(FleetCollector(cluster.fleet))
+    cluster["p0"].cached = 12
+    cluster["p0"].load = WorkerLoad(step=1, num_blocks=100, num_free_blocks=60, num_waiting=3, transfer_bytes=500)
+    await collect(cluster, job())
+
+    def value(name: str, pool: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"baton_pool_{name}", {"pool": pool, **labels})
+
+    assert value("kv_blocks_used", "prefill") == 40
+    assert value("waiting", "prefill") == 3
+    assert value("prompt_tokens_total", "prefill") == len(PROMPT)
+    assert value("prefix_hit_tokens_total", "prefill") == 12
+    assert value("transfer_bytes_total", "prefill") == 500
+    assert value("workers", "decode", state="ready") == 1
+    await cluster["p0"].die()
+    await cluster.until_state("p0", WorkerState.LOST)
+    assert value("workers", "prefill", state="lost") == 1
+    assert value("losses_total", "prefill") == 1
+    assert value("transfer_bytes_total", "prefill") == 500
+    await cluster["p0"].restart()
