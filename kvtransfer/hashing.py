@@ -20,6 +20,11 @@ def root_hash(salt: bytes = b"") -> BlockHash:
     return blake2b(salt, digest_size=BLOCK_HASH_BYTES, person=b"baton-kv-root").digest()
 
 
+def salted(salt: bytes, key: bytes) -> bytes:
+    """The salt of prompts whose KV depends on `key` too, not only on tenant and tokens; `salt` for an empty key."""
+    return root_hash(salt) + key if key else salt
+
+
 def chain_hashes(
     token_ids: Sequence[int], block_size: int, *, salt: bytes = b"", parent: BlockHash | None = None
 ) -> list[BlockHash]:

@@ -74,8 +74,55 @@ def open_rank(config: WorkerConfig, group: TensorParallel, *, on_progress: Progr
     """Reads the checkpoint and makes the cache; every rank of a worker calls it at the same time.
 
     Raises BadCheckpoint, UnsupportedModel or Misconfigured (also when the model or one block does not fit into the
-    memory), and WorkerLost when another rank fails to do the same.
+    memory), and WorkerLost when another rank fails to do the same. The group is closed then.
     """
+    try:
+        return _open_rank(config, group, on_progress)
+    except BaseException:
+        group.close()
+        raise
+
+
+def build_engine(
+    rank: Rank,
+    leader: Leader,
+    make_role: Callable[[BlockPool], Role],
+    *,
+    incarnation: int,
+    clock: Callable[[], float],
+) -> Engine:
+    """The engine of a worker, on rank 0. `make_role` is called once, with the pool that the engine will use."""
+    events = EventLog(incarnation)
+    pool = BlockPool(rank.storage.num_blocks, rank.layout.block_size, events.record)
+    scheduler = Scheduler(rank.scheduler, pool, make_role(pool), prefix_key=rank.model.prefix_key)
+    return Engine(scheduler, LeadingRunner(leader, rank.runner), events=events, clock=clock)
+
+
+def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:
+    """This rank's end of the worker's lanes; `ends` are Dock's `sender`, `receiver` and `take_timeout_s`."""
+    return Dock(rank.storage, agree=lambda flag: agree(rank.group, flag, rank.device), **ends)
+
+
+def follow_rank0(rank: Rank, dock: Dock[torch.Tensor]) -> None:
+    """What every other rank does: whatever rank 0 says, until it says stop. Closes the dock.
+
+    Raises WorkerLost when a rank is gone, and whatever this rank fails with.
+    """
+    operations: dict[str, Callable[..., object]] = {
+        "run": rank.runner.run,
+        "push": dock.push,
+        "land": dock.land,
+        "drop": dock.drop,
+        "expect": dock.expect,
+        "cancel": dock.cancel,
+    }
+    try:
+        follow(rank.group, operations, settle=dock.settle)
+    finally:
+        dock.close()
+
+
+def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progress | None) -> Rank:
     assert group.size == config.tp, f"a group of {group.size} ranks for tp {config.tp}"
     device = device_of(config)
     model = read_config(config.model)
@@ -104,45 +151,6 @@ def open_rank(config: WorkerConfig, group: TensorParallel, *, on_progress: Progr
         storage=storage,
         runner=TorchRunner(decoder, attention_for(storage), block_size=config.block_size),
     )
-
-
-def build_engine(
-    rank: Rank,
-    leader: Leader,
-    make_role: Callable[[BlockPool], Role],
-    *,
-    incarnation: int,
-    clock: Callable[[], float],
-) -> Engine:
-    """The engine of a worker, on rank 0. `make_role` is called once, with the pool that the engine will use."""
-    events = EventLog(incarnation)
-    pool = BlockPool(rank.storage.num_blocks, rank.layout.block_size, events.record)
-    scheduler = Scheduler(rank.scheduler, pool, make_role(pool))
-    return Engine(scheduler, LeadingRunner(leader, rank.runner), events=events, clock=clock)
-
-
-def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:
-    """This rank's end of the worker's lanes; `ends` are Dock's `sender`, `receiver` and `take_timeout_s`."""
-    return Dock(rank.storage, agree=lambda flag: agree(rank.group, flag, rank.device), **ends)
-
-
-def follow_rank0(rank: Rank, dock: Dock[torch.Tensor]) -> None:
-    """What every other rank does: whatever rank 0 says, until it says stop. Closes the dock.
-
-    Raises WorkerLost when a rank is gone, and whatever this rank fails with.
-    """
-    operations: dict[str, Callable[..., object]] = {
-        "run": rank.runner.run,
-        "push": dock.push,
-        "land": dock.land,
-        "drop": dock.drop,
-        "expect": dock.expect,
-        "cancel": dock.cancel,
-    }
-    try:
-        follow(rank.group, operations, settle=dock.settle)
-    finally:
-        dock.close()
 
 
 def _asked_model_len(config: WorkerConfig, model: ModelConfig) -> int:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-from kvtransfer.hashing import chain_hashes
+from kvtransfer.hashing import chain_hashes, salted
 from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate
 from workers.config import SchedulerConfig
 from workers.engine.batch import Batch, Row, RowOutput, Sample, StepOutput
@@ -28,17 +28,27 @@ from workers.engine.role import Disposition, Role
 from workers.kv.blocks import BlockPool
 
 
+def _no_key(num_prompt: int) -> bytes:
+    return b""
+
+
 def _rank(request: Request) -> tuple[float, int]:
     return request.rank
 
 
 class Scheduler:
-    """Continuous batching over one block pool. Requests given to `add` have been validated (`Engine.submit`)."""
+    """Continuous batching over one block pool. Requests given to `add` have been validated (`Engine.submit`).
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, role: Role) -> None:
+    `prefix_key` of a prompt's length: prompts with different keys share no cached blocks (`ModelConfig.prefix_key`).
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, role: Role, *, prefix_key: Callable[[int], bytes] = _no_key
+    ) -> None:
         self.config = config
         self.pool = pool
         self.role = role
+        self.prefix_key = prefix_key
         self.max_len = min(config.max_model_len, pool.num_blocks * pool.block_size)
         """Longest sequence, prompt and answer, that fits an otherwise empty pool."""
         self.blocked = False
@@ -77,6 +87,7 @@ class Scheduler:
     def add(self, asked: GenerateRequest, now: float) -> None:
         assert asked.request_id not in self._requests
         request = Request.of(asked, arrival_s=now)
+        request.cache_salt = salted(asked.cache_salt, self.prefix_key(request.num_prompt))
         request.rank = (now - asked.priority * self.config.priority_head_start_s, self._num_added)
         self._num_added += 1
         self._extend_hashes(request)
@@ -243,6 +254,7 @@ class Scheduler:
             sample=self._sample(request) if samples else None,
             prompt_targets=request.prompt_ids[start + 1 : stop + 1] if owes else (),
             num_prompt_logprobs=(request.sampling.prompt_logprobs or 0) if owes else 0,
+            prompt_len=request.num_prompt,
         )
 
     def _sample(self, request: Request) -> Sample:
