@@ -10,15 +10,16 @@ from workers.kv.blocks import BlockPool
 from workers.kv.mover import Mover
 from workers.models.loader import Progress
 from workers.rpc import assembly
-from workers.rpc.assembly import Ends, Post
-from workers.rpc.worker import Parts
+from workers.rpc.assembly import Ends
+from workers.rpc.worker import Bell, Parts
 
 
 def open_worker(config: WorkerConfig, seat: Seat, *, on_progress: Progress | None = None) -> Parts:
     """Rank 0. Raises as `workers.engine.build.open_rank` does."""
-    return assembly.open_worker(
-        config, seat, kind=WorkerRole.COLOCATED, make_ends=_no_ends, make_post=_post, on_progress=on_progress
+    parts, _ = assembly.assemble(
+        config, seat, kind=WorkerRole.COLOCATED, make_ends=_no_ends, make_role=_role, on_progress=on_progress
     )
+    return parts
 
 
 def follow(config: WorkerConfig, seat: Seat) -> None:
@@ -26,9 +27,9 @@ def follow(config: WorkerConfig, seat: Seat) -> None:
     assembly.follow(config, seat, make_ends=_no_ends)
 
 
-def _no_ends(rank: Rank, seat: Seat) -> Ends:
+def _no_ends(rank: Rank, seat: Seat, bell: Bell) -> Ends:
     return Ends()
 
 
-def _post(rank: Rank, mover: Mover, pool: BlockPool) -> Post:
-    return Post(role=Colocated())
+def _role(rank: Rank, mover: Mover, pool: BlockPool) -> Colocated:
+    return Colocated()

@@ -19,7 +19,8 @@ from workers.engine.engine import Engine
 log = logging.getLogger("baton.worker")
 
 Result = TypeVar("Result")
-IDLE_TICK_S = 0.0005
+IDLE_TICK_S = 0.02
+"""How often leases and deadlines are looked at while nothing can run; arriving KV wakes the loop at once."""
 
 
 class EngineLoop:
@@ -34,14 +35,12 @@ class EngineLoop:
         engine: Engine,
         *,
         clock: Callable[[], float],
-        load: Callable[[], WorkerLoad],
         publish: Callable[[StepMessage], None],
         on_fault: Callable[[BaseException], None],
         stall_s: float = 60.0,
     ) -> None:
         self._engine = engine
         self._clock = clock
-        self._load = load
         self._publish = publish
         self._on_fault = on_fault
         self._stall_s = stall_s
@@ -125,7 +124,7 @@ class EngineLoop:
         updates = engine.step(self._clock())
         events = engine.drain_events()
         if updates or events:
-            self._tell(self._publish, _message(updates, events, self._load()))
+            self._tell(self._publish, _message(updates, events, engine.load()))
         if engine.num_steps != step:
             self._last_progress_s = self._clock()
         else:

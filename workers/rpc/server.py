@@ -24,7 +24,6 @@ from protos.values import (
     StepMessage,
     Ticket,
     WorkerInfo,
-    WorkerLoad,
     WorkerStats,
 )
 from protos.wire import error_info, from_proto, to_proto
@@ -62,14 +61,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         info: WorkerInfo,
         engine: Engine,
         clock: Callable[[], float],
-        load: Callable[[], WorkerLoad],
         stats: Callable[[], WorkerStats],
         reserve: Reserve | None = None,
     ) -> None:
         self._info = info
         self._engine = engine
         self._clock = clock
-        self._load = load
         self._stats = stats
         self._reserve = reserve
         self._streams: set[GatewayStream] = set()
@@ -124,7 +121,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             stream.send(message)
 
         def take() -> None:
-            self.loop.tell(admit, StepMessage(events=(self._engine.events_since(hello),), load=self._load()))
+            self.loop.tell(admit, StepMessage(events=(self._engine.events_since(hello),), load=self._engine.load()))
 
         self.loop.post(take)
 
@@ -204,7 +201,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Drain(self, request: Any, context: Any) -> Any:
         def drain() -> int:
             self._engine.drain()
-            load = self._load()
+            load = self._engine.load()
             self.loop.tell(self._tell_load, StepMessage(load=load))
             return load.num_running + load.num_waiting
 

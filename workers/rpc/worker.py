@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import grpc
 
 from protos import worker_pb2_grpc
 from protos.errors import Misconfigured, WorkerLost
-from protos.values import LaneStats, TicketStats, WorkerInfo, WorkerLoad, WorkerStats
+from protos.values import LaneStats, TicketStats, WorkerInfo, WorkerStats
 from workers.engine.engine import Engine
 from workers.rpc.loop import EngineLoop
 from workers.rpc.server import Reserve, WorkerServicer, new_server
@@ -20,6 +20,18 @@ from workers.rpc.server import Reserve, WorkerServicer, new_server
 def no_tickets(now: float) -> Sequence[TicketStats]:
     """What a worker that receives no KV says of its tickets."""
     return ()
+
+
+class Bell:
+    """What lanes ring when there is something to poll. Silent until a worker listens."""
+
+    def __init__(self) -> None:
+        self.listener: Callable[[], None] | None = None
+
+    def ring(self) -> None:
+        """Callable from any thread."""
+        if self.listener is not None:
+            self.listener()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +44,8 @@ class Parts:
     close: Callable[[], None]
     reserve: Reserve | None = None
     tickets: Callable[[float], Sequence[TicketStats]] = no_tickets
-    num_tickets: Callable[[], int] = int
     lanes: Callable[[], Sequence[LaneStats]] = tuple
+    bell: Bell = field(default_factory=Bell)
 
 
 class Worker:
@@ -62,19 +74,18 @@ class Worker:
             info=self.info,
             engine=self._parts.engine,
             clock=self._clock,
-            load=self._load,
             stats=self._stats,
             reserve=self._parts.reserve,
         )
         self._loop = EngineLoop(
             self._parts.engine,
             clock=self._clock,
-            load=self._load,
             publish=servicer.publish,
             on_fault=self._fault,
             stall_s=self._stall_s,
         )
         servicer.attach(self._loop)
+        self._parts.bell.listener = self._loop.wake
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
         self._loop.start()
         await server.start()
@@ -104,16 +115,7 @@ class Worker:
     def _stats(self) -> WorkerStats:
         return WorkerStats(
             info=self.info,
-            load=self._load(),
+            load=self._parts.engine.load(),
             tickets=tuple(self._parts.tickets(self._clock())),
             lanes=tuple(self._parts.lanes()),
-        )
-
-    def _load(self) -> WorkerLoad:
-        lanes = self._parts.lanes()
-        return replace(
-            self._parts.engine.load(),
-            num_tickets=self._parts.num_tickets(),
-            transfer_bytes=sum(lane.num_bytes for lane in lanes),
-            transfer_s=sum(lane.busy_s for lane in lanes),
         )
