@@ -108,14 +108,8 @@ def follow_rank0(rank: Rank, dock: Dock[torch.Tensor]) -> None:
 
     Raises WorkerLost when a rank is gone, and whatever this rank fails with.
     """
-    operations: dict[str, Callable[..., object]] = {
-        "run": rank.runner.run,
-        "push": dock.push,
-        "land": dock.land,
-        "drop": dock.drop,
-        "expect": dock.expect,
-        "cancel": dock.cancel,
-    }
+    operations: dict[str, Callable[..., object]] = {name: getattr(dock, name) for name in Dock.OPERATIONS}
+    operations["run"] = rank.runner.run
     try:
         follow(rank.group, operations, settle=dock.settle)
     finally:

@@ -37,6 +37,9 @@ class Dock(Generic[Payload]):
     `sender` serves a worker that pushes, `receiver` one that is pushed to; a worker may have either or both.
     """
 
+    OPERATIONS = ("open", "push", "land", "drop", "expect", "cancel")
+    """What rank 0 tells the others to do: all that `Mover` ever tells."""
+
     def __init__(
         self,
         blocks: Blocks[Payload],
@@ -63,6 +66,7 @@ class Dock(Generic[Payload]):
         try:
             payload = self.receiving().take(chunk, self._take_timeout_s)
         except TransferFailed:
+            self.drop(chunk)  # should it still come
             self._agree(False)
             return False
         if not self._agree(True):

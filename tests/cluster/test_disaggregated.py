@@ -1,0 +1,207 @@
+"""The whole way of a token, in one process but over real gRPC and gloo: router, prefill worker, KV, decode worker.
+
+Greedy tokens equal transformers', and the counters prove which worker did what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from decode_pool import service as decode
+from prefill_pool import service as prefill
+from protos.values import SamplingParams, WorkerStats
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.generation import Job
+from router.policies.registry import policy_of
+from router.prefix.memory import MemoryPrefixIndex
+from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.numerics.engines import GREEDY, oracle_answers
+from workers.config import Seat, WorkerConfig
+from workers.parallel.ranks import open_store
+from workers.rpc.worker import Worker
+
+pytestmark = pytest.mark.cluster
+
+LENGTHS = (1, 5, 15, 16, 33, 64, 100, 150)
+Oracle = Callable[[str], tuple[Path, list[list[int]]]]
+
+
+def prompt_of(length: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(length)
+    return tuple(torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist())
+
+
+PROMPTS = [prompt_of(length) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    known: dict[str, tuple[Path, list[list[int]]]] = {}
+
+    def ask(family: str) -> tuple[Path, list[list[int]]]:
+        if family not in known:
+            folder = tmp_path_factory.mktemp(family)
+            known[family] = folder, oracle_answers(make_checkpoint(family, folder), PROMPTS)
+        return known[family]
+
+    return ask
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode worker behind a dispatcher that never lets decode read a prompt."""
+
+    fleet: Fleet
+    dispatcher: Dispatcher
+    workers: dict[str, Worker] = field(default_factory=dict)
+    num_jobs: int = 0
+
+    async def answer(self, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY) -> list[int]:
+        self.num_jobs += 1
+        job = Job(request_id=f"job-{self.num_jobs}", group_id="g", prompt_ids=prompt, sampling=sampling)
+        return [token async for delta in self.dispatcher(job) for token in delta.token_ids]
+
+    async def answers(self, prompts: list[tuple[int, ...]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
+        return await asyncio.gather(*[self.answer(prompt, sampling) for prompt in prompts])
+
+    async def stats(self, worker_id: str) -> WorkerStats:
+        return await self.fleet.stats(worker_id)
+
+    async def settle(self) -> None:
+        """Returns once both workers hold nothing for anybody; the test's timeout is the bound."""
+        for worker_id in self.workers:
+            while True:
+                load = (await self.stats(worker_id)).load
+                if (
+                    load.num_running + load.num_waiting + load.num_tickets == 0
+                    and load.num_free_blocks == load.num_blocks
+                ):
+                    break
+                await asyncio.sleep(0.01)
+
+
+def config_for(folder: Path, **settings: Any) -> WorkerConfig:
+    return replace(WorkerConfig(model=str(folder), device="cpu", dtype="float32", num_blocks=160), **settings)
+
+
+async def start(service: ModuleType, worker_id: str, config: WorkerConfig) -> tuple[Worker, list[threading.Thread]]:
+    """Ranks above 0 follow in threads of this process."""
+    port = _free_port() if config.tp > 1 else 0
+    seats = [
+        Seat(worker_id=worker_id, incarnation=1, rank=rank, size=config.tp, store_port=port)
+        for rank in range(config.tp)
+    ]
+    followers = [threading.Thread(target=service.follow, args=(config, seat), daemon=True) for seat in seats[1:]]
+    for follower in followers:
+        follower.start()
+    worker = Worker(await asyncio.to_thread(service.open_worker, config, seats[0]))
+    await worker.start("127.0.0.1")
+    return worker, followers
+
+
+def _free_port() -> int:
+    store = open_store("127.0.0.1")
+    return int(store.port)
+
+
+@asynccontextmanager
+async def pair_of(folder: Path, prefilling: WorkerConfig, decoding: WorkerConfig) -> AsyncIterator[Pair]:
+    router = RouterConfig(model_path=folder, model_name="m", local_prefill_tokens=0)
+    fleet = Fleet(index=MemoryPrefixIndex(), config=router, gateway_id="test")
+    pair = Pair(fleet, Dispatcher(fleet=fleet, policy=policy_of(router), config=router))
+    followers: list[threading.Thread] = []
+    for service, worker_id, config in ((prefill, "prefill-0", prefilling), (decode, "decode-0", decoding)):
+        pair.workers[worker_id], more = await start(service, worker_id, config)
+        followers += more
+        fleet.join(pair.workers[worker_id].info.address, worker_id=worker_id)
+    clock = asyncio.get_running_loop().time
+    while len([one for one in fleet.status() if one.state == "ready"]) < 2:
+        await fleet.wait(until=clock() + 30)
+    try:
+        yield pair
+        await pair.settle()
+    finally:
+        await fleet.close()
+        for worker in pair.workers.values():
+            await worker.stop()
+    for worker in pair.workers.values():
+        worker._parts.engine.assert_idle()
+    for follower in followers:
+        await asyncio.to_thread(follower.join, 30)
+        assert not follower.is_alive(), "a rank did not end with rank 0"
+
+
+@pytest.mark.parametrize("prefill_chunk", [16, 512])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+async def test_greedy_tokens_are_the_oracles(oracle: Oracle, family: str, prefill_chunk: int) -> None:
+    folder, expected = oracle(family)
+    config = config_for(folder, prefill_chunk=prefill_chunk)
+    async with pair_of(folder, config, config) as pair:
+        assert await pair.answers(PROMPTS) == expected
+        cold = await pair.stats("decode-0")
+        assert await pair.answers(PROMPTS) == expected
+        warm = await pair.stats("decode-0")
+        block_bytes = warm.info.layout.block_bytes
+        assert cold.load.transfer_bytes == block_bytes * sum(-(-length // 16) for length in LENGTHS)
+        assert warm.load.transfer_bytes - cold.load.transfer_bytes == block_bytes * sum(n % 16 > 0 for n in LENGTHS)
+
+
+async def test_tensor_parallel_pools_hand_over_every_heads_kv(oracle: Oracle) -> None:
+    folder, expected = oracle("llama")
+    config = config_for(folder, tp=2, prefill_chunk=16)
+    async with pair_of(folder, config, config) as pair:
+        assert await pair.answers(PROMPTS) == expected
+        assert (await pair.stats("decode-0")).load.transfer_bytes > 0
+
+
+async def test_a_decode_worker_short_of_blocks_preempts_and_still_says_the_same(oracle: Oracle) -> None:
+    folder, expected = oracle("llama")
+    async with pair_of(folder, config_for(folder), config_for(folder, num_blocks=22)) as pair:
+        assert await pair.answers(PROMPTS) == expected
+
+
+async def test_sampled_tokens_depend_on_the_seed_and_not_on_the_company(oracle: Oracle) -> None:
+    folder, _ = oracle("llama")
+    config = config_for(folder)
+    sampling = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True, repetition_penalty=1.2)
+    async with pair_of(folder, config, config) as pair:
+        alone = await pair.answer(PROMPTS[4], sampling)
+        together = await pair.answers([*PROMPTS, PROMPTS[4]], sampling)
+        other = await pair.answer(PROMPTS[4], replace(sampling, seed=8))
+    assert together[4] == together[-1] == alone
+    assert other != alone
+
+
+async def test_a_client_that_leaves_frees_both_pools(oracle: Oracle) -> None:
+    folder, _ = oracle("llama")
+    config = config_for(folder)
+    sampling = replace(GREEDY, max_tokens=400)
+    async with pair_of(folder, config, config) as pair:
+        job = Job(request_id="left", group_id="g", prompt_ids=PROMPTS[-1], sampling=sampling)
+        stream = pair.dispatcher(job)
+        async for delta in stream:
+            if delta.token_ids:
+                break
+        await stream.aclose()
+        await pair.settle()
+
+
+async def test_an_answer_of_one_token_never_reaches_decode(oracle: Oracle) -> None:
+    folder, expected = oracle("llama")
+    config = config_for(folder)
+    async with pair_of(folder, config, config) as pair:
+        assert await pair.answer(PROMPTS[5], replace(GREEDY, max_tokens=1)) == expected[5][:1]
+        await pair.settle()
+        assert (await pair.stats("decode-0")).load.step == 0
