@@ -12,7 +12,7 @@ import torch
 
 from protos.values import FinishReason, GenerateRequest, SamplingParams, SequenceUpdate
 from workers.config import WorkerConfig
-from workers.engine.build import Rank, build_engine, follow_rank0, make_dock, open_rank
+from workers.engine.build import Rank, build_engine, device_of, follow_rank0, make_dock, open_rank
 from workers.engine.engine import Engine
 from workers.engine.role import Colocated
 from workers.parallel.ranks import Leader, find_store, meet, open_store
@@ -41,7 +41,7 @@ def ranks_of(config: WorkerConfig) -> Iterator[list[Rank]]:
     stores = [store, *(find_store("127.0.0.1", store.port) for _ in range(1, config.tp))]
 
     def open_one(rank: int) -> Rank:
-        group = meet(stores[rank], rank=rank, size=config.tp, name="w0", device="cpu", timeout_s=30.0)
+        group = meet(stores[rank], rank=rank, size=config.tp, name="w0", device=device_of(config), timeout_s=30.0)
         return open_rank(config, group)
 
     with ThreadPoolExecutor(config.tp) as pool:
