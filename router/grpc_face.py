@@ -31,7 +31,8 @@ class GrpcFace:
     def __init__(self, gateway: Gateway, *, host: str, port: int, health_period_s: float = 1.0) -> None:
         """`port` 0 takes a free one. To be made on the event loop it shall run on."""
         self._address = f"{host}:{port}"
-        self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", gateway.max_body_bytes)])
+        limits = [("grpc.max_receive_message_length", gateway.max_body_bytes), ("grpc.so_reuseport", 0)]
+        self._server = grpc.aio.server(options=limits)
         pb_grpc.add_InferenceServicer_to_server(_Inference(gateway), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(_Health(gateway, health_period_s), self._server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)

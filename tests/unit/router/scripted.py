@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import openai
 import tokenizers
 import uvicorn
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from uvicorn.server import ServerState
 
 from protos.values import FinishReason, Logprobs, TokenLogprob, WorkerInfo, WorkerLoad
 from router.app import create_app
@@ -73,7 +74,7 @@ class Worker:
     state: str = "ready"
     reason: str = ""
     info: WorkerInfo | None = None
-    load: WorkerLoad = WorkerLoad(num_running=3, num_blocks=64)
+    load: WorkerLoad = field(default_factory=lambda: WorkerLoad(num_running=3, num_blocks=64))
 
 
 class Crew:
@@ -190,13 +191,35 @@ def make_gateway(generate: Any, **changes: Any) -> Gateway:
 @asynccontextmanager
 async def serving(gateway: Gateway) -> AsyncIterator[str]:
     """The application under uvicorn on a free port of this machine; yields its URL."""
-    config = uvicorn.Config(create_app(gateway), log_level="critical", lifespan="off", loop="asyncio", http="httptools")
+    config = uvicorn.Config(create_app(gateway), log_level="critical", lifespan="off", http="httptools")
     config.load()
-    server = uvicorn.Server(config)
-    server.lifespan = config.lifespan_class(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        await server.startup(sockets=[listener])
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            await server.shutdown(sockets=[listener])
+    state = ServerState()
+    # uvicorn's own protocol on the test's loop: its Server would take signals and sleep a tenth of a second to stop.
+    server = await asyncio.get_running_loop().create_server(
+        lambda: config.http_protocol_class(config=config, server_state=state, app_state={}), host="127.0.0.1", port=0
+    )
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        if state.tasks:  # an answer whose client has gone
+            await asyncio.wait(state.tasks, timeout=10)
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            connection.shutdown()
+        while state.connections:  # they leave the set in the loop's next rounds
+            await asyncio.sleep(0)
+        await server.wait_closed()
+
+
+@asynccontextmanager
+async def talking(
+    script: Script | None = None, *, of: str = "naïve café 🙂", **changes: Any
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, Scripted]]:
+    """OpenAI's client and a server that plays the script, or says `of`. Nothing is tried twice."""
+    generate = Scripted(script or saying(of))
+    async with (
+        serving(make_gateway(generate, **changes)) as url,
+        openai.DefaultAsyncHttpxClient(verify=False) as http,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as client,
+    ):
+        yield client, generate

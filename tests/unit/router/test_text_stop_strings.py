@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +27,7 @@ def shown(pieces: list[str], stop: list[str], *, include: bool = False) -> tuple
 @given(text=letters, stop=stops, cuts=st.lists(st.integers(0, 30)), include=st.booleans())
 def test_the_cuts_make_no_difference(text: str, stop: list[str], cuts: list[int], include: bool) -> None:
     edges = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in pairwise(edges)]
     assert shown(pieces, stop, include=include) == shown([text], stop, include=include)
 
 

@@ -1,0 +1,196 @@
+"""The internal service over a real channel: the same answers as over HTTP, with typed errors, health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc as pb_grpc
+from protos.errors import BatonError, ContextLengthExceeded, InvalidRequest, Misconfigured, NoWorkers, UnknownModel
+from protos.status import CODE_KEY, error_of
+from router.generation import Job, TokenDelta
+from router.grpc_face import SERVICE, GrpcFace
+from router.metrics import RequestMetrics
+from tests.unit.router.scripted import Crew, Script, Scripted, ids_of, make_gateway, saying, token_deltas
+
+TEXT = "naïve café 🙂"
+
+
+@asynccontextmanager
+async def calling(script: Script | None = None, **changes: Any) -> AsyncIterator[tuple[grpc.aio.Channel, Scripted]]:
+    generate = Scripted(script or saying(TEXT))
+    face = GrpcFace(make_gateway(generate, **changes), host="127.0.0.1", port=0, health_period_s=0.001)
+    port = await face.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel, generate
+    finally:
+        await face.stop()
+
+
+def request(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(**({"model": "tiny", "text": "hello"} | fields))
+
+
+async def test_an_answer_comes_in_chunks_and_ends_with_the_usage() -> None:
+    async with calling() as (channel, generate):
+        *chunks, last = [one async for one in pb_grpc.InferenceStub(channel).Generate(request())]
+    assert "".join(chunk.text for chunk in chunks) == TEXT
+    assert [one for chunk in chunks for one in chunk.token_ids] == [*ids_of(TEXT), *ids_of("<|end|>")]
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
+    prompt = generate.jobs[0].prompt_ids
+    assert list(prompt) == ids_of("<|bos|>hello")
+    assert (last.usage.prompt_tokens, last.usage.cached_tokens) == (len(prompt), len(prompt) // 2)
+    assert last.usage.completion_tokens == len(ids_of(TEXT)) + 1
+
+
+async def test_an_answer_comes_whole() -> None:
+    def script(job: Job) -> list[Any]:
+        return token_deltas(ids_of(f"number {job.request_id[-1]}"), job)
+
+    sampling = pb.Sampling(logprobs=2, max_tokens=50)
+    async with calling(script) as (channel, _):
+        reply = await pb_grpc.InferenceStub(channel).Complete(request(n=2, sampling=sampling))
+    assert [(one.index, one.text, one.finish_reason) for one in reply.choices] == [
+        (0, "number 0", "stop"),
+        (1, "number 1", "stop"),
+    ]
+    assert reply.model == "tiny"
+    first = reply.choices[0].logprobs[0]
+    assert (first.chosen.token_id, first.chosen.logprob) == (ids_of("number 0")[0], -1.5)
+    assert [one.logprob for one in first.top] == [-0.5, -1.5]
+    assert reply.usage.completion_tokens == sum(len(one.token_ids) for one in reply.choices)
+
+
+async def test_what_is_left_out_takes_the_models_defaults_and_zero_is_not_left_out() -> None:
+    async with calling() as (channel, generate):
+        stub = pb_grpc.InferenceStub(channel)
+        await stub.Complete(request())
+        await stub.Complete(request(sampling=pb.Sampling(temperature=0.0, seed=2**64 - 1, logit_bias={300: -5.0})))
+    default, greedy = (job.sampling for job in generate.jobs)
+    assert (default.temperature, default.max_tokens, default.logprobs) == (0.7, 16, None)
+    assert (greedy.temperature, greedy.seed, greedy.logit_bias) == (0.0, 2**64 - 1, ((300, -5.0),))
+
+
+async def test_token_ids_are_taken_as_they_are() -> None:
+    async with calling() as (channel, generate):
+        await pb_grpc.InferenceStub(channel).Complete(request(text=None, tokens=pb.TokenIds(ids=[5, 6, 7])))
+    assert generate.jobs[0].prompt_ids == (5, 6, 7)
+
+
+async def test_a_stop_string_ends_the_job() -> None:
+    async with calling() as (channel, generate):
+        reply = await pb_grpc.InferenceStub(channel).Complete(request(stop=["café"]))
+    assert reply.choices[0].text == "naïve "
+    assert len(generate.closed) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "status", "told"),
+    [
+        ({"model": "other"}, UnknownModel, grpc.StatusCode.NOT_FOUND, "does not exist"),
+        ({"sampling": pb.Sampling(temperature=9)}, InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, "between 0 and 2"),
+        ({"text": None}, InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, "'prompt' is missing"),
+        ({"text": "word " * 1000}, ContextLengthExceeded, grpc.StatusCode.INVALID_ARGUMENT, "maximum context length"),
+    ],
+)
+@pytest.mark.parametrize("method", ["Generate", "Complete"])
+async def test_the_clients_mistakes(
+    wrong: dict[str, Any], error: type[BatonError], status: grpc.StatusCode, told: str, method: str
+) -> None:
+    async with calling() as (channel, generate):
+        refused = await failing(channel, method, request(**wrong))
+    assert refused.code() is status
+    assert dict(refused.trailing_metadata() or ())[CODE_KEY] == error.code
+    assert type(error_of(refused)) is error
+    assert told in (refused.details() or "")
+    assert not generate.jobs
+
+
+@pytest.mark.parametrize("method", ["Generate", "Complete"])
+async def test_failures_keep_their_type(method: str) -> None:
+    async with calling(lambda job: [NoWorkers("nobody", retry_after_s=2.0)]) as (channel, _):
+        refused = await failing(channel, method, request())
+    assert refused.code() is grpc.StatusCode.UNAVAILABLE
+    error = error_of(refused)
+    assert (type(error), error.retry_after_s) == (NoWorkers, 2.0)
+
+
+async def failing(channel: grpc.aio.Channel, method: str, message: pb.GenerateRequest) -> grpc.aio.AioRpcError:
+    stub = pb_grpc.InferenceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await (stub.Complete(message) if method == "Complete" else stub.Generate(message).read())
+    return failed.value
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_client_that_goes_away_ends_its_jobs(n: int) -> None:
+    metrics = RequestMetrics()
+    first = TokenDelta(token_ids=tuple(ids_of("hello")))
+    async with calling(lambda job: [first, asyncio.Event()], metrics=metrics) as (channel, generate):
+        call = pb_grpc.InferenceStub(channel).Generate(request(n=n))
+        assert (await call.read()).text == "hello"
+        call.cancel()
+        await asyncio.wait_for(generate.idle.wait(), timeout=10)
+    assert len(generate.closed) == n
+    outcome = {"endpoint": "grpc.generate", "outcome": "cancelled"}
+    assert metrics.registry.get_sample_value("baton_requests_total", outcome) == 1
+
+
+async def test_texts_models_and_workers_are_told() -> None:
+    async with calling() as (channel, _):
+        stub = pb_grpc.InferenceStub(channel)
+        tokens = await stub.Tokenize(pb.TokenizeRequest(model="tiny", text="hello"))
+        models = await stub.ListModels(pb.ListModelsRequest())
+        status = await stub.Status(pb.StatusRequest())
+    assert list(tokens.ids) == ids_of("<|bos|>hello")
+    assert [(one.id, one.max_model_len) for one in models.models] == [("tiny", 256)]
+    assert (status.ready, status.model) == (True, "tiny")
+    [worker] = status.workers
+    assert (worker.worker_id, worker.state, worker.num_running, worker.num_blocks) == ("decode-0", "ready", 3, 64)
+
+
+async def test_health_follows_the_fleet() -> None:
+    fleet, states = Crew(), health_pb2.HealthCheckResponse
+    async with calling(fleet=fleet) as (channel, _):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watched = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watched.read()).status == states.SERVING
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == states.SERVING
+        fleet.is_ready = False
+        assert (await watched.read()).status == states.NOT_SERVING
+        assert (await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))).status == states.NOT_SERVING
+        listed = await stub.List(health_pb2.HealthListRequest())
+        assert {name: one.status for name, one in listed.statuses.items()} == {
+            "": states.NOT_SERVING,
+            SERVICE: states.NOT_SERVING,
+        }
+        with pytest.raises(grpc.aio.AioRpcError, match="there is no service other"):
+            await stub.Check(health_pb2.HealthCheckRequest(service="other"))
+
+
+async def test_the_service_can_be_explored() -> None:
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    async with calling() as (channel, _):
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]))
+        listed = await call.read()
+    names = {service.name for service in listed.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    face = GrpcFace(make_gateway(Scripted(saying(TEXT))), host="127.0.0.1", port=0)
+    port = await face.start()
+    other = GrpcFace(make_gateway(Scripted(saying(TEXT))), host="127.0.0.1", port=port)
+    with pytest.raises(Misconfigured, match=f"127.0.0.1:{port}"):
+        await other.start()
+    await other.stop()
+    await face.stop()

@@ -1,0 +1,250 @@
+"""The `openai` client's chat completions, against a live server: whole and streamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from protos.errors import NoWorkers, Overloaded, WorkerLost
+from router.generation import Job, TokenDelta
+from router.text.chat_template import ChatTemplate
+from tests.unit.router.scripted import ids_of, saying, talking, token_deltas
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+async def ask(client: openai.AsyncOpenAI, **options: Any) -> Any:
+    return await client.chat.completions.create(**({"model": "tiny", "messages": HELLO} | options))
+
+
+async def streamed(client: openai.AsyncOpenAI, **options: Any) -> list[Any]:
+    return [chunk async for chunk in await ask(client, stream=True, **options)]
+
+
+async def test_a_question_gets_an_answer() -> None:
+    async with talking() as (client, generate):
+        reply = await ask(client)
+    [choice] = reply.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "naïve café 🙂")
+    assert (choice.finish_reason, choice.index, choice.logprobs) == ("stop", 0, None)
+    assert reply.id.startswith("chatcmpl-")
+    assert (reply.object, reply.created, reply.model) == ("chat.completion", 1_700_000_000, "tiny")
+    assert reply.system_fingerprint
+    prompt = generate.jobs[0].prompt_ids
+    assert list(prompt) == ids_of("<|bos|><|user|>user: hello<|end|><|assistant|>")
+    assert reply.usage.prompt_tokens == len(prompt)
+    assert reply.usage.completion_tokens == len(ids_of("naïve café 🙂")) + 1
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    assert reply.usage.prompt_tokens_details.cached_tokens == len(prompt) // 2
+    assert reply.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+async def test_a_chat_may_fill_the_context_and_follows_the_models_defaults() -> None:
+    async with talking() as (client, generate):
+        await ask(client)
+    [job] = generate.jobs
+    assert job.sampling.max_tokens == 256 - len(job.prompt_ids)
+    assert job.sampling.temperature == 0.7
+
+
+async def test_options_reach_the_workers() -> None:
+    async with talking() as (client, generate):
+        await ask(
+            client, temperature=0, top_p=0.5, presence_penalty=1, frequency_penalty=-1, seed=-1, n=2, max_tokens=9,
+            logit_bias={"300": 5}, extra_body={"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5, "min_tokens": 2,
+            "stop_token_ids": [9], "ignore_eos": True, "priority": -4, "cache_salt": "me"},
+        )  # fmt: skip
+    first, second = generate.jobs
+    sampling = first.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 0.5, 3, 0.1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.5)
+    assert (sampling.min_tokens, sampling.max_tokens, sampling.stop_token_ids) == (2, 9, (9,))
+    assert (sampling.logit_bias, sampling.ignore_eos) == (((300, 5.0),), True)
+    assert sampling.seed == 2**64 - 1 != second.sampling.seed
+    assert (first.priority, first.cache_salt, first.group_id) == (-4, b"me", second.group_id)
+
+
+async def test_a_stream_opens_with_the_role_and_ends_with_the_reason() -> None:
+    async with talking() as (client, _):
+        chunks = await streamed(client)
+    first, *middle, last = [chunk.choices[0] for chunk in chunks]
+    assert (first.delta.role, first.delta.content, first.finish_reason) == ("assistant", "", None)
+    assert "".join(one.delta.content for one in middle) == "naïve café 🙂"
+    assert not any("\ufffd" in one.delta.content for one in middle)
+    assert all(one.delta.role is None and one.finish_reason is None for one in middle)
+    assert (last.delta.content, last.finish_reason) == (None, "stop")
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.object == "chat.completion.chunk" and chunk.usage is None for chunk in chunks)
+
+
+async def test_usage_comes_last_when_asked_for() -> None:
+    async with talking() as (client, _):
+        whole = await ask(client)
+        *before, last = await streamed(client, stream_options={"include_usage": True})
+    assert last.choices == []
+    assert last.usage == whole.usage
+    assert all(chunk.usage is None for chunk in before)
+
+
+async def test_choices_are_told_apart() -> None:
+    def script(job: Job) -> list[Any]:
+        return token_deltas(ids_of(f"number {job.request_id[-1]}"), job)
+
+    async with talking(script) as (client, _):
+        reply = await ask(client, n=3)
+        chunks = await streamed(client, n=3)
+    assert [one.message.content for one in reply.choices] == ["number 0", "number 1", "number 2"]
+    texts = ["", "", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["number 0", "number 1", "number 2"]
+    assert sum(chunk.choices[0].delta.role == "assistant" for chunk in chunks) == 3
+    assert sum(chunk.choices[0].finish_reason == "stop" for chunk in chunks) == 3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_logprobs_tell_text_and_bytes(stream: bool) -> None:
+    async with talking(saying("a 🙂")) as (client, _):
+        if stream:
+            chunks = await streamed(client, logprobs=True, top_logprobs=3)
+            told = [one.choices[0].logprobs for one in chunks]
+            entries = [entry for one in told if one is not None for entry in one.content]
+        else:
+            reply = await ask(client, logprobs=True, top_logprobs=3)
+            entries = reply.choices[0].logprobs.content
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == "a 🙂<|end|>"
+    assert all(len(entry.top_logprobs) == 3 and entry.logprob == -1.5 for entry in entries)
+    assert [one.logprob for one in entries[0].top_logprobs] == [-0.5, -1.5, -2.5]
+    assert entries[0].top_logprobs[1].token == entries[0].token
+
+
+async def test_logprobs_without_top() -> None:
+    async with talking() as (client, _):
+        reply = await ask(client, logprobs=True)
+    assert all(entry.top_logprobs == [] for entry in reply.choices[0].logprobs.content)
+
+
+@pytest.mark.parametrize("stop", ["café", ["zzz", "café"]])
+async def test_a_stop_string_is_not_in_the_answer(stop: Any) -> None:
+    async with talking() as (client, generate):
+        reply = await ask(client, stop=stop)
+        chunks = await streamed(client, stop=stop)
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("naïve ", "stop")
+    assert "".join(one.choices[0].delta.content or "" for one in chunks) == "naïve "
+    assert len(generate.closed) == 2
+
+
+async def test_token_ids_are_returned_on_demand() -> None:
+    async with talking() as (client, generate):
+        reply = await ask(client, extra_body={"return_token_ids": True})
+        chunks = await streamed(client, extra_body={"return_token_ids": True})
+    prompt, said = list(generate.jobs[0].prompt_ids), [*ids_of("naïve café 🙂"), ids_of("<|end|>")[0]]
+    assert (reply.prompt_token_ids, reply.choices[0].token_ids) == (prompt, said)
+    assert chunks[0].prompt_token_ids == prompt
+    assert [one for chunk in chunks for one in getattr(chunk.choices[0], "token_ids", [])] == said
+
+
+async def test_prompt_logprobs_are_returned_on_demand() -> None:
+    async with talking() as (client, generate):
+        reply = await ask(client, extra_body={"prompt_logprobs": 2})
+    prompt = generate.jobs[0].prompt_ids
+    assert len(reply.prompt_logprobs) == len(prompt)
+    assert reply.prompt_logprobs[0] is None
+    assert reply.prompt_logprobs[1][str(prompt[1])] == {"logprob": -1.5, "rank": 2, "decoded_token": "<|user|>"}
+
+
+async def test_text_parts_and_all_roles_are_read() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    roles = ["system", "developer", "user", "assistant"]
+    messages: list[dict[str, Any]] = [{"role": role, "content": parts} for role in roles]
+    messages.append({"role": "tool", "content": "42", "tool_call_id": "x"})
+    async with talking() as (client, generate):
+        await ask(client, messages=messages)
+    expected = "".join(f"<|user|>{role}: one\ntwo<|end|>" for role in roles) + "<|user|>tool: 42<|end|>"
+    assert list(generate.jobs[0].prompt_ids) == ids_of(f"<|bos|>{expected}<|assistant|>")
+
+
+async def test_a_last_message_is_continued() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "well"}]
+    async with talking() as (client, generate):
+        await ask(client, messages=messages, extra_body={"continue_final_message": True})
+        await ask(client, messages=messages, extra_body={"add_generation_prompt": False})
+        both = {"continue_final_message": True, "add_generation_prompt": True}
+        with pytest.raises(openai.BadRequestError, match="exclude each other"):
+            await ask(client, messages=messages, extra_body=both)
+    opened, closed = (list(job.prompt_ids) for job in generate.jobs)
+    assert opened == ids_of("<|bos|><|user|>user: hello<|end|><|user|>assistant: well")
+    assert closed == ids_of("<|bos|><|user|>user: hello<|end|><|user|>assistant: well<|end|>")
+
+
+async def test_a_template_that_refuses_is_a_bad_request() -> None:
+    template = ChatTemplate("{{ raise_exception('only users may speak') }}")
+    async with talking(template=template) as (client, _):
+        with pytest.raises(openai.BadRequestError, match="only users may speak"):
+            await ask(client)
+
+
+async def test_a_model_without_a_template_says_where_to_go() -> None:
+    async with talking(template=None) as (client, _):
+        with pytest.raises(openai.BadRequestError, match="/v1/completions"):
+            await ask(client)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "code", "told"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "model_not_found", "does not exist"),
+        ({"temperature": 3}, openai.BadRequestError, "invalid_request", "between 0 and 2"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "unsupported_parameter", "'tools'"),
+        ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "invalid_request", "Did you mean"),
+        ({"max_tokens": 250}, openai.BadRequestError, "context_length_exceeded", "maximum context length is 256"),
+        (
+            {"messages": [{"role": "user", "content": "word " * 1000}]},
+            openai.BadRequestError,
+            "context_length_exceeded",
+            "reduce the length of the messages",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_mistakes(options: dict[str, Any], error: Any, code: str, told: str, stream: bool) -> None:
+    async with talking() as (client, generate):
+        with pytest.raises(error, match=told) as refused:
+            await ask(client, stream=stream, **options)
+    assert refused.value.code == code
+    assert not generate.jobs
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "error", "status"),
+    [
+        (NoWorkers("no decode worker"), openai.InternalServerError, 503),
+        (Overloaded("too busy", retry_after_s=2.2), openai.RateLimitError, 429),
+        (RuntimeError("a bug of ours"), openai.InternalServerError, 500),
+    ],
+)
+async def test_failures_before_the_first_token_keep_their_status(
+    failure: Exception, error: Any, status: int, stream: bool
+) -> None:
+    async with talking(lambda job: [failure]) as (client, _):
+        with pytest.raises(error) as failed:
+            await ask(client, stream=stream)
+    assert failed.value.status_code == status
+    assert "a bug of ours" not in str(failed.value), "what went wrong inside stays inside"
+    assert failed.value.response.headers.get("retry-after") == ("3" if status == 429 else None)
+
+
+async def test_a_failure_in_the_middle_is_told_in_the_stream() -> None:
+    def script(job: Job) -> list[Any]:
+        return [TokenDelta(token_ids=tuple(ids_of("hello"))), WorkerLost("the worker died")]
+
+    async with talking(script) as (client, _):
+        stream = await ask(client, stream=True)
+        assert [(await anext(stream)).choices[0].delta.content for _ in range(2)] == ["", "hello"]
+        with pytest.raises(openai.APIError, match="the worker died"):
+            await anext(stream)
+        with pytest.raises(openai.InternalServerError, match="the worker died"):
+            await ask(client)

@@ -1,0 +1,194 @@
+"""The `openai` client's completions, against a live server: prompts of every shape, echo, logprobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from router.generation import Job
+from router.text.tokenizer import Tokenizer
+from tests.unit.router.scripted import byte_level, ids_of, saying, sentencepiece, talking, token_deltas
+
+
+async def ask(client: openai.AsyncOpenAI, **options: Any) -> Any:
+    return await client.completions.create(**({"model": "tiny", "prompt": "hello", "max_tokens": 50} | options))
+
+
+async def streamed(client: openai.AsyncOpenAI, **options: Any) -> list[Any]:
+    return [chunk async for chunk in await ask(client, stream=True, **options)]
+
+
+async def test_a_prompt_is_continued() -> None:
+    async with talking(of=" world 🙂") as (client, generate):
+        reply = await ask(client, user="me")
+    [choice] = reply.choices
+    assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == (" world 🙂", "stop", 0, None)
+    assert reply.id.startswith("cmpl-")
+    assert (reply.object, reply.created, reply.model) == ("text_completion", 1_700_000_000, "tiny")
+    assert list(generate.jobs[0].prompt_ids) == ids_of("<|bos|>hello"), "the tokenizer's start token is added"
+    assert reply.usage.prompt_tokens == len(generate.jobs[0].prompt_ids)
+
+
+async def test_sixteen_tokens_are_the_default() -> None:
+    async with talking(saying("the quick brown fox jumps over the lazy dog " * 5)) as (client, generate):
+        reply = await client.completions.create(model="tiny", prompt="hello")
+    assert generate.jobs[0].sampling.max_tokens == 16
+    assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (16, "length")
+
+
+async def test_a_stream_says_the_same() -> None:
+    async with talking(of=" world 🙂") as (client, _):
+        whole = await ask(client)
+        *chunks, last = await streamed(client, stream_options={"include_usage": True})
+    assert "".join(one.choices[0].text for one in chunks) == whole.choices[0].text
+    assert [one.choices[0].finish_reason for one in chunks][-1] == "stop"
+    assert (last.choices, last.usage) == ([], whole.usage)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hello", ["<|bos|>hello"]),
+        (["hello", "world"], ["<|bos|>hello", "<|bos|>world"]),
+        (ids_of("hello"), ["hello"]),
+        ([ids_of("hello"), ids_of("world")], ["hello", "world"]),
+    ],
+)
+async def test_prompts_come_in_four_shapes(prompt: Any, expected: list[str]) -> None:
+    async with talking(of=" world 🙂") as (client, generate):
+        reply = await ask(client, prompt=prompt)
+    assert [byte_level().decode(job.prompt_ids) for job in generate.jobs] == expected
+    assert [one.index for one in reply.choices] == list(range(len(expected)))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_prompts_times_choices_are_numbered_prompt_by_prompt(stream: bool) -> None:
+    def script(job: Job) -> list[Any]:
+        return token_deltas(ids_of(f" {byte_level().decode(job.prompt_ids[1:])} {job.request_id[-1]}"), job)
+
+    async with talking(script) as (client, _):
+        texts = dict.fromkeys(range(4), "")
+        if stream:
+            for chunk in await streamed(client, prompt=["a", "b"], n=2, best_of=2):
+                texts[chunk.choices[0].index] += chunk.choices[0].text
+        else:
+            texts = {one.index: one.text for one in (await ask(client, prompt=["a", "b"], n=2)).choices}
+    assert texts == {0: " a 0", 1: " a 1", 2: " b 2", 3: " b 3"}
+
+
+async def test_logprobs_stand_in_columns() -> None:
+    async with talking(saying(" a 🦊")) as (client, _):
+        columns = (await ask(client, logprobs=1)).choices[0].logprobs
+        none = (await ask(client, logprobs=0)).choices[0].logprobs
+    said = [*ids_of(" a 🦊"), *ids_of("<|end|>")]
+    assert len(columns.tokens) == len(columns.token_logprobs) == len(columns.top_logprobs) == len(said)
+    assert columns.token_logprobs == [-1.5] * len(said)
+    assert set(columns.top_logprobs[0].values()) == {-0.5, -1.5}, "the best one, and the chosen one"
+    assert columns.tokens[-1] == "<|end|>"
+    assert columns.tokens[-2].startswith("bytes:\\x"), "part of a character is told as bytes"
+    assert columns.text_offset[0] == 0
+    assert columns.text_offset[-1] == len(" a 🦊")
+    assert none.top_logprobs is None
+    assert none.token_logprobs == columns.token_logprobs
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("family", [byte_level, sentencepiece])
+async def test_an_echo_repeats_the_prompt_with_its_logprobs(stream: bool, family: type[Tokenizer]) -> None:
+    tokenizer = family()
+    async with talking(saying("the", tokenizer), tokenizer=tokenizer) as (client, generate):
+        if stream:
+            choices = [one.choices[0] for one in await streamed(client, echo=True, logprobs=2)]
+        else:
+            choices = (await ask(client, echo=True, logprobs=2)).choices
+    text = "".join(one.text for one in choices)
+    columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "text_offset": []}
+    for name, column in columns.items():
+        for one in choices:
+            column.extend(getattr(one.logprobs, name))
+    num_prompt = len(generate.jobs[0].prompt_ids)
+    assert text.startswith("hello")
+    assert text.strip().endswith("the")
+    assert columns["token_logprobs"][:2] == [None, -1.5]
+    assert columns["text_offset"][0] == columns["text_offset"][1] == 0, "the start token has no width"
+    assert columns["text_offset"][num_prompt] == len("hello")
+    for token, at in list(zip(columns["tokens"], columns["text_offset"], strict=True))[2:-1]:
+        assert text.startswith(token, at)
+
+
+async def test_an_echo_of_token_ids_is_their_text() -> None:
+    async with talking(of=" world 🙂") as (client, _):
+        reply = await ask(client, prompt=ids_of("<|bos|>hello"), echo=True)
+    assert reply.choices[0].text == "<|bos|>hello world 🙂"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_echo_alone_scores_a_text(stream: bool) -> None:
+    options = {"echo": True, "max_tokens": 0, "logprobs": 1}
+    async with talking(of=" world 🙂") as (client, generate):
+        if stream:
+            [choice] = (await streamed(client, **options))[0].choices
+        else:
+            reply = await ask(client, **options)
+            [choice] = reply.choices
+            assert reply.usage.completion_tokens == 0
+    assert choice.text == "hello"
+    assert choice.finish_reason == "length"
+    assert len(choice.logprobs.tokens) == len(generate.jobs[0].prompt_ids)
+
+
+async def test_vllms_extras() -> None:
+    async with talking(of=" world 🙂") as (client, generate):
+        reply = await ask(client, n=2, extra_body={"return_token_ids": True, "prompt_logprobs": 0})
+        chunks = await streamed(client, extra_body={"return_token_ids": True})
+    prompt = list(generate.jobs[0].prompt_ids)
+    said = [*ids_of(" world 🙂"), *ids_of("<|end|>")]
+    for choice in reply.choices:
+        assert (choice.prompt_token_ids, choice.token_ids) == (prompt, said)
+        assert [None if one is None else list(one) for one in choice.prompt_logprobs] == [
+            None,
+            *([str(one)] for one in prompt[1:]),
+        ]
+    assert [one for chunk in chunks for one in chunk.choices[0].token_ids] == said
+    assert chunks[0].choices[0].prompt_token_ids == prompt
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"suffix": "x"}, "'suffix'"),
+        ({"best_of": 2}, "best_of must equal n"),
+        ({"logprobs": 30}, "between 0 and 20"),
+        ({"prompt": [999]}, "'prompt' has the value 999"),
+        ({"prompt": []}, "0 prompts"),
+        ({"prompt": [[]]}, "'prompt' is empty"),
+        ({"prompt": ["x"] * 600}, "at most 512"),
+        ({"prompt": "word " * 500}, "maximum context length is 256"),
+        ({"prompt": "x" * 1_000_000}, "maximum context length is 256"),
+        ({"max_tokens": 10**9}, "maximum context length is 256"),
+        ({"max_tokens": 10**12}, "it must be between 1 and"),
+    ],
+)
+async def test_the_clients_mistakes(options: dict[str, Any], told: str) -> None:
+    async with talking(of=" world 🙂") as (client, generate):
+        with pytest.raises(openai.BadRequestError, match=told):
+            await ask(client, **options)
+    assert not generate.jobs
+
+
+async def test_the_same_seed_asks_for_the_same_numbers() -> None:
+    async with talking(of=" world 🙂") as (client, generate):
+        for seed in (7, 7, 8):
+            await ask(client, seed=seed)
+    assert [job.sampling.seed for job in generate.jobs] == [7, 7, 8]
+
+
+async def test_models_are_listed() -> None:
+    async with talking(of=" world 🙂") as (client, _):
+        [model] = (await client.models.list()).data
+        assert (model.id, model.object, model.owned_by, model.max_model_len) == ("tiny", "model", "baton", 256)
+        assert await client.models.retrieve("tiny") == model
+        with pytest.raises(openai.NotFoundError, match="a/b"):
+            await client.models.retrieve("a/b")

@@ -1,0 +1,191 @@
+"""Every parameter that OpenAI documents is honoured or refused by name; a bad value is named with what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from protos.errors import InvalidRequest, UnsupportedParameter
+from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS
+from router.openai.schema import Body, ChatBody, CompletionBody, parse_body
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+COMPLETION = {"model": "m", "prompt": "hello"}
+
+HARMLESS = {
+    "audio": None,
+    "function_call": "none",
+    "functions": [],
+    "metadata": {"run": "7"},
+    "modalities": ["text"],
+    "parallel_tool_calls": False,
+    "prediction": None,
+    "prompt_cache_key": "abc",
+    "prompt_cache_retention": "in_memory",
+    "response_format": {"type": "text"},
+    "safety_identifier": "abc",
+    "service_tier": "auto",
+    "store": False,
+    "tool_choice": "none",
+    "tools": [],
+    "user": "abc",
+    "verbosity": "medium",
+}
+REFUSED = {
+    "audio": {"voice": "alloy", "format": "wav"},
+    "function_call": "auto",
+    "functions": [{"name": "f"}],
+    "modalities": ["text", "audio"],
+    "moderation": {"model": "omni-moderation-latest"},
+    "prediction": {"type": "content", "content": "x"},
+    "prompt_cache_options": {"mode": "explicit"},
+    "prompt_cache_retention": "24h",
+    "reasoning_effort": "low",
+    "response_format": {"type": "json_object"},
+    "service_tier": "flex",
+    "store": True,
+    "tool_choice": "auto",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "verbosity": "low",
+    "web_search_options": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "refusals", "documented"),
+    [
+        (ChatBody, CHAT_REFUSALS, chat_create_params.CompletionCreateParamsBase),
+        (CompletionBody, COMPLETION_REFUSALS, completion_create_params.CompletionCreateParamsBase),
+    ],
+)
+def test_no_documented_parameter_is_unknown(body: type[Body], refusals: dict[str, Any], documented: Any) -> None:
+    known = body.model_fields.keys() | refusals.keys()
+    assert documented.__annotations__.keys() | {"stream"} <= known
+    assert not body.model_fields.keys() & refusals.keys(), "honoured and refused at once"
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_changes_nothing_is_accepted(name: str) -> None:
+    parse_body(CHAT | {name: HARMLESS[name]}, ChatBody)
+    parse_body(CHAT | {name: None}, ChatBody)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedParameter, match=f"'{name}'") as refused:
+        parse_body(CHAT | {name: REFUSED[name]}, ChatBody)
+    assert refused.value.param == name
+
+
+def test_every_refusal_is_tested() -> None:
+    assert CHAT_REFUSALS.keys() == HARMLESS.keys() | REFUSED.keys()
+
+
+def test_suffix_is_refused() -> None:
+    parse_body(COMPLETION | {"suffix": ""}, CompletionBody)
+    with pytest.raises(UnsupportedParameter, match="'suffix'"):
+        parse_body(COMPLETION | {"suffix": "end"}, CompletionBody)
+
+
+def test_an_answer_of_ours_may_be_sent_back() -> None:
+    """OpenAI's client dumps `choices[0].message` with its empty fields."""
+    said = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "annotations": []}
+    parse_body({"model": "m", "messages": [*CHAT["messages"], said]}, ChatBody)
+    with pytest.raises(UnsupportedParameter, match=r"'messages\[1\]\.tool_calls'"):
+        parse_body({"model": "m", "messages": [*CHAT["messages"], said | {"tool_calls": [{"id": "1"}]}]}, ChatBody)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "told"),
+    [
+        ({"temprature": 1}, "temprature", "Did you mean 'temperature'?"),
+        ({"tool": 1}, "tool", "Did you mean 'tools'?"),
+        ({"xyzzy": 1}, "xyzzy", "Unknown parameter: 'xyzzy'."),
+        ({"temperature": "hot"}, "temperature", "is the string 'hot': it must be a number between 0 and 2"),
+        ({"temperature": True}, "temperature", "is true: it must be a number"),
+        ({"n": 1.5}, "n", "is 1.5: it must be an integer between 1 and 128"),
+        ({"n": 1e30}, "n", "it must be an integer"),
+        ({"stream": "yes"}, "stream", "it must be true or false"),
+        ({"stop": 5}, "stop", "is 5: it must be a string or a list of strings"),
+        ({"stop": [1]}, "stop", "is a list: it must be a string or a list of strings"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias.5", "an object from token ids to numbers"),
+        ({"logit_bias": []}, "logit_bias", "is an empty list: it must be an object"),
+        (
+            {"stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+            "Did you mean 'include_usage'?",
+        ),
+        ({"messages": []}, "messages", "is an empty list: it must be a list of at least one message"),
+        ({"messages": "hi"}, "messages", "is the string 'hi'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing required parameter"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "system, developer, user"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a string or a list of text parts"),
+        ({"messages": ["hi"]}, "messages[0]", "is the string 'hi'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
+            "messages[0].content[0].type",
+            "this model reads no images",
+        ),
+        ({"model": None}, "model", "is null"),
+        ({"chat_template_kwargs": {"a": {}}}, "chat_template_kwargs", "strings, numbers and booleans"),
+        ({"cache_salt": ""}, "cache_salt", "1 to 256 characters"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], param: str, told: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_body(CHAT | change, ChatBody)
+    assert refused.value.param == param
+    assert f"'{param}'" in refused.value.message
+    assert told in refused.value.message
+
+
+@pytest.mark.parametrize("name", ["model", "messages"])
+def test_what_is_missing_is_named(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"Missing required parameter: '{name}'"):
+        parse_body({key: value for key, value in CHAT.items() if key != name}, ChatBody)
+
+
+@pytest.mark.parametrize("prompt", ["", "hi", ["a", "b"], [1, 2], [[1], [2, 3]]])
+def test_prompts_come_in_four_shapes(prompt: Any) -> None:
+    assert parse_body(COMPLETION | {"prompt": prompt}, CompletionBody).prompt == prompt
+
+
+@pytest.mark.parametrize("prompt", [5, {}, None, [1, "a"], [[1], "a"], [1.5], [None]])
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"'prompt' is .* must be a string, a list of strings") as refused:
+        parse_body(COMPLETION | {"prompt": prompt}, CompletionBody)
+    assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "param"),
+    [
+        (CHAT | {"max_tokens": 5, "max_completion_tokens": 6}, ChatBody, "max_tokens"),
+        (CHAT | {"max_completion_tokens": 0}, ChatBody, "max_completion_tokens"),
+        (CHAT | {"top_logprobs": 2}, ChatBody, "top_logprobs"),
+        (CHAT | {"stream_options": {"include_usage": True}}, ChatBody, "stream_options"),
+        (CHAT | {"stream": True, "prompt_logprobs": 1}, ChatBody, "prompt_logprobs"),
+        (CHAT | {"logit_bias": {"hello": 1}}, ChatBody, "logit_bias"),
+        (COMPLETION | {"best_of": 2}, CompletionBody, "best_of"),
+        (COMPLETION | {"max_tokens": 0}, CompletionBody, "max_tokens"),
+    ],
+)
+def test_contradictions_are_named(body: dict[str, Any], kind: type[ChatBody | CompletionBody], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_body(body, kind).asked()
+    assert refused.value.param == param
+    assert f"'{param}'" in refused.value.message
+
+
+def test_what_was_asked_for_is_handed_on() -> None:
+    body = parse_body(
+        COMPLETION
+        | {"stop": "x", "logit_bias": {"7": -100}, "echo": True, "logprobs": 2, "best_of": 3, "n": 3, "top_k": 5},
+        CompletionBody,
+    )
+    asked = body.asked()
+    assert (asked.stop, asked.logit_bias, asked.logprobs, asked.prompt_logprobs) == (("x",), ((7, -100.0),), 2, 2)
+    assert (asked.n, asked.top_k, asked.temperature) == (3, 5, None)

@@ -1,0 +1,166 @@
+"""The same messages give the same prompt as `transformers.apply_chat_template`, in every manner of template."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from protos.errors import BadCheckpoint, InvalidRequest
+from router.text.chat_template import ChatTemplate
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+LLAMA_3 = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\n\n" + system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% else %}{{ message['content'] + eos_token}}{% endif %}{% endfor %}"
+)
+CHATML = """{% for message in messages %}
+    {% if message.role == "tool" %}{% continue %}{% endif %}
+    {% if message.role == "assistant" %}
+<|im_start|>assistant
+{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
+
+    {% else %}
+<|im_start|>{{ message.role }}
+{{ message | tojson }}<|im_end|>
+
+    {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}
+"""
+PARTS = """{% for message in messages %}{% set content = message['content'] %}{{ message.role }}:
+{%- if content is string %}{{ content }}{% else %}{% for part in content %}[{{ part.text }}]{% endfor %}{% endif %};
+{%- endfor %}"""
+
+SYSTEM = {"role": "system", "content": " Be brief. "}
+USER = {"role": "user", "content": 'Wie heißt <du>? & "why"'}
+ASSISTANT = {"role": "assistant", "content": "Baton.  "}
+TOOL = {"role": "tool", "content": "42", "tool_call_id": "a"}
+PARTED = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
+
+
+def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    [text], _ = render_jinja_template([messages], chat_template=source, **TOKENS, **options)
+    return text
+
+
+def ours(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    return ChatTemplate(source, named_tokens=TOKENS).render(messages, **options)
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize(
+    ("source", "messages"),
+    [
+        pytest.param(LLAMA_3, [SYSTEM, USER], id="llama3"),
+        pytest.param(LLAMA_3, [USER, ASSISTANT, USER], id="llama3 without system"),
+        pytest.param(MISTRAL, [USER, ASSISTANT, USER], id="mistral"),
+        pytest.param(CHATML, [SYSTEM, USER, ASSISTANT, TOOL, USER], id="chatml"),
+        pytest.param(PARTS, [SYSTEM, PARTED], id="parts"),
+    ],
+)
+def test_prompts_equal_those_of_transformers(
+    source: str, messages: list[dict[str, Any]], add_generation_prompt: bool
+) -> None:
+    expected = theirs(source, messages, add_generation_prompt=add_generation_prompt)
+    assert ours(source, messages, add_generation_prompt=add_generation_prompt) == expected
+
+
+@pytest.mark.parametrize("source", [LLAMA_3, MISTRAL, PARTS])
+@pytest.mark.parametrize("last", [ASSISTANT, {"role": "assistant", "content": "The answer is"}])
+def test_a_last_message_is_left_open_as_transformers_leaves_it(source: str, last: dict[str, Any]) -> None:
+    expected = theirs(source, [USER, last], continue_final_message=True)
+    assert ours(source, [USER, last], add_generation_prompt=False, continue_final_message=True) == expected
+
+
+def test_options_reach_the_template() -> None:
+    expected = theirs(CHATML, [USER], add_generation_prompt=True, enable_thinking=False)
+    assert "<think></think>" in expected
+    assert ours(CHATML, [USER], options={"enable_thinking": False}) == expected
+
+
+def test_options_cannot_replace_the_messages() -> None:
+    assert "Be brief" in ours(LLAMA_3, [SYSTEM], options={"messages": "gone"})
+
+
+def test_text_parts_are_joined_for_a_template_that_wants_a_string() -> None:
+    joined = {"role": "user", "content": "one\ntwo"}
+    assert ours(LLAMA_3, [PARTED]) == ours(LLAMA_3, [joined])
+
+
+def test_the_day_is_the_one_given() -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", local_time=lambda: datetime(2026, 7, 4))
+    assert template.render([USER]) == "04 Jul 2026"
+
+
+def test_a_template_says_no_in_its_own_words() -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate") as refused:
+        ours(MISTRAL, [ASSISTANT])
+    assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize("source", ["{{ messages[7].content }}", "{{ messages.a.b }}", "{{ 1 + messages }}"])
+def test_a_template_that_stumbles_over_the_messages_is_the_clients_to_mend(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="chat template refuses"):
+        ours(source, [USER])
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__ }}"]
+)
+def test_a_template_cannot_change_or_leave_its_box(source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        ours(source, [USER])
+
+
+def test_a_message_that_the_template_drops_cannot_be_continued() -> None:
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        ours("{{ messages | length }}", [USER, ASSISTANT], continue_final_message=True)
+    with pytest.raises(InvalidRequest, match="last message with content"):
+        ours(LLAMA_3, [{"role": "assistant", "content": ""}], continue_final_message=True)
+
+
+def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path, TOKENS) is None
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "plain"}))
+    assert rendered(tmp_path) == "plain"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ bos_token }}named"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert rendered(tmp_path) == "<s>named"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert rendered(tmp_path) == "file"
+
+
+def rendered(folder: Path) -> str:
+    template = ChatTemplate.load(folder, TOKENS)
+    assert template is not None
+    return template.render([USER])
+
+
+def test_a_template_that_is_none_is_refused_at_the_start() -> None:
+    with pytest.raises(BadCheckpoint, match="not valid Jinja"):
+        ChatTemplate("{% for %}")
