@@ -1,0 +1,74 @@
+"""On a GPU the engine says what it says on a CPU, and what transformers says. Left out where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protos.values import SamplingParams
+from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.numerics.engines import answer, colocated, oracle_answers
+from workers.config import WorkerConfig
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1, 5, 15, 16, 33, 64, 100, 150)
+Oracle = Callable[[str], tuple[Path, list[list[int]]]]
+
+
+def prompt_of(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    tokens: list[int] = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+    return tokens
+
+
+PROMPTS = [prompt_of(length) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """On the CPU, in fp32: what must come out wherever it is computed."""
+    known: dict[str, tuple[Path, list[list[int]]]] = {}
+
+    def ask(family: str) -> tuple[Path, list[list[int]]]:
+        if family not in known:
+            folder = tmp_path_factory.mktemp(family)
+            known[family] = folder, oracle_answers(make_checkpoint(family, folder), PROMPTS)
+        return known[family]
+
+    return ask
+
+
+def cuda(folder: Path, **settings: Any) -> WorkerConfig:
+    return WorkerConfig(model=str(folder), device="cuda", dtype="float32", **settings)
+
+
+@pytest.mark.parametrize("prefill_chunk", [16, 512])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_greedy_tokens_are_the_oracles(oracle: Oracle, family: str, prefill_chunk: int) -> None:
+    folder, expected = oracle(family)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with colocated(cuda(folder, prefill_chunk=prefill_chunk, num_blocks=200)) as engine:
+        assert [one.token_ids for one in answer(engine, PROMPTS)] == expected
+        assert [one.token_ids for one in answer(engine, PROMPTS)] == expected
+
+
+def test_the_cache_takes_what_the_card_has_left(oracle: Oracle) -> None:
+    folder, expected = oracle("llama")
+    with colocated(cuda(folder, memory_fraction=0.5)) as engine:
+        free, total = torch.cuda.mem_get_info()
+        assert 0.4 * total < total - free < 0.6 * total
+        assert answer(engine, PROMPTS[:1])[0].token_ids == expected[0]
+
+
+def test_seeded_sampling_gives_the_cpus_tokens(oracle: Oracle) -> None:
+    folder, _ = oracle("llama")
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=32, ignore_eos=True)
+    with colocated(WorkerConfig(model=str(folder), device="cpu", dtype="float32", num_blocks=200)) as engine:
+        expected = [one.token_ids for one in answer(engine, PROMPTS, sampling)]
+    with colocated(cuda(folder, num_blocks=200)) as engine:
+        assert [one.token_ids for one in answer(engine, PROMPTS, sampling)] == expected
