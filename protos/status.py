@@ -51,14 +51,21 @@ async def abort_with(context: Any, error: BaseException) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def error_of(failed: grpc.RpcError) -> BatonError:
-    """The typed error a call ended with. Without a Baton peer's word, a lost connection is `Unavailable`."""
+def peer_error(failed: grpc.RpcError) -> BatonError | None:
+    """What a Baton peer ended the call with; None when it had no say: the connection was lost, or it crashed."""
     for key, value in _trailing(failed):
         if key == ERROR_KEY:
             try:
                 return raised(from_proto(ErrorInfo, worker_pb2.ErrorInfo.FromString(bytes(value))))
             except DecodeError:
-                break
+                return None
+    return None
+
+
+def error_of(failed: grpc.RpcError) -> BatonError:
+    """The typed error a call ended with. Without a Baton peer's word, a lost connection is `Unavailable`."""
+    if (said := peer_error(failed)) is not None:
+        return said
     code, details = _status(failed)
     return _FOREIGN.get(code, Internal)(details or code.name)
 

@@ -17,8 +17,8 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
-from protos.errors import BatonError, DeadlineExceeded, Unavailable, WorkerLost
-from protos.status import error_of
+from protos.errors import BatonError, DeadlineExceeded, InvalidRequest, WorkerLost
+from protos.status import error_of, peer_error
 from protos.values import (
     FinishReason,
     GenerateRequest,
@@ -40,9 +40,10 @@ MAX_MESSAGE_BYTES = 64 * 2**20  # a prompt of a million tokens is 4 MB; a snapsh
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer that is gone without a word, or stopped, is noticed after two seconds.
+    # A peer that is gone without a word, or stopped, is noticed after about two seconds.
     ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1500),
+    ("grpc.http2.ping_timeout_ms", 1500),  # alone decides when a keepalive ping is lost; 60 s without it
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # A new client connects afresh: it inherits no back-off from a lost one. When to try again is the fleet's business.
@@ -105,7 +106,7 @@ class WorkerClient:
         self._control_timeout_s = control_timeout_s
         self._channel = grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
         self._stub: Any = worker_pb2_grpc.WorkerStub(self._channel)
-        self._outbox: asyncio.Queue[worker_pb2.ToWorker] = asyncio.Queue()
+        self._outbox: asyncio.Queue[worker_pb2.ToWorker | None] = asyncio.Queue()
         self._open: dict[str, Updates] = {}
         self._late: set[asyncio.Task[Ticket]] = set()
         self._stream: Any = None
@@ -176,6 +177,7 @@ class WorkerClient:
         for updates in self._open.values():
             updates.fail(WorkerLost(error.message))
         self._open.clear()
+        self._outbox.put_nowait(None)
         if self._stream is not None:
             self._stream.cancel()
 
@@ -217,8 +219,8 @@ class WorkerClient:
         self.abort(request_id)
 
     async def _outgoing(self) -> AsyncIterator[worker_pb2.ToWorker]:
-        while True:
-            yield await self._outbox.get()
+        while (message := await self._outbox.get()) is not None:
+            yield message
 
     def _hand_out(self, step: StepMessage) -> None:
         for update in step.updates:
@@ -241,9 +243,12 @@ class WorkerClient:
             raise WorkerLost(self._lost.message) from None  # closing a channel cancels its calls, not their callers
 
     def _typed(self, failed: grpc.RpcError) -> BatonError:
+        """The worker's own word, or its loss: nobody but its end cancels our calls, and a crash cuts them off."""
+        if (said := peer_error(failed)) is not None:
+            return said
         error = error_of(failed)
+        if isinstance(error, InvalidRequest):
+            return error
         if isinstance(error, DeadlineExceeded):
             return WorkerLost(f"the worker at {self.address} did not answer in time")
-        if type(error) is Unavailable:
-            return WorkerLost(f"the worker at {self.address} cannot be reached: {error.message}")
-        return error
+        return WorkerLost(f"the worker at {self.address} cannot be reached: {error.message}")

@@ -3,7 +3,7 @@
     Candidate ...──▶ Rank (basic, prefix_aware) ──▶ Score ... ──▶ pair ──▶ Decision
                      limits wrap a Rank or a Policy
 
-A score is a cost: the lowest total wins, the earlier candidate where two are equal.
+A score is a cost: the lowest total wins.
 """
 
 from __future__ import annotations
@@ -88,5 +88,7 @@ def score(candidate: Candidate, **terms: float) -> Score:
     )
 
 
-def cheapest(scores: Sequence[Score]) -> Score:
-    return min(scores, key=lambda scored: scored.total)
+def cheapest(scores: Sequence[Score], view: RequestView) -> Score:
+    """Equals take turns, so that an idle pool fills all of its caches."""
+    turn, count = view.num_decided, len(scores)
+    return min(enumerate(scores), key=lambda entry: (entry[1].total, (entry[0] - turn) % count))[1]

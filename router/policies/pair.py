@@ -36,21 +36,22 @@ def pair(name: str, *, read: Rank, write: Rank, short: ShortRemainder) -> Policy
         writers = {candidate.worker_id: candidate for candidate in candidates if decodes(candidate)}
         assert writers, "the dispatcher waits until somebody can decode"
         reading = read(view, readers) if readers else ()
-        reader = cheapest(reading) if reading else None
-        whole: list[tuple[Score, Alone | None]] = []
+        reader = cheapest(reading, view) if reading else None
+        whole: list[Score] = []
+        reasons: dict[str, Alone | None] = {}
         for writing in write(view, list(writers.values())):
             writer = writers[writing.worker_id]
-            alone = _alone(view, writer, short, has_readers=reader is not None)
-            by = cheapest(read(view, [writer])) if alone or reader is None else reader
-            terms = dict(writing.terms) | {f"reading by {by.worker_id}": by.total}
-            whole.append((score(writer, **terms), alone))
-        best, alone = min(whole, key=lambda option: option[0].total)
+            alone = reasons[writer.worker_id] = _alone(view, writer, short, has_readers=reader is not None)
+            by = read(view, [writer])[0] if alone or reader is None else reader
+            whole.append(score(writer, **dict(writing.terms), **{f"reading by {by.worker_id}": by.total}))
+        best = cheapest(whole, view)
+        alone = reasons[best.worker_id]
         return Decision(
             policy=name,
             prefill=None if alone or reader is None else reader.worker_id,
             decode=best.worker_id,
             alone=alone,
-            scores=(*reading, *(scored for scored, _ in whole)),
+            scores=(*reading, *whole),
         )
 
     return decide

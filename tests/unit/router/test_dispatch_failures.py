@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -151,3 +153,31 @@ async def test_a_full_cluster_refuses_in_the_end_with_advice(make: Callable[...,
         await collect(cluster, job())
     assert raised.value.retry_after_s == 7.0
     assert cluster["p0"].submitted == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_any_order_of_deaths_leaves_every_answer_whole(make: Callable[..., Cluster], seed: int) -> None:
+    cluster = make(max_attempts=100, retry_pause_s=0.001)
+    await cluster.add("p0", "p1", "d0", "d1")
+    chance = random.Random(seed)
+    jobs = [
+        job(f"r{i}", prompt_ids=tuple(range(i, i + 5 + chance.randrange(20))), max_tokens=chance.randrange(1, 40))
+        for i in range(24)
+    ]
+    answers = [asyncio.create_task(collect(cluster, each)) for each in jobs]
+    for _ in range(6):
+        worker = cluster[chance.choice(["p0", "p1", "d0", "d1"])]
+        said = len(worker.submitted) + chance.randrange(1, 8)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.1):  # it may have nothing to do any more
+                await worker.until(lambda worker=worker, said=said: len(worker.submitted) >= said)  # type: ignore[misc]
+        worker.loses_kv = chance.random() < 0.3
+        await worker.die()
+        await worker.restart()
+    for worker in cluster.workers.values():
+        worker.loses_kv = False
+    for asked, deltas in zip(jobs, await asyncio.gather(*answers), strict=True):
+        assert tokens(deltas) == expected_tokens(asked.prompt_ids, asked.sampling.max_tokens)
+    for worker in cluster.workers.values():
+        await worker.until(lambda worker=worker: not worker.running and not worker.tickets)  # type: ignore[misc]
+    assert all(status.num_routed == 0 for status in cluster.fleet.status())

@@ -101,6 +101,7 @@ async def test_a_worker_in_a_new_life_has_an_empty_cache(cluster: Cluster) -> No
     await collect(cluster, job())
     await cluster.until(lambda: cached(cluster, "p0", "d0") == [7, 7])
     await cluster["p0"].die()
+    await cluster.until_state("p0", WorkerState.LOST)
     await cluster["p0"].restart()
     await cluster.until_state("p0", WorkerState.READY)
     assert cached(cluster, "p0", "d0") == [0, 7]

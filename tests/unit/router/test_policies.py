@@ -117,6 +117,12 @@ def test_prefix_aware_weighs(why: str, candidates: list[Candidate], expected: tu
     assert {scored.worker_id for scored in decision.scores} == {candidate.worker_id for candidate in candidates}
 
 
+def test_equals_take_turns_so_that_all_caches_are_used() -> None:
+    candidates = [worker("p0"), worker("p1"), worker("d0"), worker("d1")]
+    turns = [policy("prefix_aware")(view(num_decided=number), candidates) for number in range(4)]
+    assert [(turn.prefill, turn.decode) for turn in turns] == [("p0", "d0"), ("p1", "d1")] * 2
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "cached", "alone"),
     [
