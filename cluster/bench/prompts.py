@@ -1,0 +1,47 @@
+"""Tokens for spans, the same for the same seed on every machine; and words for servers that take no token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from cluster.bench.workload import Key, Span
+
+MIN_VOCAB = 1000
+WORDS = (
+    "time year people way day man thing woman life child world school state family student group country problem "
+    "hand part place case week company system program question work government number night point home water room "
+    "mother area money story fact month lot right study book eye job word business issue side kind head house "
+    "service friend father power hour game line end member law car city"
+).split()
+
+
+class Prompts:
+    """`vocab_size` ids there are, if known; the outer tenths, where special tokens live, are left out."""
+
+    def __init__(self, *, seed: int, vocab_size: int | None) -> None:
+        size = vocab_size or MIN_VOCAB
+        self._low, self._high = size // 10, size - size // 10
+        self._seed = seed
+        self._stream = lru_cache(maxsize=4096)(self._draw)  # a trace's shared blocks come again and again
+
+    def ids(self, spans: Sequence[Span]) -> list[int]:
+        return [token for span in spans for token in self._stream(span.key, _room(span.num_tokens))[: span.num_tokens]]
+
+    def text(self, spans: Sequence[Span]) -> str:
+        """A common word a token, which is about a token a word."""
+        return " ".join(WORDS[token % len(WORDS)] for token in self.ids(spans))
+
+    def _draw(self, key: Key, num_tokens: int) -> list[int]:
+        # Philox's stream is part of numpy's promise of stability, unlike that of default_rng.
+        bits = np.random.Philox(np.random.SeedSequence((self._seed, *key)))
+        raw = bits.random_raw(num_tokens)
+        found: list[int] = (self._low + raw % np.uint64(self._high - self._low)).tolist()
+        return found
+
+
+def _room(num_tokens: int) -> int:
+    """The next power of two: spans of one key and nearly one length share an entry."""
+    return 1 << (num_tokens - 1).bit_length()

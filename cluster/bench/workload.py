@@ -1,0 +1,175 @@
+"""What is asked, and when: a list of values made from lengths, a rate and a seed, or from a recorded trace.
+
+A prompt is a row of spans. Spans of one key begin with the same tokens, so equal leading spans are a shared prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from protos.errors import Misconfigured
+
+TRACE_BLOCK = 512
+"""Tokens of a prompt that one of a trace's hash_ids stands for."""
+
+Key = tuple[int, int]
+_OWN, _TRACED = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    key: Key
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One request; `due_s` after the start, or None: as soon as there is room."""
+
+    index: int
+    spans: tuple[Span, ...]
+    num_output: int
+    due_s: float | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return sum(span.num_tokens for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Tokens, uniform from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str, *, param: str) -> Lengths:
+        """From "256" or "100:200". Raises Misconfigured."""
+        low, _, high = text.partition(":")
+        try:
+            made = cls(low=int(low), high=int(high or low))
+        except ValueError:
+            made = cls(low=0, high=0)
+        if not 1 <= made.low <= made.high:
+            raise Misconfigured(
+                f"--{param} {text}: give a number of tokens, such as 256, or a range, such as 100:200", param=param
+            )
+        return made
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.randint(self.low, self.high)
+
+
+def synthetic(num_requests: int, *, prompts: Lengths, outputs: Lengths, seed: int) -> list[Item]:
+    """Prompts that share nothing."""
+    rng = random.Random(seed)
+    return [
+        Item(index=i, spans=(Span(key=(_OWN, i), num_tokens=prompts.draw(rng)),), num_output=outputs.draw(rng))
+        for i in range(num_requests)
+    ]
+
+
+def with_poisson_arrivals(items: Sequence[Item], rate: float, seed: int) -> list[Item]:
+    """The same requests, `rate` a second on average with exponential gaps, the first at once."""
+    if not rate > 0:
+        raise Misconfigured(f"--rate {rate}: give requests a second, above 0", param="rate")
+    rng = random.Random(f"{seed} arrivals")
+    due_s, timed = 0.0, []
+    for item in items:
+        timed.append(replace(item, due_s=due_s))
+        due_s += rng.expovariate(rate)
+    return timed
+
+
+def without_arrivals(items: Sequence[Item]) -> list[Item]:
+    return [replace(item, due_s=None) for item in items]
+
+
+def read_trace(path: Path, *, limit: int | None = None, scale: float = 1.0, speed: float = 1.0) -> list[Item]:
+    """Requests of a trace in Mooncake's format, with arrivals from 0 on. Raises Misconfigured, naming the line.
+
+    One JSON object a line: `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`, one for each
+    512 tokens of the prompt, equal where prefixes are. Lengths are multiplied by `scale`; time runs `speed` times.
+    """
+    for param, value in (("trace-scale", scale), ("trace-speed", speed)):
+        if not value > 0:
+            raise Misconfigured(f"--{param} {value}: give a number above 0", param=param)
+    lines = list(_traced(path, limit))
+    if not lines:
+        raise Misconfigured(f"--trace {path}: there is no request in it", param="trace")
+    start = lines[0]["timestamp"]
+    return [
+        Item(
+            index=index,
+            spans=_spans(line, scale),
+            num_output=max(1, round(line["output_length"] * scale)),
+            due_s=(line["timestamp"] - start) / 1000 / speed,
+        )
+        for index, line in enumerate(lines)
+    ]
+
+
+def _traced(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
+    """The trace's lines, checked, in order of time."""
+    before = -float("inf")
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, text in enumerate(lines, 1):
+                if limit is not None and number > limit:
+                    return
+                line = _checked(text, f"--trace {path}, line {number}")
+                if line["timestamp"] < before:
+                    raise Misconfigured(f"--trace {path}, line {number}: its timestamp is before the last line's")
+                before = line["timestamp"]
+                yield line
+    except (OSError, UnicodeDecodeError) as error:
+        raise Misconfigured(f"--trace {path}: {error}", param="trace") from error
+
+
+def _checked(text: str, where: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+        lengths = [line[name] for name in ("timestamp", "input_length", "output_length")]
+        ids = line["hash_ids"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Misconfigured(
+            f"{where}: needs timestamp, input_length, output_length and hash_ids as JSON ({error})", param="trace"
+        ) from None
+    numbers = all(type(value) in (int, float) and value >= 0 for value in lengths)
+    if not numbers or not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
+        raise Misconfigured(f"{where}: lengths, time and hash_ids are numbers from 0 on", param="trace")
+    if not (len(ids) - 1) * TRACE_BLOCK < line["input_length"] <= len(ids) * TRACE_BLOCK:
+        told = f"{len(ids)} hash_ids for {line['input_length']} tokens"
+        raise Misconfigured(f"{where}: {told}, one stands for {TRACE_BLOCK}", param="trace")
+    return dict(line)
+
+
+def _spans(line: dict[str, Any], scale: float) -> tuple[Span, ...]:
+    """A span for each hash id; all but the last have the same length."""
+    ids = line["hash_ids"]
+    block = max(1, round(TRACE_BLOCK * scale))
+    rest = line["input_length"] - (len(ids) - 1) * TRACE_BLOCK
+    last = min(block, max(1, round(rest * scale)))
+    return tuple(
+        Span(key=(_TRACED, one), num_tokens=last if place == len(ids) - 1 else block) for place, one in enumerate(ids)
+    )
+
+
+def fitting(items: Sequence[Item], max_model_len: int | None) -> tuple[list[Item], int]:
+    """The requests that the model's context can hold, and how many it cannot. Raises Misconfigured if none is left."""
+    if max_model_len is None:
+        return list(items), 0
+    kept = [item for item in items if item.num_prompt + item.num_output <= max_model_len]
+    if items and not kept:
+        shortest = min(item.num_prompt + item.num_output for item in items)
+        raise Misconfigured(
+            f"every request is longer (the shortest: {shortest} tokens, prompt and answer) than the model's context "
+            f"of {max_model_len}: lower --input-len, --output-len or --trace-scale"
+        )
+    return kept, len(items) - len(kept)

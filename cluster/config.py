@@ -1,0 +1,131 @@
+"""A whole deployment as one frozen value: how many workers of which kind, on what, behind which addresses.
+
+`cluster.settings` makes it from a TOML file and flags. What cannot work raises Misconfigured here, naming the setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from decode_pool.config import DecodeConfig
+from prefill_pool.config import PrefillConfig
+from protos.errors import BadCheckpoint, Misconfigured
+from protos.values import WorkerRole
+from router.config import RouterConfig
+from workers.config import WorkerConfig
+
+MEMORY = "memory"
+MAX_WORKERS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolsConfig:
+    """How many workers each pool has: prefill and decode (1 each unless said otherwise), or colocated ones that do
+    both. `decode` workers without `prefill` ones read their prompts themselves."""
+
+    prefill: int | None = None
+    decode: int | None = None
+    colocated: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode", "colocated"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_WORKERS:
+                raise Misconfigured(f"pools: {name} = {value}: give a number from 0 to {MAX_WORKERS}", param=name)
+        if self.colocated and (self.prefill or self.decode):
+            raise Misconfigured(
+                f"pools: {self.colocated} colocated workers and {self.prefill or 0} + {self.decode or 0} of prefill "
+                "and decode: a cluster has either the former or the latter",
+                param="colocated",
+            )
+        if not self.colocated and self.decode == 0:
+            raise Misconfigured(
+                "pools: decode = 0: somebody must write the answers, so give at least 1", param="decode"
+            )
+
+    def counts(self) -> Mapping[WorkerRole, int]:
+        if self.colocated:
+            return {WorkerRole.COLOCATED: self.colocated}
+        prefill = 1 if self.prefill is None else self.prefill
+        decode = 1 if self.decode is None else self.decode
+        return {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """`address` of a running Ray cluster (host:port, ray://host:port, or auto); empty: one of our own on this machine.
+
+    With `pool_resources` every rank also takes one of the custom Ray resource that has its pool's name, so that nodes
+    are told apart by what they offer (deploy/k8s).
+    """
+
+    address: str = ""
+    pool_resources: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisionConfig:
+    """A worker that died is started again after `first_delay_s`, which grows by `factor` with every further death, up
+    to `max_delay_s`; after `reset_after_s` of service its deaths are forgotten. At a stop, running requests have
+    `grace_s` to finish."""
+
+    first_delay_s: float = 0.25
+    factor: float = 2.0
+    max_delay_s: float = 30.0
+    reset_after_s: float = 60.0
+    grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("first_delay_s", 0.0), ("factor", 1.0), ("reset_after_s", 0.0), ("grace_s", 0.0)):
+            value = getattr(self, name)
+            if not least <= value:
+                raise Misconfigured(f"supervision: {name} = {value}: give {least:g} or more", param=name)
+        if not self.max_delay_s >= self.first_delay_s:
+            raise Misconfigured(
+                f"supervision: max_delay_s = {self.max_delay_s}: give first_delay_s = {self.first_delay_s:g} or more",
+                param="max_delay_s",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """`index` says where the prefix index lives; `discovery` (redis://...) where supervisor and gateways meet when
+    they are separate processes, and is not needed where they are one."""
+
+    worker: WorkerConfig
+    router: RouterConfig
+    pools: PoolsConfig = field(default_factory=PoolsConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+    index: str = MEMORY
+    discovery: str = ""
+
+    def __post_init__(self) -> None:
+        if self.index.startswith(("redis://", "rediss://")):
+            raise Misconfigured(
+                "index: a prefix index in Redis does not exist yet: every gateway keeps the whole index in its own "
+                "memory, fed by all workers. Use --index memory; Redis serves to find workers, see --discovery",
+                param="index",
+            )
+        if self.index != MEMORY:
+            raise Misconfigured(f"index: {self.index!r} is no index: use {MEMORY}", param="index")
+        if self.discovery and not self.discovery.startswith(("redis://", "rediss://")):
+            raise Misconfigured(f"discovery: {self.discovery!r}: give redis://host:port", param="discovery")
+        if self.router.port and self.router.port == self.router.grpc_port:
+            raise Misconfigured(
+                f"port and grpc_port are both {self.router.port}: give two, or 0 for any free one", param="grpc_port"
+            )
+
+    def check_model(self) -> None:
+        """Raises BadCheckpoint when there is no checkpoint where the model should be on this machine."""
+        folder = Path(self.worker.model)
+        if not folder.is_dir():
+            raise BadCheckpoint(
+                f"model: there is no folder {folder}: give --model a checkpoint's folder", param="model"
+            )
+        if not (folder / "config.json").is_file():
+            raise BadCheckpoint(f"model: {folder} has no config.json: it is no checkpoint's folder", param="model")

@@ -1,0 +1,58 @@
+"""How gateways learn of workers: the supervisor announces, a gateway follows. `router.fleet.Fleet` is a `Members`.
+
+supervisor ── announce ─▶ DirectAnnouncer ─────────── join / leave ──▶ Members          one process
+supervisor ── announce ─▶ RedisAnnouncer ═▶ Redis ═▶ RedisDiscovery ── join / leave ──▶ Members       several
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Members(Protocol):
+    """Who is told. Joining again with another address means that the worker has moved."""
+
+    def join(self, address: str, *, worker_id: str) -> None: ...
+
+    async def leave(self, worker_id: str) -> None: ...
+
+
+class Announcer(Protocol):
+    """The supervisor's side. Never fails: what cannot be said now is said as soon as it can be."""
+
+    async def announce(self, worker_id: str, address: str) -> None:
+        """The worker lives at this address (host:port) now; also after a restart."""
+        ...
+
+    async def withdraw(self, worker_id: str) -> None:
+        """The worker will not come back."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Discovery(Protocol):
+    """A gateway's side. `trouble` says why what it knows may be old; "" while it is current."""
+
+    @property
+    def trouble(self) -> str: ...
+
+    async def follow(self, members: Members) -> None:
+        """Keeps `members` up to date until cancelled."""
+        ...
+
+
+class DirectAnnouncer:
+    """Supervisor and gateway are one process: whoever is announced has joined."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    async def announce(self, worker_id: str, address: str) -> None:
+        self._members.join(address, worker_id=worker_id)
+
+    async def withdraw(self, worker_id: str) -> None:
+        await self._members.leave(worker_id)
+
+    async def close(self) -> None:
+        pass

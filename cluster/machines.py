@@ -1,0 +1,115 @@
+"""Ray itself: a private one for this machine, started and stopped with us, or one that runs already.
+
+A private Ray listens on the loopback interface only, asks for a token that nobody else knows, and keeps its files in a
+folder of its own, which goes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cluster.config import RayConfig
+from cluster.placement import Node
+from protos.errors import Misconfigured, Unavailable
+
+Result = TypeVar("Result")
+
+LOOPBACK = "127.0.0.1"
+OBJECT_STORE_BYTES = 100 * 2**20  # nothing travels through it; Ray wants at least 75 MB
+MAX_FOLDER_CHARS = 40  # Ray makes unix sockets below its folder, whose paths hold 107 bytes in all
+PRIVATE = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+}
+
+
+class Machines:
+    """`start` and `stop` bracket everything else. Ray's calls that wait run on one thread that lives as long as this:
+    the kernel ends Ray's processes with the thread that started them."""
+
+    def __init__(self, config: RayConfig) -> None:
+        self._config = config
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
+        self._folder: Path | None = None
+
+    @property
+    def is_private(self) -> bool:
+        return not self._config.address
+
+    @property
+    def host(self) -> str:
+        """What processes of one machine reach each other by; "" where there may be several machines."""
+        return LOOPBACK if self.is_private else ""
+
+    async def start(self) -> None:
+        """Raises Misconfigured when there is no Ray at the address, or none can be started."""
+        await self.call(self._start)
+
+    async def stop(self) -> None:
+        """Ends the driver, and a private Ray with all its processes. Idempotent."""
+        await self.call(self._stop)
+        self._thread.shutdown(wait=False)
+
+    async def call(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def nodes(self) -> tuple[Node, ...]:
+        import ray
+
+        alive = [node["Resources"] for node in await self.call(ray.nodes) if node["Alive"]]
+        return tuple(Node(cpus=float(has.get("CPU", 0.0)), gpus=float(has.get("GPU", 0.0))) for has in alive)
+
+    def _start(self) -> None:
+        options: dict[str, Any] = {"address": self._config.address, "log_to_driver": False}
+        if self.is_private:
+            options = self._private()
+        import ray
+
+        try:
+            ray.init(logging_level=logging.ERROR, **options)
+        except ConnectionError as error:
+            address = self._config.address
+            raise Misconfigured(
+                f"there is no Ray at {address}: {error}; correct --ray-address", param="ray.address"
+            ) from error
+        except (OSError, RuntimeError, ValueError) as error:
+            self._stop()
+            raise Unavailable(f"Ray did not start: {error}") from error
+
+    def _private(self) -> dict[str, Any]:
+        # Its processes inherit this; Ray reads it when it is imported.
+        os.environ.update(PRIVATE | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
+        os.environ.pop("RAY_ADDRESS", None)
+        root = str(Path(__file__).resolve().parent.parent)
+        known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *(path for path in known if path and path != root)])
+        shallow = len(tempfile.gettempdir()) <= MAX_FOLDER_CHARS
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-", dir=None if shallow else "/tmp"))
+        return {
+            "address": "local",
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "num_cpus": os.cpu_count() or 1,
+            "_node_ip_address": LOOPBACK,
+            "_temp_dir": str(self._folder),
+        }
+
+    def _stop(self) -> None:
+        import ray
+
+        ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None

@@ -1,0 +1,213 @@
+"""One rank of a worker in this process: opened, served, and told of as events. The same under Ray and in a terminal.
+
+start(orders) ─▶ Loading ... ─▶ Serving (rank 0 only) ─▶ Ended           Logged comes in between
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from decode_pool.config import DecodeConfig
+from prefill_pool.config import PrefillConfig
+from protos.errors import BatonError
+from protos.values import ErrorInfo, WorkerInfo, WorkerRole
+from protos.wire import error_info
+from workers.config import Seat, WorkerConfig
+
+if TYPE_CHECKING:
+    from workers.rpc.worker import Parts
+
+log = logging.getLogger("baton.worker")
+
+Result = TypeVar("Result")
+Progress = Callable[[int, int], None]
+
+STEPS_OF_PROGRESS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What a process shall be. `port` is where rank 0 serves; 0 takes any free one."""
+
+    role: WorkerRole
+    worker: WorkerConfig
+    prefill: PrefillConfig
+    decode: DecodeConfig
+    seat: Seat
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """`share` of the weights are read, from 0 to 1."""
+
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    info: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    level: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The rank does nothing more. `error` is None after a stop that was asked for."""
+
+    error: ErrorInfo | None = None
+
+
+Event = Loading | Serving | Logged | Ended
+
+
+class Rank:
+    """Lives on one event loop. After `start` it runs until it breaks or `stop` is called."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: list[Event] = []
+        self._news = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, orders: Orders) -> None:
+        assert self._task is None, "a rank starts once"
+        self._task = self._loop.create_task(self._run(orders))
+
+    async def news(self) -> Sequence[Event]:
+        """What happened since the last call, oldest first; waits until there is something."""
+        await self._news.wait()
+        self._news.clear()
+        events, self._events = self._events, []
+        return events
+
+    async def stop(self) -> None:
+        """Ends the rank; returns when it has ended. A follower that has opened ends only with its rank 0."""
+        self._stopping.set()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def tell(self, event: Event) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._note, event)
+
+    def _note(self, event: Event) -> None:
+        self._events.append(event)
+        self._news.set()
+
+    async def _run(self, orders: Orders) -> None:
+        try:
+            await (self._lead(orders) if orders.seat.rank == 0 else self._follow(orders))
+        except Exception as error:  # whatever it is, the supervisor has to hear of it
+            if not isinstance(error, BatonError):
+                log.exception("rank %d of %s broke", orders.seat.rank, orders.seat.worker_id)
+            self._note(Ended(error=error_info(error)))
+        else:
+            self._note(Ended())
+
+    async def _lead(self, orders: Orders) -> None:
+        opening = in_thread(lambda: _open_worker(orders, self._steps()))
+        if not await self._before_stop(opening):
+            return
+        from workers.rpc.worker import Worker
+
+        worker = Worker(opening.result())
+        try:
+            self._note(Serving(info=await worker.start(orders.seat.host, orders.port)))
+            serving = asyncio.ensure_future(worker.wait())
+            if await self._before_stop(serving):
+                serving.result()
+            serving.cancel()
+        finally:
+            await worker.stop()
+
+    async def _follow(self, orders: Orders) -> None:
+        following = in_thread(lambda: _follow_worker(orders))
+        if await self._before_stop(following):
+            following.result()
+
+    async def _before_stop(self, work: asyncio.Future[Result]) -> bool:
+        """Waits for `work`, or for a stop; whether it was `work` that ended."""
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        both: list[asyncio.Future[Any]] = [work, stopping]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        return work.done()
+
+    def _steps(self) -> Progress:
+        """Tells of every twentieth of the weights."""
+        told = -1
+
+        def progress(done: int, total: int) -> None:
+            nonlocal told
+            step = STEPS_OF_PROGRESS * done // total if total else STEPS_OF_PROGRESS
+            if step != told:
+                told = step
+                self.tell(Loading(share=step / STEPS_OF_PROGRESS))
+
+        return progress
+
+
+def _open_worker(orders: Orders, on_progress: Progress) -> Parts:
+    """Imports the pool, and torch with it, and reads the model: seconds. On a thread."""
+    match orders.role:
+        case WorkerRole.PREFILL:
+            from prefill_pool.service import open_worker as open_prefill
+
+            return open_prefill(orders.worker, orders.seat, orders.prefill, on_progress=on_progress)
+        case WorkerRole.DECODE:
+            from decode_pool.service import open_worker as open_decode
+
+            return open_decode(orders.worker, orders.seat, orders.decode, on_progress=on_progress)
+        case WorkerRole.COLOCATED:
+            from workers.rpc.colocated import open_worker as open_colocated
+
+            return open_colocated(orders.worker, orders.seat, on_progress=on_progress)
+
+
+def _follow_worker(orders: Orders) -> None:
+    match orders.role:
+        case WorkerRole.PREFILL:
+            from prefill_pool.service import follow as follow_prefill
+
+            follow_prefill(orders.worker, orders.seat)
+        case WorkerRole.DECODE:
+            from decode_pool.service import follow as follow_decode
+
+            follow_decode(orders.worker, orders.seat)
+        case WorkerRole.COLOCATED:
+            from workers.rpc.colocated import follow as follow_colocated
+
+            follow_colocated(orders.worker, orders.seat)
+
+
+def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
+    """Runs blocking work on a thread that does not keep the process from ending, as an executor's threads do."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(settle_it: Callable[[], None]) -> None:
+        if not future.done():
+            settle_it()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # handed to whoever waits, like every other outcome
+            failure = error
+            loop.call_soon_threadsafe(settle, lambda: future.set_exception(failure))
+        else:
+            loop.call_soon_threadsafe(settle, lambda: future.set_result(result))
+
+    threading.Thread(target=run, daemon=True, name="work").start()
+    return future

@@ -1,0 +1,217 @@
+"""Workers announced in Redis under a lease: who does not renew it is gone when it ends, whatever happened to them.
+
+    baton:worker:<id>   "host:port", expires after the lease
+    baton:workers       the ids that may exist (a set)
+    baton:changes       a channel: read again; a message names a worker that was withdrawn
+
+A gateway reads everything on every change, and every `period_s` in case it missed one. While Redis cannot be reached
+it keeps the workers it knows: their death it notices itself, by their connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from cluster.discovery import Members
+from protos.errors import Misconfigured
+
+log = logging.getLogger("baton.discovery")
+
+LEASE_S = 5.0
+KEY = "baton:worker:"
+IDS = "baton:workers"
+CHANGES = "baton:changes"
+TROUBLES = (RedisError, OSError, TimeoutError)
+
+# A successor may have announced the same worker already: only our own word is taken back.
+_FORGET = """
+if redis.call('get', KEYS[1]) == ARGV[1] then
+    redis.call('del', KEYS[1])
+    redis.call('srem', KEYS[2], ARGV[2])
+    redis.call('publish', KEYS[3], ARGV[2])
+end
+"""
+_TIDY = "if redis.call('exists', KEYS[1]) == 0 then redis.call('srem', KEYS[2], ARGV[1]) end"
+
+
+async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
+    """A client for `url`. Raises Misconfigured when nobody answers there."""
+    client: Redis = Redis.from_url(
+        url, decode_responses=True, socket_timeout=timeout_s, socket_connect_timeout=timeout_s
+    )
+    try:
+        await client.ping()
+    except TROUBLES as error:
+        await client.aclose()
+        raise Misconfigured(
+            f"no Redis answers at {_shown(url)}: {error}; start it, or correct --discovery", param="discovery"
+        ) from error
+    return client
+
+
+def _shown(url: str) -> str:
+    """Without a password."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}{parts.path}"
+
+
+class _Trouble:
+    """Says once that Redis is lost, and once that it is back."""
+
+    def __init__(self, consequence: str) -> None:
+        self._consequence = consequence
+        self.reason = ""
+
+    def met(self, error: BaseException) -> None:
+        if not self.reason:
+            log.warning("Redis cannot be reached (%s): %s", error, self._consequence)
+        self.reason = f"Redis cannot be reached: {error}"
+
+    def over(self) -> None:
+        if self.reason:
+            log.info("Redis answers again")
+        self.reason = ""
+
+
+class RedisAnnouncer:
+    """Lives on one event loop. Renews every lease three times in its length; one missed renewal loses nobody."""
+
+    def __init__(self, client: Redis, *, lease_s: float = LEASE_S) -> None:
+        self._client = client
+        self._lease_s = lease_s
+        self._live: dict[str, str] = {}
+        self._gone: dict[str, str] = {}
+        self._news = asyncio.Event()
+        self._trouble = _Trouble("gateways that start now will not find the workers")
+        self._keeper = asyncio.create_task(self._keep(), name="announcer")
+
+    async def announce(self, worker_id: str, address: str) -> None:
+        self._live[worker_id] = address
+        self._gone.pop(worker_id, None)
+        self._news.set()
+
+    async def withdraw(self, worker_id: str) -> None:
+        address = self._live.pop(worker_id, None)
+        if address is not None:
+            self._gone[worker_id] = address
+            self._news.set()
+
+    async def close(self) -> None:
+        """Withdraws everybody, if Redis can be told."""
+        self._keeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._keeper
+        self._gone |= self._live
+        self._live.clear()
+        with suppress(*TROUBLES):
+            await self._write(changed=True)
+        await self._client.aclose()
+
+    async def _keep(self) -> None:
+        while True:
+            changed = self._news.is_set()
+            self._news.clear()
+            try:
+                await self._write(changed=changed)
+                self._trouble.over()
+            except TROUBLES as error:
+                self._trouble.met(error)
+                if changed:
+                    self._news.set()
+                await asyncio.sleep(self._lease_s / 10)
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._lease_s / 3):
+                    await self._news.wait()
+
+    async def _write(self, *, changed: bool) -> None:
+        gone = dict(self._gone)
+        async with self._client.pipeline(transaction=True) as pipe:
+            for worker_id, address in self._live.items():
+                pipe.set(KEY + worker_id, address, px=int(self._lease_s * 1000))
+                pipe.sadd(IDS, worker_id)
+            for worker_id, address in gone.items():
+                pipe.eval(_FORGET, 3, KEY + worker_id, IDS, CHANGES, address, worker_id)
+            if changed:
+                pipe.publish(CHANGES, "")
+            await pipe.execute()
+        for worker_id, address in gone.items():
+            if self._gone.get(worker_id) == address:
+                del self._gone[worker_id]
+
+
+class RedisDiscovery:
+    """Lives on one event loop, for one gateway.
+
+    A worker that is missing without having been withdrawn is given another lease: a Redis that lost its memory must
+    not cost the cluster its workers before their supervisor has repeated itself.
+    """
+
+    def __init__(self, client: Redis, *, period_s: float = 1.0, lease_s: float = LEASE_S) -> None:
+        self._client = client
+        self._period_s = period_s
+        self._lease_s = lease_s
+        self._trouble = _Trouble("going on with the workers known so far")
+        self._known: dict[str, str] = {}
+        self._missing_since_s: dict[str, float] = {}
+
+    @property
+    def trouble(self) -> str:
+        return self._trouble.reason
+
+    async def follow(self, members: Members) -> None:
+        try:
+            while True:
+                try:
+                    await self._listen(members)
+                except TROUBLES as error:
+                    self._trouble.met(error)
+                    self._missing_since_s.clear()
+                    await asyncio.sleep(self._period_s)
+        finally:
+            await self._client.aclose()
+
+    async def _listen(self, members: Members) -> NoReturn:
+        """Raises what Redis fails with."""
+        withdrawn = ""
+        async with aclosing(self._client.pubsub()) as changes:
+            await changes.subscribe(CHANGES)
+            while True:
+                await self._apply(await self._read(), withdrawn, members)
+                self._trouble.over()
+                message = await changes.get_message(ignore_subscribe_messages=True, timeout=self._period_s)
+                withdrawn = str(message["data"]) if message is not None else ""
+
+    async def _read(self) -> dict[str, str]:
+        """Address by worker id, of the workers whose lease runs."""
+        ids = sorted(str(worker_id) for worker_id in await self._client.smembers(IDS))
+        if not ids:
+            return {}
+        found = zip(ids, await self._client.mget([KEY + worker_id for worker_id in ids]), strict=True)
+        addresses = {worker_id: str(address) for worker_id, address in found if address is not None}
+        for worker_id in ids:
+            if worker_id not in addresses:
+                await self._client.eval(_TIDY, 2, KEY + worker_id, IDS, worker_id)
+        return addresses
+
+    async def _apply(self, found: Mapping[str, str], withdrawn: str, members: Members) -> None:
+        now = asyncio.get_running_loop().time()
+        for worker_id, address in found.items():
+            self._missing_since_s.pop(worker_id, None)
+            if self._known.get(worker_id) != address:
+                self._known[worker_id] = address
+                members.join(address, worker_id=worker_id)
+        for worker_id in self._known.keys() - found.keys():
+            since_s = self._missing_since_s.setdefault(worker_id, now)
+            if worker_id == withdrawn or now - since_s >= self._lease_s:
+                del self._known[worker_id], self._missing_since_s[worker_id]
+                log.info("worker %s is not announced any more", worker_id)
+                await members.leave(worker_id)

@@ -1,0 +1,175 @@
+"""From a TOML file and flags to a ClusterConfig. Whatever is misspelled, misplaced or of a wrong type is named.
+
+file (TOML) ─┐
+flags ───────┴─ merged, flags win ─▶ tables ─▶ dataclasses, which check the ranges
+"""
+
+from __future__ import annotations
+
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from cluster.config import ClusterConfig, PoolsConfig, RayConfig, SupervisionConfig
+from decode_pool.config import DecodeConfig
+from prefill_pool.config import PrefillConfig
+from protos.errors import Misconfigured
+from router.config import RouterConfig
+from workers.config import WorkerConfig
+
+Table = dict[str, Any]
+
+TABLES: Mapping[str, type[Any]] = {
+    "pools": PoolsConfig,
+    "worker": WorkerConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+    "router": RouterConfig,
+    "ray": RayConfig,
+    "supervision": SupervisionConfig,
+}
+# At the top of the file, outside every table: they concern more than one part.
+TOP: Mapping[str, Any] = {
+    "model": str, "served_name": str, "host": str, "port": int, "grpc_port": int, "index": str, "discovery": str,
+}  # fmt: skip
+_ELSEWHERE = {
+    "worker": {"model", "served_name"},
+    "router": {"model_path", "model_name", "host", "port", "grpc_port"},
+}
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def read_file(path: Path) -> Table:
+    """The tables of a TOML file. Raises Misconfigured when it cannot be read, with the line of a syntax error."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Misconfigured(f"--config {path}: {error.strerror}", param="config") from error
+    except ValueError as error:
+        raise Misconfigured(f"--config {path} is not TOML: {error}", param="config") from error
+
+
+def setting(text: str) -> Table:
+    """The tables of `--set worker.prefill_chunk=256`: the value as in TOML, or a bare word."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise Misconfigured(f"--set {text}: write it as NAME=VALUE, such as worker.prefill_chunk=256", param="set")
+    try:
+        parsed: Any = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    for part in reversed(name.strip().split(".")):
+        parsed = {part: parsed}
+    return dict(parsed)
+
+
+def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
+    """Both, table by table; where both say something, `over` is right."""
+    merged = dict(under)
+    for name, value in over.items():
+        below = merged.get(name)
+        merged[name] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
+    """Raises Misconfigured, naming the setting and how to mend it."""
+    top = {name: _checked(name, value, TOP[name]) for name, value in settings.items() if _is_top(name)}
+    tables = {name: _table(name, settings.get(name, {})) for name in TABLES}
+    model = top.get("model", "")
+    worker = WorkerConfig(model=model, served_name=top.get("served_name", ""), **tables["worker"])
+    faces = {name: top[name] for name in ("host", "port", "grpc_port") if name in top}
+    name = worker.served_name or Path(model).resolve().name
+    return ClusterConfig(
+        worker=worker,
+        router=RouterConfig(model_path=Path(model), model_name=name, **faces, **tables["router"]),
+        pools=PoolsConfig(**tables["pools"]),
+        prefill=PrefillConfig(**tables["prefill"]),
+        decode=DecodeConfig(**tables["decode"]),
+        ray=RayConfig(**tables["ray"]),
+        supervision=SupervisionConfig(**tables["supervision"]),
+        **{name: top[name] for name in ("index", "discovery") if name in top},
+    )
+
+
+def to_toml(config: ClusterConfig) -> str:
+    """The configuration as a file that `--config` reads; settings left to be found out at the start are comments."""
+    lines = [
+        f"model = {_literal(config.worker.model)}",
+        *(_line(config.router, "model_name", "served_name"), *(_line(config.router, n) for n in ("host", "port"))),
+        *(_line(config.router, "grpc_port"), _line(config, "index"), _line(config, "discovery")),
+    ]
+    for table, cls in TABLES.items():
+        part = getattr(config, table)
+        owned = [spec.name for spec in fields(cls) if spec.name not in _ELSEWHERE.get(table, ())]
+        lines += ["", f"[{table}]", *(_line(part, name) for name in owned)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(part: object, name: str, called: str = "") -> str:
+    value = getattr(part, name)
+    return f"# {called or name} is found out" if value is None else f"{called or name} = {_literal(value)}"
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _is_top(name: str) -> bool:
+    """Whether a name at the top is a setting, not a table. Raises Misconfigured when it is neither."""
+    if name in TABLES:
+        return False
+    if name in TOP:
+        return True
+    home = next((table for table in TABLES if name in _owned(table)), None)
+    hint = f"it belongs into [{home}]" if home else _suggestion(name, [*TOP, *TABLES])
+    raise Misconfigured(f"there is no setting {name!r} at the top: {hint}", param=name)
+
+
+def _owned(table: str) -> dict[str, Any]:
+    """The settings of a table and their types."""
+    hints = typing.get_type_hints(TABLES[table])
+    return {name: hint for name, hint in hints.items() if name not in _ELSEWHERE.get(table, ())}
+
+
+def _table(table: str, given: Any) -> Table:
+    if not isinstance(given, Mapping):
+        raise Misconfigured(f"{table} = {given!r}: it is a table, write [{table}] and settings below it", param=table)
+    owned = _owned(table)
+    for name in given:
+        if name not in owned:
+            hint = "it belongs to the top, outside every table" if name in TOP else _suggestion(name, list(owned))
+            raise Misconfigured(f"there is no setting {name!r} in [{table}]: {hint}", param=f"{table}.{name}")
+    return {name: _checked(f"{table}.{name}", value, owned[name]) for name, value in given.items()}
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
+
+
+def _checked(name: str, value: Any, wanted: Any) -> Any:
+    """The value as `wanted` (a type, a Literal, or one of them or None). Raises Misconfigured."""
+    if typing.get_origin(wanted) in (typing.Union, types.UnionType):
+        (wanted,) = (option for option in typing.get_args(wanted) if option is not types.NoneType)
+    if typing.get_origin(wanted) is Literal:
+        options = typing.get_args(wanted)
+        if value in options:
+            return value
+        near = get_close_matches(str(value), options, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(options)}"
+        raise Misconfigured(f"{name} = {value!r}: {hint}", param=name)
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is wanted:
+        return value
+    raise Misconfigured(f"{name} = {value!r}: give {_WORDS[wanted]}", param=name)
