@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 5, 15, 16, 33, 64, 100, 150)]
 NUM_TOKENS = sum(map(len, PROMPTS)) + 64 * len(PROMPTS)
-PLENTY, SCARCE = 2 * NUM_TOKENS // 16, NUM_TOKENS // 16 // 3
+PLENTY, SCARCE = 2 * NUM_TOKENS // 16, NUM_TOKENS // 16 // 2
 
 Oracle = Callable[[str], tuple[str, list[list[int]]]]
 
