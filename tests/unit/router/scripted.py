@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import openai
 import tokenizers
@@ -30,6 +30,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+Family = Callable[[], Tokenizer]
 Step = TokenDelta | BaseException | asyncio.Event
 Script = Callable[[Job], Iterable[Step]]
 
@@ -179,7 +180,7 @@ def make_gateway(generate: Any, **changes: Any) -> Gateway:
         eos_token_ids=frozenset({tokenizer_end(tokenizer)}),
         temperature=0.7,
     )
-    given = {
+    given: dict[str, Any] = {
         "card": card,
         "template": ChatTemplate(TEMPLATE, named_tokens=tokenizer.named_tokens),
         "fleet": Crew(),
@@ -193,10 +194,10 @@ async def serving(gateway: Gateway) -> AsyncIterator[str]:
     """The application under uvicorn on a free port of this machine; yields its URL."""
     config = uvicorn.Config(create_app(gateway), log_level="critical", lifespan="off", http="httptools")
     config.load()
-    state = ServerState()
+    state, protocol = ServerState(), cast("Any", config.http_protocol_class)
     # uvicorn's own protocol on the test's loop: its Server would take signals and sleep a tenth of a second to stop.
     server = await asyncio.get_running_loop().create_server(
-        lambda: config.http_protocol_class(config=config, server_state=state, app_state={}), host="127.0.0.1", port=0
+        lambda: protocol(config=config, server_state=state, app_state={}), host="127.0.0.1", port=0
     )
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -206,7 +207,7 @@ async def serving(gateway: Gateway) -> AsyncIterator[str]:
         server.close()
         for connection in list(state.connections):
             connection.shutdown()
-        while state.connections:  # they leave the set in the loop's next rounds
+        for _ in range(3):  # the sockets are closed in the loop's next rounds
             await asyncio.sleep(0)
         await server.wait_closed()
 

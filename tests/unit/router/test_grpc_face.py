@@ -109,7 +109,8 @@ async def test_the_clients_mistakes(
     async with calling() as (channel, generate):
         refused = await failing(channel, method, request(**wrong))
     assert refused.code() is status
-    assert dict(refused.trailing_metadata() or ())[CODE_KEY] == error.code
+    trailing: Any = refused.trailing_metadata()
+    assert dict(trailing)[CODE_KEY] == error.code
     assert type(error_of(refused)) is error
     assert told in (refused.details() or "")
     assert not generate.jobs
@@ -136,7 +137,7 @@ async def test_a_client_that_goes_away_ends_its_jobs(n: int) -> None:
     metrics = RequestMetrics()
     first = TokenDelta(token_ids=tuple(ids_of("hello")))
     async with calling(lambda job: [first, asyncio.Event()], metrics=metrics) as (channel, generate):
-        call = pb_grpc.InferenceStub(channel).Generate(request(n=n))
+        call: Any = pb_grpc.InferenceStub(channel).Generate(request(n=n))
         assert (await call.read()).text == "hello"
         call.cancel()
         await asyncio.wait_for(generate.idle.wait(), timeout=10)

@@ -8,12 +8,12 @@ import openai
 import pytest
 
 from router.generation import Job
-from router.text.tokenizer import Tokenizer
-from tests.unit.router.scripted import byte_level, ids_of, saying, sentencepiece, talking, token_deltas
+from tests.unit.router.scripted import Family, byte_level, ids_of, saying, sentencepiece, talking, token_deltas
 
 
 async def ask(client: openai.AsyncOpenAI, **options: Any) -> Any:
-    return await client.completions.create(**({"model": "tiny", "prompt": "hello", "max_tokens": 50} | options))
+    given: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 50} | options
+    return await client.completions.create(**given)
 
 
 async def streamed(client: openai.AsyncOpenAI, **options: Any) -> list[Any]:
@@ -33,7 +33,7 @@ async def test_a_prompt_is_continued() -> None:
 
 async def test_sixteen_tokens_are_the_default() -> None:
     async with talking(saying("the quick brown fox jumps over the lazy dog " * 5)) as (client, generate):
-        reply = await client.completions.create(model="tiny", prompt="hello")
+        reply: Any = await client.completions.create(model="tiny", prompt="hello")
     assert generate.jobs[0].sampling.max_tokens == 16
     assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (16, "length")
 
@@ -96,7 +96,7 @@ async def test_logprobs_stand_in_columns() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("family", [byte_level, sentencepiece])
-async def test_an_echo_repeats_the_prompt_with_its_logprobs(stream: bool, family: type[Tokenizer]) -> None:
+async def test_an_echo_repeats_the_prompt_with_its_logprobs(stream: bool, family: Family) -> None:
     tokenizer = family()
     async with talking(saying("the", tokenizer), tokenizer=tokenizer) as (client, generate):
         if stream:
@@ -187,7 +187,7 @@ async def test_the_same_seed_asks_for_the_same_numbers() -> None:
 
 async def test_models_are_listed() -> None:
     async with talking(of=" world 🙂") as (client, _):
-        [model] = (await client.models.list()).data
+        model: Any = (await client.models.list()).data[0]
         assert (model.id, model.object, model.owned_by, model.max_model_len) == ("tiny", "model", "baton", 256)
         assert await client.models.retrieve("tiny") == model
         with pytest.raises(openai.NotFoundError, match="a/b"):

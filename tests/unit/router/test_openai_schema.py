@@ -12,7 +12,7 @@ from protos.errors import InvalidRequest, UnsupportedParameter
 from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS
 from router.openai.schema import Body, ChatBody, CompletionBody, parse_body
 
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "m", "prompt": "hello"}
 
 HARMLESS = {
@@ -92,7 +92,13 @@ def test_suffix_is_refused() -> None:
 
 def test_an_answer_of_ours_may_be_sent_back() -> None:
     """OpenAI's client dumps `choices[0].message` with its empty fields."""
-    said = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "annotations": []}
+    said: dict[str, Any] = {
+        "role": "assistant",
+        "content": "hi",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+    }
     parse_body({"model": "m", "messages": [*CHAT["messages"], said]}, ChatBody)
     with pytest.raises(UnsupportedParameter, match=r"'messages\[1\]\.tool_calls'"):
         parse_body({"model": "m", "messages": [*CHAT["messages"], said | {"tool_calls": [{"id": "1"}]}]}, ChatBody)

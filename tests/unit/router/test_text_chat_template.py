@@ -64,7 +64,7 @@ PARTED = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": 
 
 def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
     [text], _ = render_jinja_template([messages], chat_template=source, **TOKENS, **options)
-    return text
+    return str(text)
 
 
 def ours(source: str, messages: list[dict[str, Any]], **options: Any) -> str:

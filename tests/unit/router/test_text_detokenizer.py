@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
-from tests.unit.router.scripted import byte_level, ids_of, sentencepiece
+from tests.unit.router.scripted import Family, byte_level, ids_of, sentencepiece
 
 FAMILIES = [byte_level, sentencepiece]
 
@@ -24,7 +24,7 @@ def fed(tokenizer: Tokenizer, ids: list[int], **options: bool) -> list[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(text=texts)
-def test_any_text_comes_out_as_decoding_it_at_once(family: type[Tokenizer], text: str) -> None:
+def test_any_text_comes_out_as_decoding_it_at_once(family: Family, text: str) -> None:
     tokenizer = family()
     ids = ids_of(text, tokenizer)
     pieces = fed(tokenizer, ids, at_start=True)
@@ -42,7 +42,7 @@ def test_any_tokens_come_out_as_decoding_them_at_once(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_character_appears_with_its_last_byte(family: type[Tokenizer]) -> None:
+def test_a_character_appears_with_its_last_byte(family: Family) -> None:
     tokenizer = family()
     ids = ids_of("🦊", tokenizer)
     assert len(ids) >= 3
@@ -52,7 +52,7 @@ def test_a_character_appears_with_its_last_byte(family: type[Tokenizer]) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_half_a_character_at_the_end_is_left_out(family: type[Tokenizer]) -> None:
+def test_half_a_character_at_the_end_is_left_out(family: Family) -> None:
     tokenizer = family()
     assert "".join(fed(tokenizer, ids_of("a🦊", tokenizer)[:-1], at_start=True)) == "a"
 

@@ -13,11 +13,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from protos.errors import BadCheckpoint, UnsupportedModel
 from router.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
-from tests.unit.router.scripted import byte_level, ids_of, sentencepiece
+from tests.unit.router.scripted import Family, byte_level, ids_of, sentencepiece
 
 
 @pytest.mark.parametrize("family", [byte_level, sentencepiece])
-async def test_a_completion_gets_the_start_token_and_a_chat_does_not_get_it_twice(family: type[Tokenizer]) -> None:
+async def test_a_completion_gets_the_start_token_and_a_chat_does_not_get_it_twice(family: Family) -> None:
     tokenizer = family()
     bos = tokenizer.named_tokens["bos_token"]
     [completed] = await tokenizer.encode(["hello"], add_special_tokens=True)
@@ -43,7 +43,7 @@ async def test_a_truncating_tokenizer_is_told_not_to() -> None:
 
 @pytest.mark.parametrize("family", [byte_level, lambda: byte_level(nfc=True), sentencepiece])
 @given(text=st.text())
-def test_the_cheap_bound_never_exceeds_the_count(family: type[Tokenizer], text: str) -> None:
+def test_the_cheap_bound_never_exceeds_the_count(family: Family, text: str) -> None:
     tokenizer = family()
     assert tokenizer.min_tokens(text) <= len(ids_of(text, tokenizer))
 
