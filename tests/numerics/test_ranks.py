@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvtransfer.transport import Chunk
-from protos.errors import TransferFailed, WorkerLost
+from protos.errors import IncompatibleWorkers, TransferFailed, WorkerLost
 from protos.values import KVLayout, LaneAddress, SamplingParams, Ticket
 from workers.engine.batch import Batch, Row, Sample
 from workers.kv.mover import Dock, Mover
@@ -95,6 +95,21 @@ def test_a_follower_that_fails_is_a_fault_of_the_leader() -> None:
             first.all_reduce(torch.ones(1))
         with pytest.raises(MemoryError):
             ended.result()
+
+
+def test_a_refusal_on_a_follower_is_not_the_end() -> None:
+    def refuse() -> None:
+        raise IncompatibleWorkers("not with that one")
+
+    with groups(2) as (first, second):
+        operations = {"open": refuse, "run": lambda: second.all_reduce(torch.ones(1))}
+        with following(second, operations) as ended:
+            leader = Leader(first)
+            leader.tell("open")
+            leader.tell("run")
+            assert float(first.all_reduce(torch.ones(1))) == 2.0
+            leader.close()
+            assert ended.result() is None
 
 
 def test_a_follower_that_hangs_is_a_fault_after_the_timeout() -> None:

@@ -9,6 +9,7 @@ collective, or comes into one, gets WorkerLost: at once when a process died, aft
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -17,10 +18,12 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
-from protos.errors import WorkerLost
+from protos.errors import BatonError, WorkerLost
 from protos.values import SamplingParams
 from workers.engine.batch import Batch, Row, Runner, Sample, StepOutput
 from workers.parallel.group import RankGroup, Solo, TensorParallel
+
+log = logging.getLogger(__name__)
 
 _STOP = "stop"
 _SAMPLED_ELSEWHERE = Sample(params=SamplingParams(), index=0)
@@ -74,8 +77,9 @@ def follow(
 ) -> None:
     """Does what rank 0 tells until it says stop; `settle` runs after each operation.
 
-    Raises WorkerLost when rank 0 or another rank is gone, and whatever an operation raises: either way the group is
-    closed first, so that no rank waits for this one.
+    An operation that refuses with a typed error does so on rank 0 as well, which tells whoever asked: all go on.
+    Raises WorkerLost when rank 0 or another rank is gone, and whatever else an operation raises: either way the group
+    is closed first, so that no rank waits for this one.
     """
     assert group.rank > 0, "rank 0 leads"
     try:
@@ -83,7 +87,12 @@ def follow(
             name, arguments = group.broadcast((_STOP, ()))
             if name == _STOP:
                 return
-            operations[name](*arguments)
+            try:
+                operations[name](*arguments)
+            except WorkerLost:
+                raise
+            except BatonError as error:
+                log.info("rank %d refused %s: %s", group.rank, name, error)
             settle()
     finally:
         group.close()
