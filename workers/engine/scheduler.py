@@ -28,7 +28,8 @@ from workers.engine.role import Disposition, Role
 from workers.kv.blocks import BlockPool
 
 
-def _no_key(num_prompt: int) -> bytes:
+def no_key(num_prompt: int) -> bytes:
+    """For models whose KV depends on tokens alone: nearly all."""
     return b""
 
 
@@ -43,7 +44,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, role: Role, *, prefix_key: Callable[[int], bytes] = _no_key
+        self, config: SchedulerConfig, pool: BlockPool, role: Role, *, prefix_key: Callable[[int], bytes] = no_key
     ) -> None:
         self.config = config
         self.pool = pool
