@@ -232,6 +232,8 @@ class WorkerClient:
                 del self._open[update.request_id]
 
     async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+        if self._lost is not None:
+            raise WorkerLost(self._lost.message)
         try:
             return await method(request, timeout=timeout_s)
         except grpc.RpcError as failed:

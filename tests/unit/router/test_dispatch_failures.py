@@ -22,6 +22,15 @@ async def two_pairs(make: Callable[..., Cluster]) -> Cluster:
     return cluster
 
 
+async def with_warm_pair(make: Callable[..., Cluster]) -> Cluster:
+    """Two pairs, of which p0 and d0 hold the prompt: the policy likes them best."""
+    cluster = make(policy="prefix_aware", local_prefill_tokens=0)
+    await cluster.add("p0", "d0")
+    await collect(cluster, job("first"))
+    await cluster.add("p1", "d1")
+    return cluster
+
+
 async def test_decode_dies_in_mid_answer(two_pairs: Cluster) -> None:
     dying, other = two_pairs["d0"], two_pairs["d1"]
     dying.pause_after = 3
@@ -65,11 +74,12 @@ async def test_prefill_dies_with_the_kv_on_its_way(two_pairs: Cluster) -> None:
     await dying.restart()
 
 
-async def test_kv_that_never_arrives_is_sent_by_another(two_pairs: Cluster) -> None:
-    two_pairs["p0"].loses_kv = True
-    assert tokens(await collect(two_pairs, job())) == expected_tokens(PROMPT, 8)
-    assert two_pairs["p1"].submitted
-    assert two_pairs.generate.num_resumed == 1
+async def test_kv_that_never_arrives_is_sent_by_another(make: Callable[..., Cluster]) -> None:
+    cluster = await with_warm_pair(make)
+    cluster["p0"].loses_kv = True
+    assert tokens(await collect(cluster, job("again"))) == expected_tokens(PROMPT, 8)
+    assert [decision.prefill for decision in cluster.generate.decision("again")] == ["p0", "p1"]
+    assert cluster.generate.num_resumed == 1
 
 
 async def test_the_only_worker_is_waited_for(make: Callable[..., Cluster]) -> None:
@@ -83,6 +93,21 @@ async def test_the_only_worker_is_waited_for(make: Callable[..., Cluster]) -> No
     rest = asyncio.ensure_future(anext(deltas))
     await cluster.until_state("c0", WorkerState.LOST)
     await cluster["c0"].restart()
+    seen += [await rest, *[delta async for delta in deltas]]
+    assert tokens(seen) == expected_tokens(PROMPT, 8)
+
+
+async def test_a_worker_without_progress_costs_one_attempt(make: Callable[..., Cluster]) -> None:
+    cluster = make(health_period_s=0.01, max_attempts=2)
+    await cluster.add("c0")
+    cluster["c0"].pause_after = 1
+    deltas = cluster.generate(job())
+    seen = [await anext(deltas)]
+    cluster["c0"].healthy = False
+    rest = asyncio.ensure_future(anext(deltas))
+    await cluster.until_state("c0", WorkerState.LOST)
+    cluster["c0"].go()
+    cluster["c0"].healthy = True
     seen += [await rest, *[delta async for delta in deltas]]
     assert tokens(seen) == expected_tokens(PROMPT, 8)
 
@@ -129,10 +154,11 @@ async def test_a_worker_that_refuses_because_it_drains_is_left_for_another(make:
     assert [len(cluster[name].submitted) for name in ("c0", "c1")] == [1, 1]
 
 
-async def test_a_full_decode_worker_is_passed_over(two_pairs: Cluster) -> None:
-    two_pairs["d0"].refuse = Overloaded("no free blocks")
-    assert tokens(await collect(two_pairs, job())) == expected_tokens(PROMPT, 8)
-    assert two_pairs["d1"].submitted
+async def test_a_full_decode_worker_is_passed_over(make: Callable[..., Cluster]) -> None:
+    cluster = await with_warm_pair(make)
+    cluster["d0"].refuse = Overloaded("no free blocks")
+    assert tokens(await collect(cluster, job("again"))) == expected_tokens(PROMPT, 8)
+    assert [decision.decode for decision in cluster.generate.decision("again")] == ["d0", "d1"]
 
 
 async def test_a_job_waits_for_room(cluster: Cluster) -> None:

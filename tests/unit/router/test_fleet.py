@@ -141,6 +141,8 @@ async def test_metrics_are_by_pool(cluster: Cluster) -> None:
     cluster["p0"].cached = 12
     cluster["p0"].load = WorkerLoad(step=1, num_blocks=100, num_free_blocks=60, num_waiting=3, transfer_bytes=500)
     await collect(cluster, job())
+    cluster["p0"].say()  # the same bytes, said again
+    await cluster.until(lambda: cluster.fleet.status()[0].load.step == 3)
 
     def value(name: str, pool: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"baton_pool_{name}", {"pool": pool, **labels})
