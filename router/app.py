@@ -20,7 +20,7 @@ from router.gateway import Gateway
 from router.metrics import Track
 from router.openai.chat import chat_completions
 from router.openai.completions import completions
-from router.openai.errors import error_body, error_response, internal_error, json_response
+from router.openai.errors import error_body, error_response, json_response
 from router.openai.models import model_list, one_model
 from router.openai.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai.sse import EventStream
@@ -44,7 +44,6 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_middleware(RequestId)
     app.add_exception_handler(BatonError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
-    app.add_exception_handler(Exception, _failed)
     _generating_routes(app, gateway)
     _asking_routes(app, gateway)
     _operating_routes(app, gateway)
@@ -138,11 +137,6 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     else:
         refusal = InvalidRequest(str(error.detail))
     return json_response(error_body(refusal), status=error.status_code, headers=dict(error.headers or {}))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """A bug of ours; the server logs its traceback, for starlette raises it again once this is sent."""
-    return error_response(internal_error())
 
 
 def _documented(app: FastAPI) -> dict[str, Any]:

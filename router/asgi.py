@@ -1,7 +1,8 @@
-"""What happens to every HTTP request before its route: a name for the logs, and a limit on its body."""
+"""What happens to every HTTP request before its route: a name for client and log, and a limit on its body."""
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 
@@ -9,14 +10,19 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.errors import PayloadTooLarge
-from router.openai.errors import error_response
+from router.openai.errors import error_response, internal_error
+
+log = logging.getLogger("baton.http")
 
 REQUEST_ID = "x-baton-request-id"
 _ACCEPTABLE = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
 
 
 class RequestId:
-    """Answers carry `x-baton-request-id`: the client's `x-request-id` if it is a short plain word, or a new one."""
+    """Answers carry `x-baton-request-id`: the client's `x-request-id` if it is a short plain word, or a new one.
+
+    Under the same name (`scope["state"]["request_id"]`) the log has what failed for a reason of our own.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -28,12 +34,23 @@ class RequestId:
         given = Headers(scope=scope).get("x-request-id", "")
         name = given if _ACCEPTABLE.fullmatch(given) else f"req-{uuid.uuid4().hex}"
 
+        scope.setdefault("state", {})["request_id"] = name
+        started = False
+
         async def named(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 MutableHeaders(scope=message)[REQUEST_ID] = name
             await send(message)
 
-        await self._app(scope, receive, named)
+        try:
+            await self._app(scope, receive, named)
+        except Exception:  # nothing below knew what to say of it, and the client is owed an answer
+            log.exception("request %s failed for a reason of our own", name)
+            if started:
+                raise
+            await error_response(internal_error())(scope, receive, named)
 
 
 class BodyLimit:

@@ -225,3 +225,18 @@ async def test_a_stream_ends_with_done_and_a_failed_one_does_not() -> None:
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
     assert "[DONE]" not in bad.text
     assert "a bug" not in bad.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_bug_of_ours_is_found_in_the_log_by_the_requests_name(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with visiting(lambda job: [RuntimeError("a bug")]) as (client, _):
+        named = {"x-request-id": "trace-7"}
+        failed = await client.post("/v1/completions", json=COMPLETION | {"stream": stream}, headers=named)
+    assert failed.status_code == 500
+    assert error_of(failed)["code"] == "internal_error"
+    assert failed.headers["x-baton-request-id"] == "trace-7"
+    [record] = [one for one in caplog.records if one.name == "baton.http"]
+    assert "trace-7" in record.getMessage()
+    assert "a bug" in str(record.exc_info)

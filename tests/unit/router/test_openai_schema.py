@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +196,9 @@ def test_what_was_asked_for_is_handed_on() -> None:
     asked = body.asked()
     assert (asked.stop, asked.logit_bias, asked.logprobs, asked.prompt_logprobs) == (("x",), ((7, -100.0),), 2, 2)
     assert (asked.n, asked.top_k, asked.temperature) == (3, 5, None)
+
+
+def test_every_parameter_is_in_the_documents() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+    names = ChatBody.model_fields.keys() | CompletionBody.model_fields.keys() | CHAT_REFUSALS | COMPLETION_REFUSALS
+    assert not [name for name in names if f"`{name}`" not in page]

@@ -1,0 +1,73 @@
+"""A gateway opened on a checkpoint folder: the card, the prompt of a conversation, and what folders may lack."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from protos.errors import BadCheckpoint
+from router.config import RouterConfig
+from router.gateway import Gateway, open_gateway
+from router.text.model_card import ModelCard
+from tests.unit.router.scripted import Crew, Scripted, saying
+
+DEMO = Path(__file__).parents[3] / "demo" / "model"
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What does os.path.join do? 🙂"},
+    {"role": "assistant", "content": "It joins paths."},
+    {"role": "user", "content": "And naïve ones?"},
+]
+
+
+def opened(**changes: Any) -> Gateway:
+    config = replace(RouterConfig(model_path=DEMO, model_name="demo"), **changes)
+    return open_gateway(config, generate=Scripted(saying("hi")), fleet=Crew(), max_model_len=512)
+
+
+async def test_a_conversation_becomes_the_tokens_that_transformers_makes_of_it() -> None:
+    gateway, theirs = opened(), PreTrainedTokenizerFast.from_pretrained(DEMO)
+    expected = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
+    assert list(await gateway.encode_chat(TALK)) == expected
+    assert (await gateway.encode(["def f(x):"], add_special_tokens=True))[0] == tuple(theirs("def f(x):").input_ids)
+
+
+async def test_the_card_tells_the_models_limits_and_defaults() -> None:
+    gateway = opened(max_body_bytes=2000)
+    card, generation = gateway.card, json.loads((DEMO / "generation_config.json").read_text())
+    config = json.loads((DEMO / "config.json").read_text())
+    assert (card.name, card.max_model_len, card.vocab_size) == ("demo", 512, config["vocab_size"])
+    assert (card.temperature, card.top_p) == (generation["temperature"], generation["top_p"])
+    assert card.eos_token_ids == set(generation["eos_token_id"])
+    assert card.fingerprint == opened().card.fingerprint
+    assert gateway.max_body_bytes == 2000
+
+
+def write(folder: Path, **files: dict[str, Any]) -> None:
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def test_a_card_without_recommendations_is_neutral(tmp_path: Path) -> None:
+    write(tmp_path, config={"max_position_embeddings": 64, "vocab_size": 10, "eos_token_id": 2})
+    card = ModelCard.load(tmp_path, "m")
+    assert (card.max_model_len, card.vocab_size, card.eos_token_ids) == (64, 10, frozenset({2}))
+    assert (card.temperature, card.top_p, card.top_k, card.repetition_penalty) == (1.0, 1.0, 0, 1.0)
+
+
+def test_the_fingerprint_changes_with_the_model(tmp_path: Path) -> None:
+    write(tmp_path, config={"max_position_embeddings": 64, "vocab_size": 10})
+    before = ModelCard.load(tmp_path, "m").fingerprint
+    write(tmp_path, generation_config={"temperature": 0.5})
+    assert ModelCard.load(tmp_path, "m").fingerprint != before
+
+
+def test_a_config_that_says_too_little_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, config={"vocab_size": 10})
+    with pytest.raises(BadCheckpoint, match="max_position_embeddings"):
+        ModelCard.load(tmp_path, "m")
