@@ -15,6 +15,7 @@ from protos.errors import Misconfigured
 from protos.values import KVLayout
 from workers.attention.base import AttentionInputs
 from workers.attention.registry import BACKENDS, attention_for
+from workers.kernels import reference
 from workers.kv.storage import KVStorage
 
 CASES = range(24)
@@ -77,6 +78,8 @@ class Filled:
 
         self.kv = [normal(2, length, case.num_kv_heads, case.head_dim) for length in lens]
         self.q_TND = normal(sum(new for new, _ in case.rows), case.num_heads, case.head_dim)
+        angles_TP = torch.rand(len(self.q_TND), case.head_dim // 2, generator=generator) * 6
+        self.rotation = angles_TP.cos(), angles_TP.sin()
         self.blocks = [[order.pop() for _ in range(count)] for count in counts]
         for (_, cached), kv, blocks in zip(case.rows, self.kv, self.blocks, strict=True):
             for position in range(cached):
@@ -108,24 +111,35 @@ class Filled:
         backend, inputs = attention_for(self.storage, name), self.inputs()
         backend.begin(inputs)
         new_kv = torch.cat([kv[:, cached:] for (_, cached), kv in zip(self.case.rows, self.kv, strict=True)], dim=1)
-        backend.write(1, new_kv[0], new_kv[1])
-        return backend.attend(1, self.q_TND, scale=0.3, window=self.case.window)
+        turned_TND = backend.write(1, self.q_TND, new_kv[0], new_kv[1], self.rotation)
+        return backend.attend(1, turned_TND, scale=0.3, window=self.case.window)
 
     def expected(self) -> torch.Tensor:
         """Row by row with the whole mask, in float64 [T, N, D]."""
         outputs, start = [], 0
+        cos_TP, sin_TP = (part.double() for part in self.rotation)
         for (new, cached), kv in zip(self.case.rows, self.kv, strict=True):
+            here = slice(start, start + new)
+            k_CKD, v_CKD = kv.double()
+            k_CKD[cached:] = turned(k_CKD[cached:], cos_TP[here], sin_TP[here])
             k_NCD, v_NCD = (
-                part.double().repeat_interleave(self.case.num_heads // self.case.num_kv_heads, dim=1).transpose(0, 1)
-                for part in kv
+                part.repeat_interleave(self.case.num_heads // self.case.num_kv_heads, dim=1).transpose(0, 1)
+                for part in (k_CKD, v_CKD)
             )
-            q_NQD = self.q_TND[start : start + new].double().transpose(0, 1)
+            q_NQD = turned(self.q_TND[here].double(), cos_TP[here], sin_TP[here]).transpose(0, 1)
             distance_QC = torch.arange(cached, cached + new)[:, None] - torch.arange(cached + new)
             visible_QC = (distance_QC >= 0) & (distance_QC < (self.case.window or cached + new))
             scores_NQC = (q_NQD @ k_NCD.mT * 0.3).masked_fill(~visible_QC, float("-inf"))
             outputs.append((scores_NQC.softmax(-1) @ v_NCD).transpose(0, 1))
             start += new
         return torch.cat(outputs)
+
+
+def turned(x_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor) -> torch.Tensor:
+    """The pairs (i, i + D / 2) as complex numbers, times those of length 1 at the token's angles."""
+    first_THP, second_THP = x_THD.chunk(2, dim=-1)
+    pairs_THP = torch.complex(first_THP, second_THP) * torch.complex(cos_TP, sin_TP).unsqueeze(1)
+    return torch.cat((pairs_THP.real, pairs_THP.imag), dim=-1)
 
 
 @pytest.mark.parametrize("name", sorted(BACKENDS.keys() - {"cuda"}))
@@ -149,9 +163,10 @@ def test_the_next_step_sees_what_the_last_one_wrote_and_other_windows(name: str)
     first = filled.run(name)
     backend = attention_for(filled.storage, name)
     backend.begin(filled.inputs())
-    assert torch.equal(backend.attend(1, filled.q_TND, scale=0.3, window=3), first)
-    assert not torch.allclose(backend.attend(1, filled.q_TND, scale=0.3, window=None), first)
-    assert torch.equal(backend.attend(1, filled.q_TND, scale=0.3, window=3), first)
+    q_TND = reference.rope(filled.q_TND, *filled.rotation)
+    assert torch.equal(backend.attend(1, q_TND, scale=0.3, window=3), first)
+    assert not torch.allclose(backend.attend(1, q_TND, scale=0.3, window=None), first)
+    assert torch.equal(backend.attend(1, q_TND, scale=0.3, window=3), first)
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:

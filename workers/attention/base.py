@@ -11,6 +11,9 @@ from typing import Protocol
 
 import torch
 
+CosSin = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of the step's tokens, each [T, D / 2] in float32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionInputs:
@@ -35,8 +38,13 @@ class AttentionBackend(Protocol):
 
     def begin(self, inputs: AttentionInputs) -> None: ...
 
-    def write(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
-        """Puts the step's keys (after rope) and values into the cache at `slots_T`."""
+    def write(
+        self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
+    ) -> torch.Tensor:
+        """Turns queries and keys, puts keys and values into the cache at `slots_T`. Returns the turned queries.
+
+        One call, so that one kernel can do all of it. The inputs may be views into one tensor and stay as they are.
+        """
         ...
 
     def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from workers.attention.base import AttentionInputs
+from workers.attention.base import AttentionInputs, CosSin
 from workers.kernels import reference
 from workers.kv.storage import KVStorage
 
@@ -62,10 +62,12 @@ class TorchAttention:
         self._inputs = inputs
         self._plans = {}
 
-    def write(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
+    def write(
+        self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
+    ) -> torch.Tensor:
         assert self._inputs is not None, "write before begin"
         caches = self._storage.keys(layer), self._storage.values(layer)
-        reference.kv_write(k_TKD, v_TKD, *caches, self._inputs.slots_T)
+        return reference.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.slots_T)
 
     def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"

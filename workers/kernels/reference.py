@@ -49,6 +49,21 @@ def kv_write(
     v_cache[blocks_T, :, offsets_T] = v_TKD
 
 
+def rope_kv_write(
+    q_TND: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cos_TP: torch.Tensor,
+    sin_TP: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> torch.Tensor:
+    """`rope` of queries and keys, then `kv_write`. Returns the turned queries."""
+    kv_write(rope(k_TKD, cos_TP, sin_TP), v_TKD, k_cache, v_cache, slots_T)
+    return rope(q_TND, cos_TP, sin_TP)
+
+
 def paged_attention(
     q_TND: torch.Tensor,
     k_cache: torch.Tensor,

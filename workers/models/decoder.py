@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from protos.errors import Misconfigured
-from workers.attention.base import AttentionBackend, AttentionInputs
+from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
 from workers.models.config import ModelConfig
 from workers.models.layers.attention import Attention
 from workers.models.layers.embedding import VocabParallel
@@ -89,7 +89,7 @@ class _DecoderLayer:
         self,
         delta_TE: torch.Tensor,
         stream_TE: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: CosSin,
         attention: AttentionBackend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed_TE, stream_TE = self._attention_norm.add(delta_TE, stream_TE)

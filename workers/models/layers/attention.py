@@ -1,4 +1,4 @@
-"""Self-attention of one layer: projections, rope, and the backend that knows the paged cache.
+"""Self-attention of one layer: projections, and the backend that turns queries and keys and pages them.
 
 Legend: T tokens, E hidden size, N query heads, K key/value heads (both of this rank), D head dim, P D / 2.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.attention.base import AttentionBackend
+from workers.attention.base import AttentionBackend, CosSin
 from workers.models.config import ModelConfig
 from workers.models.layers.linear import ColumnParallel, Columns, RowParallel
 from workers.models.layers.norm import RMSNorm
@@ -25,7 +25,6 @@ class Attention:
         self._head_dim = dim
         self._window = config.windows[layer]
         self._scale = dim**-0.5
-        self._kernels = place.kernels
         num_heads, num_kv_heads = config.num_heads // tp, max(1, config.num_kv_heads // tp)
         first_kv_head = rank * config.num_kv_heads // tp
 
@@ -51,16 +50,13 @@ class Attention:
             place, f"{prefix}.o_proj", config.num_heads * dim, config.hidden_size, bias=config.o_bias
         )
 
-    def __call__(
-        self, x_TE: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], backend: AttentionBackend
-    ) -> torch.Tensor:
+    def __call__(self, x_TE: torch.Tensor, rotation: CosSin, backend: AttentionBackend) -> torch.Tensor:
         heads = torch.split(self._qkv(x_TE), self._qkv.sizes, dim=-1)
         q_TND, k_TKD, v_TKD = (part.view(len(part), -1, self._head_dim) for part in heads)
         if self._norms:
             q_norm, k_norm = self._norms
             q_TND, k_TKD = q_norm(q_TND), k_norm(k_TKD)
-        q_TND, k_TKD = self._kernels.rope(q_TND, *rotation), self._kernels.rope(k_TKD, *rotation)
-        backend.write(self._layer, k_TKD, v_TKD)
+        q_TND = backend.write(self._layer, q_TND, k_TKD, v_TKD, rotation)
         out_TND = backend.attend(self._layer, q_TND, scale=self._scale, window=self._window)
         return self._out(out_TND.flatten(1))
 
