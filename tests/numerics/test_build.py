@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -35,8 +36,7 @@ def test_what_is_not_set_comes_from_the_checkpoint(checkpoint: Checkpoint) -> No
 
 def test_float16_checkpoints_are_served_in_bfloat16(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, oracle = checkpoint("llama")
-    oracle.half().save_pretrained(tmp_path)
-    oracle.float()
+    copy.deepcopy(oracle).half().save_pretrained(tmp_path)
     assert open_one(tmp_path).layout.dtype == "bfloat16"
     assert open_one(tmp_path, dtype="float32").layout.dtype == "float32"
     assert open_one(folder, served_name="mine").name == "mine"
@@ -125,7 +125,7 @@ def test_a_rank_that_cannot_open_takes_the_others_with_it(
 def test_the_largest_step_is_as_large_as_the_scheduler_makes_them(checkpoint: Checkpoint) -> None:
     """A GPU's cache is sized by running it, so it must use up the budget and the seats, and must run."""
     folder, _ = checkpoint("llama")
-    settings = {"max_num_batched_tokens": 300, "max_num_seqs": 20, "prefill_chunk": 100}
+    settings: Any = {"max_num_batched_tokens": 300, "max_num_seqs": 20, "prefill_chunk": 100}
     config = WorkerConfig(model=str(folder), device="cpu", num_blocks=16, **settings)
     batch = largest_batch(config, MAX_POSITIONS)
     assert batch.num_tokens == 300

@@ -35,7 +35,8 @@ VARYING_ROPES: dict[str, dict[str, Any]] = {
 
 
 def config_of(folder: object, **settings: Any) -> WorkerConfig:
-    return WorkerConfig(**({"model": str(folder), "device": "cpu", "num_blocks": 128, "prefill_chunk": 16} | settings))
+    defaults: dict[str, Any] = {"device": "cpu", "num_blocks": 128, "prefill_chunk": 16}
+    return WorkerConfig(model=str(folder), **(defaults | settings))
 
 
 @pytest.mark.parametrize("name", VARYING_ROPES)

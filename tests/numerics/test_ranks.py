@@ -7,9 +7,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def groups(size: int, timeout_s: float = 30.0) -> Iterator[list[TensorParallel]]
 
 @contextmanager
 def following(
-    group: TensorParallel, operations: dict[str, Callable[..., object]], settle: Callable[[], None] = lambda: None
+    group: TensorParallel, operations: Mapping[str, Callable[..., object]], settle: Callable[[], None] = lambda: None
 ) -> Iterator[Future[None]]:
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(follow, group, operations, settle=settle)
@@ -180,10 +181,10 @@ class Shelf:
     def __init__(self, rank: int) -> None:
         self.values = [rank * 100 + block for block in range(8)]
 
-    def gather(self, block_ids: tuple[int, ...]) -> list[int]:
+    def gather(self, block_ids: Sequence[int]) -> list[int]:
         return [self.values[block] for block in block_ids]
 
-    def scatter(self, block_ids: tuple[int, ...], payload: list[int]) -> None:
+    def scatter(self, block_ids: Sequence[int], payload: list[int]) -> None:
         for block, value in zip(block_ids, payload, strict=True):
             self.values[block] = value
 
@@ -197,7 +198,11 @@ class Wire:
         self.under_way: dict[Chunk, list[int]] = {}
         self.expected: list[LaneAddress] = []
         self.cancelled: list[str] = []
+        self.opened: list[str] = []
         self.closed = False
+
+    def open(self, ticket: Ticket) -> None:
+        self.opened.append(ticket.ticket_id)
 
     def offer(self, ticket: Ticket, chunk: Chunk, payload: list[int]) -> None:
         self.under_way[chunk] = payload
@@ -231,12 +236,12 @@ class Wire:
 
 def make_dock(group: TensorParallel) -> tuple[Dock[list[int]], Shelf, Wire]:
     shelf, wire = Shelf(group.rank), Wire()
-    end = Dock(shelf, sender=wire, receiver=wire, agree=lambda flag: agree(group, flag, "cpu"))  # type: ignore[arg-type]
-    return end, shelf, wire
+    ends: Any = wire
+    return Dock(shelf, sender=ends, receiver=ends, agree=lambda flag: agree(group, flag, "cpu")), shelf, wire
 
 
 def operations_of(dock: Dock[list[int]]) -> dict[str, Callable[..., object]]:
-    return {name: getattr(dock, name) for name in ("push", "land", "drop", "expect", "cancel")}
+    return {name: getattr(dock, name) for name in Dock.OPERATIONS}
 
 
 def test_every_rank_moves_its_own_heads() -> None:
@@ -246,6 +251,7 @@ def test_every_rank_moves_its_own_heads() -> None:
             leader = Leader(first)
             mover = Mover(dock, leader.tell)
             mover.expect(ADDRESS, LAYOUT)
+            mover.open(TICKET)
             mover.push(TICKET, CHUNK, [1, 2])
             assert mover.busy()
             assert mover.land(CHUNK, [6, 7])
@@ -257,7 +263,7 @@ def test_every_rank_moves_its_own_heads() -> None:
         assert shelf.values[6:] == [1, 2]
         assert far_shelf.values[6:] == [101, 102]
         for one in (wire, far_wire):
-            assert (one.expected, one.cancelled, one.under_way) == ([ADDRESS], ["t"], {})
+            assert (one.expected, one.opened, one.cancelled, one.under_way) == ([ADDRESS], ["t"], ["t"], {})
 
 
 @pytest.mark.parametrize("missing", [0, 1])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from workers.engine.philox import philox4x32, uniforms
 
 
-def words(text: str) -> tuple[np.ndarray, ...]:
+def words(text: str) -> Any:
     return tuple(np.array([int(word, 16)], dtype=np.uint64) for word in text.split())
 
 
