@@ -6,7 +6,14 @@ supervisor ── announce ─▶ RedisAnnouncer ═▶ Redis ═▶ RedisDiscov
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
+
+from protos.errors import BatonError
+
+log = logging.getLogger("baton.discovery")
 
 
 class Members(Protocol):
@@ -56,3 +63,34 @@ class DirectAnnouncer:
 
     async def close(self) -> None:
         pass
+
+
+class StaticDiscovery:
+    """Workers at addresses that somebody wrote down. `identify` asks the one at an address for its id."""
+
+    trouble = ""
+
+    def __init__(
+        self, addresses: Sequence[str], *, identify: Callable[[str], Awaitable[str]], period_s: float = 1.0
+    ) -> None:
+        self._addresses = addresses
+        self._identify = identify
+        self._period_s = period_s
+
+    async def follow(self, members: Members) -> None:
+        await asyncio.gather(*(self._meet(address, members) for address in self._addresses))
+
+    async def _meet(self, address: str, members: Members) -> None:
+        """Waits for a worker that is still starting; from the first meeting on, members keep in touch themselves."""
+        told = False
+        while True:
+            try:
+                worker_id = await self._identify(address)
+            except BatonError as error:
+                if not told:
+                    log.warning("waiting for a worker at %s: %s", address, error.message)
+                told = True
+                await asyncio.sleep(self._period_s)
+            else:
+                members.join(address, worker_id=worker_id)
+                return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -55,8 +55,9 @@ class RayLauncher:
             pids = await self._start(plan, incarnation, ranks)
             yield Logged(level=logging.INFO, message=f"runs in process {', '.join(map(str, pids))}")
             intact = True
-            async for event in _merged(plan.worker_id, ranks):
-                yield event
+            async with aclosing(_merged(plan.worker_id, ranks)) as events:
+                async for event in events:
+                    yield event
         except RayError as error:
             intact = False
             raise _lost(plan.worker_id, error) from error

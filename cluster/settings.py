@@ -19,6 +19,7 @@ from cluster.config import ClusterConfig, PoolsConfig, RayConfig, SupervisionCon
 from decode_pool.config import DecodeConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import Misconfigured
+from protos.values import WorkerRole
 from router.config import RouterConfig
 from workers.config import WorkerConfig
 
@@ -104,7 +105,10 @@ def to_toml(config: ClusterConfig) -> str:
         *(_line(config.router, "model_name", "served_name"), *(_line(config.router, n) for n in ("host", "port"))),
         *(_line(config.router, "grpc_port"), _line(config, "index"), _line(config, "discovery")),
     ]
+    lines += ["", "[pools]", *(f"{role} = {config.pools.counts().get(role, 0)}" for role in WorkerRole)]
     for table, cls in TABLES.items():
+        if table == "pools":
+            continue
         part = getattr(config, table)
         owned = [spec.name for spec in fields(cls) if spec.name not in _ELSEWHERE.get(table, ())]
         lines += ["", f"[{table}]", *(_line(part, name) for name in owned)]

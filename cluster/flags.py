@@ -1,0 +1,75 @@
+"""The flags that several verbs share, and how they become a ClusterConfig: file below, flags above."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cluster.config import ClusterConfig
+from cluster.log import LogFormat, set_up_log
+from cluster.settings import Table, make_config, merge, read_file, setting
+from workers.config import Device, Dtype
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings; `baton config` prints one.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Any setting of the file, as worker.prefill_chunk=256. Repeatable."
+    ),
+]
+Log = Annotated[LogFormat, typer.Option("--log-format", help="Lines for people, or JSON for machines.")]
+Model = Annotated[str | None, typer.Option("--model", metavar="PATH", help="Folder of a Hugging Face checkpoint.")]
+Name = Annotated[str | None, typer.Option("--served-name", help="What clients call the model. Default: its folder.")]
+Host = Annotated[str | None, typer.Option("--host", help="Address to listen on. Default: 127.0.0.1.")]
+Port = Annotated[int | None, typer.Option("--port", help="Of HTTP; 0 takes a free one. Default: 8000.")]
+GrpcPort = Annotated[int | None, typer.Option("--grpc-port", help="Of the gRPC service; 0: any. Default: 8001.")]
+Prefill = Annotated[int | None, typer.Option("--prefill", help="Number of prefill workers. Default: 1.")]
+Decode = Annotated[int | None, typer.Option("--decode", help="Number of decode workers. Default: 1.")]
+Colocated = Annotated[bool, typer.Option("--colocated", help="Workers that prefill and decode, instead of two pools.")]
+Workers = Annotated[int | None, typer.Option("--workers", help="Number of workers, with --colocated. Default: 1.")]
+Tp = Annotated[int | None, typer.Option("--tp", help="Tensor parallel ranks of every worker. Default: 1.")]
+OnDevice = Annotated[Device | None, typer.Option("--device", help="Default: auto, GPUs if there are enough.")]
+InDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Default: auto, that of the checkpoint.")]
+Index = Annotated[str | None, typer.Option("--index", help="Where the prefix index lives. Default: memory.")]
+RayAddress = Annotated[str | None, typer.Option("--ray-address", help="A Ray that runs. Default: one of our own.")]
+Discovery = Annotated[
+    str | None, typer.Option("--discovery", metavar="URL", help="redis://host:port where supervisor and gateways meet.")
+]
+
+
+def settings(file: Path | None, flags: Table, further: list[str] | None) -> ClusterConfig:
+    """`flags` are tables, with None for what was not given. Raises Misconfigured."""
+    tables = merge(read_file(file) if file is not None else {}, _given(flags))
+    for one in further or ():
+        tables = merge(tables, setting(one))
+    return make_config(tables)
+
+
+def pools(prefill: int | None, decode: int | None, colocated: bool, workers: int | None) -> Table:
+    """The [pools] table. One kind of cluster on the command line replaces the other kind in the file."""
+    if colocated or workers is not None:
+        return {"prefill": prefill or 0, "decode": decode or 0, "colocated": 1 if workers is None else workers}
+    both = {"prefill": prefill, "decode": decode}
+    return both | {"colocated": 0} if prefill is not None or decode is not None else both
+
+
+def terminal(log_format: LogFormat) -> Console:
+    """stderr, with the log going there."""
+    console = Console(stderr=True, force_terminal=False if log_format is LogFormat.JSON else None)
+    set_up_log(console, log_format)
+    return console
+
+
+def _given(flags: Table) -> Table:
+    given: dict[str, Any] = {}
+    for name, value in flags.items():
+        if isinstance(value, dict):
+            given[name] = _given(value)
+        elif value is not None:
+            given[name] = value
+    return given

@@ -1,0 +1,112 @@
+"""The router with its faces in this process: HTTP under uvicorn and the inference service over gRPC, on one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+
+from protos.errors import BatonError
+from router.app import create_app
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.fleet_metrics import FleetCollector
+from router.gateway import open_gateway
+from router.grpc_face import GrpcFace
+from router.metrics import RequestMetrics
+from router.policies.registry import policy_of
+from router.prefix.memory import MemoryPrefixIndex
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: when to stop is decided for the whole process, not for one face of it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Front:
+    """Made on the event loop it runs on, from a socket that listens already. Workers join `fleet`.
+
+    Raises Misconfigured or BadCheckpoint when the model's tokenizer cannot be read or the policy does not exist.
+    """
+
+    def __init__(self, config: RouterConfig, listening: socket.socket, *, max_model_len: int | None = None) -> None:
+        policy = policy_of(config)
+        self.fleet = Fleet(index=MemoryPrefixIndex(), config=config, gateway_id=f"gateway-{uuid.uuid4().hex[:12]}")
+        metrics = RequestMetrics()
+        metrics.registry.register(FleetCollector(self.fleet))
+        gateway = open_gateway(
+            config,
+            generate=Dispatcher(fleet=self.fleet, policy=policy, config=config),
+            fleet=self.fleet,
+            metrics=metrics,
+            max_model_len=max_model_len,
+        )
+        self.model = gateway.card.name
+        self._has_chat = gateway.template is not None
+        self._listening = listening
+        settings = uvicorn.Config(
+            create_app(gateway), http="httptools", ws="none", lifespan="off", access_log=False, log_config=None
+        )
+        self._http = _Server(settings)
+        self._grpc = GrpcFace(gateway, host=config.host, port=config.grpc_port)
+        self._serving: asyncio.Task[None] | None = None
+        self.grpc_port = config.grpc_port
+
+    @property
+    def port(self) -> int:
+        return int(self._listening.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        host = str(self._listening.getsockname()[0])
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+        return f"http://{reachable}:{self.port}"
+
+    def example(self) -> str:
+        """A request to try."""
+        path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
+        if self._has_chat:
+            path = "chat/completions"
+            asked = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
+        told = f'{{"model": {json.dumps(self.model)}, {asked}}}'
+        return f"curl {self.url}/v1/{path} -H 'content-type: application/json' -d '{told}'"
+
+    async def start(self) -> None:
+        """From now on /health answers; /ready does when a worker has joined. Raises Misconfigured: a port is taken."""
+        self.grpc_port = await self._grpc.start()
+        self._serving = asyncio.create_task(self._http.serve(sockets=[self._listening]), name="http")
+
+    async def wait(self) -> None:
+        """Returns when HTTP is not served any more."""
+        assert self._serving is not None, "start() comes first"
+        await asyncio.shield(self._serving)
+
+    async def ready(self) -> None:
+        """Returns once a request would be served."""
+        now = asyncio.get_running_loop().time
+        while not self.fleet.ready():
+            await self.fleet.wait(until=now() + 60.0)
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new requests, lets those that run finish for `grace_s`, cuts off the rest. Cancelled: at once."""
+        self._http.config.timeout_graceful_shutdown = max(1, round(grace_s)) if grace_s else 0
+        self._http.should_exit = True
+        try:
+            await asyncio.gather(self._grpc.stop(grace_s), *([] if self._serving is None else [self._serving]))
+        except asyncio.CancelledError:
+            self._http.force_exit = True
+            self._http.config.timeout_graceful_shutdown = 0
+            raise
+        finally:
+            with suppress(BatonError):
+                await self.fleet.close()
+            self._listening.close()

@@ -1,0 +1,111 @@
+"""`baton gateway`: the router alone, for workers that others start. As many replicas as one likes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from cluster import flags
+from cluster.config import ClusterConfig
+from cluster.discovery import Discovery, StaticDiscovery
+from cluster.log import LogFormat
+from cluster.sockets import check_free, listen
+from cluster.stopping import Stop
+from protos.errors import Misconfigured
+
+if TYPE_CHECKING:
+    from cluster.front import Front
+
+log = logging.getLogger("baton.cluster")
+
+At = Annotated[list[str] | None, typer.Option("--worker", metavar="HOST:PORT", help="Address of a worker. Repeatable.")]
+
+
+def gateway(
+    model: flags.Model = None,
+    worker: At = None,
+    discovery: flags.Discovery = None,
+    host: flags.Host = None,
+    port: flags.Port = None,
+    grpc_port: flags.GrpcPort = None,
+    index: flags.Index = None,
+    served_name: flags.Name = None,
+    file: flags.ConfigFile = None,
+    further: flags.Set = None,
+    log_format: flags.Log = LogFormat.TEXT,
+) -> None:
+    """Serves HTTP and gRPC until Ctrl-C, for the workers at the given addresses or announced in Redis."""
+    import uvloop
+
+    given = {
+        "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
+        "discovery": discovery,
+    }  # fmt: skip
+    config, console = flags.settings(file, given, further), flags.terminal(log_format)
+    if not uvloop.run(run_gateway(config, tuple(worker or ()), console)):
+        raise typer.Exit(130)
+
+
+async def run_gateway(config: ClusterConfig, addresses: tuple[str, ...], console: Console) -> bool:
+    """Serves until a signal; whether it was stopped in order. Raises BatonError."""
+    config.check_model()
+    stop = Stop()
+    router = config.router
+    found = await _discovery(config, addresses)
+    listening = listen(router.host, router.port)
+    front: Front | None = None
+    try:
+        check_free(router.host, router.grpc_port, "--grpc-port")
+        front = _open_front(config, listening)
+        await stop.before(_serve(front, found))
+        log.info("stopping: running requests have %g s to finish", config.supervision.grace_s)
+        return await stop.patiently(front.stop(config.supervision.grace_s))
+    finally:
+        if front is not None:
+            await front.stop(0.0)
+        listening.close()
+
+
+def _open_front(config: ClusterConfig, listening: socket.socket) -> Front:
+    from cluster.front import Front
+
+    return Front(config.router, listening, max_model_len=config.worker.max_model_len)
+
+
+async def _serve(front: Front, found: Discovery) -> None:
+    await front.start()
+    log.info("serving %s at %s, gRPC on port %d, as soon as workers are found", front.model, front.url, front.grpc_port)
+    following = asyncio.create_task(found.follow(front.fleet), name="discovery")
+    try:
+        await front.wait()
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+
+
+async def _discovery(config: ClusterConfig, addresses: tuple[str, ...]) -> Discovery:
+    from router.client import WorkerClient
+
+    async def identify(address: str) -> str:
+        client = WorkerClient(address, connect_timeout_s=2.0, control_timeout_s=2.0)
+        try:
+            return (await client.describe()).worker_id
+        finally:
+            await client.close()
+
+    if addresses and config.discovery:
+        raise Misconfigured(
+            "--worker and --discovery are both given: workers are written down, or found", param="worker"
+        )
+    if addresses:
+        return StaticDiscovery(addresses, identify=identify)
+    if config.discovery:
+        from cluster.redis_discovery import RedisDiscovery, connect
+
+        return RedisDiscovery(await connect(config.discovery))
+    raise Misconfigured("no worker would ever be found: give --worker HOST:PORT or --discovery URL", param="discovery")

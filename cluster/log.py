@@ -1,0 +1,69 @@
+"""What Baton says while it runs, on stderr: lines for people, or JSON for machines. Never a prompt's text."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from rich.console import Console
+from rich.text import Text
+
+STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+def set_up_log(console: Console, log_format: LogFormat, *, level: int = logging.INFO) -> None:
+    """Ours from `level` on, others' from WARNING on. A second call replaces the first."""
+    handler: logging.Handler = JsonHandler(console) if log_format is LogFormat.JSON else TextHandler(console)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    logging.getLogger("baton").setLevel(level)
+
+
+class TextHandler(logging.Handler):
+    """22:08:06 worker decode-0 at 127.0.0.1:40123 is ready. Through the console, so that progress bars stay whole."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+            line = Text(f"{clock} ", style="dim").append(
+                Text(self.format(record), style=STYLES.get(record.levelno, "default"))
+            )
+            self._console.print(line, soft_wrap=True)
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
+class JsonHandler(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._console.file.write(json.dumps(_fields(record), ensure_ascii=False) + "\n")
+            self._console.file.flush()
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, str]:
+    told = {
+        "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+        "level": record.levelname.lower(),
+        "logger": record.name,
+        "message": record.getMessage(),
+    }
+    if record.exc_info:
+        told["traceback"] = logging.Formatter().formatException(record.exc_info)
+    return told

@@ -1,0 +1,88 @@
+"""A server that runs already, as the verbs that only ask see it: status, chat and bench."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from protos.errors import BatonError, Misconfigured, NotFound, Unavailable, error_from_code
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_TIMEOUT = httpx.Timeout(10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """`max_model_len` is None where the server does not tell."""
+
+    name: str
+    max_model_len: int | None = None
+
+
+def root_of(url: str) -> str:
+    """Raises Misconfigured for what is no HTTP address. A trailing /v1 is taken off."""
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL:
+        parts = httpx.URL("")
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise Misconfigured(f"--url {url}: give a server's root, such as {DEFAULT_URL}", param="url")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def open_client(url: str, api_key: str = "") -> httpx.Client:
+    """For one server. Proxies and the like, which the environment may name, are left aside."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.Client(base_url=root_of(url), headers=headers, timeout=_TIMEOUT, trust_env=False)
+
+
+def get_json(client: httpx.Client, path: str) -> Any:
+    """Raises Unavailable when nobody answers, NotFound where there is no such page, else what the server says."""
+    try:
+        response = client.get(path)
+        if response.status_code == 404:
+            raise NotFound(f"{client.base_url} answers, but has no {path}: it is not a Baton gateway")
+        raise_for_error(response)
+        return response.json()
+    except httpx.HTTPError as error:
+        raise no_answer(client, error) from error
+    except ValueError as error:
+        raise Unavailable(f"{client.base_url} answers {path} with something that is not JSON") from error
+
+
+def find_model(client: httpx.Client, name: str = "") -> ServedModel:
+    """The named model, or the first one served. Raises NotFound."""
+    listed = get_json(client, "/v1/models")["data"]
+    found = next((one for one in listed if not name or one["id"] == name), None)
+    if found is None:
+        there = ", ".join(one["id"] for one in listed) or "none"
+        raise NotFound(f"--model {name}: {client.base_url} does not serve it; there is {there}", param="model")
+    longest = found.get("max_model_len")
+    return ServedModel(name=found["id"], max_model_len=longest if isinstance(longest, int) else None)
+
+
+def raise_for_error(response: httpx.Response) -> None:
+    """Raises the typed error of a response that has been read, if it is one."""
+    if response.is_error:
+        raise error_of(response.text, response.status_code)
+
+
+def error_of(body: str, status: int) -> BatonError:
+    """From OpenAI's format of errors, or, where it is none, from the status alone."""
+    try:
+        told = httpx.Response(status, text=body).json()["error"]
+        return error_from_code(str(told.get("code")), str(told["message"]), param=told.get("param"))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return Unavailable(f"the server answered {status}: {body[:200].strip() or 'nothing'}")
+
+
+def no_answer(client: httpx.Client, error: httpx.HTTPError) -> Unavailable:
+    if isinstance(error, httpx.TimeoutException):
+        return Unavailable(f"{client.base_url} does not answer in time")
+    if isinstance(error, httpx.ConnectError):
+        return Unavailable(
+            f"no cluster answers at {client.base_url}: start one with `baton up`, or name another with --url"
+        )
+    return Unavailable(f"{client.base_url} broke the answer off: {error}")

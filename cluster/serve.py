@@ -1,0 +1,175 @@
+"""`baton serve` and `baton up`: a whole cluster in the foreground, supervisor and gateway on one event loop (ADR 5).
+
+listen ─▶ Ray starts │ router is built ─▶ workers start ─▶ ready: banner ─▶ ... ─▶ Ctrl-C
+stop: no new requests ─▶ running ones finish ─▶ workers end ─▶ Ray ends          (twice: all at once)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from cluster import flags
+from cluster.config import ClusterConfig
+from cluster.discovery import DirectAnnouncer
+from cluster.log import LogFormat
+from cluster.pools import Pools
+from cluster.progress import Bars
+from cluster.sockets import check_free, listen
+from cluster.stopping import Stop
+
+if TYPE_CHECKING:
+    from cluster.front import Front
+
+log = logging.getLogger("baton.cluster")
+
+DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo" / "model"
+DEMO_NAME = "demo"
+
+
+class Deployment:
+    """Everything that `baton serve` runs."""
+
+    def __init__(self, config: ClusterConfig, listening: socket.socket, console: Console) -> None:
+        self._config = config
+        self._listening = listening
+        self._console = console
+        self._bars = Bars(console)
+        self._pools = Pools(config, self._bars)
+        self._front: Front | None = None
+
+    async def run(self) -> None:
+        """Until cancelled; raises BatonError when it cannot start, or a part of it cannot go on."""
+        with self._bars:
+            preparing = asyncio.create_task(self._pools.prepare())
+            try:
+                front = self._front = self._open_front()
+                await front.start()
+                await preparing
+            finally:
+                preparing.cancel()
+            await self._pools.start(DirectAnnouncer(front.fleet))
+            await self._pools.ready()
+            await front.ready()
+        self._greet(front)
+        ended = [asyncio.ensure_future(self._pools.wait()), asyncio.ensure_future(front.wait())]
+        try:
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                if task.done():
+                    task.result()
+        finally:
+            for task in ended:
+                task.cancel()
+
+    async def stop(self) -> None:
+        """In order, and as patiently as the configuration says; cancelled, it leaves the rest to `end`."""
+        grace_s = self._config.supervision.grace_s
+        log.info("stopping: running requests have %g s to finish; Ctrl-C again stops at once", grace_s)
+        if self._front is not None:
+            await self._front.stop(grace_s)
+        await self._pools.stop()
+
+    async def end(self) -> None:
+        """What must happen in any case: no process is left after it."""
+        if self._front is not None:
+            await self._front.stop(0.0)
+        await self._pools.end()
+        self._listening.close()
+
+    def _open_front(self) -> Front:
+        from cluster.front import Front  # a second of imports, while Ray starts
+
+        return Front(self._config.router, self._listening, max_model_len=self._config.worker.max_model_len)
+
+    def _greet(self, front: Front) -> None:
+        config, plans = self._config, self._pools.plans
+        pools = " + ".join(f"{count} {role}" for role, count in config.pools.counts().items() if count)
+        log.info("serving %s at %s, gRPC on port %d", front.model, front.url, front.grpc_port)
+        if self._console.is_terminal:
+            self._console.print(
+                f"\n[bold]{front.model}[/] at [bold cyan]{front.url}[/]   {pools}, tp {config.worker.tp}, "
+                f"{plans[0].device}, {plans[0].num_threads} threads a rank\n\n{front.example()}\n",
+                soft_wrap=True, highlight=False,
+            )  # fmt: skip
+
+
+async def run_deployment(config: ClusterConfig, console: Console) -> bool:
+    """Serves until a signal; whether it was stopped in order. Raises BatonError."""
+    config.check_model()
+    stop = Stop()
+    router = config.router
+    listening = listen(router.host, router.port)
+    deployment = Deployment(config, listening, console)
+    try:
+        check_free(router.host, router.grpc_port, "--grpc-port")
+        await stop.before(deployment.run())
+        return await stop.patiently(deployment.stop())
+    finally:
+        await deployment.end()
+
+
+def serve(
+    model: flags.Model = None,
+    prefill: flags.Prefill = None,
+    decode: flags.Decode = None,
+    colocated: flags.Colocated = False,
+    workers: flags.Workers = None,
+    tp: flags.Tp = None,
+    device: flags.OnDevice = None,
+    dtype: flags.InDtype = None,
+    host: flags.Host = None,
+    port: flags.Port = None,
+    grpc_port: flags.GrpcPort = None,
+    index: flags.Index = None,
+    served_name: flags.Name = None,
+    ray_address: flags.RayAddress = None,
+    file: flags.ConfigFile = None,
+    further: flags.Set = None,
+    log_format: flags.Log = LogFormat.TEXT,
+) -> None:
+    """Serves a model until Ctrl-C: a gateway, and prefill and decode workers that Ray places and Baton supervises."""
+    given = {
+        "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
+        "pools": flags.pools(prefill, decode, colocated, workers),
+        "worker": {"tp": tp, "device": device, "dtype": dtype},
+        "ray": {"address": ray_address},
+    }  # fmt: skip
+    _run(flags.settings(file, given, further), log_format)
+
+
+def up(
+    prefill: flags.Prefill = None,
+    decode: flags.Decode = None,
+    colocated: flags.Colocated = False,
+    workers: flags.Workers = None,
+    tp: flags.Tp = None,
+    device: flags.OnDevice = None,
+    host: flags.Host = None,
+    port: flags.Port = None,
+    grpc_port: flags.GrpcPort = None,
+    file: flags.ConfigFile = None,
+    further: flags.Set = None,
+    log_format: flags.Log = LogFormat.TEXT,
+) -> None:
+    """Serves the demo model that ships with Baton until Ctrl-C: `baton serve` with nothing to choose."""
+    given = {
+        "model": str(DEMO_MODEL), "served_name": DEMO_NAME, "host": host, "port": port, "grpc_port": grpc_port,
+        "pools": flags.pools(prefill, decode, colocated, workers),
+        "worker": {"tp": tp, "device": device},
+    }  # fmt: skip
+    _run(flags.settings(file, given, further), log_format)
+
+
+def _run(config: ClusterConfig, log_format: LogFormat) -> None:
+    import uvloop
+
+    in_order = uvloop.run(run_deployment(config, flags.terminal(log_format)))
+    if not in_order:
+        raise typer.Exit(130)

@@ -1,0 +1,175 @@
+"""`baton status`: a gateway's /admin/status as tables of pools, workers, lanes and tickets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.remote import DEFAULT_URL, get_json, open_client
+
+POOLS = ("prefill", "decode", "colocated")
+STYLES = {"ready": "green", "draining": "yellow", "joining": "yellow", "lost": "red", "incompatible": "red"}
+
+Worker = Mapping[str, Any]
+
+
+def status(
+    url: Annotated[str, typer.Option(help="A gateway's root.")] = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything the gateway tells, as JSON.")] = False,
+) -> None:
+    """Show pools, workers, load, KV use, lanes and tickets of a running cluster."""
+    told = fetch_status(url)
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        Console().print(status_tables(told, url))
+
+
+def fetch_status(url: str) -> dict[str, Any]:
+    """Raises Unavailable when there is no cluster, NotFound when it is something else."""
+    with open_client(url) as client:
+        status: dict[str, Any] = get_json(client, "/admin/status")
+        return status
+
+
+def status_tables(status: Mapping[str, Any], url: str) -> RenderableType:
+    """Everything /admin/status tells, for people. Empty tables are left out."""
+    workers: Sequence[Worker] = sorted(status["workers"], key=_place)
+    parts: list[RenderableType] = [_headline(status, url)]
+    if workers:
+        parts += [_pools(workers), _workers(workers)]
+    for table in (_lanes(workers), _tickets(workers)):
+        if table.row_count:
+            parts.append(table)
+    return Group(*parts)
+
+
+def _headline(status: Mapping[str, Any], url: str) -> Text:
+    ready = Text("ready", "bold green") if status["ready"] else Text(f"not ready: {status['reason']}", "bold red")
+    return Text.assemble((status["model"], "bold"), f" at {url} is ", ready)
+
+
+def _pools(workers: Sequence[Worker]) -> Table:
+    table = _table("Pools", "pool", "ready", "running", "waiting", "prompt tokens queued", "KV use", "tickets", "moved")
+    for pool in sorted({_pool(worker) for worker in workers}, key=_rank):
+        members = [worker for worker in workers if _pool(worker) == pool]
+        loads = [worker["load"] for worker in members if worker["state"] in ("ready", "draining")]
+
+        def total(name: str, loads: Sequence[Mapping[str, Any]] = loads) -> int:
+            return sum(load[name] for load in loads)
+
+        num_ready = sum(worker["state"] == "ready" for worker in members)
+        table.add_row(
+            pool,
+            Text(f"{num_ready}/{len(members)}", "green" if num_ready == len(members) else "red"),
+            *(f"{total(name):,}" for name in ("num_running", "num_waiting", "queued_prefill_tokens")),
+            _share(total("num_blocks") - total("num_free_blocks"), total("num_blocks")),
+            f"{total('num_tickets'):,}",
+            _bytes(total("transfer_bytes")),
+        )
+    return table
+
+
+def _workers(workers: Sequence[Worker]) -> Table:
+    columns = (
+        "worker",
+        "state",
+        "address",
+        "device",
+        "running",
+        "waiting",
+        "KV use",
+        "blocks cached",
+        "prefill",
+        "step",
+    )
+    table = _table("Workers", *columns)
+    for worker in workers:
+        load, info = worker["load"], worker["info"] or {}
+        told = f"{worker['state']}: {worker['reason']}" if worker["reason"] else worker["state"]
+        table.add_row(
+            worker["worker_id"],
+            Text(told, STYLES.get(worker["state"], "")),
+            worker["address"],
+            info.get("device", "?"),
+            f"{load['num_running']:,}",
+            f"{load['num_waiting']:,}",
+            _share(load["num_blocks"] - load["num_free_blocks"], load["num_blocks"]),
+            f"{worker['num_cached_blocks']:,}",
+            f"{load['prefill_tokens_per_s']:,.0f} tok/s" if load["prefill_tokens_per_s"] else "-",
+            f"{load['decode_step_s'] * 1000:,.1f} ms" if load["decode_step_s"] else "-",
+        )
+    return table
+
+
+def _lanes(workers: Sequence[Worker]) -> Table:
+    table = _table("Lanes", "worker", "peer", "over", "state", "moved", "speed", "idle")
+    for worker, lane in _each(workers, "lanes"):
+        speed = f"{_bytes(lane['num_bytes'] / lane['busy_s'])}/s" if lane["busy_s"] else "-"
+        moved, idle = _bytes(lane["num_bytes"]), _duration(lane["idle_s"])
+        table.add_row(worker["worker_id"], lane["peer"], lane["transport"], lane["state"], moved, speed, idle)
+    return table
+
+
+def _tickets(workers: Sequence[Worker]) -> Table:
+    table = _table("Tickets", "worker", "ticket", "state", "owner", "age", "size")
+    for worker, ticket in _each(workers, "tickets"):
+        name = f"{ticket['ticket_id']} (try {ticket['generation']})"
+        age, size = _duration(ticket["age_s"]), _bytes(ticket["num_bytes"])
+        table.add_row(worker["worker_id"], name, ticket["state"], ticket["owner"], age, size)
+    return table
+
+
+def _each(workers: Sequence[Worker], what: str) -> Iterator[tuple[Worker, Mapping[str, Any]]]:
+    """A worker that could not be asked has None of it."""
+    return ((worker, one) for worker in workers for one in worker.get(what) or ())
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+    words = {"pool", "worker", "state", "address", "device", "peer", "over", "ticket", "owner"}
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
+    return table
+
+
+def _pool(worker: Worker) -> str:
+    return str(worker["info"]["role"]) if worker["info"] else "unknown"
+
+
+def _rank(pool: str) -> int:
+    return POOLS.index(pool) if pool in POOLS else len(POOLS)
+
+
+def _place(worker: Worker) -> tuple[int, str, int]:
+    """By pool, then by number: decode-10 comes after decode-9."""
+    name, _, number = str(worker["worker_id"]).rpartition("-")
+    return (_rank(_pool(worker)), name, int(number)) if number.isdigit() else (_rank(_pool(worker)), name + number, 0)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,}/{whole:,} ({part / whole:.0%})" if whole else "-"
+
+
+def _bytes(num: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num < 1000:
+            return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
+        num /= 1000
+    return f"{num:.1f} TB"
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.1f} s"
+        if seconds < 60
+        else f"{seconds / 60:.0f} min"
+        if seconds < 3600
+        else f"{seconds / 3600:.1f} h"
+    )

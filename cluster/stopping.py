@@ -1,0 +1,48 @@
+"""Ctrl-C and SIGTERM: the first asks the process to stop in order, the second to stop now."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stop:
+    """Made on a running event loop, whose signals it takes over."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.forced = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        (self.forced if self.asked.is_set() else self.asked).set()
+
+    async def before(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Runs `work` until it ends (True) or a stop is asked for (False): then it is cancelled, and has cleaned up
+        when this returns. Raises what `work` raises."""
+        return await _race(work, self.asked)
+
+    async def patiently(self, work: Coroutine[Any, Any, None]) -> bool:
+        """As `before`, but only a second request cuts it short."""
+        return await _race(work, self.forced)
+
+
+async def _race(work: Coroutine[Any, Any, None], event: asyncio.Event) -> bool:
+    task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        signalled.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+    if task.cancelled():
+        return False
+    task.result()
+    return True

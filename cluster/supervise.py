@@ -1,0 +1,80 @@
+"""`baton pools`: the workers and their supervisor alone, announced in Redis to any number of gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import typer
+from rich.console import Console
+
+from cluster import flags
+from cluster.config import ClusterConfig
+from cluster.discovery import Announcer
+from cluster.log import LogFormat
+from cluster.pools import Pools
+from cluster.progress import Bars
+from cluster.stopping import Stop
+from protos.errors import Misconfigured
+
+log = logging.getLogger("baton.cluster")
+
+
+def pools(
+    model: flags.Model = None,
+    discovery: flags.Discovery = None,
+    prefill: flags.Prefill = None,
+    decode: flags.Decode = None,
+    colocated: flags.Colocated = False,
+    workers: flags.Workers = None,
+    tp: flags.Tp = None,
+    device: flags.OnDevice = None,
+    dtype: flags.InDtype = None,
+    served_name: flags.Name = None,
+    ray_address: flags.RayAddress = None,
+    file: flags.ConfigFile = None,
+    further: flags.Set = None,
+    log_format: flags.Log = LogFormat.TEXT,
+) -> None:
+    """Runs and supervises workers until Ctrl-C, for every `baton gateway` with the same --discovery."""
+    given = {
+        "model": model, "served_name": served_name, "discovery": discovery,
+        "pools": flags.pools(prefill, decode, colocated, workers),
+        "worker": {"tp": tp, "device": device, "dtype": dtype},
+        "ray": {"address": ray_address},
+    }  # fmt: skip
+    config, console = flags.settings(file, given, further), flags.terminal(log_format)
+    if not asyncio.run(run_pools(config, console)):
+        raise typer.Exit(130)
+
+
+async def run_pools(config: ClusterConfig, console: Console) -> bool:
+    """Until a signal; whether everything was stopped in order. Raises BatonError."""
+    if not config.discovery:
+        raise Misconfigured("nobody would find these workers: give --discovery redis://host:port", param="discovery")
+    from cluster.redis_discovery import RedisAnnouncer, connect
+
+    stop, bars = Stop(), Bars(console)
+    announcer = RedisAnnouncer(await connect(config.discovery))
+    workers = Pools(config, bars)
+    try:
+        await stop.before(_serve(workers, announcer, bars))
+        log.info("stopping: running requests have %g s to finish", config.supervision.grace_s)
+        return await stop.patiently(_stop(workers, config.supervision.grace_s))
+    finally:
+        await workers.end()
+        await announcer.close()
+
+
+async def _serve(workers: Pools, announcer: Announcer, bars: Bars) -> None:
+    with bars:
+        await workers.prepare()
+        await workers.start(announcer)
+        await workers.ready()
+    log.info("%d workers serve", len(workers.plans))
+    await workers.wait()
+
+
+async def _stop(workers: Pools, grace_s: float) -> None:
+    await workers.drain(grace_s)
+    await workers.stop()

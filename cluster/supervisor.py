@@ -1,0 +1,157 @@
+"""Keeps every worker of a plan alive: starts them all at once, announces who serves, starts again who died.
+
+tend (one task a worker):  launch ─▶ Loading ... ─▶ Serving: announce ─▶ ... ─▶ died: wait, launch again
+                                                                             └─▶ hopeless: everything ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from cluster import supervision
+from cluster.config import SupervisionConfig
+from cluster.discovery import Announcer
+from cluster.placement import WorkerPlan
+from cluster.rank import Ended, Event, Loading, Logged, Serving
+from cluster.supervision import Life, LifeState
+from protos.errors import BatonError, Internal, WorkerLost
+from protos.values import WorkerInfo
+
+log = logging.getLogger("baton.cluster")
+
+
+class Launcher(Protocol):
+    """Runs one incarnation of a worker. Closing the stream ends all its processes; so does an error it raises."""
+
+    def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """A worker as people are shown it. `loaded` is the share of its weights that is read."""
+
+    worker_id: str
+    life: Life
+    incarnation: int
+    loaded: float = 0.0
+    info: WorkerInfo | None = None
+
+
+class Supervisor:
+    """Lives on one event loop. `first_incarnation` must be greater than all that came before: the time will do.
+
+    `watch` is called with every change of a worker.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[WorkerPlan],
+        *,
+        launcher: Launcher,
+        announcer: Announcer,
+        config: SupervisionConfig,
+        first_incarnation: int,
+        watch: Callable[[WorkerView], None] = lambda view: None,
+        clock: Callable[[], float] | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._plans = plans
+        self._launcher = launcher
+        self._announcer = announcer
+        self._config = config
+        self._incarnation = first_incarnation
+        self._watch = watch
+        self._clock = clock or asyncio.get_running_loop().time
+        self._sleep = sleep
+        self._views: dict[str, WorkerView] = {}
+        self._turn = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.num_faults = 0
+
+    @property
+    def views(self) -> Mapping[str, WorkerView]:
+        return self._views
+
+    async def run(self) -> None:
+        """Until `stop`; raises the BatonError of a worker that will never start."""
+        self._tasks = [asyncio.create_task(self._tend(plan), name=f"tend {plan.worker_id}") for plan in self._plans]
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def ready(self) -> None:
+        """Returns when every worker serves."""
+        while len(self._serving()) < len(self._plans):
+            await self._turn.wait()
+
+    def addresses(self) -> Sequence[str]:
+        """Of the workers that serve now."""
+        return [view.info.address for view in self._serving() if view.info is not None]
+
+    async def stop(self) -> None:
+        """Ends all workers, and withdraws them. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker_id in tuple(self._views):
+            await self._announcer.withdraw(worker_id)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _serving(self) -> list[WorkerView]:
+        return [view for view in self._views.values() if view.life.state is LifeState.SERVING]
+
+    async def _tend(self, plan: WorkerPlan) -> None:
+        life = supervision.born(self._clock())
+        while True:
+            self._incarnation += 1
+            self._show(WorkerView(worker_id=plan.worker_id, life=life, incarnation=self._incarnation))
+            error = await self._live(plan, self._incarnation)
+            view = self._views[plan.worker_id]
+            life = supervision.failed(view.life, error, self._clock(), self._config)
+            self._show(replace(view, life=life, info=None, loaded=0.0))
+            if life.state is LifeState.HOPELESS:
+                raise error
+            delay_s = life.due_s - self._clock()
+            log.warning("worker %s: %s; starting it again in %.2g s", plan.worker_id, error.message, delay_s)
+            await self._sleep(delay_s)
+            life = supervision.restarted(life, self._clock())
+
+    async def _live(self, plan: WorkerPlan, incarnation: int) -> BatonError:
+        """One incarnation, from its launch to its end; what it ended with."""
+        try:
+            async with aclosing(self._launcher.launch(plan, incarnation)) as events:
+                async for event in events:
+                    await self._note(plan.worker_id, event)
+        except BatonError as error:
+            return error
+        except Exception as error:  # one worker's trouble must not end the others
+            log.exception("worker %s: it could not be launched for a reason of our own", plan.worker_id)
+            self.num_faults += 1
+            return Internal(f"{type(error).__name__}: {error}")
+        return WorkerLost("it ended by itself")
+
+    async def _note(self, worker_id: str, event: Event) -> None:
+        view = self._views[worker_id]
+        match event:
+            case Loading(share=share):
+                self._show(replace(view, loaded=share))
+            case Serving(info=info):
+                await self._announcer.announce(worker_id, info.address)
+                self._show(replace(view, life=supervision.opened(view.life, self._clock()), info=info, loaded=1.0))
+            case Logged(level=level, message=message):
+                log.log(level, "%s: %s", worker_id, message)
+            case Ended():
+                pass  # the stream ends with it
+
+    def _show(self, view: WorkerView) -> None:
+        self._views[view.worker_id] = view
+        self._watch(view)
+        self._turn.set()
+        self._turn = asyncio.Event()
