@@ -17,6 +17,8 @@ POOLS = ("prefill", "decode", "colocated")
 STYLES = {"ready": "green", "draining": "yellow", "joining": "yellow", "lost": "red", "incompatible": "red"}
 
 Worker = Mapping[str, Any]
+Held = Sequence[tuple[str, Mapping[str, Any] | None]]
+"""What each worker holds; None of one that could not be asked."""
 
 
 def status(
@@ -41,12 +43,12 @@ def fetch_status(url: str) -> dict[str, Any]:
 def status_tables(status: Mapping[str, Any], url: str) -> RenderableType:
     """Everything /admin/status tells, for people. Empty tables are left out."""
     workers: Sequence[Worker] = sorted(status["workers"], key=_place)
+    held = [(worker["worker_id"], status["kv"].get(worker["worker_id"])) for worker in workers]
+    tables = (_pools(workers), _workers(workers), _lanes(held), _tickets(held))
     parts: list[RenderableType] = [_headline(status, url)]
-    if workers:
-        parts += [_pools(workers), _workers(workers)]
-    for table in (_lanes(workers), _tickets(workers)):
+    for table in tables:
         if table.row_count:
-            parts.append(table)
+            parts += ["", table]
     return Group(*parts)
 
 
@@ -108,27 +110,26 @@ def _workers(workers: Sequence[Worker]) -> Table:
     return table
 
 
-def _lanes(workers: Sequence[Worker]) -> Table:
+def _lanes(held: Held) -> Table:
     table = _table("Lanes", "worker", "peer", "over", "state", "moved", "speed", "idle")
-    for worker, lane in _each(workers, "lanes"):
+    for worker_id, lane in _each(held, "lanes"):
         speed = f"{_bytes(lane['num_bytes'] / lane['busy_s'])}/s" if lane["busy_s"] else "-"
         moved, idle = _bytes(lane["num_bytes"]), _duration(lane["idle_s"])
-        table.add_row(worker["worker_id"], lane["peer"], lane["transport"], lane["state"], moved, speed, idle)
+        table.add_row(worker_id, lane["peer"], lane["transport"], lane["state"], moved, speed, idle)
     return table
 
 
-def _tickets(workers: Sequence[Worker]) -> Table:
+def _tickets(held: Held) -> Table:
     table = _table("Tickets", "worker", "ticket", "state", "owner", "age", "size")
-    for worker, ticket in _each(workers, "tickets"):
+    for worker_id, ticket in _each(held, "tickets"):
         name = f"{ticket['ticket_id']} (try {ticket['generation']})"
         age, size = _duration(ticket["age_s"]), _bytes(ticket["num_bytes"])
-        table.add_row(worker["worker_id"], name, ticket["state"], ticket["owner"], age, size)
+        table.add_row(worker_id, name, ticket["state"], ticket["owner"], age, size)
     return table
 
 
-def _each(workers: Sequence[Worker], what: str) -> Iterator[tuple[Worker, Mapping[str, Any]]]:
-    """A worker that could not be asked has None of it."""
-    return ((worker, one) for worker in workers for one in worker.get(what) or ())
+def _each(held: Held, what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    return ((worker_id, one) for worker_id, kv in held if kv is not None for one in kv[what])
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from router.openai.models import model_list, one_model
 from router.openai.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai.sse import EventStream
 from router.openai.tokens import detokenize, tokenize
+
+STATS_TIMEOUT_S = 2.0
 
 Generating = Callable[[Gateway, Request, Track], Awaitable[Response]]
 
@@ -108,7 +111,20 @@ def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/admin/status")
     async def status() -> Response:
         told = {"model": gateway.card.name, "ready": gateway.fleet.ready(), "reason": _not_ready(gateway)}
-        return json_response(told | {"workers": gateway.fleet.status()})
+        workers = gateway.fleet.status()
+        held = await asyncio.gather(*(_held(gateway, worker.worker_id) for worker in workers))
+        kv = {worker.worker_id: one for worker, one in zip(workers, held, strict=True)}
+        return json_response(told | {"workers": workers, "kv": kv})
+
+
+async def _held(gateway: Gateway, worker_id: str) -> dict[str, Any] | None:
+    """What a worker holds for others and its ways to them; None of one that does not say in time."""
+    try:
+        async with asyncio.timeout(STATS_TIMEOUT_S):
+            stats = await gateway.fleet.stats(worker_id)
+    except (BatonError, TimeoutError):
+        return None
+    return {"tickets": stats.tickets, "lanes": stats.lanes}
 
 
 def _not_ready(gateway: Gateway) -> str:

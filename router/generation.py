@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from protos.values import FinishReason, Logprobs, SamplingParams, WorkerInfo, WorkerLoad
+from protos.values import FinishReason, Logprobs, SamplingParams, WorkerInfo, WorkerLoad, WorkerStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +77,7 @@ class FleetView(Protocol):
     def ready(self) -> bool: ...
 
     def status(self) -> Sequence[WorkerView]: ...
+
+    async def stats(self, worker_id: str) -> WorkerStats:
+        """Tickets and lanes, asked of the worker itself. Raises WorkerLost."""
+        ...

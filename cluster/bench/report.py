@@ -22,7 +22,7 @@ class Record:
 
     `due_s` is when it should have been sent (None where nothing said when), `sent_s` when it was: None if it never
     came to that. `arrivals_s` has the arrival of each event that brought tokens. `num_cached` is None where the server
-    does not tell. `error` is "" for a whole answer, else a stable code.
+    does not tell. `status` is HTTP's, 0 where none came. `error` is "" for a whole answer, else a stable code.
     """
 
     index: int
@@ -32,6 +32,7 @@ class Record:
     num_prompt: int = 0
     num_output: int = 0
     num_cached: int | None = None
+    status: int = 0
     error: str = ""
     message: str = ""
 

@@ -15,7 +15,8 @@ import uvicorn
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from uvicorn.server import ServerState
 
-from protos.values import FinishReason, Logprobs, TokenLogprob, WorkerInfo, WorkerLoad
+from protos.errors import WorkerLost
+from protos.values import FinishReason, Logprobs, TokenLogprob, WorkerInfo, WorkerLoad, WorkerStats
 from router.app import create_app
 from router.gateway import Gateway
 from router.generation import Job, TokenDelta
@@ -84,12 +85,18 @@ class Crew:
     def __init__(self, *workers: Worker) -> None:
         self.workers = workers or (Worker(),)
         self.is_ready = True
+        self.held: dict[str, WorkerStats] = {}
 
     def ready(self) -> bool:
         return self.is_ready
 
     def status(self) -> Sequence[Worker]:
         return self.workers
+
+    async def stats(self, worker_id: str) -> WorkerStats:
+        if worker_id not in self.held:
+            raise WorkerLost(f"worker {worker_id} has left")
+        return self.held[worker_id]
 
 
 class Scripted:

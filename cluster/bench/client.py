@@ -1,0 +1,218 @@
+"""Asks one completion of an OpenAI-compatible server and notes what came when; finds out first what it understands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import httptools
+import orjson
+
+from cluster.bench.http import Connection, Connections, Endpoint, Opener, Reply
+from cluster.bench.prompts import Prompts
+from cluster.bench.report import Record
+from cluster.bench.workload import Item, Span
+from protos.errors import InvalidRequest, Unavailable
+
+REFUSED = (400, 404, 415, 422, 501)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """What is asked beyond OpenAI's own parameters, each given up when the server refuses it.
+
+    Without `prompt_ids` prompts are words, and their lengths approximate; without `ignore_eos` answers may be shorter;
+    without `return_token_ids` an event counts as one token until the usage, without which it remains so, says more.
+    """
+
+    return_token_ids: bool = True
+    ignore_eos: bool = True
+    prompt_ids: bool = True
+    usage: bool = True
+
+    @property
+    def given_up(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in fields(self) if not getattr(self, spec.name))
+
+
+class CompletionClient:
+    """`temperature` 0 unless told otherwise. `clock` and `start_s` give a record its seconds."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        model: str,
+        prompts: Prompts,
+        timeout_s: float,
+        api_key: str = "",
+        temperature: float = 0.0,
+        open_one: Opener | None = None,
+        dialect: Dialect | None = None,
+    ) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._connections = Connections(open_one or endpoint, self._clock)
+        self._prompts = prompts
+        self._timeout_s = timeout_s
+        self._sampling: Mapping[str, Any] = {"model": model, "stream": True, "temperature": temperature}
+        self._head = _head(endpoint, api_key)
+        self.dialect = dialect or Dialect()
+
+    async def learn(self, num_prompt: int) -> None:
+        """Sends a small request, giving up whatever the server refuses. It warms up the way there, too.
+
+        Raises InvalidRequest with the server's words when it refuses the plainest of requests, Unavailable when it
+        gives no answer.
+        """
+        probe = Item(index=0, spans=(Span(key=(2, 0), num_tokens=num_prompt),), num_output=2)
+        while True:
+            record = await self.ask(probe, self.prepare(probe), start_s=self._clock())
+            if not record.error:
+                return
+            if record.error in ("connection", "timeout", "incomplete"):
+                raise Unavailable(f"the server gives no answer: {record.message}")
+            left = [spec.name for spec in fields(Dialect) if getattr(self.dialect, spec.name)]
+            if not left or record.status not in REFUSED:
+                raise InvalidRequest(f"the server refuses even a plain request: {record.message} ({record.error})")
+            named = [name for name in left if _SPELLED[name] in record.message]
+            self.dialect = replace(self.dialect, **{(named or left)[0]: False})
+
+    def prepare(self, item: Item) -> bytes:
+        """The request as it goes over the wire, made before its time has come."""
+        dialect = self.dialect
+        body = dict(self._sampling, max_tokens=item.num_output)
+        body["prompt"] = self._prompts.ids(item.spans) if dialect.prompt_ids else self._prompts.text(item.spans)
+        if dialect.ignore_eos:
+            body["ignore_eos"] = True
+        if dialect.return_token_ids:
+            body["return_token_ids"] = True
+        if dialect.usage:
+            body["stream_options"] = {"include_usage": True}
+        encoded = orjson.dumps(body)
+        return b"%s%d\r\n\r\n%s" % (self._head, len(encoded), encoded)
+
+    async def ask(self, item: Item, request: bytes, *, start_s: float) -> Record:
+        """Never raises but for being cancelled: what went wrong is in the record."""
+        answer = _Answer()
+        sent_s: float | None = None
+        connection: Connection | None = None
+        status = 0
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                connection = await self._connections.take()
+                sent_s = self._clock()
+                reply = await connection.send(request, answer.receive)
+            status = reply.status
+            error, message = answer.outcome(reply)
+        except TimeoutError:
+            error, message = "timeout", f"no end after {self._timeout_s:g} s"
+        except (OSError, httptools.HttpParserError) as failed:
+            error, message = ("", "") if answer.ended else ("connection", str(failed) or type(failed).__name__)
+        finally:
+            if connection is not None:
+                self._connections.give_back(connection)
+        return Record(
+            index=item.index,
+            due_s=item.due_s,
+            sent_s=None if sent_s is None else sent_s - start_s,
+            arrivals_s=tuple(arrival - start_s for arrival in answer.arrivals),
+            num_prompt=answer.num_prompt if answer.num_prompt is not None else item.num_prompt,
+            num_output=answer.num_output,
+            num_cached=answer.num_cached,
+            status=status,
+            error=error,
+            message=message,
+        )
+
+    def close(self) -> None:
+        self._connections.close()
+
+
+_SPELLED = {
+    "return_token_ids": "return_token_ids", "ignore_eos": "ignore_eos", "prompt_ids": "prompt",
+    "usage": "stream_options",
+}  # fmt: skip
+
+
+class _Answer:
+    """What has come of an answer so far."""
+
+    def __init__(self) -> None:
+        self.arrivals: list[float] = []
+        self.num_prompt: int | None = None
+        self.num_cached: int | None = None
+        self.ended = False
+        self._finished = False
+        self._num_told: int | None = None
+        self._num_ids = 0
+        self._error: tuple[str, str] | None = None
+
+    @property
+    def num_output(self) -> int:
+        """The server's count; before it, or without it, ours."""
+        return self._num_told if self._num_told is not None else self._num_ids or len(self.arrivals)
+
+    def receive(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self.ended = True
+            return
+        try:
+            event = orjson.loads(data)
+            if error := event.get("error"):
+                self._error = (str(error.get("code") or error.get("type") or "error"), str(error.get("message", "")))
+            for choice in event.get("choices") or ():
+                self._take(choice, now)
+            if usage := event.get("usage"):
+                self._count(usage)
+        except (orjson.JSONDecodeError, AttributeError, TypeError) as wrong:
+            self._error = self._error or ("bad_event", f"{data[:200]!r}: {wrong}")
+
+    def _take(self, choice: Mapping[str, Any], now: float) -> None:
+        ids = choice.get("token_ids")
+        self._finished = self._finished or bool(choice.get("finish_reason"))
+        if ids is None or ids:  # an event that says it has no tokens is none of theirs
+            self.arrivals.append(now)
+            self._num_ids += len(ids or ())
+
+    def _count(self, usage: Mapping[str, Any]) -> None:
+        self.num_prompt = usage.get("prompt_tokens", self.num_prompt)
+        self._num_told = usage.get("completion_tokens", self._num_told)
+        details = usage.get("prompt_tokens_details") or {}
+        self.num_cached = details.get("cached_tokens", self.num_cached)
+
+    def outcome(self, reply: Reply) -> tuple[str, str]:
+        """Error code and message, both "" for a whole answer."""
+        if reply.status != 200:
+            return _refusal(reply)
+        if self._error is not None:
+            return self._error
+        if not self.arrivals or not (self.ended or self._finished):
+            return "incomplete", "the stream ended without an end"
+        return "", ""
+
+
+def _refusal(reply: Reply) -> tuple[str, str]:
+    told = bytes(reply.body).decode("utf-8", "replace")
+    code = f"http_{reply.status}"
+    try:
+        error = orjson.loads(reply.body)["error"]
+        code, told = str(error.get("code") or code), str(error["message"])
+    except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
+        pass
+    return code, f"HTTP {reply.status}: {told[:500]}"
+
+
+def _head(endpoint: Endpoint, api_key: str) -> bytes:
+    """All of a request up to the value of its last header, Content-Length."""
+    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+    lines = [
+        f"POST {endpoint.path}/v1/completions HTTP/1.1",
+        f"Host: {host}:{endpoint.port}",
+        "Content-Type: application/json",
+        "Accept: text/event-stream",
+        *([f"Authorization: Bearer {api_key}"] if api_key else []),
+        "Content-Length: ",
+    ]
+    return "\r\n".join(lines).encode()

@@ -1,0 +1,66 @@
+"""What a figure was measured with: without it, a figure says nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("baton", "torch", "triton", "ray", "grpcio", "fastapi", "uvicorn", "numpy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """This machine; `num_cores` are those this process may use, `gpus` as the driver names them."""
+
+    cpu: str
+    num_cores: int
+    memory_bytes: int
+    gpus: tuple[str, ...]
+    system: str
+
+
+def find_hardware(cpuinfo: Path = Path("/proc/cpuinfo")) -> Hardware:
+    return Hardware(
+        cpu=cpu_model(cpuinfo),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        gpus=_gpus(),
+        system=platform.platform(),
+    )
+
+
+def cpu_model(cpuinfo: Path) -> str:
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def find_versions() -> Mapping[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpus() -> tuple[str, ...]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(line.strip() for line in told.splitlines() if line.strip())

@@ -1,0 +1,87 @@
+"""Sends requests when their time has come (open loop) or when one has ended (closed loop), a task for each.
+
+An open loop never waits for answers: a slow server meets the same load as a fast one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.bench.report import Record
+from cluster.bench.workload import Item
+
+
+class Client(Protocol):
+    """`prepare` is called ahead of time; `ask` never raises but for being cancelled."""
+
+    def prepare(self, item: Item) -> bytes: ...
+
+    async def ask(self, item: Item, request: bytes, *, start_s: float) -> Record: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What has happened so far; `last` is the record that has just been made, if any."""
+
+    num_sent: int
+    num_ended: int
+    last: Record | None = None
+
+
+async def run_load(
+    items: Sequence[Item],
+    client: Client,
+    *,
+    concurrency: int | None = None,
+    tell: Callable[[Progress], None] = lambda _: None,
+) -> list[Record]:
+    """Records in the order of items. `concurrency` bounds the requests at once; None: only arrivals matter.
+
+    Cancelled, it ends what runs and returns the records there are: a long run can be stopped and still be read.
+    """
+    return await _Run(client, concurrency, tell).through(items)
+
+
+class _Run:
+    def __init__(self, client: Client, concurrency: int | None, tell: Callable[[Progress], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._client = client
+        self._room = None if concurrency is None else asyncio.Semaphore(concurrency)
+        self._tell = tell
+        self._records: list[Record] = []
+        self._num_sent = 0
+        self._start_s = self._loop.time()
+
+    async def through(self, items: Sequence[Item]) -> list[Record]:
+        this = asyncio.current_task()
+        assert this is not None
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._start_s = self._loop.time()
+                for item in items:
+                    await self._launch(item, group)
+        except asyncio.CancelledError:
+            this.uncancel()
+        return sorted(self._records, key=lambda record: record.index)
+
+    async def _launch(self, item: Item, group: asyncio.TaskGroup) -> None:
+        request = self._client.prepare(item)
+        if self._room is not None:
+            await self._room.acquire()
+        # Even when it is late: answers that have come must be read before more is asked.
+        await asyncio.sleep(0 if item.due_s is None else max(0.0, self._start_s + item.due_s - self._loop.time()))
+        group.create_task(self._one(item, request))
+        self._num_sent += 1
+        self._tell(Progress(num_sent=self._num_sent, num_ended=len(self._records)))
+
+    async def _one(self, item: Item, request: bytes) -> None:
+        try:
+            record = await self._client.ask(item, request, start_s=self._start_s)
+        finally:
+            if self._room is not None:
+                self._room.release()
+        self._records.append(record)
+        self._tell(Progress(num_sent=self._num_sent, num_ended=len(self._records), last=record))

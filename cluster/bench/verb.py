@@ -1,0 +1,252 @@
+"""`baton bench`: from flags to a workload, through the load, to a table and a file."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from cluster.bench.client import CompletionClient, Dialect
+from cluster.bench.hardware import find_hardware, find_versions
+from cluster.bench.http import Endpoint
+from cluster.bench.load import Progress, run_load
+from cluster.bench.prompts import Prompts
+from cluster.bench.report import Objective, Record, Report, make_report
+from cluster.bench.table import report_table
+from cluster.bench.workload import (
+    Item,
+    Lengths,
+    fitting,
+    read_trace,
+    synthetic,
+    with_poisson_arrivals,
+    without_arrivals,
+)
+from cluster.remote import DEFAULT_URL, ServedModel, find_model, get_json, open_client
+from protos.errors import BatonError, Misconfigured
+
+DEFAULT_REQUESTS = 64
+DEFAULT_CONCURRENCY = 8
+PROBE_TOKENS = 16
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What the flags say about the load. Raises Misconfigured for what contradicts itself."""
+
+    rate: float | None
+    concurrency: int | None
+    num_requests: int | None
+    input_len: str
+    output_len: str
+    trace: Path | None
+    trace_scale: float
+    trace_speed: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and self.concurrency is not None:
+            raise Misconfigured("--rate and --concurrency: give one, requests a second or requests at once")
+        for name in ("concurrency", "num_requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise Misconfigured(f"--{name.replace('_', '-')} {value}: give 1 or more", param=name)
+
+    @property
+    def at_once(self) -> int | None:
+        """Requests at once, or None where arrivals rule."""
+        if self.rate is None and self.concurrency is None and self.trace is None:
+            return DEFAULT_CONCURRENCY
+        return self.concurrency
+
+    def items(self) -> list[Item]:
+        """Raises Misconfigured."""
+        if self.trace is not None:
+            items = read_trace(self.trace, limit=self.num_requests, scale=self.trace_scale, speed=self.trace_speed)
+        else:
+            items = synthetic(
+                self.num_requests or DEFAULT_REQUESTS,
+                prompts=Lengths.parse(self.input_len, param="input-len"),
+                outputs=Lengths.parse(self.output_len, param="output-len"),
+                seed=self.seed,
+            )
+        if self.rate is not None:
+            return with_poisson_arrivals(items, self.rate, self.seed)
+        return items if self.concurrency is None else without_arrivals(items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Who is measured. `vocab_size` and `workers` are known of Baton's own gateways."""
+
+    url: str
+    model: ServedModel
+    vocab_size: int | None
+    workers: Sequence[Mapping[str, Any]]
+
+
+def bench(
+    url: Annotated[str, typer.Option(help="The root of an OpenAI-compatible server.")] = DEFAULT_URL,
+    model: Annotated[str, typer.Option(help="A served model; the first one if not given.")] = "",
+    rate: Annotated[float | None, typer.Option(help="Requests a second, Poisson arrivals (open loop).")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Requests at once (closed loop; 8 if nothing is said).")
+    ] = None,
+    num_requests: Annotated[int | None, typer.Option(help="How many: 64, or all of a trace.")] = None,
+    input_len: Annotated[str, typer.Option(help="Prompt tokens: 256, or uniform 100:200.")] = "256",
+    output_len: Annotated[str, typer.Option(help="Answer tokens: 64, or uniform 32:96.")] = "64",
+    trace: Annotated[Path | None, typer.Option(help="Lengths, arrivals and prefixes from a Mooncake trace.")] = None,
+    trace_scale: Annotated[float, typer.Option(help="Multiply the trace's lengths.")] = 1.0,
+    trace_speed: Annotated[float, typer.Option(help="Run the trace's time this many times as fast.")] = 1.0,
+    ttft_ms: Annotated[float | None, typer.Option(help="Objective: first token within.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token.")] = None,
+    temperature: Annotated[float, typer.Option(help="Of sampling; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths, arrivals and prompts.")] = 0,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="Token ids the model knows, if not a Baton.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 600.0,
+    api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", help="Sent as a bearer token.")] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures and hardware to this file.")] = None,
+) -> None:
+    """Measure a running cluster, or any OpenAI-compatible server: TTFT, TPOT, ITL, E2E, throughput and goodput."""
+    shape = Shape(
+        rate=rate, concurrency=concurrency, num_requests=num_requests, input_len=input_len, output_len=output_len,
+        trace=trace, trace_scale=trace_scale, trace_speed=trace_speed, seed=seed,
+    )  # fmt: skip
+    objective = Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms))
+    items = shape.items()
+    target = find_target(url, model, api_key)
+    items, num_left_out = fitting(items, target.model.max_model_len)
+    prompts = Prompts(seed=seed, vocab_size=vocab_size or target.vocab_size)
+
+    def make_client() -> CompletionClient:
+        return CompletionClient(
+            Endpoint.parse(url), model=target.model.name, prompts=prompts, timeout_s=timeout, api_key=api_key,
+            temperature=temperature,
+        )  # fmt: skip
+
+    records, dialect = asyncio.run(_measure(items, make_client, shape.at_once))
+    report = make_report(records, objective)
+    _tell(target, dialect, records, num_left_out)
+    Console().print(report_table(report))
+    if json_file is not None:
+        ran = _Ran(target=target, dialect=dialect, shape=shape, objective=objective, num_left_out=num_left_out)
+        write_json(json_file, ran.document(report, sys.argv, secret=api_key))
+    if len(records) < len(items):
+        raise typer.Exit(130)
+    if not report.num_completed:
+        raise typer.Exit(1)
+
+
+def find_target(url: str, model: str, api_key: str) -> Target:
+    """Raises Unavailable when nobody answers, NotFound for a model that is not served."""
+    with open_client(url, api_key) as client:
+        served = find_model(client, model)
+        try:
+            workers = get_json(client, "/admin/status")["workers"]
+        except (BatonError, LookupError, TypeError):
+            workers = []  # somebody else's server
+    infos = [worker["info"] for worker in workers if worker.get("info")]
+    return Target(
+        url=url,
+        model=served,
+        vocab_size=infos[0]["vocab_size"] if infos else None,
+        workers=[{name: info[name] for name in ("worker_id", "role", "device", "num_blocks")} for info in infos],
+    )
+
+
+async def _measure(
+    items: Sequence[Item], make_client: Callable[[], CompletionClient], at_once: int | None
+) -> tuple[list[Record], Dialect]:
+    client = make_client()
+    try:
+        await client.learn(PROBE_TOKENS)
+        with _bar(len(items)) as tell:
+            return await run_load(items, client, concurrency=at_once, tell=tell), client.dialect
+    finally:
+        client.close()
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[Progress], None]]:
+    columns = (BarColumn(40), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    num_failed = 0
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        row = bar.add_task("", total=total)
+
+        def tell(progress: Progress) -> None:
+            nonlocal num_failed
+            num_failed += bool(progress.last and progress.last.error)
+            running = f"{progress.num_sent - progress.num_ended} running"
+            bar.update(
+                row, completed=progress.num_ended, description=running + f", {num_failed} failed" * (num_failed > 0)
+            )
+
+        yield tell
+
+
+def _tell(target: Target, dialect: Dialect, records: Sequence[Record], num_left_out: int) -> None:
+    """What somebody who reads the figures should know besides."""
+    errors = Console(stderr=True)
+    errors.print(f"{target.model.name} at {target.url}", highlight=False)
+    if dialect.given_up:
+        errors.print(f"The server refused {', '.join(dialect.given_up)}: see docs/benchmarking.md", style="yellow")
+    if num_left_out:
+        told = f"{num_left_out} requests left out: longer than the context of {target.model.max_model_len} tokens"
+        errors.print(told, style="yellow")
+    shown: dict[str, str] = {}
+    for record in records:
+        shown.setdefault(record.error, record.message)
+    for code, message in shown.items():
+        if code:
+            errors.print(Text(f"{code}, the first time: {message}", "red"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ran:
+    """Everything a figure depends on."""
+
+    target: Target
+    dialect: Dialect
+    shape: Shape
+    objective: Objective
+    num_left_out: int
+
+    def document(self, report: Report, argv: Sequence[str], *, secret: str) -> dict[str, Any]:
+        command = shlex.join(["baton", *argv[1:]])
+        return {
+            "format": FORMAT,
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": command.replace(secret, "...") if secret else command,
+            "target": asdict(self.target),
+            "dialect": asdict(self.dialect),
+            "workload": asdict(self.shape) | {"trace": str(self.shape.trace or ""), "left_out": self.num_left_out},
+            "objective": asdict(self.objective),
+            "client": {"hardware": asdict(find_hardware()), "versions": find_versions()},
+            "figures": asdict(report),
+        }
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Raises Misconfigured when the file cannot be written."""
+    try:
+        path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    except OSError as error:
+        raise Misconfigured(f"--json {path}: {error.strerror}", param="json") from error
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
