@@ -31,6 +31,7 @@ def test_what_is_not_set_comes_from_the_checkpoint(checkpoint: Checkpoint) -> No
     assert rank.layout.dtype == "float32"
     assert rank.scheduler.max_model_len == MAX_POSITIONS
     assert rank.scheduler.eos_ids == (2,)
+    assert rank.storage.block_bytes == rank.layout.block_bytes
     assert rank.storage.num_blocks == rank.scheduler.max_num_seqs * MAX_POSITIONS // 16, "every seat at full length"
 
 
@@ -100,7 +101,7 @@ def test_ranks_agree_on_the_smallest_cache(checkpoint: Checkpoint, monkeypatch: 
     monkeypatch.setattr("workers.engine.build.blocks_in_ram", lambda *_, **__: next(free) // 10**5)
     with ranks_of(WorkerConfig(model=str(folder), tp=2, device="cpu")) as ranks:
         assert [rank.storage.num_blocks for rank in ranks] == [30, 30]
-        assert {rank.storage.num_heads for rank in ranks} == {1}
+        assert {rank.storage.block_bytes for rank in ranks} == {ranks[0].layout.block_bytes // 2}
 
 
 def test_a_rank_that_cannot_open_takes_the_others_with_it(

@@ -151,7 +151,7 @@ def test_a_killed_follower_is_a_fault_at_once(phase: str) -> None:
     with pytest.raises(WorkerLost):
         step()
     process.join()
-    group.close()
+    leader.close()
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

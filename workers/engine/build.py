@@ -27,7 +27,7 @@ from workers.engine.scheduler import Scheduler
 from workers.kv.blocks import BlockPool
 from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit, free_ram_bytes
 from workers.kv.mover import Dock
-from workers.kv.storage import KVStorage
+from workers.kv.storage import KVStorage, heads_of_rank
 from workers.models.config import ModelConfig, read_config
 from workers.models.decoder import Decoder, check_parallel
 from workers.models.loader import Progress, load_model
@@ -190,8 +190,7 @@ def _num_blocks(
     """The same on all ranks: what the poorest can hold."""
     if config.num_blocks is not None:
         return config.num_blocks
-    sample_storage = KVStorage(layout, num_blocks=1, device=device)
-    block_bytes = sample_storage.block_bytes
+    block_bytes = _block_bytes(layout)
     if device == "cpu":
         mine = blocks_in_ram(
             block_bytes,
@@ -200,7 +199,8 @@ def _num_blocks(
             max_useful=config.max_num_seqs * -(-max_model_len // config.block_size),
         )
     else:
-        runner = TorchRunner(decoder, attention_for(sample_storage), block_size=config.block_size)
+        storage = KVStorage(layout, num_blocks=1, device=device)
+        runner = TorchRunner(decoder, attention_for(storage), block_size=config.block_size)
         batch = largest_batch(config, max_model_len)
         mine = blocks_on_gpu(
             block_bytes, fraction=config.memory_fraction, device=device, largest_step=lambda: runner.run(batch)
@@ -209,14 +209,23 @@ def _num_blocks(
 
 
 def _make_storage(layout: KVLayout, num_blocks: int, device: str) -> KVStorage:
+    num_bytes = num_blocks * _block_bytes(layout)
+    too_much = Misconfigured(
+        f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.2f} GiB on each rank, more than there is on "
+        f"{device}: lower num_blocks or memory_fraction",
+        param="num_blocks",
+    )
+    if device == "cpu" and num_bytes > free_ram_bytes():  # Linux would promise the memory, and kill when it is used
+        raise too_much
     try:
         return KVStorage(layout, num_blocks=num_blocks, device=device)
-    except RuntimeError as error:  # torch's for either memory: OutOfMemoryError is one
-        raise Misconfigured(
-            f"a KV cache of {num_blocks} blocks takes {num_blocks * layout.block_bytes / layout.tp / 2**30:.2f} GiB on "
-            f"each rank, more than there is on {device}: lower num_blocks or memory_fraction",
-            param="num_blocks",
-        ) from error
+    except torch.OutOfMemoryError as error:
+        raise too_much from error
+
+
+def _block_bytes(layout: KVLayout) -> int:
+    """Of one block on one rank."""
+    return layout.block_bytes * heads_of_rank(layout) // layout.num_kv_heads
 
 
 def largest_batch(config: WorkerConfig, max_model_len: int) -> Batch:

@@ -43,9 +43,11 @@ class Leader:
             self._group.broadcast((name, arguments))
 
     def close(self) -> None:
-        """Lets the followers end, and ends the group."""
+        """Lets the followers end, and ends the group, whether or not they are still there."""
         try:
             self.tell(_STOP)
+        except WorkerLost as error:
+            log.info("not all followers could be told to stop: %s", error)
         finally:
             self._group.close()
 
