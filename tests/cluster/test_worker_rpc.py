@@ -194,6 +194,20 @@ async def test_gateways_hear_of_their_own_requests_and_of_all_blocks(worker: Wor
         await gateway.close()
 
 
+async def test_an_idle_worker_says_that_it_is_idle(worker: Worker) -> None:
+    """Also when the last blocks went after the last step, as a prefill worker's do."""
+    one, other = Gateway(worker.info.address, "one"), Gateway(worker.info.address, "other")
+    await other.read()
+    one.submit("r", tuple(range(8)), ENDLESS)
+    while not (await one.read()).updates:
+        pass
+    await one.close()
+    load = (await other.read()).load
+    while load is None or load.num_running or load.num_free_blocks < load.num_blocks:
+        load = (await other.read()).load
+    await other.close()
+
+
 async def test_a_gateway_that_leaves_takes_its_requests_with_it(worker: Worker) -> None:
     leaving, staying = Gateway(worker.info.address, "leaving"), Gateway(worker.info.address, "staying")
     leaving.submit("gone", tuple(range(8)), ENDLESS)

@@ -50,6 +50,7 @@ class EngineLoop:
         self._fault: BaseException | None = None
         self._last_progress_s = clock()
         self._working = False
+        self._told = engine.load()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -116,6 +117,7 @@ class EngineLoop:
         engine = self._engine
         if not engine.has_work():
             self._working = False
+            self._say_idle()
             self._wake.wait()
             self._last_progress_s = self._clock()
             return
@@ -124,11 +126,19 @@ class EngineLoop:
         updates = engine.step(self._clock())
         events = engine.drain_events()
         if updates or events:
-            self._tell(self._publish, _message(updates, events, engine.load()))
+            self._told = engine.load()
+            self._tell(self._publish, _message(updates, events, self._told))
         if engine.num_steps != step:
             self._last_progress_s = self._clock()
         else:
             self._wake.wait(IDLE_TICK_S)
+
+    def _say_idle(self) -> None:
+        """The last step's load may be out of date: blocks were released, tickets ended since."""
+        load = self._engine.load()
+        if load != self._told:
+            self._told = load
+            self._tell(self._publish, StepMessage(load=load))
 
     def _tell(self, fn: Callable[..., None], *args: object) -> None:
         try:

@@ -93,7 +93,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 self._disown(update.request_id)
         for stream in self._streams:
             own = tuple(updates.get(stream, ()))
-            if own or message.events:
+            if own or message.events or not message.updates:
                 stream.send(StepMessage(updates=own, events=message.events, load=message.load))
 
     # -- the token path ------------------------------------------------------------------------------------------------
