@@ -4,8 +4,9 @@ A push is cut into chunks; a chunk is some consecutive blocks of a ticket, all l
 the engine's thread and returns at once; threads of a transport's own do the waiting. On a tensor-parallel worker every
 rank has its own Sender or Receiver and moves its own heads.
 
-    prefill engine   Sender.offer(chunk, payload) ──▶ lane thread ══ wire ══▶ lane thread ──▶ Receiver.poll()   decode engine
-                     Sender.poll() ◀── Sent / Lost                          Receiver.take(chunk) -> payload
+    prefill engine                                                                          decode engine
+    Sender.offer(chunk, payload) ──▶ lane thread ══ wire ══▶ lane thread ──▶ Receiver.poll()
+    Sender.poll() ◀── Sent, LaneLost                                      Receiver.take(chunk) -> payload
 
 Safety: a payload is a copy (staging) on both sides. The source may free its blocks when `offer` has returned; at the
 destination nothing is written into a block before the engine itself lands a payload whose ticket and generation the
@@ -26,6 +27,9 @@ from protos.values import KVLayout, LaneAddress, LaneStats, Ticket
 
 PayloadIn = TypeVar("PayloadIn", contravariant=True)
 PayloadOut = TypeVar("PayloadOut", covariant=True)
+
+
+MAX_TICKET_ID_BYTES = 256
 
 
 def peer_name(address: LaneAddress) -> str:

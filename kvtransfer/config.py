@@ -1,0 +1,34 @@
+"""Settings of the lanes. Frozen; a value nobody could move KV with raises Misconfigured where it is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from protos.errors import Misconfigured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneConfig:
+    """How long a lane waits, and how much it keeps in memory.
+
+    An idle sender says so every `beat_s`; a lane on which nothing has moved for `stall_s` is lost. A receiver waits
+    `expect_s` for a sender it was told to expect. Each end of a lane stages about `max_staged_bytes`; a payload
+    travels in messages of `message_bytes`.
+    """
+
+    beat_s: float = 0.5
+    stall_s: float = 5.0
+    expect_s: float = 120.0
+    max_staged_bytes: int = 256 * 2**20
+    message_bytes: int = 8 * 2**20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise Misconfigured(f"{field.name} is {value}: it must be above 0", param=field.name)
+        if self.stall_s < 2 * self.beat_s:
+            raise Misconfigured(
+                f"stall_s is {self.stall_s}: it must be at least twice beat_s = {self.beat_s}, or idle lanes get lost",
+                param="stall_s",
+            )

@@ -1,0 +1,237 @@
+"""Who owns which blocks until when, on the side that receives KV. Pure: ids, integers and the time it is told.
+
+    reserve ──▶ RESERVED ── first block ──▶ SENDING ── last block ──▶ ARRIVED ── adopt ──▶ ADOPTED
+                    │                          │                         │
+                    ├──────── abort ───────────┼─────────────────────────┼──────────────▶ ABORTED
+                    └──────── lease ends ──────┴─────────────────────────┴──────────────▶ EXPIRED
+
+The ledger owns the blocks of the first three states. Whatever ends a ticket returns its blocks to the caller: to the
+request when it is adopted, to the pool otherwise. Of an ended ticket a tombstone stays, so that a message which comes
+too late is known as such. A generation fences: what an older one says is dropped, a newer one ends the older.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvtransfer.transport import Chunk
+from protos.errors import TransferFailed
+from protos.values import Ticket, TicketStats
+
+
+class TicketState(StrEnum):
+    RESERVED = "reserved"
+    SENDING = "sending"
+    ARRIVED = "arrived"
+    ADOPTED = "adopted"
+    ABORTED = "aborted"
+    EXPIRED = "expired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """What was promised. `cached_ids` are blocks of the destination's own cache, before those of the ticket.
+
+    `token_ids` are all the tokens whose KV the blocks hold in the end; `source` is the sender's `peer_name`.
+    """
+
+    ticket: Ticket
+    source: str
+    token_ids: tuple[int, ...]
+    cached_ids: tuple[int, ...]
+    reserved_s: float
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """All blocks of the tokens, in order: cached, then arriving."""
+        return self.cached_ids + self.ticket.block_ids
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    reservation: Reservation
+    deadline_s: float
+    arrived: set[int]  # indices into the ticket's block_ids
+
+    @property
+    def state(self) -> TicketState:
+        num_blocks = len(self.reservation.ticket.block_ids)
+        if len(self.arrived) == num_blocks:
+            return TicketState.ARRIVED
+        return TicketState.SENDING if self.arrived else TicketState.RESERVED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tombstone:
+    generation: int
+    state: TicketState
+    reason: str
+
+
+class Ledger:
+    """One destination's tickets. Not thread-safe: it has one owner, who also owns the pool the blocks come from."""
+
+    def __init__(self, *, max_tombstones: int = 4096) -> None:
+        self._max_tombstones = max_tombstones
+        self._live: dict[str, _Entry] = {}
+        self._tombstones: OrderedDict[str, Tombstone] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Tickets that own blocks."""
+        return len(self._live)
+
+    # -- a ticket's life -----------------------------------------------------------------------------------------------
+
+    def renew(self, ticket_id: str, generation: int) -> Reservation | None:
+        """The live reservation if this generation has been made already (a retry), or None if it may be made now.
+
+        Raises TransferFailed when the generation has been fenced by a newer one, or has ended. An older generation
+        that is still live must be aborted before `reserve`.
+        """
+        entry = self._live.get(ticket_id)
+        tombstone = self._tombstones.get(ticket_id)
+        newest = entry.reservation.ticket.generation if entry else tombstone.generation if tombstone else 0
+        if generation < newest:
+            raise TransferFailed(
+                f"ticket {ticket_id} is at generation {newest}: generation {generation} came too late",
+                param="generation",
+            )
+        if entry is not None and generation == newest:
+            return entry.reservation
+        if tombstone is not None and generation == tombstone.generation:
+            raise TransferFailed(
+                f"ticket {ticket_id} generation {generation} was {tombstone.state} ({tombstone.reason}): "
+                f"reserve again with a higher generation",
+                param="generation",
+            )
+        return None
+
+    def reserve(self, reservation: Reservation) -> None:
+        """The ticket's blocks, and one reference to each cached one, belong to the ledger from here on."""
+        ticket = reservation.ticket
+        assert ticket.ticket_id not in self._live, f"ticket {ticket.ticket_id} is live already"
+        self._tombstones.pop(ticket.ticket_id, None)
+        self._live[ticket.ticket_id] = _Entry(reservation, reservation.reserved_s + ticket.lease_s, set())
+
+    def blocks_for(self, chunk: Chunk, source: str) -> tuple[int, ...]:
+        """Where an arrived chunk is to be written; empty if it must be dropped.
+
+        That is: the ticket is not live or of another generation or source, the chunk does not lie within it, or all
+        of it is there already.
+        """
+        entry = self._entry(chunk.ticket_id, chunk.generation)
+        if entry is None or entry.reservation.source != source or chunk.num_blocks < 1:
+            return ()
+        indices = range(chunk.first_block, chunk.first_block + chunk.num_blocks)
+        block_ids = entry.reservation.ticket.block_ids
+        if indices.start < 0 or indices.stop > len(block_ids) or entry.arrived.issuperset(indices):
+            return ()
+        return block_ids[indices.start : indices.stop]
+
+    def landed(self, chunk: Chunk, now: float) -> None:
+        """The blocks that `blocks_for` named hold their KV now. Progress extends the lease."""
+        entry = self._entry(chunk.ticket_id, chunk.generation)
+        assert entry is not None, f"a chunk of {chunk.ticket_id} was written without asking"
+        entry.arrived.update(range(chunk.first_block, chunk.first_block + chunk.num_blocks))
+        entry.deadline_s = now + entry.reservation.ticket.lease_s
+
+    def adopt(self, ticket_id: str, generation: int) -> Reservation:
+        """All of its blocks belong to the caller now. The ticket must have ARRIVED."""
+        assert self.state(ticket_id, generation) is TicketState.ARRIVED, f"ticket {ticket_id} has not arrived"
+        return self._end(ticket_id, TicketState.ADOPTED, "its request has the blocks")
+
+    def abort(self, ticket_id: str, reason: str, generation: int | None = None) -> Reservation | None:
+        """Ends a live ticket (of this generation, if one is given); its blocks belong to the caller now."""
+        entry = self._live.get(ticket_id)
+        if entry is None or generation not in (None, entry.reservation.ticket.generation):
+            return None
+        return self._end(ticket_id, TicketState.ABORTED, reason)
+
+    def abort_source(self, source: str, reason: str) -> Sequence[Reservation]:
+        """Ends what `source` can no longer complete. What has arrived in full does not need it any more."""
+        doomed = [
+            ticket_id
+            for ticket_id, entry in self._live.items()
+            if entry.reservation.source == source and entry.state is not TicketState.ARRIVED
+        ]
+        return [self._end(ticket_id, TicketState.ABORTED, reason) for ticket_id in doomed]
+
+    def expire(self, now: float) -> Sequence[Reservation]:
+        """Ends every ticket whose lease is over."""
+        late = [(ticket_id, entry) for ticket_id, entry in self._live.items() if entry.deadline_s <= now]
+        return [
+            self._end(
+                ticket_id,
+                TicketState.EXPIRED,
+                f"nothing moved for {entry.reservation.ticket.lease_s:g} s, "
+                f"{len(entry.arrived)} of {len(entry.reservation.ticket.block_ids)} blocks were here",
+            )
+            for ticket_id, entry in late
+        ]
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    def state(self, ticket_id: str, generation: int) -> TicketState | None:
+        """Where this generation of the ticket stands; None if it was never here, was fenced or was long ago."""
+        entry = self._entry(ticket_id, generation)
+        if entry is not None:
+            return entry.state
+        tombstone = self.tombstone(ticket_id, generation)
+        return tombstone.state if tombstone else None
+
+    def tombstone(self, ticket_id: str, generation: int) -> Tombstone | None:
+        found = self._tombstones.get(ticket_id)
+        return found if found and found.generation == generation else None
+
+    def lease_left_s(self, ticket_id: str, now: float) -> float:
+        return max(0.0, self._live[ticket_id].deadline_s - now)
+
+    def reserved_ids(self) -> list[int]:
+        """Every reference to a block that live tickets hold, as often as they hold it."""
+        return [block_id for entry in self._live.values() for block_id in entry.reservation.block_ids]
+
+    def stats(self, now: float) -> tuple[TicketStats, ...]:
+        """Of the live tickets. `num_bytes` is the memory that a ticket keeps from others: its own blocks."""
+        return tuple(
+            TicketStats(
+                ticket_id=ticket_id,
+                generation=entry.reservation.ticket.generation,
+                state=entry.state,
+                owner=entry.reservation.source,
+                age_s=now - entry.reservation.reserved_s,
+                num_bytes=len(entry.reservation.ticket.block_ids) * entry.reservation.ticket.layout.block_bytes,
+            )
+            for ticket_id, entry in self._live.items()
+        )
+
+    def check_integrity(self) -> None:
+        """A block that is written into has one owner; a ticket is live or buried; the tombstones are bounded."""
+        written = [block_id for entry in self._live.values() for block_id in entry.reservation.ticket.block_ids]
+        cached = {block_id for entry in self._live.values() for block_id in entry.reservation.cached_ids}
+        assert len(written) == len(set(written)), "two tickets may write into one block"
+        assert not cached & set(written), "a ticket may write into a cached block"
+        assert not self._live.keys() & self._tombstones.keys(), "a live ticket is buried"
+        assert len(self._tombstones) <= self._max_tombstones
+        for ticket_id, entry in self._live.items():
+            ticket = entry.reservation.ticket
+            assert ticket.ticket_id == ticket_id
+            assert entry.arrived <= set(range(len(ticket.block_ids))), "a block arrived that was never asked for"
+            num_blocks = -(-len(entry.reservation.token_ids) // ticket.layout.block_size)
+            assert len(entry.reservation.block_ids) == num_blocks, "a ticket holds more or less than its tokens need"
+
+    def assert_idle(self) -> None:
+        assert not self._live, f"tickets {sorted(self._live)} still own blocks"
+
+    def _entry(self, ticket_id: str, generation: int) -> _Entry | None:
+        entry = self._live.get(ticket_id)
+        return entry if entry and entry.reservation.ticket.generation == generation else None
+
+    def _end(self, ticket_id: str, state: TicketState, reason: str) -> Reservation:
+        reservation = self._live.pop(ticket_id).reservation
+        self._tombstones[ticket_id] = Tombstone(generation=reservation.ticket.generation, state=state, reason=reason)
+        if len(self._tombstones) > self._max_tombstones:
+            self._tombstones.popitem(last=False)
+        return reservation

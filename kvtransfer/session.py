@@ -1,0 +1,67 @@
+"""One push, as its sender sees it: which blocks of a ticket are computed, offered, sent. Pure integers and time.
+
+    ticket.block_ids   0 ........ num_sent ........ num_offered ........ computed ........ len(block_ids)
+                       |  off this host  |   staged, on the wire  |  next chunk  | still to be computed |
+
+A block is offered once it is full, the last one when the prompt is complete. Payloads are copies: once everything is
+offered the request's own blocks may go, whatever the wire still does.
+"""
+
+from __future__ import annotations
+
+from kvtransfer.transport import Chunk
+from protos.values import Ticket
+
+
+class Session:
+    """`lease_s` of the ticket runs from `now`, and anew with whatever has been sent."""
+
+    def __init__(self, ticket: Ticket, *, max_chunk_blocks: int, now: float) -> None:
+        assert max_chunk_blocks > 0
+        self.ticket = ticket
+        self.num_offered = 0
+        self.num_sent = 0
+        self._max_chunk_blocks = max_chunk_blocks
+        self._deadline_s = now + ticket.lease_s
+
+    @property
+    def first_block(self) -> int:
+        """Index, in the prompt's blocks, of the ticket's first: the destination holds those before it."""
+        return self.ticket.num_cached_tokens // self.ticket.layout.block_size
+
+    @property
+    def all_offered(self) -> bool:
+        return self.num_offered == len(self.ticket.block_ids)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Is the ticket for a sequence of so many tokens?"""
+        size = self.ticket.layout.block_size
+        return self.first_block + len(self.ticket.block_ids) == -(-num_tokens // size)
+
+    def next_chunk(self, num_computed: int, *, complete: bool) -> Chunk | None:
+        """What can be offered next when `num_computed` tokens have their KV, and `complete` says that these are all."""
+        size = self.ticket.layout.block_size
+        num_full = num_computed // size - self.first_block
+        num_ready = len(self.ticket.block_ids) if complete else min(num_full, len(self.ticket.block_ids))
+        num_blocks = min(num_ready - self.num_offered, self._max_chunk_blocks)
+        if num_blocks < 1:
+            return None
+        return Chunk(
+            ticket_id=self.ticket.ticket_id,
+            generation=self.ticket.generation,
+            first_block=self.num_offered,
+            num_blocks=num_blocks,
+        )
+
+    def offered(self, chunk: Chunk) -> None:
+        assert chunk.first_block == self.num_offered, "chunks are offered in order"
+        self.num_offered += chunk.num_blocks
+
+    def sent(self, chunk: Chunk, now: float) -> None:
+        self.num_sent += chunk.num_blocks
+        assert self.num_sent <= self.num_offered
+        self._deadline_s = now + self.ticket.lease_s
+
+    def expired(self, now: float) -> bool:
+        """Has the destination given the blocks to somebody else by now?"""
+        return now >= self._deadline_s

@@ -1,0 +1,270 @@
+"""Lanes inside one process, by reference: for tests and simulators, which decide when a payload arrives.
+
+    InprocSender.offer ──▶ Exchange: carry(parcel, deliver) ── deliver() ──▶ InprocReceiver
+
+By default a parcel is delivered at once. A test keeps the `deliver` calls and makes them in any order; a simulator
+makes them when its clock says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtransfer.reshard import require_same_layout
+from kvtransfer.transport import Arrived, Chunk, LaneLost, Sent, peer_name
+from protos.errors import TransferFailed
+from protos.values import KVLayout, LaneAddress, LaneStats, Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parcel:
+    """A payload on its way; `source` and `destination` are peer names."""
+
+    source: str
+    destination: str
+    chunk: Chunk
+    payload: Any
+    num_bytes: int
+
+
+Carry = Callable[[Parcel, Callable[[], None]], None]
+
+
+def _at_once(parcel: Parcel, deliver: Callable[[], None]) -> None:
+    deliver()
+
+
+def _nothing() -> None:
+    """For an end that nobody waits for."""
+
+
+class Exchange:
+    """Where the ends of one process meet. `carry` is called for each parcel, and delivers it: now, later or never.
+
+    `max_staged_bytes` bounds what may be under way on one lane.
+    """
+
+    def __init__(self, carry: Carry = _at_once, *, max_staged_bytes: int = 256 * 2**20) -> None:
+        self.carry = carry
+        self.max_staged_bytes = max_staged_bytes
+        self._lock = threading.RLock()
+        self._senders: dict[str, InprocSender] = {}
+        self._receivers: dict[str, InprocReceiver] = {}
+
+    def sender(self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = _nothing) -> InprocSender:
+        sender = InprocSender(self, address, layout, wake)
+        self._senders[peer_name(address)] = sender
+        return sender
+
+    def receiver(
+        self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = _nothing
+    ) -> InprocReceiver:
+        receiver = InprocReceiver(self, address, layout, wake)
+        self._receivers[peer_name(address)] = receiver
+        return receiver
+
+    def sever(self, source: LaneAddress, destination: LaneAddress, reason: str) -> None:
+        """Ends the lane between two peers as a cut wire would: both hear of it, what is under way is lost."""
+        with self._lock:
+            source_name, destination_name = peer_name(source), peer_name(destination)
+            if source_name in self._senders:
+                self._senders[source_name]._lose(destination_name, reason)
+            if destination_name in self._receivers:
+                self._receivers[destination_name]._lose(source_name, reason)
+
+    def _leave(self, end: InprocSender | InprocReceiver) -> None:
+        ends: dict[str, Any] = self._senders if isinstance(end, InprocSender) else self._receivers
+        ends.pop(peer_name(end.address), None)
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One end's view of a lane. Parcels belong to the lane they were offered on, and die with it."""
+
+    peer: str
+    num_staged_bytes: int = 0
+    num_bytes: int = 0
+    lost: bool = False
+
+    def stats(self) -> LaneStats:
+        return LaneStats(
+            peer=self.peer, transport="inproc", state="open", num_bytes=self.num_bytes, busy_s=0.0, idle_s=0.0
+        )
+
+
+class InprocSender:
+    def __init__(self, exchange: Exchange, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]) -> None:
+        self.address = address
+        self._name = peer_name(address)
+        self._exchange = exchange
+        self._layout = layout
+        self._wake = wake
+        self._lanes: dict[str, _Lane] = {}
+        self._events: deque[Sent | LaneLost] = deque()
+        self._under_way: list[Parcel] = []
+
+    def open(self, ticket: Ticket) -> None:
+        destination = ticket.destination
+        require_same_layout(self.address.worker_id, self._layout, destination.worker_id, ticket.layout)
+        with self._exchange._lock:
+            self._lane(peer_name(destination))
+
+    def can_offer(self, ticket: Ticket) -> bool:
+        lane = self._lanes.get(peer_name(ticket.destination))
+        return lane is None or lane.num_staged_bytes < self._exchange.max_staged_bytes
+
+    def offer(self, ticket: Ticket, chunk: Chunk, payload: Any) -> None:
+        with self._exchange._lock:
+            lane = self._lane(peer_name(ticket.destination))
+            parcel = Parcel(
+                source=self._name,
+                destination=lane.peer,
+                chunk=chunk,
+                payload=payload,
+                num_bytes=int(getattr(payload, "nbytes", 0)),
+            )
+            if not lane.lost:
+                lane.num_staged_bytes += parcel.num_bytes
+                self._under_way.append(parcel)
+        if not lane.lost:
+            self._exchange.carry(parcel, lambda: self._deliver(lane, parcel))
+
+    def poll(self) -> Sequence[Sent | LaneLost]:
+        with self._exchange._lock:
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def cancel(self, ticket_id: str) -> None:
+        with self._exchange._lock:
+            for parcel in [parcel for parcel in self._under_way if parcel.chunk.ticket_id == ticket_id]:
+                self._forget(self._lanes[parcel.destination], parcel)
+
+    def busy(self) -> bool:
+        return bool(self._events or self._under_way)
+
+    def lanes(self) -> Sequence[LaneStats]:
+        return [lane.stats() for lane in self._lanes.values()]
+
+    def close(self) -> None:
+        with self._exchange._lock:
+            for peer in tuple(self._lanes):
+                receiver = self._exchange._receivers.get(peer)
+                if receiver is not None:
+                    receiver._lose(self._name, f"{self._name} was closed")
+            self._lanes.clear()
+            self._under_way.clear()
+            self._exchange._leave(self)
+
+    def _lane(self, peer: str) -> _Lane:
+        """An unknown peer's lane is lost as soon as it is asked for."""
+        if peer not in self._lanes:
+            self._lanes[peer] = _Lane(peer)
+            if peer not in self._exchange._receivers:
+                lane = self._lanes[peer]
+                self._lose(peer, f"nobody receives at {peer}")
+                return lane
+        return self._lanes[peer]
+
+    def _deliver(self, lane: _Lane, parcel: Parcel) -> None:
+        """Nothing happens for a parcel that was cancelled, or whose lane was lost, while it was under way."""
+        with self._exchange._lock:
+            if lane.lost or parcel not in self._under_way:
+                return
+            self._forget(lane, parcel)
+            lane.num_bytes += parcel.num_bytes
+            self._events.append(Sent(chunk=parcel.chunk, num_bytes=parcel.num_bytes, elapsed_s=0.0))
+            self._exchange._receivers[parcel.destination]._arrive(parcel)
+        self._wake()
+
+    def _forget(self, lane: _Lane, parcel: Parcel) -> None:
+        self._under_way = [other for other in self._under_way if other is not parcel]
+        lane.num_staged_bytes -= parcel.num_bytes
+
+    def _lose(self, peer: str, reason: str) -> None:
+        lane = self._lanes.pop(peer, None)
+        if lane is None:
+            return
+        lane.lost = True
+        self._under_way = [parcel for parcel in self._under_way if parcel.destination != peer]
+        self._events.append(LaneLost(peer=peer, reason=reason))
+        self._wake()
+
+
+class InprocReceiver:
+    def __init__(self, exchange: Exchange, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]) -> None:
+        self.address = address
+        self._exchange = exchange
+        self._layout = layout
+        self._wake = wake
+        self._lanes: dict[str, _Lane] = {}
+        self._events: deque[Arrived | LaneLost] = deque()
+        self._staged: dict[Chunk, deque[Any]] = {}
+
+    def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
+        require_same_layout(source.worker_id, source_layout, self.address.worker_id, self._layout)
+        with self._exchange._lock:
+            name = peer_name(source)
+            for peer in tuple(self._lanes):
+                if peer != name and peer.rpartition("#")[0] == source.worker_id:
+                    self._lose(peer, f"{source.worker_id} has been restarted")
+            self._lanes.setdefault(name, _Lane(name))
+
+    def poll(self) -> Sequence[Arrived | LaneLost]:
+        with self._exchange._lock:
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def take(self, chunk: Chunk, timeout_s: float) -> Any:
+        with self._exchange._lock:
+            if chunk not in self._staged:
+                raise TransferFailed(f"blocks {chunk.first_block}... of ticket {chunk.ticket_id} are not here")
+            return self._pop(chunk)
+
+    def drop(self, chunk: Chunk) -> None:
+        with self._exchange._lock:
+            if chunk in self._staged:
+                self._pop(chunk)
+
+    def busy(self) -> bool:
+        return bool(self._events or self._staged)
+
+    def lanes(self) -> Sequence[LaneStats]:
+        return [lane.stats() for lane in self._lanes.values()]
+
+    def close(self) -> None:
+        with self._exchange._lock:
+            for peer in tuple(self._lanes):
+                sender = self._exchange._senders.get(peer)
+                if sender is not None:
+                    sender._lose(peer_name(self.address), f"{peer_name(self.address)} was closed")
+            self._lanes.clear()
+            self._staged.clear()
+            self._exchange._leave(self)
+
+    def _pop(self, chunk: Chunk) -> Any:
+        waiting = self._staged[chunk]
+        payload = waiting.popleft()
+        if not waiting:
+            del self._staged[chunk]
+        return payload
+
+    def _arrive(self, parcel: Parcel) -> None:
+        lane = self._lanes.setdefault(parcel.source, _Lane(parcel.source))
+        lane.num_bytes += parcel.num_bytes
+        self._staged.setdefault(parcel.chunk, deque()).append(parcel.payload)
+        self._events.append(
+            Arrived(chunk=parcel.chunk, source=parcel.source, num_bytes=parcel.num_bytes, elapsed_s=0.0)
+        )
+        self._wake()
+
+    def _lose(self, peer: str, reason: str) -> None:
+        """What has arrived stays: it may still be landed."""
+        if self._lanes.pop(peer, None) is not None:
+            self._events.append(LaneLost(peer=peer, reason=reason))
+            self._wake()

@@ -1,0 +1,188 @@
+"""The board at which the ranks of lanes find each other: small values by key, over TCP, as a torch.distributed store.
+
+torch's own TCPStore asks DNS for the name of whoever connects, in the server too: one lost DNS packet holds every
+lane up for five seconds. This one deals in numbers only, refuses at once when nobody is there, and forgets what it is
+told to forget.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from enum import IntEnum
+
+from torch._C._distributed_c10d import Store
+
+_REQUEST = struct.Struct("<BII")  # what, bytes of the key, bytes of the value
+_REPLY = struct.Struct("<BI")  # found?, bytes of the value
+_COUNT = struct.Struct("<q")
+_MAX_BYTES = 2**20
+_LONGEST_POLL_S = 0.02
+
+
+class _What(IntEnum):
+    SET = 0
+    GET = 1
+    ADD = 2
+    RAISE = 3  # to this number, if it is less
+    FORGET = 4  # every key that begins with this one
+
+
+class Board:
+    """The server: one thread, all values in memory. Binds to `host` only; `port` says where."""
+
+    def __init__(self, host: str) -> None:
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((host, 0), family=family)
+        self.port: int = self._listener.getsockname()[1]
+        self._values: dict[bytes, bytes] = {}
+        self._unread: dict[socket.socket, bytearray] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._stop, stopped = socket.socketpair()
+        self._selector.register(stopped, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, args=(stopped,), name="lane board", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.close()
+        self._thread.join()
+
+    def _serve(self, stopped: socket.socket) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is stopped:
+                    for end in (self._listener, stopped, *self._unread):
+                        end.close()
+                    self._selector.close()
+                    return
+                if key.fileobj is self._listener:
+                    self._welcome()
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._hear(key.fileobj)
+
+    def _welcome(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError:
+            return  # gone again already
+        client.settimeout(1.0)
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._unread[client] = bytearray()
+        self._selector.register(client, selectors.EVENT_READ)
+
+    def _hear(self, client: socket.socket) -> None:
+        """A client that breaks off, or says what no client of ours would, is let go."""
+        try:
+            received = client.recv(65536)
+            unread = self._unread[client]
+            unread += received
+            replies = b"".join(self._answers(unread))
+            if replies:
+                client.sendall(replies)
+        except (OSError, ValueError):
+            received = b""
+        if not received:
+            self._selector.unregister(client)
+            del self._unread[client]
+            client.close()
+
+    def _answers(self, unread: bytearray) -> list[bytes]:
+        replies = []
+        while len(unread) >= _REQUEST.size:
+            what, key_bytes, value_bytes = _REQUEST.unpack_from(unread)
+            end = _REQUEST.size + key_bytes + value_bytes
+            if end > _MAX_BYTES:
+                raise ValueError(f"a request of {end} bytes")
+            if len(unread) < end:
+                break
+            key = bytes(unread[_REQUEST.size : _REQUEST.size + key_bytes])
+            value = bytes(unread[_REQUEST.size + key_bytes : end])
+            del unread[:end]
+            answer = self._answer(_What(what), key, value)
+            replies.append(_REPLY.pack(answer is not None, len(answer or b"")) + (answer or b""))
+        return replies
+
+    def _answer(self, what: _What, key: bytes, value: bytes) -> bytes | None:
+        if what is _What.SET:
+            self._values[key] = value
+        elif what in (_What.ADD, _What.RAISE):
+            if len(value) != _COUNT.size:
+                raise ValueError("not a number")
+            before, given = int(self._values.get(key, b"0")), _COUNT.unpack(value)[0]
+            self._values[key] = b"%d" % (before + given if what is _What.ADD else max(before, given))
+        elif what is _What.FORGET:
+            self._values = {other: kept for other, kept in self._values.items() if not other.startswith(key)}
+        return self._values.get(key)
+
+
+class BoardStore(Store):
+    """A client of a board, under a prefix. Whatever goes wrong with the connection is an OSError.
+
+    torch calls the methods from threads of its own. Keep the object alive as long as a process group made with it.
+    """
+
+    def __init__(self, host: str, port: int, prefix: str, timeout_s: float) -> None:
+        super().__init__()
+        self._prefix = prefix
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._socket = socket.create_connection((host, port), timeout_s)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(_What.SET, key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Waits for it."""
+        self.wait([key])
+        return self._ask(_What.GET, key) or b""
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(_What.ADD, key, _COUNT.pack(amount)) or b"0")
+
+    def raise_to(self, key: str, value: int) -> None:
+        self._ask(_What.RAISE, key, _COUNT.pack(value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._ask(_What.GET, key) is not None for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit_s = timeout.total_seconds() if timeout else self._timeout_s
+        deadline_s = time.monotonic() + min(limit_s, self._timeout_s)
+        poll_s = 0.0005
+        while not self.check(keys):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the other ranks did not say {', '.join(keys)} in time")
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+
+    def forget(self, key: str) -> None:
+        """Every key that begins like this."""
+        self._ask(_What.FORGET, key)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _ask(self, what: _What, key: str, value: bytes = b"") -> bytes | None:
+        name = (self._prefix + key).encode()
+        with self._lock:
+            self._socket.sendall(_REQUEST.pack(what, len(name), len(value)) + name + value)
+            found, length = _REPLY.unpack(self._receive(_REPLY.size))
+            answer = self._receive(length)
+        return answer if found else None
+
+    def _receive(self, length: int) -> bytes:
+        received = b""
+        while len(received) < length:
+            piece = self._socket.recv(length - len(received))
+            if not piece:
+                raise ConnectionError("the board is gone")
+            received += piece
+        return received

@@ -1,0 +1,403 @@
+"""What an engine may expect of any transport, over all of them. Two ends in one process; waits are for events only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtransfer.config import LaneConfig
+from kvtransfer.registry import transport
+from kvtransfer.transport import Arrived, Chunk, LaneLost, Receiver, Sender, peer_name
+from protos.errors import IncompatibleWorkers, Misconfigured, TransferFailed
+from protos.values import KVLayout, LaneAddress, Ticket
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
+BLOCK_BYTES = LAYOUT.block_bytes
+PATIENCE_S = 30.0
+
+
+def address(worker_id: str, incarnation: int = 1) -> LaneAddress:
+    return LaneAddress(worker_id=worker_id, incarnation=incarnation, host="127.0.0.1", port=0)
+
+
+class Site:
+    """A place where ends of one kind of transport meet, with a bell that rings whenever one has something to say."""
+
+    def __init__(self, kind: str, config: LaneConfig) -> None:
+        self._exchange = transport(kind)(max_staged_bytes=config.max_staged_bytes) if kind == "inproc" else None
+        self._kind = kind
+        self._config = config
+        self._bell = threading.Condition()
+        self._ends: list[Any] = []
+
+    def sender(self, who: LaneAddress, *, rank: int = 0, layout: KVLayout = LAYOUT) -> Sender[Any]:
+        return self._keep(self._transport(rank).sender(who, layout, wake=self._ring))
+
+    def receiver(self, who: LaneAddress, *, rank: int = 0, layout: KVLayout = LAYOUT) -> Receiver[Any]:
+        return self._keep(self._transport(rank).receiver(who, layout, wake=self._ring))
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+
+    def events(self, end: Sender[Any] | Receiver[Any], wanted: int) -> list[Any]:
+        """The next `wanted` events of an end."""
+        found: list[Any] = []
+
+        def enough() -> bool:
+            found.extend(end.poll())
+            return len(found) >= wanted
+
+        self.until(enough)
+        return found
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        with self._bell:
+            assert self._bell.wait_for(happened, PATIENCE_S), "it did not happen"
+
+    def _transport(self, rank: int) -> Any:
+        return self._exchange or transport(self._kind)(rank=rank, config=self._config)
+
+    def _keep(self, end: Any) -> Any:
+        self._ends.append(end)
+        return end
+
+    def _ring(self) -> None:
+        with self._bell:
+            self._bell.notify_all()
+
+
+@pytest.fixture(params=["inproc", "collective"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def site(kind: str) -> Iterator[Site]:
+    site = Site(kind, LaneConfig(beat_s=0.05, max_staged_bytes=4 * BLOCK_BYTES, message_bytes=100))
+    yield site
+    site.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane ")], "a lane is left behind"
+
+
+def ticket_for(receiver: Receiver[Any], num_blocks: int = 8, ticket_id: str = "r1") -> Ticket:
+    return Ticket(
+        ticket_id=ticket_id,
+        generation=1,
+        lease_s=30.0,
+        block_ids=tuple(range(num_blocks)),
+        num_cached_tokens=0,
+        layout=LAYOUT,
+        destination=receiver.address,
+    )
+
+
+def chunk_of(ticket: Ticket, first_block: int, num_blocks: int = 1) -> Chunk:
+    return Chunk(
+        ticket_id=ticket.ticket_id, generation=ticket.generation, first_block=first_block, num_blocks=num_blocks
+    )
+
+
+def kv(num_blocks: int = 1, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[layers, 2, blocks, heads, block size, head dim]"""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((2, 2, num_blocks, 2, 4, 4), generator=generator).to(dtype)
+
+
+def meet(site: Site) -> tuple[Sender[Any], Receiver[Any], Ticket]:
+    sender, receiver = site.sender(address("p0")), site.receiver(address("d0"))
+    receiver.expect(sender.address, LAYOUT)
+    return sender, receiver, ticket_for(receiver)
+
+
+def push(site: Site, sender: Sender[Any], ticket: Ticket, chunks: Sequence[tuple[Chunk, torch.Tensor]]) -> None:
+    for chunk, payload in chunks:
+        site.until(lambda: sender.can_offer(ticket))
+        sender.offer(ticket, chunk, payload.clone())
+
+
+def test_a_payload_arrives_as_it_was_offered(site: Site) -> None:
+    sender, receiver, ticket = meet(site)
+    chunk, payload = chunk_of(ticket, 2, num_blocks=3), kv(3)
+    push(site, sender, ticket, [(chunk, payload)])
+    (arrived,) = site.events(receiver, 1)
+    assert isinstance(arrived, Arrived)
+    assert (arrived.chunk, arrived.source, arrived.num_bytes) == (chunk, "p0#1", payload.nbytes)
+    assert torch.equal(receiver.take(chunk, 1.0), payload)
+    (sent,) = site.events(sender, 1)
+    assert (sent.chunk, sent.num_bytes) == (chunk, payload.nbytes)
+    assert not sender.busy()
+    assert not receiver.busy()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_bit_of_every_dtype_travels(site: Site, dtype: torch.dtype) -> None:
+    sender, receiver, ticket = meet(site)
+    chunk, payload = chunk_of(ticket, 0), kv(dtype=dtype)
+    payload[0, 0, 0, 0, 0] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-30]).to(dtype)
+    push(site, sender, ticket, [(chunk, payload)])
+    site.events(receiver, 1)
+    taken = receiver.take(chunk, 1.0)
+    assert taken.dtype == dtype
+    assert torch.equal(taken.view(torch.uint8), payload.view(torch.uint8))
+
+
+def test_chunks_arrive_in_the_order_they_were_offered(site: Site) -> None:
+    sender, receiver, ticket = meet(site)
+    sequence = [(chunk_of(ticket, index), kv(seed=index)) for index in range(3)]
+    push(site, sender, ticket, sequence)
+    arrived = site.events(receiver, 3)
+    assert [event.chunk for event in arrived] == [chunk for chunk, _ in sequence]
+    for chunk, payload in reversed(sequence):
+        assert torch.equal(receiver.take(chunk, 1.0), payload)
+    assert [event.chunk for event in site.events(sender, 3)] == [chunk for chunk, _ in sequence]
+
+
+def test_a_payload_is_taken_once(site: Site) -> None:
+    sender, receiver, ticket = meet(site)
+    chunk = chunk_of(ticket, 0)
+    push(site, sender, ticket, [(chunk, kv())])
+    site.events(receiver, 1)
+    receiver.take(chunk, 1.0)
+    with pytest.raises(TransferFailed, match="r1"):
+        receiver.take(chunk, 0.01)
+
+
+def test_a_dropped_payload_is_gone(site: Site) -> None:
+    sender, receiver, ticket = meet(site)
+    chunk = chunk_of(ticket, 0)
+    push(site, sender, ticket, [(chunk, kv())])
+    site.events(receiver, 1)
+    receiver.drop(chunk)
+    assert not receiver.busy()
+    with pytest.raises(TransferFailed):
+        receiver.take(chunk, 0.01)
+
+
+def test_the_same_chunk_twice_is_two_payloads(site: Site) -> None:
+    sender, receiver, ticket = meet(site)
+    chunk = chunk_of(ticket, 0)
+    push(site, sender, ticket, [(chunk, kv(seed=1)), (chunk, kv(seed=2))])
+    site.events(receiver, 2)
+    assert torch.equal(receiver.take(chunk, 1.0), kv(seed=1))
+    assert torch.equal(receiver.take(chunk, 1.0), kv(seed=2))
+
+
+def test_two_senders_have_lanes_of_their_own(site: Site) -> None:
+    receiver = site.receiver(address("d0"))
+    senders = [site.sender(address(name)) for name in ("p0", "p1")]
+    tickets = [ticket_for(receiver, ticket_id=f"r{index}") for index in range(2)]
+    for index, (sender, ticket) in enumerate(zip(senders, tickets, strict=True)):
+        receiver.expect(sender.address, LAYOUT)
+        push(site, sender, ticket, [(chunk_of(ticket, 0), kv(seed=index))])
+    arrived = site.events(receiver, 2)
+    assert {(event.chunk.ticket_id, event.source) for event in arrived} == {("r0", "p0#1"), ("r1", "p1#1")}
+    for index, ticket in enumerate(tickets):
+        assert torch.equal(receiver.take(chunk_of(ticket, 0), 1.0), kv(seed=index))
+    assert {(lane.peer, lane.num_bytes) for lane in receiver.lanes()} == {("p0#1", BLOCK_BYTES), ("p1#1", BLOCK_BYTES)}
+
+
+def test_one_sender_reaches_two_receivers(site: Site) -> None:
+    sender = site.sender(address("p0"))
+    for index, name in enumerate(("d0", "d1")):
+        receiver = site.receiver(address(name))
+        receiver.expect(sender.address, LAYOUT)
+        ticket = ticket_for(receiver)
+        push(site, sender, ticket, [(chunk_of(ticket, 0), kv(seed=index))])
+        site.events(receiver, 1)
+        assert torch.equal(receiver.take(chunk_of(ticket, 0), 1.0), kv(seed=index))
+    assert {lane.peer for lane in sender.lanes()} == {"d0#1", "d1#1"}
+
+
+def test_other_layouts_are_refused_by_both_ends(site: Site) -> None:
+    sender, receiver = site.sender(address("p0")), site.receiver(address("d0"))
+    other = replace(LAYOUT, tp=2, block_size=16)
+    with pytest.raises(IncompatibleWorkers, match=r"p0.*d0.*block_size is 16 there and 4 here.*tp is 2 there and 1"):
+        receiver.expect(sender.address, other)
+    with pytest.raises(IncompatibleWorkers, match=r"block_size"):
+        sender.open(replace(ticket_for(receiver), layout=other))
+    assert not sender.lanes()
+    assert not receiver.lanes()
+
+
+def test_a_closed_receiver_is_a_lost_lane(site: Site) -> None:
+    sender, receiver, ticket = meet(site)
+    push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
+    site.events(receiver, 1)
+    site.events(sender, 1)
+    receiver.close()
+    (lost,) = site.events(sender, 1)
+    assert isinstance(lost, LaneLost)
+    assert lost.peer == "d0#1"
+    assert lost.reason
+    assert not sender.lanes()
+
+
+def test_a_closed_sender_is_a_lost_lane_but_what_arrived_stays(site: Site) -> None:
+    sender, receiver, ticket = meet(site)
+    chunk = chunk_of(ticket, 0)
+    push(site, sender, ticket, [(chunk, kv())])
+    site.events(receiver, 1)
+    sender.close()
+    (lost,) = site.events(receiver, 1)
+    assert isinstance(lost, LaneLost)
+    assert lost.peer == "p0#1"
+    assert torch.equal(receiver.take(chunk, 1.0), kv())
+    assert not receiver.lanes()
+
+
+def test_a_restarted_sender_gets_a_new_lane(site: Site) -> None:
+    sender, receiver, ticket = meet(site)
+    push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
+    site.events(receiver, 1)
+    reborn = site.sender(address("p0", incarnation=2))
+    receiver.expect(reborn.address, LAYOUT)
+    (lost,) = site.events(receiver, 1)
+    assert lost.peer == "p0#1"
+    push(site, reborn, ticket, [(chunk_of(ticket, 1), kv(seed=1))])
+    (arrived,) = site.events(receiver, 1)
+    assert arrived.source == "p0#2"
+    assert torch.equal(receiver.take(chunk_of(ticket, 1), 1.0), kv(seed=1))
+    assert [lane.peer for lane in receiver.lanes()] == ["p0#2"]
+
+
+def test_a_restarted_receiver_gets_a_new_lane(site: Site) -> None:
+    sender, receiver, ticket = meet(site)
+    push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
+    site.events(receiver, 1)
+    receiver.close()
+    reborn = site.receiver(address("d0", incarnation=2))
+    reborn.expect(sender.address, LAYOUT)
+    fresh = ticket_for(reborn)
+    push(site, sender, fresh, [(chunk_of(fresh, 0), kv(seed=3))])
+    site.events(reborn, 1)
+    assert torch.equal(reborn.take(chunk_of(fresh, 0), 1.0), kv(seed=3))
+
+
+def test_nobody_at_the_destination_is_a_lost_lane(site: Site) -> None:
+    sender, receiver = site.sender(address("p0")), site.receiver(address("d0"))
+    ticket = ticket_for(receiver)
+    receiver.close()
+    sender.open(ticket)
+    (lost,) = site.events(sender, 1)
+    assert isinstance(lost, LaneLost)
+    assert lost.peer == "d0#1"
+    assert not sender.busy()
+
+
+def test_an_idle_lane_lasts() -> None:
+    """Longer than a stall: what tells idle from hung must work."""
+    config = LaneConfig(beat_s=0.02, stall_s=0.2)
+    site = Site("collective", config)
+    sender, receiver, ticket = meet(site)
+    push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
+    site.events(receiver, 1)
+    while receiver.lanes()[0].idle_s < 2 * config.stall_s:
+        threading.Event().wait(config.beat_s)
+    push(site, sender, ticket, [(chunk_of(ticket, 1), kv(seed=1))])
+    (arrived,) = site.events(receiver, 1)
+    assert arrived.chunk == chunk_of(ticket, 1)
+    assert len(site.events(sender, 2)) == 2
+    site.close()
+
+
+def test_cancelled_chunks_are_not_sent(site: Site) -> None:
+    """Nobody has come to the other end, so all of it still waits here."""
+    sender, receiver = site.sender(address("p0")), site.receiver(address("d0"))
+    gone, stays = ticket_for(receiver, ticket_id="gone"), ticket_for(receiver, ticket_id="stays")
+    if site._exchange is not None:
+        kept: list[Callable[[], None]] = []
+        site._exchange.carry = lambda parcel, deliver: kept.append(deliver)
+    sender.offer(gone, chunk_of(gone, 0), kv(2, seed=1))
+    sender.offer(gone, chunk_of(gone, 2), kv(2, seed=2))
+    sender.offer(stays, chunk_of(stays, 0), kv(seed=3))
+    assert not sender.can_offer(stays)
+    sender.cancel("gone")
+    assert sender.can_offer(stays)
+    receiver.expect(sender.address, LAYOUT)
+    if site._exchange is not None:
+        for deliver in kept:
+            deliver()
+    (arrived,) = site.events(receiver, 1)
+    assert arrived.chunk == chunk_of(stays, 0)
+    assert [event.chunk for event in site.events(sender, 1)] == [chunk_of(stays, 0)]
+    assert not sender.busy()
+
+
+def test_staging_is_bounded_at_both_ends() -> None:
+    """With nobody taking, offers stop being welcome; taking makes room again, and nothing is lost."""
+    site = Site("collective", LaneConfig(beat_s=0.05, max_staged_bytes=2 * BLOCK_BYTES))
+    sender, receiver, ticket = meet(site)
+    num_offered = 0
+    arrived: list[Any] = []
+
+    def full() -> bool:
+        nonlocal num_offered
+        arrived.extend(receiver.poll())
+        while sender.can_offer(ticket):
+            sender.offer(ticket, chunk_of(ticket, num_offered), kv(seed=num_offered))
+            num_offered += 1
+        return num_offered >= 4 and len(arrived) >= 2
+
+    site.until(full)
+    assert num_offered < 64
+    for _ in range(num_offered):
+        site.until(lambda: bool(arrived) or bool(arrived.extend(receiver.poll())) or bool(arrived))
+        chunk = arrived.pop(0).chunk
+        assert torch.equal(receiver.take(chunk, 1.0), kv(seed=chunk.first_block))
+    site.close()
+
+
+def test_tensor_parallel_ranks_pair_up() -> None:
+    """Rank i of the source meets rank i of the destination; a follower may be asked before its bytes are there."""
+    layout = replace(LAYOUT, tp=2)
+    site = Site("collective", LaneConfig(beat_s=0.05))
+    leader = site.receiver(address("d0"), layout=layout)
+    receivers = [leader, site.receiver(leader.address, rank=1, layout=layout)]
+    senders = [site.sender(address("p0"), rank=rank, layout=layout) for rank in range(2)]
+    ticket = replace(ticket_for(leader), layout=layout)
+    for receiver in receivers:
+        receiver.expect(senders[0].address, layout)
+    for rank, sender in enumerate(senders):
+        sender.offer(ticket, chunk_of(ticket, 0), kv(seed=rank)[:, :, :, :1].contiguous())
+    for rank, receiver in enumerate(receivers):
+        assert torch.equal(receiver.take(chunk_of(ticket, 0), PATIENCE_S), kv(seed=rank)[:, :, :, :1])
+    receivers[1].close()
+    assert any(isinstance(event, LaneLost) for event in site.events(senders[1], 2))
+    assert any(isinstance(event, LaneLost) for event in site.events(senders[0], 2)), "all ranks leave a broken lane"
+    site.close()
+
+
+def test_a_chunk_may_be_dropped_before_it_comes() -> None:
+    """As on a follower rank, told by rank 0 to forget what it has not got yet."""
+    site = Site("collective", LaneConfig(beat_s=0.05))
+    sender, receiver, ticket = meet(site)
+    receiver.drop(chunk_of(ticket, 0))
+    push(site, sender, ticket, [(chunk_of(ticket, index), kv(seed=index)) for index in range(2)])
+    (arrived,) = site.events(receiver, 1)
+    assert arrived.chunk == chunk_of(ticket, 1)
+    site.close()
+
+
+def test_more_bytes_than_its_blocks_can_hold_end_the_lane() -> None:
+    site = Site("collective", LaneConfig(beat_s=0.05))
+    sender, receiver, ticket = meet(site)
+    sender.offer(ticket, chunk_of(ticket, 0, num_blocks=1), kv(5))
+    (lost,) = site.events(receiver, 1)
+    assert isinstance(lost, LaneLost)
+    assert "p0#1 announced" in lost.reason
+    site.close()
+
+
+def test_an_unknown_transport_is_refused_by_name() -> None:
+    with pytest.raises(Misconfigured, match=r"'pigeon'.*inproc.*collective"):
+        transport("pigeon")
+
+
+def test_peer_names_tell_lives_apart() -> None:
+    assert peer_name(address("p0", 1)) != peer_name(address("p0", 2))
