@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import typer
-
-from protos.errors import BatonError, Misconfigured
 
 
 class Verb(NamedTuple):
@@ -59,6 +58,9 @@ def _not_called() -> None:
 
 def main() -> None:
     """Exits with 0, 1 (it could not go on), 2 (a setting or flag is wrong), or 130 (it was stopped by force)."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # read at its import; else it tells of every fork of Ray's
+    from protos.errors import BatonError, Misconfigured
+
     try:
         make_app(sys.argv[1:])()
     except BatonError as error:

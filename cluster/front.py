@@ -7,11 +7,10 @@ import json
 import socket
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import uvicorn
 
-from protos.errors import BatonError
 from router.app import create_app
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -100,13 +99,15 @@ class Front:
         """Takes no new requests, lets those that run finish for `grace_s`, cuts off the rest. Cancelled: at once."""
         self._http.config.timeout_graceful_shutdown = max(1, round(grace_s)) if grace_s else 0
         self._http.should_exit = True
+        stopping: list[asyncio.Task[None]] = [asyncio.create_task(self._grpc.stop(grace_s))]
+        if self._serving is not None:
+            stopping.append(self._serving)
         try:
-            await asyncio.gather(self._grpc.stop(grace_s), *([] if self._serving is None else [self._serving]))
-        except asyncio.CancelledError:
-            self._http.force_exit = True
-            self._http.config.timeout_graceful_shutdown = 0
-            raise
+            await asyncio.wait(stopping)
         finally:
-            with suppress(BatonError):
-                await self.fleet.close()
+            self._http.force_exit = True
+            for task in stopping:
+                task.cancel()
+            await asyncio.wait(stopping)
+            await self.fleet.close()
             self._listening.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -30,6 +31,7 @@ from workers.config import Seat
 POLITE_STOP_S = 5.0
 NO_ROOM_S = 5.0
 LAST_WORDS_S = 0.5
+_DETAIL = re.compile(r"Worker exit detail: (?:Worker )?(.+?)(?:\. |$)")
 
 
 class RayLauncher:
@@ -162,8 +164,10 @@ def _kill(ranks: Sequence[Any], room: PlacementGroup) -> None:
 
 
 def _lost(who: str, error: RayError) -> WorkerLost:
-    reason = str(error).strip().splitlines()
-    return WorkerLost(f"{who} died: {reason[-1] if reason else type(error).__name__}")
+    """In one line: Ray's own text is a page on what may have happened."""
+    detail = _DETAIL.search(str(error))
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return WorkerLost(f"the process of {who} is gone: {detail[1] if detail else lines[-1]}")
 
 
 def _needs(plan: WorkerPlan) -> str:

@@ -21,6 +21,7 @@ class LogFormat(StrEnum):
 def set_up_log(console: Console, log_format: LogFormat, *, level: int = logging.INFO) -> None:
     """Ours from `level` on, others' from WARNING on. A second call replaces the first."""
     handler: logging.Handler = JsonHandler(console) if log_format is LogFormat.JSON else TextHandler(console)
+    handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.captureWarnings(True)
     logging.getLogger("baton").setLevel(level)

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 from cluster.config import RayConfig
 from cluster.placement import Node
+from cluster.stopping import SIGNALS
 from protos.errors import Misconfigured, Unavailable
 
 Result = TypeVar("Result")
@@ -55,6 +57,9 @@ class Machines:
     async def start(self) -> None:
         """Raises Misconfigured when there is no Ray at the address, or none can be started."""
         await self.call(self._start)
+        # Ray has put handlers of its own below Python's, which print a stack trace whenever we are asked to stop.
+        for number in SIGNALS:
+            signal.signal(number, signal.getsignal(number))
 
     async def stop(self) -> None:
         """Ends the driver, and a private Ray with all its processes. Idempotent."""
@@ -77,6 +82,7 @@ class Machines:
         import ray
 
         try:
+            _silence()
             ray.init(logging_level=logging.ERROR, **options)
         except ConnectionError as error:
             address = self._config.address
@@ -113,3 +119,12 @@ class Machines:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+def _silence() -> None:
+    """Ray prints a paragraph to stdout for every process that dies; the supervisor logs a line. There is no setting for
+    it (as of 2.60), so the function that prints is replaced; where Ray has renamed it, the paragraphs are back."""
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *args, **options: None

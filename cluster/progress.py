@@ -21,7 +21,7 @@ class Bars:
     def __init__(self, console: Console) -> None:
         self._progress = _bars(console) if console.is_terminal else None
         self._rows: dict[str, TaskID] = {}
-        self._last: dict[str, str] = {}
+        self._told: dict[str, str] = {}
 
     def __enter__(self) -> Bars:
         if self._progress is not None:
@@ -45,12 +45,12 @@ class Bars:
         return lambda: progress.update(row, total=1, completed=1)
 
     def show(self, view: WorkerView) -> None:
-        state = _told(view)
+        state = _words(view)
         if self._progress is None:
-            # A share of the weights is no news in a log; the state is.
-            if self._last.get(view.worker_id) != view.life.state:
+            # A share of the weights is no news in a log, and why a worker died is told by its supervisor.
+            told, self._told[view.worker_id] = self._told.get(view.worker_id), view.life.state
+            if told != view.life.state and view.life.state in (LifeState.STARTING, LifeState.SERVING):
                 log.info("worker %s: %s", view.worker_id, state)
-            self._last[view.worker_id] = view.life.state
             return
         if view.worker_id not in self._rows:
             self._rows[view.worker_id] = self._progress.add_task(view.worker_id, total=1.0, state=state)
@@ -62,13 +62,13 @@ def _bars(console: Console) -> Progress:
     return Progress(name, BarColumn(30), state, TimeElapsedColumn(), console=console, transient=True)
 
 
-def _told(view: WorkerView) -> str:
+def _words(view: WorkerView) -> str:
     match view.life.state:
         case LifeState.STARTING if view.loaded:
             return f"reading weights, {view.loaded:.0%}"
         case LifeState.SERVING if view.info is not None:
             return f"serves at {view.info.address}"
         case LifeState.WAITING:
-            return f"died {view.life.num_failures} times, waits to be started again"
+            return f"waits to be started again, deaths in a row: {view.life.num_failures}"
         case state:
             return str(state)
