@@ -1,0 +1,167 @@
+"""Lanes between two real processes, one of which is killed, stopped, and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtransfer.config import LaneConfig
+from kvtransfer.transport import Arrived, LaneLost, Sent
+from kvtransfer.transports.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
+from tests.cluster.lane_peer import LAYOUT, address, chunk, payload, ticket_to
+
+pytestmark = pytest.mark.cluster
+
+PEER = Path(__file__).with_name("lane_peer.py")
+PATIENCE_S = 60.0
+NEVER_S = 600.0  # as a stall: what is found out sooner was not found out by waiting
+
+
+class Peers:
+    """The processes of a test, and the ends in this one."""
+
+    def __init__(self) -> None:
+        self.bell = threading.Condition()
+        self._processes: list[subprocess.Popen[str]] = []
+        self._ends: list[CollectiveSender | CollectiveReceiver] = []
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        root = str(PEER.parents[2])
+        process = subprocess.Popen(
+            [sys.executable, str(PEER), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": root},
+        )
+        self._processes.append(process)
+        return process
+
+    def kill(self, process: subprocess.Popen[str]) -> None:
+        process.kill()
+        process.wait()
+
+    def sender(self, config: LaneConfig) -> CollectiveSender:
+        self._ends.append(end := CollectiveTransport(config=config).sender(address("p0", 1), LAYOUT, wake=self._ring))
+        return end
+
+    def receiver(self, config: LaneConfig) -> CollectiveReceiver:
+        end = CollectiveTransport(config=config).receiver(address("d0", 1), LAYOUT, wake=self._ring)
+        self._ends.append(end)
+        return end
+
+    def wait_for(self, end: CollectiveSender | CollectiveReceiver, kind: type, *, count: int = 1) -> list[Any]:
+        """The first `count` events of a kind; others are dropped on the way."""
+        found: list[Any] = []
+
+        def enough() -> bool:
+            found.extend(event for event in end.poll() if isinstance(event, kind))
+            return len(found) >= count
+
+        with self.bell:
+            assert self.bell.wait_for(enough, PATIENCE_S), f"no {kind.__name__}"
+        return found
+
+    def close(self) -> None:
+        for process in self._processes:
+            self.kill(process)
+            assert process.stdout is not None
+            process.stdout.close()
+        for end in self._ends:
+            end.close()
+
+    def _ring(self) -> None:
+        with self.bell:
+            self.bell.notify_all()
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    peers = Peers()
+    yield peers
+    peers.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane ")], "a lane is left behind"
+
+
+def said(process: subprocess.Popen[str]) -> int:
+    assert process.stdout is not None
+    return int(process.stdout.readline())
+
+
+def test_a_killed_sender_is_noticed_and_its_next_life_is_served(peers: Peers) -> None:
+    receiver = peers.receiver(LaneConfig(stall_s=NEVER_S, max_staged_bytes=100 * LAYOUT.block_bytes))
+    for incarnation in (1, 2):
+        receiver.expect(address("p0", incarnation), LAYOUT)
+        process = peers.start("send", incarnation, receiver.address.port, 1)
+        arrived = peers.wait_for(receiver, Arrived, count=5)
+        assert [event.chunk for event in arrived[:5]] == [chunk(index) for index in range(5)]
+        assert {event.source for event in arrived} == {f"p0#{incarnation}"}
+        for index in range(5):
+            assert torch.equal(receiver.take(chunk(index), 1.0), payload(index))
+        peers.kill(process)
+        (lost,) = peers.wait_for(receiver, LaneLost)
+        assert lost.peer == f"p0#{incarnation}"
+        assert not receiver.lanes()
+
+
+def test_a_killed_receiver_is_noticed_and_its_next_life_is_met(peers: Peers) -> None:
+    sender = peers.sender(LaneConfig(stall_s=NEVER_S, beat_s=0.2))
+    for incarnation in (1, 2):
+        process = peers.start("receive", incarnation)
+        ticket = ticket_to(address("d0", incarnation, said(process)))
+        sender.offer(ticket, chunk(7), payload(7))
+        assert said(process) == 7
+        peers.wait_for(sender, Sent)
+        peers.kill(process)  # the lane is idle: only a beat finds out
+        (lost,) = peers.wait_for(sender, LaneLost)
+        assert lost.peer == f"d0#{incarnation}"
+        assert not sender.busy()
+
+
+def test_a_receiver_killed_in_the_middle_of_a_payload_is_noticed(peers: Peers) -> None:
+    sender = peers.sender(LaneConfig(stall_s=NEVER_S))
+    process = peers.start("receive", 1)
+    ticket = ticket_to(address("d0", 1, said(process)))
+    sender.offer(ticket, chunk(0), payload(0))
+    assert said(process) == 0
+    process.send_signal(signal.SIGSTOP)
+    sender.offer(ticket, chunk(1), torch.zeros(64 * 2**20))
+    with peers.bell:
+        assert peers.bell.wait_for(lambda: len(sender.poll()) == 1, PATIENCE_S)
+    assert sender.busy()
+    peers.kill(process)
+    peers.wait_for(sender, LaneLost)
+    assert not sender.busy()
+
+
+FROZEN = LaneConfig(stall_s=1.0, beat_s=0.1)
+"""For peers that are stopped: their connections stay up, so only the clock of progress tells."""
+
+
+def test_a_frozen_sender_is_a_lost_lane(peers: Peers) -> None:
+    receiver = peers.receiver(FROZEN)
+    receiver.expect(address("p0", 1), LAYOUT)
+    process = peers.start("send", 1, receiver.address.port, 1)
+    for event in peers.wait_for(receiver, Arrived):
+        receiver.drop(event.chunk)
+    process.send_signal(signal.SIGSTOP)
+    peers.wait_for(receiver, LaneLost)
+
+
+def test_a_frozen_receiver_is_a_lost_lane(peers: Peers) -> None:
+    sender = peers.sender(FROZEN)
+    process = peers.start("receive", 1)
+    ticket = ticket_to(address("d0", 1, said(process)))
+    sender.offer(ticket, chunk(0), payload(0))
+    assert said(process) == 0
+    process.send_signal(signal.SIGSTOP)
+    sender.offer(ticket, chunk(1), torch.zeros(64 * 2**20))
+    peers.wait_for(sender, LaneLost)
