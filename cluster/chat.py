@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -77,10 +78,7 @@ class Conversation:
 
     def add(self, question: str, answer: str, num_tokens: int | None) -> None:
         """`num_tokens` of the whole conversation, if the server has told."""
-        if num_tokens is None:
-            cost = _guess(question) + _guess(answer)
-        else:
-            cost = max(0, num_tokens - self.num_tokens)
+        cost = _guess(question) + _guess(answer) if num_tokens is None else max(0, num_tokens - self.num_tokens)
         self.exchanges.append(Exchange(question=question, answer=answer, num_tokens=cost))
 
     def make_room(self, question: str) -> int:
@@ -118,7 +116,7 @@ class Asker:
         self._client = client
         self._body = {"model": served.name, "stream": True, "stream_options": {"include_usage": True}, **sampling}
 
-    def __call__(self, messages: list[dict[str, str]]) -> Iterator[Said]:
+    def __call__(self, messages: list[dict[str, str]]) -> Generator[Said, None, None]:
         """Parts as they come. Raises BatonError, also in the middle. Closing it tells the server to stop."""
         body = self._body | {"messages": messages}
         try:
@@ -161,25 +159,26 @@ class Terminal:
         self._conversation = conversation
         self._ask = ask
         self._console = console
+        self._person = False
         self._whole = True
 
     def run(self, source: Any) -> bool:
         """Until the end of `source`, a text stream. False if a question from a pipe was not answered."""
-        person = source.isatty()
-        if person:
+        self._person = source.isatty()
+        if self._person:
             self._note(HELP)
-        for line in _typed(self._console) if person else source:
+        for line in _typed(self._console) if self._person else source:
             question = line.strip()
             if question == "/quit":
                 break
             if question == "/reset":
                 self._conversation.reset()
                 self._note("forgotten")
-            elif question.startswith("/") and person:
+            elif question.startswith("/") and self._person:
                 self._note(HELP)
             elif question:
                 self._turn(question)
-        return person or self._whole
+        return self._person or self._whole
 
     def _turn(self, question: str) -> None:
         try:
@@ -207,6 +206,8 @@ class Terminal:
                 reason = part.finish_reason or reason
                 num_tokens = part.num_tokens if part.num_tokens is not None else num_tokens
         except KeyboardInterrupt:
+            if not self._person:
+                raise
             reason = "stopped"
         finally:
             parts.close()
@@ -228,10 +229,8 @@ class Terminal:
 
 def _typed(console: Console) -> Iterator[str]:
     """Lines of a person, with editing and history where Python has them. Ctrl-C here only gives up the line."""
-    try:
+    with suppress(ImportError):
         import readline  # noqa: F401  # its import is its effect
-    except ImportError:
-        pass
     while True:
         try:
             yield input("> ")

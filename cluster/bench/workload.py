@@ -144,7 +144,7 @@ def _checked(text: str, where: str) -> dict[str, Any]:
     numbers = all(type(value) in (int, float) and value >= 0 for value in lengths)
     if not numbers or not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
         raise Misconfigured(f"{where}: lengths, time and hash_ids are numbers from 0 on", param="trace")
-    if not (len(ids) - 1) * TRACE_BLOCK < line["input_length"] <= len(ids) * TRACE_BLOCK:
+    if not max(0, (len(ids) - 1) * TRACE_BLOCK) < line["input_length"] <= len(ids) * TRACE_BLOCK:
         told = f"{len(ids)} hash_ids for {line['input_length']} tokens"
         raise Misconfigured(f"{where}: {told}, one stands for {TRACE_BLOCK}", param="trace")
     return dict(line)

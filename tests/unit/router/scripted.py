@@ -77,6 +77,7 @@ class Worker:
     reason: str = ""
     info: WorkerInfo | None = None
     load: WorkerLoad = field(default_factory=lambda: WorkerLoad(num_running=3, num_blocks=64))
+    num_cached_blocks: int = 0
 
 
 class Crew:

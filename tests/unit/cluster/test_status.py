@@ -1,0 +1,148 @@
+"""`baton status`: everything the gateway tells, in tables and as JSON, and one clear line where nobody is."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cluster.cli import main, make_app
+from cluster.status import status_tables
+from protos.values import (
+    KVLayout,
+    LaneAddress,
+    LaneStats,
+    TicketStats,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerRole,
+    WorkerStats,
+)
+from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving
+
+
+def info(worker_id: str, role: WorkerRole) -> WorkerInfo:
+    return WorkerInfo(
+        worker_id=worker_id,
+        incarnation=1,
+        role=role,
+        model="tiny",
+        address="127.0.0.1:7000",
+        layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),
+        lane=LaneAddress(worker_id=worker_id, incarnation=1, host="127.0.0.1", port=7001),
+        max_model_len=256,
+        vocab_size=512,
+    )
+
+
+PREFILL = info("prefill-0", WorkerRole.PREFILL)
+LOAD = WorkerLoad(
+    num_running=3, num_waiting=2, queued_prefill_tokens=1234, num_free_blocks=48, num_blocks=64, num_tickets=1,
+    prefill_tokens_per_s=5432.1, decode_step_s=0.0123, transfer_bytes=7_500_000,
+)  # fmt: skip
+TICKET = TicketStats(ticket_id="t-9", generation=2, state="sending", owner="prefill-0", age_s=1.5, num_bytes=65536)
+LANE = LaneStats(peer="decode-0", transport="gloo", state="open", num_bytes=3_000_000, busy_s=0.5, idle_s=90.0)
+
+
+def crew() -> Crew:
+    made = Crew(
+        Worker(worker_id="decode-10", info=info("decode-10", WorkerRole.DECODE), load=LOAD),
+        Worker(worker_id="decode-9", state="lost", reason="it died", info=info("decode-9", WorkerRole.DECODE)),
+        Worker(worker_id="prefill-0", info=PREFILL, load=LOAD),
+        Worker(worker_id="decode-11", state="joining", reason="not met yet"),
+    )
+    made.held["prefill-0"] = WorkerStats(info=PREFILL, load=LOAD, tickets=(TICKET,), lanes=(LANE,))
+    return made
+
+
+async def ask(fleet: Crew, *flags: str) -> str:
+    """What the command prints in front of a gateway's real HTTP face."""
+    async with serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url:
+        arguments = ["status", "--url", url, *flags]
+        result = await asyncio.to_thread(CliRunner(env={"COLUMNS": "200"}).invoke, make_app(arguments), arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def rows(shown: str) -> list[list[str]]:
+    return [line.split() for line in shown.splitlines()]
+
+
+async def test_tables_show_pools_workers_lanes_and_tickets() -> None:
+    shown = rows(await ask(crew()))
+    assert shown[0][:1] == ["tiny"]
+    assert ["prefill", "1/1", "3", "2", "1,234", "16/64", "(25%)", "1", "7.5", "MB"] in shown
+    assert ["decode", "1/2", "3", "2", "1,234", "16/64", "(25%)", "1", "7.5", "MB"] in shown
+    assert ["unknown", "0/1", "0", "0", "0", "-", "0", "0", "B"] in shown
+    order = [row[0] for row in shown if row and row[0].startswith(("prefill-", "decode-"))]
+    assert order[:4] == ["prefill-0", "decode-9", "decode-10", "decode-11"], "by pool and number"
+    lane = next(row for row in shown if "gloo" in row)
+    assert lane == ["prefill-0", "decode-0", "gloo", "open", "3.0", "MB", "6.0", "MB/s", "2", "min"]
+    ticket = next(row for row in shown if "t-9" in row)
+    assert ticket[:5] == ["prefill-0", "t-9", "(try", "2)", "sending"]
+
+
+async def test_why_a_worker_is_lost_is_shown() -> None:
+    shown = await ask(crew())
+    assert "lost: it died" in shown
+    assert "5,432 tok/s" in shown
+    assert "12.3 ms" in shown
+
+
+async def test_a_cluster_that_cannot_serve_says_why() -> None:
+    fleet = Crew(Worker(worker_id="decode-0", state="joining", reason="reads weights"))
+    fleet.is_ready = False
+    assert "not ready: decode-0 is joining (reads weights)" in await ask(fleet)
+
+
+async def test_json_is_all_of_it() -> None:
+    status: dict[str, Any] = json.loads(await ask(crew(), "--json"))
+    assert status["ready"] is True
+    assert [worker["worker_id"] for worker in status["workers"]] == ["decode-10", "decode-9", "prefill-0", "decode-11"]
+    assert status["kv"]["prefill-0"]["lanes"][0]["num_bytes"] == 3_000_000
+    assert status["kv"]["prefill-0"]["tickets"][0]["state"] == "sending"
+    assert status["kv"]["decode-9"] is None, "a worker that does not answer holds the rest up for nobody"
+
+
+async def test_nothing_is_shown_of_what_is_not_there() -> None:
+    shown = await ask(Crew())
+    assert "Workers" in shown
+    assert "Lanes" not in shown
+    assert "Tickets" not in shown
+
+
+def test_an_empty_cluster_is_one_line() -> None:
+    out = io.StringIO()
+    told = {"model": "tiny", "ready": False, "reason": "no worker has joined yet", "workers": [], "kv": {}}
+    Console(file=out, width=200).print(status_tables(told, "http://here"))
+    assert out.getvalue() == "tiny at http://here is not ready: no worker has joined yet\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "told", "code"),
+    [
+        ("http://127.0.0.1:{port}", "no cluster answers at http://127.0.0.1:{port}: start one with `baton up`", 1),
+        ("127.0.0.1:{port}", "give a server's root", 2),
+        ("ftp://127.0.0.1:{port}", "give a server's root", 2),
+    ],
+)
+def test_nobody_there_is_one_line(
+    url: str,
+    told: str,
+    code: int,
+    unused_tcp_port: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["baton", "status", "--url", url.format(port=unused_tcp_port)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == code
+    printed = capsys.readouterr()
+    assert told.format(port=unused_tcp_port) in printed.err
+    assert (printed.out, len(printed.err.splitlines())) == ("", 1)
