@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from cluster.cutoff import Cutoff
 from router.app import create_app
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -21,6 +22,8 @@ from router.grpc_face import GrpcFace
 from router.metrics import RequestMetrics
 from router.policies.registry import policy_of
 from router.prefix.memory import MemoryPrefixIndex
+
+LAST_WORDS_S = 1.0  # for an error to reach a client that was cut off
 
 
 class _Server(uvicorn.Server):
@@ -40,11 +43,12 @@ class Front:
     def __init__(self, config: RouterConfig, listening: socket.socket, *, max_model_len: int | None = None) -> None:
         policy = policy_of(config)
         self.fleet = Fleet(index=MemoryPrefixIndex(), config=config, gateway_id=f"gateway-{uuid.uuid4().hex[:12]}")
+        self._generate = Cutoff(Dispatcher(fleet=self.fleet, policy=policy, config=config))
         metrics = RequestMetrics()
         metrics.registry.register(FleetCollector(self.fleet))
         gateway = open_gateway(
             config,
-            generate=Dispatcher(fleet=self.fleet, policy=policy, config=config),
+            generate=self._generate,
             fleet=self.fleet,
             metrics=metrics,
             max_model_len=max_model_len,
@@ -96,15 +100,17 @@ class Front:
             await self.fleet.wait(until=now() + 60.0)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new requests, lets those that run finish for `grace_s`, cuts off the rest. Cancelled: at once."""
-        self._http.config.timeout_graceful_shutdown = max(1, round(grace_s)) if grace_s else 0
+        """Takes no new requests, lets those that run finish for `grace_s`, fails the rest. Cancelled: fails all now."""
+        self._http.config.timeout_graceful_shutdown = int(grace_s + LAST_WORDS_S + 1)
         self._http.should_exit = True
-        stopping: list[asyncio.Task[None]] = [asyncio.create_task(self._grpc.stop(grace_s))]
+        stopping: list[asyncio.Task[None]] = [asyncio.create_task(self._grpc.stop(grace_s + LAST_WORDS_S))]
         if self._serving is not None:
             stopping.append(self._serving)
         try:
-            await asyncio.wait(stopping)
+            await asyncio.wait(stopping, timeout=grace_s)
         finally:
+            self._generate.cut()
+            await asyncio.wait(stopping, timeout=LAST_WORDS_S)
             self._http.force_exit = True
             for task in stopping:
                 task.cancel()

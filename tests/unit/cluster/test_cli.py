@@ -1,0 +1,90 @@
+"""The `baton` command from the outside: help, exit codes, messages. Nothing here starts a process or a server."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import VERBS, main, make_app
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(make_app(arguments), arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a person reads on stderr when settings are wrong."""
+    monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_help_names_every_verb() -> None:
+    told = run("--help")
+    assert all(verb in told for verb in VERBS)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_exists_and_describes_itself(name: str) -> None:
+    verb = VERBS[name]
+    assert inspect.getdoc(getattr(importlib.import_module(verb.module), verb.function))
+    assert "Usage" in run(name, "--help")
+
+
+def test_the_settings_in_force_are_printed() -> None:
+    assert "prefill_chunk = 64" in run("config", "--model", "m", "--set", "worker.prefill_chunk=64")
+
+
+def test_a_wrong_setting_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(monkeypatch, capsys, "config", "--model", "m", "--set", "worker.tpp=2")
+    assert said == "baton: there is no setting 'tpp' in [worker]: did you mean 'tp'?\n"
+
+
+def test_serving_needs_a_model_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "no model is given" in refused(monkeypatch, capsys, "serve")
+    assert "there is no folder" in refused(monkeypatch, capsys, "serve", "--model", str(tmp_path / "none"))
+
+
+def test_a_taken_port_is_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        http = refused(monkeypatch, capsys, "serve", "--model", str(tmp_path), "--port", str(port))
+        grpc = refused(monkeypatch, capsys, "serve", "--model", str(tmp_path), "--port", "0", "--grpc-port", str(port))
+    assert f"port {port} of 127.0.0.1 is taken" in http
+    assert "--port" in http
+    assert "--grpc-port" in grpc
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+
+
+def test_a_gateway_needs_a_way_to_find_workers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    said = refused(monkeypatch, capsys, "gateway", "--model", str(tmp_path), "--port", "0", "--grpc-port", "0")
+    assert "give --worker HOST:PORT or --discovery URL" in said
+
+
+def test_pools_need_somebody_to_find_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--discovery" in refused(monkeypatch, capsys, "pools", "--model", "m")
+
+
+def test_one_process_is_one_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(monkeypatch, capsys, "worker", "--model", "m", "--set", "worker.tp=2")
+    assert "one process is one rank" in said

@@ -1,0 +1,78 @@
+"""A gateway that stops tells those it has not finished with, and only those."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from cluster.cutoff import Cutoff
+from protos.errors import Unavailable
+from protos.values import SamplingParams
+from router.generation import Job, TokenDelta
+
+JOB = Job(request_id="r", group_id="g", prompt_ids=(1,), sampling=SamplingParams())
+
+
+class Model:
+    """Gives one token, then thinks for ever."""
+
+    def __init__(self) -> None:
+        self.thinking = asyncio.Event()
+        self.aborted = False
+
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+        try:
+            yield TokenDelta(token_ids=(7,))
+            self.thinking.set()
+            await asyncio.Event().wait()
+        finally:
+            self.aborted = True
+
+
+async def read(generate: Cutoff) -> tuple[list[TokenDelta], str]:
+    """What a client sees: tokens, and an error's message; it can go on afterwards."""
+    seen: list[TokenDelta] = []
+    try:
+        async with aclosing(generate(JOB)) as deltas:
+            async for delta in deltas:
+                seen += [delta]
+    except Unavailable as error:
+        await asyncio.sleep(0)
+        return seen, error.message
+    return seen, ""
+
+
+async def test_whoever_is_cut_off_gets_a_typed_error_after_what_came_before() -> None:
+    model = Model()
+    generate = Cutoff(model)
+    reading = asyncio.create_task(read(generate))
+    await model.thinking.wait()
+    assert generate.num_running == 1
+    generate.cut()
+    tokens, message = await reading
+    assert tokens == [TokenDelta(token_ids=(7,))]
+    assert "stopping" in message
+    assert model.aborted
+    assert generate.num_running == 0
+
+
+async def test_nothing_new_runs_after_the_cut() -> None:
+    model = Model()
+    generate = Cutoff(model)
+    generate.cut()
+    tokens, message = await read(generate)
+    assert tokens == []
+    assert "stopping" in message
+
+
+async def test_a_client_that_leaves_is_still_a_cancellation() -> None:
+    model = Model()
+    reading = asyncio.create_task(read(Cutoff(model)))
+    await model.thinking.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert model.aborted

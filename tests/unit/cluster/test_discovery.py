@@ -1,0 +1,48 @@
+"""How a gateway comes to know workers without Redis (with it: tests/cluster/test_redis_discovery.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from cluster.discovery import DirectAnnouncer, StaticDiscovery
+from protos.errors import WorkerLost
+
+
+class Joined:
+    """Members that remember who they are."""
+
+    def __init__(self) -> None:
+        self.addresses: dict[str, str] = {}
+
+    def join(self, address: str, *, worker_id: str) -> None:
+        self.addresses[worker_id] = address
+
+    async def leave(self, worker_id: str) -> None:
+        self.addresses.pop(worker_id, None)
+
+
+async def test_in_one_process_announced_means_joined() -> None:
+    members = Joined()
+    announcer = DirectAnnouncer(members)
+    await announcer.announce("decode-0", "h:1")
+    await announcer.announce("decode-0", "h:2")
+    assert members.addresses == {"decode-0": "h:2"}
+    await announcer.withdraw("decode-0")
+    assert members.addresses == {}
+    await announcer.close()
+
+
+async def test_a_worker_at_a_given_address_joins_under_its_own_name_once_it_answers() -> None:
+    answers: Iterator[WorkerLost | str] = iter([WorkerLost("not up yet"), WorkerLost("not up yet"), "prefill-7"])
+
+    async def identify(address: str) -> str:
+        answer = next(answers)
+        if isinstance(answer, WorkerLost):
+            raise answer
+        return answer
+
+    members = Joined()
+    async with asyncio.timeout(5):
+        await StaticDiscovery(["h:1"], identify=identify, period_s=0.0).follow(members)
+    assert members.addresses == {"prefill-7": "h:1"}

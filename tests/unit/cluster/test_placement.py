@@ -1,0 +1,76 @@
+"""Who gets what: shares of CPUs, whole GPUs, threads, and what is missing when it does not fit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import PoolsConfig
+from cluster.placement import Node, check_fits, plan, why_not_gpus
+from protos.errors import Misconfigured
+from protos.values import WorkerRole
+
+LAPTOP = (Node(cpus=2.0),)
+
+
+def test_a_laptop_holds_one_of_each_pool() -> None:
+    prefill, decode = plan(PoolsConfig(), LAPTOP, tp=1, device="auto")
+    assert [prefill.worker_id, decode.worker_id] == ["prefill-0", "decode-0"]
+    assert [prefill.role, decode.role] == [WorkerRole.PREFILL, WorkerRole.DECODE]
+    assert prefill.bundles() == decode.bundles() == [{"CPU": 1.0}]
+    assert prefill.device == "cpu"
+    assert prefill.num_threads == 1
+
+
+def test_a_laptop_holds_tensor_parallel_workers() -> None:
+    workers = plan(PoolsConfig(), LAPTOP, tp=2, device="cpu")
+    assert [worker.bundles() for worker in workers] == [[{"CPU": 0.5}, {"CPU": 0.5}]] * 2
+    assert all(worker.num_threads == 1 for worker in workers)
+
+
+def test_threads_share_the_cores_of_a_machine() -> None:
+    [worker, _] = plan(PoolsConfig(colocated=2), (Node(cpus=16.0),), tp=1, device="cpu")
+    assert worker.num_threads == 8
+    [alone] = plan(PoolsConfig(colocated=1), (Node(cpus=4.0), Node(cpus=4.0)), tp=1, device="cpu")
+    assert alone.num_threads == 4
+
+
+def test_a_rank_has_a_gpu_to_itself() -> None:
+    workers = plan(PoolsConfig(prefill=1, decode=1), (Node(cpus=32.0, gpus=4.0),), tp=2, device="auto")
+    assert all(worker.device == "cuda" for worker in workers)
+    assert workers[0].bundles() == [{"CPU": 1.0, "GPU": 1.0}] * 2
+
+
+def test_auto_takes_cpus_when_gpus_are_too_few() -> None:
+    nodes = (Node(cpus=8.0, gpus=1.0),)
+    assert {worker.device for worker in plan(PoolsConfig(), nodes, tp=1, device="auto")} == {"cpu"}
+    assert why_not_gpus(PoolsConfig(), nodes, tp=1) == "1 prefill, 1 decode with tp 1 need 2 GPUs, and there are 1"
+
+
+def test_ranks_of_a_worker_share_a_machine() -> None:
+    apart = (Node(cpus=8.0, gpus=1.0), Node(cpus=8.0, gpus=1.0))
+    assert {worker.device for worker in plan(PoolsConfig(colocated=1), apart, tp=2, device="auto")} == {"cpu"}
+    assert "0 times 2 of them on one machine" in why_not_gpus(PoolsConfig(colocated=1), apart, tp=2)
+
+
+def test_gpus_that_were_asked_for_and_are_not_there_are_refused() -> None:
+    check_fits(PoolsConfig(), (Node(cpus=8.0, gpus=2.0),), tp=1, device="cuda")
+    check_fits(PoolsConfig(), LAPTOP, tp=1, device="auto")
+    with pytest.raises(Misconfigured, match="need 2 GPUs, and there are 0: --colocated"):
+        check_fits(PoolsConfig(), LAPTOP, tp=1, device="cuda")
+
+
+def test_pools_can_be_told_apart_by_a_resource_of_their_name() -> None:
+    prefill, decode = plan(PoolsConfig(), LAPTOP, tp=1, device="cpu", pool_resources=True)
+    assert prefill.bundles() == [{"CPU": 1.0, "prefill": 1.0}]
+    assert decode.bundles() == [{"CPU": 1.0, "decode": 1.0}]
+
+
+@given(cpus=st.integers(1, 256), count=st.integers(1, 64), tp=st.sampled_from([1, 2, 4, 8]))
+def test_shares_never_exceed_the_machine(cpus: int, count: int, tp: int) -> None:
+    workers = plan(PoolsConfig(colocated=count), (Node(cpus=float(cpus)),), tp=tp, device="cpu")
+    taken = sum(bundle["CPU"] for worker in workers for bundle in worker.bundles())
+    assert taken <= cpus + 1e-6
+    assert all(worker.num_threads >= 1 for worker in workers)
+    assert len({worker.worker_id for worker in workers}) == count

@@ -1,0 +1,135 @@
+"""What people write wrong in a file or in flags is named, with the way to mend it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.flags import pools, settings
+from cluster.settings import TABLES, make_config, merge, read_file, setting, to_toml
+from protos.errors import BadCheckpoint, Misconfigured
+from protos.values import WorkerRole
+
+
+def config_of(**tables: Any) -> ClusterConfig:
+    return make_config({"model": "models/tiny"} | tables)
+
+
+def test_a_model_is_all_it_takes() -> None:
+    config = config_of()
+    assert config.pools.counts() == {WorkerRole.PREFILL: 1, WorkerRole.DECODE: 1}
+    assert (config.router.host, config.router.port, config.router.grpc_port) == ("127.0.0.1", 8000, 8001)
+    assert config.worker.model == "models/tiny"
+
+
+def test_gateway_and_workers_call_the_model_alike(tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    assert make_config({"model": f"{folder}/"}).router.model_name == "llama"
+    named = make_config({"model": str(folder), "served_name": "l3"})
+    assert (named.router.model_name, named.worker.served_name) == ("l3", "l3")
+
+
+def test_no_model_is_refused() -> None:
+    with pytest.raises(Misconfigured, match="no model is given"):
+        make_config({})
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"worker": {"tpp": 2}}, r"no setting 'tpp' in \[worker\]: did you mean 'tp'\?"),
+        ({"workers": {}}, r"no setting 'workers' at the top: did you mean 'worker'\?"),
+        ({"prefill_chunk": 5}, r"no setting 'prefill_chunk' at the top: it belongs into \[worker\]"),
+        ({"router": {"port": 1}}, r"no setting 'port' in \[router\]: it belongs to the top"),
+        ({"worker": {"zzz": 2}}, r"no setting 'zzz' in \[worker\]: there are block_size, "),
+        ({"worker": {"tp": "two"}}, "worker.tp = 'two': give a whole number"),
+        ({"worker": {"tp": True}}, "worker.tp = True: give a whole number"),
+        ({"worker": {"tp": 0}}, "tp is 0: it must be at least 1"),
+        ({"worker": {"device": "cdua"}}, r"worker.device = 'cdua': did you mean 'cuda'\?"),
+        ({"worker": {"device": "nvidia"}}, "worker.device = 'nvidia': choose one of auto, cpu, cuda"),
+        ({"worker": 3}, r"worker = 3: it is a table, write \[worker\]"),
+        ({"port": 70000}, "port = 70000: give a number from 0 to 65535"),
+        ({"port": 8001}, "port and grpc_port are both 8001"),
+        ({"pools": {"prefill": -1}}, "prefill = -1: give a number from 0 to"),
+        ({"pools": {"decode": 0}}, "decode = 0: somebody must write the answers"),
+        ({"pools": {"colocated": 2, "decode": 1}}, "either the former or the latter"),
+        ({"index": "redis://localhost"}, "Use --index memory"),
+        ({"index": "disk"}, "'disk' is no index: use memory"),
+        ({"discovery": "localhost:6379"}, "give redis://host:port"),
+        ({"supervision": {"factor": 0.5}}, "factor = 0.5: give 1 or more"),
+        ({"supervision": {"max_delay_s": 0.1}}, "max_delay_s = 0.1: give first_delay_s"),
+    ],
+)
+def test_mistakes_are_named(tables: dict[str, Any], said: str) -> None:
+    with pytest.raises(Misconfigured, match=said):
+        config_of(**tables)
+
+
+def test_a_whole_number_is_a_number() -> None:
+    assert config_of(supervision={"max_delay_s": 5}).supervision.max_delay_s == 5.0
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text('model = "a"\nport = 1\n[worker]\ntp = 2\nblock_size = 32\n')
+    config = settings(file, {"model": "b", "port": None, "worker": {"tp": 4}}, ["worker.prefill_chunk=128"])
+    assert (config.worker.model, config.router.port) == ("b", 1)
+    assert (config.worker.tp, config.worker.block_size, config.worker.prefill_chunk) == (4, 32, 128)
+
+
+def test_pools_on_the_command_line_replace_those_of_the_file() -> None:
+    file = {"model": "m", "pools": {"prefill": 4, "decode": 4}}
+    colocated = make_config(merge(file, {"pools": pools(None, None, colocated=True, workers=3)}))
+    assert colocated.pools.counts() == {WorkerRole.COLOCATED: 3}
+    apart = make_config(merge({"model": "m", "pools": {"colocated": 2}}, settings_of(pools(2, None, False, None))))
+    assert apart.pools.counts() == {WorkerRole.PREFILL: 2, WorkerRole.DECODE: 1}
+
+
+def settings_of(table: dict[str, Any]) -> dict[str, Any]:
+    return {"pools": {name: value for name, value in table.items() if value is not None}}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("worker.tp=2", 2), ("worker.tp=x y", "x y"), ("worker.tp=0.5", 0.5), ("worker.tp=true", True)],
+)
+def test_a_setting_is_read_as_in_toml_or_as_a_word(text: str, value: object) -> None:
+    assert setting(text) == {"worker": {"tp": value}}
+
+
+@pytest.mark.parametrize("text", ["worker.tp", "=3"])
+def test_a_setting_without_name_or_value_is_refused(text: str) -> None:
+    with pytest.raises(Misconfigured, match="NAME=VALUE"):
+        setting(text)
+
+
+def test_a_broken_file_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("model = 'x'\nport = = 3\n")
+    with pytest.raises(Misconfigured, match=r"baton.toml is not TOML: .*line 2"):
+        read_file(file)
+    with pytest.raises(Misconfigured, match="No such file"):
+        read_file(tmp_path / "absent.toml")
+
+
+def test_what_is_printed_is_read_back_as_the_same(tmp_path: Path) -> None:
+    config = config_of(
+        served_name='a "b" \\ c', worker={"tp": 2, "num_blocks": 7}, pools={"prefill": 3}, router={"sibling_s": 1}
+    )
+    file = tmp_path / "baton.toml"
+    file.write_text(to_toml(config))
+    again = make_config(read_file(file))
+    for table in TABLES:
+        if table != "pools":
+            assert getattr(again, table) == getattr(config, table)
+    assert again.pools.counts() == config.pools.counts()
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match="there is no folder"):
+        config_of(model=str(tmp_path / "absent")).check_model()
+    with pytest.raises(BadCheckpoint, match="has no config"):
+        config_of(model=str(tmp_path)).check_model()

@@ -1,0 +1,197 @@
+"""The supervisor over workers that live and die as a test says: no Ray, no processes, no waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import pytest
+
+from cluster.config import PoolsConfig, SupervisionConfig
+from cluster.placement import Node, WorkerPlan, plan
+from cluster.rank import Event, Loading, Serving
+from cluster.supervision import LifeState
+from cluster.supervisor import Supervisor, WorkerView
+from protos.errors import BadCheckpoint, WorkerLost
+from protos.values import KVLayout, LaneAddress, WorkerInfo
+
+PLANS = plan(PoolsConfig(), (Node(cpus=2.0),), tp=1, device="cpu")
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+
+
+class Life:
+    """One incarnation, steered by the test."""
+
+    def __init__(self, worker_id: str, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.closed = False
+        self._worker_id = worker_id
+        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+
+    def serve(self, address: str) -> None:
+        lane = LaneAddress(worker_id=self._worker_id, incarnation=self.incarnation, host="h", port=1)
+        info = WorkerInfo(
+            worker_id=self._worker_id, incarnation=self.incarnation, role=PLANS[0].role, model="m", address=address,
+            layout=LAYOUT, lane=lane, max_model_len=32, vocab_size=32,
+        )  # fmt: skip
+        self._events.put_nowait(Loading(share=0.5))
+        self._events.put_nowait(Serving(info=info))
+
+    def die(self, error: Exception) -> None:
+        self._events.put_nowait(error)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        try:
+            while True:
+                event = await self._events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            self.closed = True
+
+
+class Stage:
+    """Launcher, announcer and sleep in one: what the supervisor does is written down, in order."""
+
+    def __init__(self) -> None:
+        self.lives: dict[str, list[Life]] = {worker.worker_id: [] for worker in PLANS}
+        self.done: list[str] = []
+        self.slept: list[float] = []
+        self.shown: list[WorkerView] = []
+        self.turn = asyncio.Condition()
+
+    async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
+        life = Life(plan.worker_id, incarnation)
+        self.lives[plan.worker_id].append(life)
+        await self._note(f"launch {plan.worker_id}")
+        async for event in life.events():
+            yield event
+
+    async def announce(self, worker_id: str, address: str) -> None:
+        await self._note(f"announce {worker_id} {address}")
+
+    async def withdraw(self, worker_id: str) -> None:
+        await self._note(f"withdraw {worker_id}")
+
+    async def close(self) -> None:
+        await self._note("close")
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(round(seconds, 3))
+        await asyncio.sleep(0)
+
+    async def until(self, line: str) -> None:
+        async with self.turn:
+            await self.turn.wait_for(lambda: line in self.done)
+
+    async def launched(self, worker_id: str, *, times: int) -> None:
+        async with self.turn:
+            await self.turn.wait_for(lambda: len(self.lives[worker_id]) == times)
+
+    async def _note(self, line: str) -> None:
+        async with self.turn:
+            self.done.append(line)
+            self.turn.notify_all()
+
+
+@pytest.fixture
+async def stage() -> Stage:
+    return Stage()
+
+
+@pytest.fixture
+async def supervisor(stage: Stage) -> AsyncIterator[Supervisor]:
+    made = Supervisor(
+        PLANS,
+        launcher=stage,
+        announcer=stage,
+        config=SupervisionConfig(first_delay_s=1.0),
+        first_incarnation=100,
+        watch=stage.shown.append,
+        clock=lambda: 0.0,
+        sleep=stage.sleep,
+    )
+    yield made
+    await made.stop()
+
+
+async def start(stage: Stage, supervisor: Supervisor) -> asyncio.Task[None]:
+    running = asyncio.create_task(supervisor.run())
+    await stage.until("launch prefill-0")
+    await stage.until("launch decode-0")
+    return running
+
+
+async def test_all_start_at_once_and_are_announced_when_they_serve(stage: Stage, supervisor: Supervisor) -> None:
+    running = await start(stage, supervisor)
+    ready = asyncio.create_task(supervisor.ready())
+    stage.lives["decode-0"][0].serve("h:2")
+    await stage.until("announce decode-0 h:2")
+    assert not ready.done()
+    stage.lives["prefill-0"][0].serve("h:1")
+    await ready
+    assert stage.done[2:] == ["announce decode-0 h:2", "announce prefill-0 h:1"]
+    assert sorted(supervisor.addresses()) == ["h:1", "h:2"]
+    assert {life.incarnation for lives in stage.lives.values() for life in lives} == {101, 102}
+    await supervisor.stop()
+    await running
+
+
+async def test_a_dead_worker_comes_back_as_a_new_incarnation(stage: Stage, supervisor: Supervisor) -> None:
+    running = await start(stage, supervisor)
+    for worker_id, lives in stage.lives.items():
+        lives[0].serve(f"{worker_id}:1")
+    await supervisor.ready()
+    first = stage.lives["decode-0"][0]
+    first.die(WorkerLost("killed"))
+    await stage.launched("decode-0", times=2)
+    second = stage.lives["decode-0"][1]
+    assert first.closed
+    assert second.incarnation > max(first.incarnation, stage.lives["prefill-0"][0].incarnation)
+    assert stage.slept == [1.0]
+    second.serve("decode-0:2")
+    await supervisor.ready()
+    assert "announce decode-0 decode-0:2" in stage.done
+    assert len(stage.lives["prefill-0"]) == 1
+    assert not running.done()
+
+
+async def test_a_worker_that_can_never_start_ends_everything_with_its_reason(
+    stage: Stage, supervisor: Supervisor
+) -> None:
+    running = await start(stage, supervisor)
+    stage.lives["decode-0"][0].die(BadCheckpoint("no weights in there"))
+    with pytest.raises(BadCheckpoint, match="no weights in there"):
+        await running
+    await supervisor.stop()
+    assert len(stage.lives["decode-0"]) == 1
+    assert stage.lives["prefill-0"][0].closed
+
+
+async def test_a_bug_in_one_workers_launch_is_counted_and_does_not_end_the_others(
+    stage: Stage, supervisor: Supervisor
+) -> None:
+    running = await start(stage, supervisor)
+    stage.lives["prefill-0"][0].die(ValueError("a bug"))
+    await stage.launched("prefill-0", times=2)
+    assert supervisor.num_faults == 1
+    assert not running.done()
+
+
+async def test_a_stop_ends_every_worker_and_withdraws_it(stage: Stage, supervisor: Supervisor) -> None:
+    running = await start(stage, supervisor)
+    await supervisor.stop()
+    await running
+    assert all(lives[0].closed for lives in stage.lives.values())
+    assert stage.done[2:] == ["withdraw prefill-0", "withdraw decode-0"]
+
+
+async def test_a_terminal_is_shown_every_step(stage: Stage, supervisor: Supervisor) -> None:
+    await start(stage, supervisor)
+    stage.lives["prefill-0"][0].serve("h:1")
+    await stage.until("announce prefill-0 h:1")
+    stage.lives["decode-0"][0].serve("h:2")
+    await supervisor.ready()
+    steps = [(view.life.state, view.loaded) for view in stage.shown if view.worker_id == "prefill-0"]
+    assert steps == [(LifeState.STARTING, 0.0), (LifeState.STARTING, 0.5), (LifeState.SERVING, 1.0)]
