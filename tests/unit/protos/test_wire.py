@@ -49,7 +49,9 @@ UPDATES = (
     values.SequenceUpdate(request_id="b", finish_reason=values.FinishReason.PREFILLED),
     values.SequenceUpdate(request_id="c", error=values.ErrorInfo(code="worker_lost", message="gone")),
 )
-REQUEST = values.GenerateRequest(request_id="a", prompt_ids=(1, 2, 3), sampling=SAMPLING, cache_salt=b"s", ticket=TICKET)
+REQUEST = values.GenerateRequest(
+    request_id="a", prompt_ids=(1, 2, 3), sampling=SAMPLING, cache_salt=b"s", ticket=TICKET
+)
 
 SAMPLES = [
     SAMPLING,
