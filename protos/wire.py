@@ -61,7 +61,8 @@ def from_proto(kind: type[Value], message: Any) -> Value:
     """The value a message stands for. Raises ValueError where an enum's text is unknown."""
     key: Any = kind
     if key is values.SequenceUpdate:
-        return _decode_update(message)
+        update: Value = _decode_update(message)
+        return update
     return kind(**{name: decode(message) for name, decode in _decoders(key)})
 
 
@@ -108,12 +109,14 @@ def _encode_update(update: values.SequenceUpdate) -> worker_pb2.SequenceUpdate:
 
 
 def _decode_update(message: Any) -> Any:
-    reason = message.finish_reason
+    reason, logprobs, prompt_logprobs = message.finish_reason, message.logprobs, message.prompt_logprobs
     return values.SequenceUpdate(
         request_id=message.request_id,
         token_ids=tuple(message.token_ids),
-        logprobs=tuple([from_proto(values.Logprobs, item) for item in message.logprobs]),
-        prompt_logprobs=tuple([from_proto(values.Logprobs, item) for item in message.prompt_logprobs]),
+        logprobs=tuple([from_proto(values.Logprobs, item) for item in logprobs]) if logprobs else (),
+        prompt_logprobs=tuple([from_proto(values.Logprobs, item) for item in prompt_logprobs])
+        if prompt_logprobs
+        else (),
         finish_reason=values.FinishReason(reason) if reason else None,
         error=from_proto(values.ErrorInfo, message.error) if message.HasField("error") else None,
         num_cached_tokens=message.num_cached_tokens,
