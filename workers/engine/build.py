@@ -177,7 +177,9 @@ def _load(
         saved_width = _WIDTH.get(read_config(config.model).dtype, 2)
         check_weights_fit(num_bytes * _WIDTH[dtype] // saved_width // config.tp, free_ram_bytes(), device)
     try:
-        return load_model(config.model, device=device, dtype=dtype, parallel=group, on_progress=on_progress)
+        decoder = load_model(config.model, device=device, dtype=dtype, parallel=group, on_progress=on_progress)
+        decoder.pack()
+        return decoder
     except torch.OutOfMemoryError as error:
         raise Misconfigured(
             f"{config.model} does not fit into the GPU's memory: raise tp or choose a smaller model", param="model"

@@ -68,6 +68,12 @@ class Decoder:
         normed_RE, _ = self._norm.add(delta_TE[rows], stream_TE[rows])
         return self._head.logits(normed_RE)
 
+    def pack(self) -> None:
+        """Lays the loaded weights out as this machine multiplies fastest. `slots` cannot show them afterwards."""
+        for layer in self._layers:
+            layer.pack()
+        self._head.pack(embeds=self._head is self._embedding)
+
     def slots(self) -> Iterator[Slot]:
         """Where every tensor of the checkpoint goes."""
         parts: list[Layer] = [self._embedding, *self._layers, self._norm]
@@ -96,6 +102,10 @@ class _DecoderLayer:
         delta_TE = self._attention(normed_TE, rotation, attention)
         normed_TE, stream_TE = self._mlp_norm.add(delta_TE, stream_TE)
         return self._mlp(normed_TE), stream_TE
+
+    def pack(self) -> None:
+        self._attention.pack()
+        self._mlp.pack()
 
     def slots(self) -> Iterator[Slot]:
         for part in (self._attention_norm, self._attention, self._mlp_norm, self._mlp):

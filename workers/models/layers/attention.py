@@ -60,6 +60,10 @@ class Attention:
         out_TND = backend.attend(self._layer, q_TND, scale=self._scale, window=self._window)
         return self._out(out_TND.flatten(1))
 
+    def pack(self) -> None:
+        self._qkv.pack()
+        self._out.pack()
+
     def slots(self) -> Iterator[Slot]:
         parts: tuple[Layer, ...] = (self._qkv, *self._norms, self._out)
         for part in parts:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from workers.models.layers.matrix import Matrix
 from workers.models.layers.slots import Place, Slot
 
 
@@ -25,6 +26,7 @@ class VocabParallel:
         self._start = min(place.parallel.rank * share, vocab_size)
         self._stop = min(self._start + share, vocab_size)
         self.weight_VE = place.zeros(share, hidden_size)
+        self._matrix = Matrix(self.weight_VE)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T, E]. Each rank looks up the ids it holds; the others' rows are zero until all are added up."""
@@ -36,7 +38,13 @@ class VocabParallel:
 
     def logits(self, x_RE: torch.Tensor) -> torch.Tensor:
         """[R, V] in float32, on every rank."""
-        return self._parallel.all_gather(F.linear(x_RE, self.weight_VE))[:, : self._shape[0]].float()
+        return self._parallel.all_gather(self._matrix(x_RE))[:, : self._shape[0]].float()
+
+    def pack(self, *, embeds: bool) -> None:
+        """For `logits`. `embed` needs the rows as they are: a tensor that does both is held twice."""
+        self._matrix.pack()
+        if not embeds and self._matrix.packed:
+            self.weight_VE = self.weight_VE.new_empty(0, self._shape[1])
 
     def slots(self) -> Iterator[Slot]:
         target = self.weight_VE[: self._stop - self._start]

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from workers.models.layers.matrix import Matrix
 from workers.models.layers.slots import Place, Slot
 
 
@@ -32,14 +32,17 @@ class ColumnParallel:
         self._num_inputs = num_inputs
         num_outputs = sum(part.size for part in parts)
         self.sizes = [part.size for part in parts]
-        self.weight_OI = place.empty(num_outputs, num_inputs)
+        self._weight = Matrix(place.empty(num_outputs, num_inputs))
         self.bias_O = place.empty(num_outputs) if bias else None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_TI, self.weight_OI, self.bias_O)
+        return self._weight(x_TI, self.bias_O)
+
+    def pack(self) -> None:
+        self._weight.pack()
 
     def slots(self) -> Iterator[Slot]:
-        weights = torch.split(self.weight_OI, self.sizes)
+        weights = torch.split(self._weight.weight_OI, self.sizes)
         for part, target in zip(self._parts, weights, strict=True):
             shape = (part.total, self._num_inputs)
             yield Slot(name=f"{part.name}.weight", shape=shape, target=target, start=part.start)
@@ -57,14 +60,18 @@ class RowParallel:
         self._shape = (num_outputs, num_inputs)
         share = num_inputs // place.parallel.size
         self._start = place.parallel.rank * share
-        self.weight_OI = place.empty(num_outputs, share)
+        self._weight = Matrix(place.empty(num_outputs, share))
         self.bias_O = place.empty(num_outputs) if bias else None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        y_TO = self._parallel.all_reduce(F.linear(x_TI, self.weight_OI))
+        y_TO = self._parallel.all_reduce(self._weight(x_TI))
         return y_TO if self.bias_O is None else y_TO + self.bias_O
 
+    def pack(self) -> None:
+        self._weight.pack()
+
     def slots(self) -> Iterator[Slot]:
-        yield Slot(name=f"{self._name}.weight", shape=self._shape, target=self.weight_OI, dim=1, start=self._start)
+        target = self._weight.weight_OI
+        yield Slot(name=f"{self._name}.weight", shape=self._shape, target=target, dim=1, start=self._start)
         if self.bias_O is not None:
             yield Slot(name=f"{self._name}.bias", shape=self._shape[:1], target=self.bias_O)

@@ -29,6 +29,10 @@ class GatedMLP:
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         return self._down(self._kernels.silu_mul(self._gate_up(x_TE)))
 
+    def pack(self) -> None:
+        self._gate_up.pack()
+        self._down.pack()
+
     def slots(self) -> Iterator[Slot]:
         yield from self._gate_up.slots()
         yield from self._down.slots()
