@@ -1,0 +1,223 @@
+"""A prefill and a decode worker of toy models, with a post between them that a test can hold up."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from decode_pool.config import DecodeConfig
+from decode_pool.role import DecodeRole
+from kvtransfer.events import EventLog
+from kvtransfer.transports.inproc import Exchange, Parcel
+from prefill_pool.config import PrefillConfig
+from prefill_pool.role import PrefillRole
+from protos.values import (
+    ErrorInfo,
+    FinishReason,
+    GenerateRequest,
+    KVLayout,
+    LaneAddress,
+    ReserveRequest,
+    SamplingParams,
+    Ticket,
+)
+from workers.config import SchedulerConfig
+from workers.engine.engine import Engine
+from workers.engine.role import Role
+from workers.engine.scheduler import Scheduler
+from workers.kv.blocks import BlockPool
+from workers.kv.mover import Dock, Mover
+from workers.toy import ToyRunner, toy_tokens
+
+SIZE = 4
+VOCAB = 997
+PREFILL_WEIGHT = 3
+DECODE_WEIGHT = 5
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=SIZE, dtype="float32")
+BLOCK_BYTES = SIZE * 8  # of a toy payload
+PREFILL = LaneAddress(worker_id="p0", incarnation=1, host="127.0.0.1", port=0)
+DECODE = LaneAddress(worker_id="d0", incarnation=1, host="127.0.0.1", port=0)
+LEASE_S = 50.0
+NUM_ANSWER = 6
+
+
+def prompt(length: int, seed: int = 1) -> tuple[int, ...]:
+    return tuple((seed * 131 + 17 * index * index) % VOCAB for index in range(length))
+
+
+def expected(prompt_ids: tuple[int, ...], num_tokens: int = NUM_ANSWER) -> tuple[int, ...]:
+    """The first token with the prefill worker's signature, the others with the decode worker's."""
+    return toy_tokens(prompt_ids, num_tokens, weight=DECODE_WEIGHT, first_weight=PREFILL_WEIGHT, vocab_size=VOCAB)
+
+
+def told(name: str, *arguments: object) -> None:
+    """There are no follower ranks."""
+
+
+class Post:
+    """Delivers at once, or keeps everything until it is told to; may spoil what it carries."""
+
+    def __init__(self) -> None:
+        self.holding = False
+        self.kept: list[Callable[[], None]] = []
+        self.num_carried = 0
+        self.spoil: Callable[[Parcel], None] | None = None
+
+    def __call__(self, parcel: Parcel, deliver: Callable[[], None]) -> None:
+        self.num_carried += 1
+        if self.spoil is not None:
+            self.spoil(parcel)
+        if self.holding:
+            self.kept.append(deliver)
+        else:
+            deliver()
+
+    def deliver(self, count: int | None = None) -> None:
+        """The oldest `count`, or all."""
+        now, self.kept = self.kept[:count], self.kept[count:] if count is not None else []
+        for deliver in now:
+            deliver()
+
+
+class Side:
+    """One worker: everything but the network and the thread."""
+
+    def __init__(self, weight: int, num_blocks: int, make_role: Callable[[Side], Role], **config: Any) -> None:
+        log = EventLog(incarnation=1)
+        self.pool = BlockPool(num_blocks, SIZE, log.record)
+        self.runner = ToyRunner(weight, SIZE, VOCAB)
+        role = make_role(self)
+        settings = SchedulerConfig(**({"max_model_len": 1000, "vocab_size": VOCAB} | config))
+        self.scheduler = Scheduler(settings, self.pool, role)
+        self.engine = Engine(self.scheduler, self.runner, events=log, clock=lambda: 0.0)
+        self.tokens: dict[str, tuple[int, ...]] = defaultdict(tuple)
+        self.ended: dict[str, FinishReason] = {}
+        self.errors: dict[str, ErrorInfo] = {}
+        self.cached: dict[str, int] = {}
+
+    def step(self, now: float) -> None:
+        for update in self.engine.step(now):
+            if update.token_ids and not self.tokens[update.request_id]:
+                self.cached[update.request_id] = update.num_cached_tokens
+            self.tokens[update.request_id] += update.token_ids
+            if update.finish_reason is not None:
+                self.ended[update.request_id] = update.finish_reason
+            if update.error is not None:
+                self.errors[update.request_id] = update.error
+
+
+class Pair:
+    """`step` is one step of both, a second later. What a gateway would do, tests do by `reserve`, `read`, `answer`."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        decode_blocks: int | None = None,
+        staged_blocks: int = 1000,
+        chunk_blocks: int = 2,
+        headroom: float = 0.0,
+        **config: Any,
+    ) -> None:
+        self.post = Post()
+        self.exchange = Exchange(self.post, max_staged_bytes=staged_blocks * BLOCK_BYTES)
+        self.now = 0.0
+
+        def prefill_role(side: Side) -> PrefillRole:
+            sender = self.exchange.sender(PREFILL, LAYOUT)
+            mover = Mover(Dock(side.runner, sender=sender), told)
+            return PrefillRole(mover, "p0", LAYOUT, PrefillConfig(chunk_bytes=chunk_blocks * LAYOUT.block_bytes))
+
+        def decode_role(side: Side) -> DecodeRole:
+            receiver = self.exchange.receiver(DECODE, LAYOUT)
+            mover = Mover(Dock(side.runner, receiver=receiver), told)
+            return DecodeRole(mover, side.pool, LAYOUT, DecodeConfig(headroom=headroom))
+
+        self.prefill = Side(PREFILL_WEIGHT, num_blocks, prefill_role, **config)
+        self.decode = Side(DECODE_WEIGHT, decode_blocks or num_blocks, decode_role)
+
+    @property
+    def prefill_role(self) -> PrefillRole:
+        role = self.prefill.scheduler.role
+        assert isinstance(role, PrefillRole)
+        return role
+
+    @property
+    def decode_role(self) -> DecodeRole:
+        role = self.decode.scheduler.role
+        assert isinstance(role, DecodeRole)
+        return role
+
+    def reserve(self, request_id: str, prompt_ids: tuple[int, ...], **changes: Any) -> Ticket:
+        asked = {"generation": 1, "lease_s": LEASE_S, "source": PREFILL, "source_layout": LAYOUT} | changes
+        request = ReserveRequest(request_id=request_id, prompt_ids=prompt_ids, **asked)
+        ticket = self.decode_role.reserve(request, self.now)
+        self.check()
+        return ticket
+
+    def read(
+        self, request_id: str, prompt_ids: tuple[int, ...], ticket: Ticket | None, *, max_tokens: int = NUM_ANSWER
+    ) -> None:
+        self.prefill.engine.submit(_request(request_id, prompt_ids, (), ticket, max_tokens), self.now)
+
+    def answer(
+        self,
+        request_id: str,
+        prompt_ids: tuple[int, ...],
+        ticket: Ticket | None,
+        first: tuple[int, ...] | None = None,
+        *,
+        max_tokens: int = NUM_ANSWER,
+    ) -> None:
+        """Hands the request over, with the token that prefill has made (or would have)."""
+        given = expected(prompt_ids, 1) if first is None else first
+        self.decode.engine.submit(_request(request_id, prompt_ids, given, ticket, max_tokens), self.now)
+
+    def start(self, request_id: str, prompt_ids: tuple[int, ...], **changes: Any) -> Ticket:
+        ticket = self.reserve(request_id, prompt_ids, **changes)
+        self.read(request_id, prompt_ids, ticket)
+        return ticket
+
+    def step(self, count: int = 1, seconds: float = 1.0) -> None:
+        for _ in range(count):
+            self.now += seconds
+            self.prefill.step(self.now)
+            self.decode.step(self.now)
+            self.check()
+
+    def check(self) -> None:
+        self.prefill.engine.check_integrity()
+        self.decode_role.ledger.check_integrity()
+        self.decode.engine.check_integrity(self.decode_role.ledger.reserved_ids())
+
+    def finish(self) -> None:
+        """Delivers all there is, steps until nothing is left to do, and proves that nothing is held."""
+        self.post.holding = False
+        self.post.deliver()
+        for _ in range(300):
+            if not (self.prefill.engine.has_work() or self.decode.engine.has_work()):
+                break
+            self.step()
+        self.assert_idle()
+
+    def assert_idle(self) -> None:
+        self.decode_role.ledger.assert_idle()
+        self.prefill.engine.assert_idle()
+        self.decode.engine.assert_idle()
+
+    def text(self, request_id: str) -> tuple[int, ...]:
+        """All that the client has got."""
+        return self.prefill.tokens[request_id] + self.decode.tokens[request_id]
+
+
+def _request(
+    request_id: str, prompt_ids: tuple[int, ...], output_ids: tuple[int, ...], ticket: Ticket | None, max_tokens: int
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_ids=prompt_ids,
+        output_ids=output_ids,
+        sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        ticket=ticket,
+    )

@@ -1,0 +1,109 @@
+"""A push in the making: what may be offered when, and in which pieces."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.session import Session
+from kvtransfer.transport import Chunk
+from protos.values import KVLayout, LaneAddress, Ticket
+
+SIZE = 4
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=SIZE, dtype="float32")
+
+
+def session(num_tokens: int, *, num_cached: int = 0, max_chunk_blocks: int = 100, now: float = 0.0) -> Session:
+    num_blocks = -(-num_tokens // SIZE) - num_cached // SIZE
+    ticket = Ticket(
+        ticket_id="r1",
+        generation=2,
+        lease_s=10.0,
+        block_ids=tuple(range(50, 50 + num_blocks)),
+        num_cached_tokens=num_cached,
+        layout=LAYOUT,
+        destination=LaneAddress(worker_id="d0", incarnation=1, host="127.0.0.1", port=1),
+    )
+    return Session(ticket, max_chunk_blocks=max_chunk_blocks, now=now)
+
+
+def piece(first_block: int, num_blocks: int) -> Chunk:
+    return Chunk(ticket_id="r1", generation=2, first_block=first_block, num_blocks=num_blocks)
+
+
+def test_full_blocks_go_while_the_prompt_is_still_being_read() -> None:
+    push = session(11)
+    assert push.next_chunk(3, complete=False) is None
+    assert push.next_chunk(9, complete=False) == piece(0, 2)
+
+
+def test_the_last_block_goes_when_the_prompt_is_complete() -> None:
+    push = session(11)
+    push.offered(piece(0, 2))
+    assert push.next_chunk(11, complete=False) is None
+    assert push.next_chunk(11, complete=True) == piece(2, 1)
+    push.offered(piece(2, 1))
+    assert push.all_offered
+    assert push.next_chunk(11, complete=True) is None
+
+
+def test_what_the_destination_has_cached_does_not_travel() -> None:
+    push = session(12, num_cached=8)
+    assert push.first_block == 2
+    assert push.next_chunk(8, complete=False) is None
+    assert push.next_chunk(12, complete=True) == piece(0, 1)
+
+
+def test_nothing_travels_when_all_is_cached() -> None:
+    push = session(8, num_cached=8)
+    assert push.all_offered
+    assert push.next_chunk(8, complete=True) is None
+
+
+def test_a_recomputation_sends_nothing_twice() -> None:
+    """After a preemption the count of computed tokens starts over."""
+    push = session(12)
+    push.offered(piece(0, 2))
+    assert push.next_chunk(4, complete=False) is None
+    assert push.next_chunk(12, complete=False) == piece(2, 1)
+
+
+@pytest.mark.parametrize(("num_tokens", "fits"), [(8, False), (9, True), (12, True), (13, False)])
+def test_a_ticket_is_for_one_number_of_blocks(num_tokens: int, fits: bool) -> None:
+    assert session(11, num_cached=4).fits(num_tokens) is fits
+
+
+def test_the_lease_runs_from_the_start_and_from_what_was_sent() -> None:
+    push = session(8, now=5.0)
+    assert not push.expired(14.9)
+    assert push.expired(15.0)
+    push.offered(piece(0, 1))
+    push.sent(piece(0, 1), 12.0)
+    assert not push.expired(21.9)
+    assert push.expired(22.0)
+
+
+@given(
+    num_tokens=st.integers(1, 60),
+    cached_blocks=st.integers(0, 15),
+    limit=st.integers(1, 5),
+    steps=st.lists(st.integers(0, 12), max_size=8),
+)
+def test_every_block_is_offered_once_in_order_and_never_early(
+    num_tokens: int, cached_blocks: int, limit: int, steps: list[int]
+) -> None:
+    push = session(num_tokens, num_cached=min(cached_blocks, num_tokens // SIZE) * SIZE, max_chunk_blocks=limit)
+    computed = 0
+    offered: list[int] = []
+    for step in (*steps, num_tokens):
+        computed = min(num_tokens, computed + step)
+        complete = computed == num_tokens
+        while (chunk := push.next_chunk(computed, complete=complete)) is not None:
+            assert chunk.num_blocks <= limit
+            last = push.first_block + chunk.first_block + chunk.num_blocks
+            assert complete or last * SIZE <= computed
+            offered += range(chunk.first_block, chunk.first_block + chunk.num_blocks)
+            push.offered(chunk)
+    assert push.all_offered
+    assert offered == list(range(len(push.ticket.block_ids)))
