@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,6 +21,11 @@ from protos.errors import Misconfigured
 
 log = logging.getLogger("baton.cluster")
 
+HEARTBEAT_S = 1.0
+Heartbeat = Annotated[
+    Path | None, typer.Option("--heartbeat", metavar="FILE", help="Touch it every second, for a liveness probe.")
+]
+
 
 def pools(
     model: flags.Model = None,
@@ -32,6 +39,7 @@ def pools(
     dtype: flags.InDtype = None,
     served_name: flags.Name = None,
     ray_address: flags.RayAddress = None,
+    heartbeat: Heartbeat = None,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
     log_format: flags.Log = LogFormat.TEXT,
@@ -44,12 +52,31 @@ def pools(
         "ray": {"address": ray_address},
     }  # fmt: skip
     config, console = flags.settings(file, given, further), flags.terminal(log_format)
-    if not asyncio.run(run_pools(config, console)):
+    if not asyncio.run(run_pools(config, console, heartbeat)):
         raise typer.Exit(130)
 
 
-async def run_pools(config: ClusterConfig, console: Console) -> bool:
+async def run_pools(config: ClusterConfig, console: Console, heartbeat: Path | None = None) -> bool:
     """Until a signal; whether everything was stopped in order. Raises BatonError."""
+    beating = asyncio.create_task(_beat(heartbeat), name="heartbeat") if heartbeat is not None else None
+    try:
+        return await _run(config, console)
+    finally:
+        if beating is not None:
+            beating.cancel()
+
+
+async def _beat(file: Path) -> None:
+    """A file that grows old tells that this event loop hangs."""
+    while True:
+        try:
+            file.touch()
+        except OSError as error:
+            log.warning("--heartbeat %s: %s", file, error.strerror)
+        await asyncio.sleep(HEARTBEAT_S)
+
+
+async def _run(config: ClusterConfig, console: Console) -> bool:
     if not config.discovery:
         raise Misconfigured("nobody would find these workers: give --discovery redis://host:port", param="discovery")
     from cluster.redis_discovery import RedisAnnouncer, connect
