@@ -69,11 +69,15 @@ async def run_pools(config: ClusterConfig, console: Console, heartbeat: Path | N
 async def _beat(file: Path) -> None:
     """A file that grows old tells that this event loop hangs."""
     while True:
-        try:
-            file.touch()
-        except OSError as error:
-            log.warning("--heartbeat %s: %s", file, error.strerror)
+        _touch(file)
         await asyncio.sleep(HEARTBEAT_S)
+
+
+def _touch(file: Path) -> None:
+    try:
+        file.touch()
+    except OSError as error:
+        log.warning("--heartbeat %s: %s", file, error.strerror)
 
 
 async def _run(config: ClusterConfig, console: Console) -> bool:

@@ -12,21 +12,29 @@ from cluster.supervise import _beat
 from tests.unit.cluster.virtual_time import run_virtually
 
 
-async def beat_for(seconds: float, file: Path) -> None:
-    beating = asyncio.create_task(_beat(file))
-    await asyncio.sleep(seconds)
-    beating.cancel()
-
-
 def test_the_file_is_touched_at_once_and_again(tmp_path: Path) -> None:
     file = tmp_path / "alive"
-    run_virtually(beat_for(0.5, file))
-    assert file.exists()
-    os.utime(file, (0, 0))
-    run_virtually(beat_for(2.5, file))
-    assert file.stat().st_mtime > 0
+
+    async def beats() -> tuple[bool, float]:
+        beating = asyncio.create_task(_beat(file))
+        await asyncio.sleep(0.5)
+        at_once = file.exists()
+        os.utime(file, (0, 0))
+        await asyncio.sleep(1.0)
+        beating.cancel()
+        return at_once, file.stat().st_mtime
+
+    at_once, touched_s = run_virtually(beats())
+    assert at_once
+    assert touched_s > 0
 
 
 def test_a_file_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_virtually(beat_for(0.5, tmp_path / "missing" / "alive"))
-    assert "--heartbeat" in caplog.text
+    async def beats() -> None:
+        beating = asyncio.create_task(_beat(tmp_path / "missing" / "alive"))
+        await asyncio.sleep(1.5)
+        assert not beating.done()
+        beating.cancel()
+
+    run_virtually(beats())
+    assert caplog.text.count("--heartbeat") == 2
