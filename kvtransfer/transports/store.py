@@ -50,6 +50,7 @@ class Board:
         self._thread.start()
 
     def close(self) -> None:
+        """Ends the thread. May be called twice."""
         self._stop.close()
         self._thread.join()
 

@@ -1,0 +1,121 @@
+"""The board where lanes meet: what a torch.distributed store must do, and what strangers must not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+
+from kvtransfer.transports.store import Board, BoardStore
+
+Client = Callable[..., BoardStore]
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    board = Board("127.0.0.1")
+    yield board
+    board.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "lane board"]
+
+
+@pytest.fixture
+def client(board: Board) -> Iterator[Client]:
+    stores: list[BoardStore] = []
+
+    def connect(prefix: str = "lane/") -> BoardStore:
+        stores.append(store := BoardStore("127.0.0.1", board.port, prefix, 10.0))
+        return store
+
+    yield connect
+    for store in stores:
+        store.close()
+
+
+def test_what_one_says_the_other_reads(client: Client) -> None:
+    one, other, stranger = client(), client(), client("another lane/")
+    one.set("key", b"\x00value\xff" * 10_000)
+    assert other.get("key") == b"\x00value\xff" * 10_000
+    assert other.check(["key"])
+    assert not other.check(["key", "missing"])
+    assert not stranger.check(["key"])
+
+
+def test_waiting_ends_when_it_is_said(client: Client) -> None:
+    one, other = client(), client()
+    heard: list[bytes] = []
+    waiter = threading.Thread(target=lambda: heard.append(other.get("late")))
+    waiter.start()
+    one.set("late", "now")
+    waiter.join()
+    assert heard == [b"now"]
+
+
+def test_waiting_for_nobody_ends_too(client: Client) -> None:
+    with pytest.raises(TimeoutError, match="never"):
+        client().wait(["never"], timedelta(seconds=0.01))
+
+
+def test_numbers_add_up_and_only_rise(client: Client) -> None:
+    one, other = client(), client()
+    assert one.add("count", 0) == 0
+    assert one.add("count", 2) == 2
+    assert other.add("count", 3) == 5
+    other.raise_to("count", 4)
+    assert one.add("count", 0) == 5
+    other.raise_to("count", 6)
+    other.raise_to("count", 6)
+    assert one.add("count", 0) == 6
+
+
+def test_what_is_forgotten_is_gone_and_nothing_else(client: Client) -> None:
+    one, stranger = client(), client("another lane/")
+    for store in (one, stranger):
+        store.set("1/here", "x")
+        store.set("10/here", "x")
+    one.forget("1/")
+    assert not one.check(["1/here"])
+    assert one.check(["10/here"])
+    assert stranger.check(["1/here"])
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\nHost: board\r\n\r\n",
+        b"\xff" * 64,
+        b"\x00\xff\xff\xff\x7f\x00\x00\x00\x00",
+        b"\x09" + b"\x00" * 8,
+        b"\x02\x01\x00\x00\x00\x01\x00\x00\x00ab",
+        b"",
+    ],
+    ids=["http", "noise", "huge", "unknown verb", "half a number", "nothing"],
+)
+def test_strangers_are_shown_out_and_the_others_served_on(board: Board, client: Client, noise: bytes) -> None:
+    store = client()
+    store.set("key", "kept")
+    with socket.create_connection(("127.0.0.1", board.port), 10.0) as stranger:
+        stranger.sendall(noise)
+        stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(100) == b""
+    assert store.get("key") == b"kept"
+
+
+def test_a_number_that_is_none_costs_the_connection_only(client: Client) -> None:
+    store, other = client(), client()
+    store.set("word", "no number")
+    with pytest.raises(ConnectionError):
+        store.add("word", 1)
+    assert other.get("word") == b"no number"
+
+
+def test_a_closed_board_is_an_error_at_once(board: Board, client: Client) -> None:
+    store = client()
+    board.close()
+    with pytest.raises(OSError, match=r"gone|reset|[Bb]roken"):
+        store.add("epoch", 0)
+    with pytest.raises(ConnectionRefusedError):
+        client()

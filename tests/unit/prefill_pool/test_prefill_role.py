@@ -1,0 +1,267 @@
+"""A prefill worker: pushes while it reads, keeps a prompt's blocks as long as they are read from, and not longer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from prefill_pool.config import PrefillConfig
+from protos.errors import IncompatibleWorkers, InvalidRequest, Misconfigured, TransferFailed
+from protos.values import FinishReason
+from tests.unit.decode_pool.pair import (
+    BLOCK_BYTES,
+    DECODE,
+    LEASE_S,
+    PREFILL,
+    PREFILL_WEIGHT,
+    VOCAB,
+    Pair,
+    expected,
+    prompt,
+)
+from workers.toy import toy_tokens
+
+
+def num_held(pair: Pair) -> int:
+    """Blocks of the prefill worker that somebody holds."""
+    return pair.prefill.pool.num_blocks - pair.prefill.pool.num_free
+
+
+def test_blocks_are_pushed_while_the_rest_of_the_prompt_is_still_read() -> None:
+    pair = Pair(prefill_chunk=8, chunk_blocks=100)
+    pair.post.holding = True
+    ticket = pair.start("r", prompt(30))
+    pushed = []
+    for _ in range(5):
+        pair.step()
+        pushed.append(pair.post.num_carried)
+    assert pushed == [0, 1, 2, 3, 4], "one push for each chunk of the prompt, a step behind it"
+    assert pair.prefill.ended["r"] is FinishReason.PREFILLED
+    pair.answer("r", prompt(30), ticket)
+    pair.finish()
+    assert pair.text("r") == expected(prompt(30))
+
+
+def test_a_long_prompt_travels_in_pieces() -> None:
+    pair = Pair(chunk_blocks=3)
+    pair.start("r", prompt(40))
+    pair.step(2)
+    assert pair.post.num_carried == 4  # 10 blocks
+
+
+def test_its_own_cached_prefix_is_pushed_too() -> None:
+    pair = Pair()
+    tickets = {request_id: pair.start(request_id, prompt(18)) for request_id in ("first", "second")}
+    assert [ticket.num_cached_tokens for ticket in tickets.values()] == [0, 0], "decode has adopted nothing yet"
+    pair.step(3)
+    assert pair.prefill.runner.num_computed == 18 + 2, "the second finds the four full blocks of the first"
+    for request_id, ticket in tickets.items():
+        pair.answer(request_id, prompt(18), ticket)
+    pair.finish()
+    assert pair.text("first") == pair.text("second") == expected(prompt(18))
+
+
+def test_a_payload_is_a_copy_so_the_blocks_go_before_it_arrives() -> None:
+    pair = Pair()
+    pair.post.holding = True
+    pair.start("r", prompt(12))
+    pair.step()
+    assert num_held(pair) == 3
+    pair.step()
+    assert num_held(pair) == 0
+    assert pair.post.kept, "nothing has arrived yet"
+    pair.finish()
+
+
+def test_a_full_lane_holds_the_blocks_until_there_is_room() -> None:
+    pair = Pair(staged_blocks=2, chunk_blocks=2)
+    pair.post.holding = True
+    ticket = pair.start("r", prompt(24))
+    for num_delivered in range(3):
+        pair.step(3)
+        assert pair.post.num_carried == num_delivered + 1
+        assert (num_held(pair) > 0) == (num_delivered < 2)
+        assert pair.prefill.engine.has_work(), "the loop must keep ticking"
+        pair.post.deliver(1)
+    pair.answer("r", prompt(24), ticket)
+    pair.finish()
+    assert pair.text("r") == expected(prompt(24))
+
+
+def test_a_slow_lane_does_not_hold_up_other_prompts() -> None:
+    pair = Pair(staged_blocks=1)
+    pair.post.holding = True
+    pair.start("slow", prompt(24))
+    pair.step(2)
+    pair.start("r", prompt(9, seed=2))
+    pair.step()
+    assert pair.prefill.tokens["r"] == expected(prompt(9, seed=2), 1)
+    pair.finish()
+
+
+def test_nothing_is_held_when_the_destination_has_it_all() -> None:
+    pair = Pair()
+    before = pair.start("before", prompt(8))
+    pair.answer("before", prompt(8), before)
+    pair.finish()
+    num_carried = pair.post.num_carried
+    ticket = pair.start("r", prompt(8))
+    assert ticket.block_ids == ()
+    pair.step()
+    assert pair.prefill.ended["r"] is FinishReason.PREFILLED
+    assert num_held(pair) == 0
+    assert pair.post.num_carried == num_carried
+    pair.answer("r", prompt(8), ticket)
+    pair.finish()
+    assert pair.text("r") == expected(prompt(8))
+
+
+def test_an_answer_of_one_token_needs_no_decode_worker() -> None:
+    """The gateway then withdraws the reservation."""
+    pair = Pair()
+    ticket = pair.reserve("r", prompt(12))
+    pair.read("r", prompt(12), ticket, max_tokens=1)
+    pair.step(2)
+    assert pair.prefill.ended["r"] is FinishReason.LENGTH
+    assert num_held(pair) == 0
+    assert pair.decode.engine.abort(["r"]) == 1
+    pair.assert_idle()
+
+
+def test_a_request_without_a_ticket_is_answered_here() -> None:
+    pair = Pair()
+    pair.read("r", prompt(9), None)
+    pair.finish()
+    assert pair.prefill.tokens["r"] == toy_tokens(prompt(9), 6, weight=PREFILL_WEIGHT, vocab_size=VOCAB)
+    assert pair.prefill.ended["r"] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5])
+def test_an_abort_at_any_moment_leaves_nothing(num_steps: int) -> None:
+    """Waiting, in the middle of the prompt, held, and gone."""
+    pair = Pair(prefill_chunk=8, staged_blocks=1, chunk_blocks=1)
+    pair.post.holding = True
+    pair.start("r", prompt(24))
+    pair.step(num_steps)
+    pair.prefill.engine.abort(["r"])
+    pair.step()
+    assert num_held(pair) == 0
+    assert not pair.prefill.engine.has_work(), "what had not left yet was not dropped"
+    pair.decode.engine.abort(["r"])
+    pair.finish()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
+def test_a_lost_lane_fails_its_requests_and_no_others(num_steps: int) -> None:
+    pair = Pair(prefill_chunk=8, staged_blocks=1, chunk_blocks=1)
+    pair.post.holding = True
+    pair.start("r", prompt(24))
+    pair.read("other", prompt(9, seed=2), None)
+    pair.step(num_steps)
+    pair.exchange.sever(PREFILL, DECODE, "the cable was cut")
+    pair.step()
+    error = pair.prefill.errors["r"]
+    assert error.code == TransferFailed.code
+    assert "d0#1 was lost: the cable was cut" in error.message
+    pair.finish()
+    assert "other" not in pair.prefill.errors
+    assert pair.prefill.ended["other"] is FinishReason.LENGTH
+
+
+def test_a_destination_that_is_gone_is_found_out_before_the_prompt_is_read() -> None:
+    pair = Pair()
+    ticket = pair.reserve("r", prompt(24))
+    pair.decode_role._mover.close()
+    pair.read("r", prompt(24), ticket)
+    pair.step(2)
+    assert pair.prefill.errors["r"].code == TransferFailed.code
+    assert num_held(pair) == 0
+
+
+def test_nobody_reads_for_a_ticket_whose_lease_is_over() -> None:
+    pair = Pair(staged_blocks=1, chunk_blocks=1)
+    pair.post.holding = True
+    pair.start("r", prompt(12))
+    pair.step(2)
+    pair.step(seconds=LEASE_S)
+    assert pair.prefill.errors["r"].code == TransferFailed.code
+    assert "lease of 50 s is over" in pair.prefill.errors["r"].message
+    assert num_held(pair) == 0
+    pair.finish()
+
+
+@pytest.mark.parametrize(("reserved", "read"), [(12, 13), (12, 8), (13, 12)])
+def test_a_ticket_for_another_prompt_is_refused(reserved: int, read: int) -> None:
+    pair = Pair()
+    ticket = pair.reserve("r", prompt(reserved))
+    pair.read("r", prompt(read), ticket)
+    pair.step(2)
+    assert pair.prefill.errors["r"].code == InvalidRequest.code
+    assert pair.prefill.errors["r"].param == "ticket"
+    assert pair.prefill.runner.num_computed == 0
+    pair.finish()
+
+
+def test_a_ticket_of_another_layout_is_refused_by_field() -> None:
+    pair = Pair()
+    ticket = pair.reserve("r", prompt(12))
+    pair.read("r", prompt(12), replace(ticket, layout=replace(ticket.layout, num_layers=7)))
+    pair.step(2)
+    assert pair.prefill.errors["r"].code == IncompatibleWorkers.code
+    assert "num_layers is 1 there and 7 here" in pair.prefill.errors["r"].message
+    pair.finish()
+
+
+def test_one_ticket_is_for_one_request() -> None:
+    pair = Pair()
+    ticket = pair.start("r", prompt(12))
+    pair.read("s", prompt(12), ticket)
+    pair.step(3)
+    assert pair.prefill.errors["s"].code == InvalidRequest.code
+    assert "r" not in pair.prefill.errors
+    pair.decode.engine.abort(["r"])
+    pair.finish()
+
+
+def test_a_newer_generation_ends_the_push_of_the_older() -> None:
+    pair = Pair(staged_blocks=1, chunk_blocks=1)
+    pair.post.holding = True
+    pair.start("r", prompt(12))
+    pair.step(2)
+    ticket = pair.reserve("r", prompt(12), generation=2)
+    pair.read("r2", prompt(12), ticket)
+    pair.step(2)
+    assert pair.prefill.errors["r"].code == TransferFailed.code
+    pair.answer("r", prompt(12), ticket)
+    pair.finish()
+    assert pair.prefill.tokens["r2"] + pair.decode.tokens["r"] == expected(prompt(12))
+
+
+def test_a_preempted_prompt_is_read_again_and_arrives_once() -> None:
+    pair = Pair(num_blocks=8, decode_blocks=64, prefill_chunk=2)
+    pair.read("old", prompt(8, seed=3), None, max_tokens=20)
+    pair.step(6)
+    ticket = pair.start("r", prompt(16))
+    pair.answer("r", prompt(16), ticket)
+    pair.finish()
+    assert pair.prefill.scheduler.num_preemptions > 0
+    assert pair.text("r") == expected(prompt(16))
+    assert pair.prefill_role.load(pair.prefill.engine.load()).transfer_bytes == 4 * BLOCK_BYTES
+
+
+def test_load_counts_what_was_sent() -> None:
+    pair = Pair()
+    pair.post.holding = True
+    pair.start("r", prompt(12))
+    pair.step()
+    assert pair.prefill.engine.load().num_tickets == 1
+    assert pair.prefill.engine.load().transfer_bytes == 0
+    pair.finish()
+    assert pair.prefill.engine.load().num_tickets == 0
+    assert pair.prefill.engine.load().transfer_bytes == 3 * BLOCK_BYTES
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(Misconfigured, match="chunk_bytes is 0"):
+        PrefillConfig(chunk_bytes=0)
