@@ -122,7 +122,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveRequest:
-    """Asks a decode worker for blocks that `source` may write. `lease_s` bounds how long they are kept."""
+    """Asks a decode worker for blocks that `source` may write. `lease_s` bounds how long they are kept; with a
+    `gateway_id` they also go when that gateway's stream does."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -131,6 +132,7 @@ class ReserveRequest:
     lease_s: float = 30.0
     source: LaneAddress
     source_layout: KVLayout
+    gateway_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

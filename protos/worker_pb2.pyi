@@ -499,10 +499,13 @@ class ReserveRequest(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     SOURCE_LAYOUT_FIELD_NUMBER: _builtins.int
+    GATEWAY_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     cache_salt: _builtins.bytes
     generation: _builtins.int
     lease_s: _builtins.float
+    gateway_id: _builtins.str
+    """with its stream the reservation ends; empty: with its lease only"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -521,10 +524,11 @@ class ReserveRequest(_message.Message):
         lease_s: _builtins.float = ...,
         source: _kv_pb2.LaneAddress | None = ...,
         source_layout: _kv_pb2.KVLayout | None = ...,
+        gateway_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "source_layout", b"source_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "generation", b"generation", "lease_s", b"lease_s", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "source", b"source", "source_layout", b"source_layout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "gateway_id", b"gateway_id", "generation", b"generation", "lease_s", b"lease_s", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "source", b"source", "source_layout", b"source_layout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

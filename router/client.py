@@ -119,7 +119,7 @@ class WorkerClient:
 
     async def run(self, hello: Hello, receive: Callable[[StepMessage], None]) -> NoReturn:
         """Holds the token stream until it is lost, then raises WorkerLost. `receive` gets each message after its
-        updates have been handed out."""
+        updates have been handed out. Nothing is submitted before this runs: Hello comes first."""
         self.greet(hello)
         self._stream = self._stub.Stream(self._outgoing())
         error: BatonError = WorkerLost(f"the worker at {self.address} ended its stream")

@@ -163,7 +163,7 @@ class Dispatcher:
         answer: Updates | None = None
         finished = False
         try:
-            ticket = await decode.reserve(_reservation(journal, attempt, prefill, self._config.ticket_lease_s))
+            ticket = await decode.reserve(self._reservation(journal, attempt, prefill))
             journal.read_since_s = _now()
             reading = prefill.submit(journal.request(request_id, ticket=ticket))
             async for update in reading:
@@ -182,6 +182,21 @@ class Dispatcher:
         finally:
             (prefill.release if finished else prefill.abort)(request_id)
             (decode.release if finished and answer is not None else decode.abort)(request_id)
+
+    def _reservation(self, journal: Journal, attempt: Attempt, prefill: Member) -> ReserveRequest:
+        """Asks for blocks for all that prefill will read: after a failure that is the prompt and what was emitted."""
+        if prefill.info is None:
+            raise WorkerLost(f"worker {prefill.worker_id} was never met")
+        return ReserveRequest(
+            request_id=attempt.request_id,
+            prompt_ids=journal.token_ids,
+            cache_salt=journal.job.cache_salt,
+            generation=attempt.generation,
+            lease_s=self._config.ticket_lease_s,
+            source=prefill.info.lane,
+            source_layout=prefill.info.layout,
+            gateway_id=self._fleet.gateway_id,
+        )
 
     # -- recovering ----------------------------------------------------------------------------------------------------
 
@@ -224,21 +239,6 @@ class Dispatcher:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(deadline), self._line:
                 await self._fleet.wait(until=min(deadline, _now() + self._config.retry_pause_s))
-
-
-def _reservation(journal: Journal, attempt: Attempt, prefill: Member, lease_s: float) -> ReserveRequest:
-    """Asks for blocks for all that prefill will read: after a failure that is the prompt and what was emitted."""
-    if prefill.info is None:
-        raise WorkerLost(f"worker {prefill.worker_id} was never met")
-    return ReserveRequest(
-        request_id=attempt.request_id,
-        prompt_ids=journal.token_ids,
-        cache_salt=journal.job.cache_salt,
-        generation=attempt.generation,
-        lease_s=lease_s,
-        source=prefill.info.lane,
-        source_layout=prefill.info.layout,
-    )
 
 
 def _now() -> float:

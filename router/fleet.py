@@ -47,6 +47,7 @@ class Fleet:
     def __init__(self, *, index: PrefixIndex, config: RouterConfig, gateway_id: str) -> None:
         self.index = index
         self._config = config
+        self.gateway_id = gateway_id
         self._feed = Feed(index, gateway_id=gateway_id)
         self._members: dict[str, Member] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -166,11 +167,11 @@ class Fleet:
         watch: asyncio.Task[None] | None = None
         try:
             info = await client.describe()
-            self._admit(member, info)
-            member.met(info, client)
             await _check(client, member.worker_id)
-            watch = asyncio.create_task(self._watch(member, client))
+            self._admit(member, info)
             hello = self._feed.hello(member.worker_id, info.incarnation)
+            watch = asyncio.create_task(self._watch(member, client))
+            member.met(info, client)  # from here to `run`'s first statement nobody else has a turn
             await client.run(hello, lambda step: self._receive(member, client, step))
         finally:
             member.client = None

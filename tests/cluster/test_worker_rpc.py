@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ import pytest
 
 from kvtransfer.events import EventLog
 from protos import worker_pb2, worker_pb2_grpc
-from protos.errors import InvalidRequest, WorkerLost
+from protos.errors import InvalidRequest, Unavailable, WorkerLost
 from protos.status import error_of
 from protos.values import (
     BlockStored,
@@ -23,9 +24,11 @@ from protos.values import (
     Hello,
     KVLayout,
     LaneAddress,
+    ReserveRequest,
     SamplingParams,
     SequenceUpdate,
     StepMessage,
+    Ticket,
     WorkerInfo,
     WorkerRole,
 )
@@ -290,6 +293,46 @@ async def test_only_a_worker_that_receives_kv_can_be_reserved_on(worker: Worker)
     assert type(error) is InvalidRequest
     assert "colocated" in error.message
     await gateway.close()
+
+
+async def test_a_reservation_goes_with_the_stream_of_its_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB))
+    aborted: list[str] = []
+    withdrawn = threading.Event()
+
+    def abort(request_ids: tuple[str, ...]) -> int:
+        aborted.extend(request_ids)
+        withdrawn.set()
+        return 0
+
+    def reserve(asked: ReserveRequest, now: float) -> Ticket:
+        return Ticket(
+            ticket_id=asked.request_id,
+            generation=asked.generation,
+            lease_s=asked.lease_s,
+            block_ids=(1,),
+            num_cached_tokens=0,
+            layout=parts.info.layout,
+            destination=parts.info.lane,
+        )
+
+    monkeypatch.setattr(parts.engine, "abort", abort)
+    worker = Worker(replace(parts, reserve=reserve))
+    await worker.start("127.0.0.1")
+    gateway = Gateway(worker.info.address, "g")
+    asked = ReserveRequest(
+        request_id="r", prompt_ids=(1,), source=parts.info.lane, source_layout=parts.info.layout, gateway_id="g"
+    )
+    stranger = replace(asked, gateway_id="somebody else")
+    await gateway.read()
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await gateway.stub.Reserve(to_proto(stranger))
+    assert type(error_of(failed.value)) is Unavailable
+    await gateway.stub.Reserve(to_proto(asked))
+    await gateway.close()
+    assert await asyncio.to_thread(withdrawn.wait, 30)
+    assert aborted == ["r"]
+    await worker.stop()
 
 
 async def test_a_broken_engine_ends_the_worker_and_its_health() -> None:

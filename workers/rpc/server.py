@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from protos import kv_pb2, worker_pb2, worker_pb2_grpc
-from protos.errors import BatonError, InvalidRequest
+from protos.errors import BatonError, InvalidRequest, Unavailable
 from protos.status import abort_with
 from protos.values import (
     FinishReason,
@@ -187,10 +187,25 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             if reserve is None:
                 raise InvalidRequest(f"worker {self._info.worker_id} is a {self._info.role} worker: it takes no KV")
             asked = from_proto(ReserveRequest, request)
-            return to_proto(await self.loop.call(lambda: reserve(asked, self._clock())))
+            self._own_reservation(asked)
+            try:
+                return to_proto(await self.loop.call(lambda: reserve(asked, self._clock())))
+            except BatonError:
+                self._disown(asked.request_id)
+                raise
         except BatonError as error:
             await abort_with(context, error)
             return kv_pb2.Ticket()
+
+    def _own_reservation(self, asked: ReserveRequest) -> None:
+        """It ends with its gateway's stream, as a request does. Raises Unavailable where there is no such stream."""
+        if not asked.gateway_id:
+            return
+        stream = next((stream for stream in self._streams if stream.gateway_id == asked.gateway_id), None)
+        if stream is None:
+            raise Unavailable(f"gateway {asked.gateway_id} has no stream here: say hello before Reserve")
+        self._owners[asked.request_id] = stream
+        stream.request_ids.add(asked.request_id)
 
     async def Abort(self, request: Any, context: Any) -> Any:
         ids = tuple(request.request_ids)
@@ -226,6 +241,7 @@ def new_server() -> grpc.aio.Server:
             ("grpc.max_send_message_length", 64 * 2**20),
             ("grpc.keepalive_time_ms", 2000),
             ("grpc.keepalive_timeout_ms", 2000),
+            ("grpc.http2.ping_timeout_ms", 2000),  # alone decides when a keepalive ping is lost; 60 s without it
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 1000),
             ("grpc.http2.max_ping_strikes", 0),

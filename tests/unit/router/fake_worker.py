@@ -14,7 +14,7 @@ import grpc
 
 from kvtransfer.hashing import chain_hashes
 from protos import worker_pb2, worker_pb2_grpc
-from protos.errors import BatonError, TransferFailed, WorkerDraining
+from protos.errors import BatonError, TransferFailed, WorkerDraining, WorkerLost
 from protos.status import abort_with
 from protos.values import (
     BlockStored,
@@ -60,7 +60,7 @@ class Sequence:
         self.num_made = 0
 
 
-class FakeWorker(worker_pb2_grpc.WorkerServicer):
+class FakeWorker:
     """`peers` maps worker ids to workers, so that a fake prefill worker can push. What a test may set:
 
     `pause_after` tokens of every request, no step is made until `go()`; `refuse` ends Reserve with an error and
@@ -99,7 +99,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.blocks: dict[bytes, None] = {}
         self.next_seq = 0
         self._events: list[BlockStored] = []
-        self._gateways: list[asyncio.Queue[StepMessage]] = []
+        self._gateways: dict[asyncio.Queue[StepMessage], Hello] = {}
+        self._reservations: list[tuple[asyncio.Queue[StepMessage], str]] = []
         self.failed: tuple[str, Any] = ("", None)
         self._work = asyncio.Event()
         self._turn = asyncio.Event()
@@ -108,20 +109,20 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def start(self, port: int = 0) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)])
-        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(Life(self), self._server)
         bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
         self.address = f"127.0.0.1:{bound}"
         await self._server.start()
         self._engine = asyncio.create_task(self._steps())
 
     async def die(self) -> None:
+        self.incarnation += 1
         self._engine.cancel()
+        self._fresh()
         await self._server.stop(None)
 
     async def restart(self) -> None:
         """The same worker at the same address, in its next life."""
-        self.incarnation += 1
-        self._fresh()
         await self.start(int(self.address.rpartition(":")[2]))
 
     def go(self) -> None:
@@ -235,7 +236,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             gateway.put_nowait(StepMessage(updates=own, events=(events,), load=self.load))
         self._happened()
 
-    # -- the service ---------------------------------------------------------------------------------------------------
+    # -- what gateways ask for -----------------------------------------------------------------------------------------
 
     def info(self) -> WorkerInfo:
         host, _, port = self.address.rpartition(":")
@@ -246,43 +247,25 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         }  # fmt: skip
         return WorkerInfo(**named | self._info)
 
-    async def Describe(self, request: Any, context: Any) -> Any:
-        return to_proto(self.info())
-
-    async def Stream(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        gateway: asyncio.Queue[StepMessage] = asyncio.Queue()
-        reader = asyncio.create_task(self._read(messages, gateway))
-        try:
-            while True:
-                yield to_proto(await gateway.get())
-        finally:
-            reader.cancel()
-            if gateway in self._gateways:
-                self._gateways.remove(gateway)
-
-    async def _read(self, messages: AsyncIterator[Any], gateway: asyncio.Queue[StepMessage]) -> None:
-        async for message in messages:
-            kind = message.WhichOneof("message")
-            if kind == "hello":
-                self._greet(from_proto(Hello, message.hello), gateway)
-            elif kind == "submit":
-                self._submit(from_proto(GenerateRequest, message.submit), gateway)
-            else:
-                for request_id in message.abort.request_ids:
-                    self.aborted.append(request_id)
-                    self.running.pop(request_id, None)
-                    self.tickets.pop(f"{self.worker_id}/{request_id}", None)
-            self._happened()
-
-    def _greet(self, hello: Hello, gateway: asyncio.Queue[StepMessage]) -> None:
+    def greet(self, hello: Hello, gateway: asyncio.Queue[StepMessage]) -> None:
         self.hellos.append(hello)
         stored = (BlockStored(hashes=tuple(self.blocks)),) if self.blocks else ()
         snapshot = KVEvents(incarnation=self.incarnation, first_seq=self.next_seq, events=stored, snapshot=True)
         gateway.put_nowait(StepMessage(events=(snapshot,), load=self.load))
-        if gateway not in self._gateways:
-            self._gateways.append(gateway)
+        self._gateways[gateway] = hello
+        self._happened()
 
-    def _submit(self, request: GenerateRequest, gateway: asyncio.Queue[StepMessage]) -> None:
+    def forget(self, gateway: asyncio.Queue[StepMessage]) -> None:
+        """The stream is the lease: what its gateway had asked for ends with it."""
+        self._gateways.pop(gateway, None)
+        for sequence in [each for each in self.running.values() if each.gateway is gateway]:
+            del self.running[sequence.request.request_id]
+        for owner, request_id in self._reservations:
+            if owner is gateway:
+                self.tickets.pop(f"{self.worker_id}/{request_id}", None)
+        self._happened()
+
+    def submit(self, request: GenerateRequest, gateway: asyncio.Queue[StepMessage]) -> None:
         self.submitted.append(request)
         sequence = Sequence(request, gateway, ready=request.ticket is None or self.role is WorkerRole.PREFILL)
         if self.draining:
@@ -290,39 +273,98 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             update = SequenceUpdate(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=refused)
             self.say([(sequence, update)])
             return
+        assert gateway in self._gateways, "hello comes first"
         self.running[request.request_id] = sequence
+        if not sequence.ready and request.ticket is not None and request.ticket.ticket_id not in self.tickets:
+            self.fail(request.request_id, error_info(TransferFailed("no such ticket here")))
         if self.failed[0] == request.request_id:
             self.fail(*self.failed)
         self.adopt(request.request_id)
+        self._happened()
 
-    async def Reserve(self, request: Any, context: Any) -> Any:
-        asked = from_proto(ReserveRequest, request)
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.running.pop(request_id, None)
+        self.tickets.pop(f"{self.worker_id}/{request_id}", None)
+        self._happened()
+
+    async def reserve(self, asked: ReserveRequest) -> Ticket:
         self.reserved.append(asked)
         self._happened()
+        gateway = next(stream for stream, hello in self._gateways.items() if hello.gateway_id == asked.gateway_id)
         if self.reserving is not None:
             await self.reserving.wait()
         if self.refuse is not None:
-            await abort_with(context, self.refuse)
+            raise self.refuse
         ticket = Ticket(
             ticket_id=f"{self.worker_id}/{asked.request_id}", generation=asked.generation, lease_s=asked.lease_s,
             block_ids=(1,), num_cached_tokens=0, layout=LAYOUT, destination=self.info().lane,
         )  # fmt: skip
+        if gateway not in self._gateways:
+            raise WorkerLost("the gateway has gone meanwhile")
         self.tickets[ticket.ticket_id] = ticket
-        return to_proto(ticket)
+        self._reservations.append((gateway, asked.request_id))
+        return ticket
+
+
+class Life(worker_pb2_grpc.WorkerServicer):
+    """The service during one life of a worker: calls that outlive it reach nobody."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self.worker = worker
+        self.incarnation = worker.incarnation
+
+    def alive(self) -> bool:
+        return self.worker.incarnation == self.incarnation
+
+    async def Stream(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        gateway: asyncio.Queue[StepMessage] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(messages, gateway))
+        try:
+            while self.alive():
+                yield to_proto(await gateway.get())
+        finally:
+            reader.cancel()
+            self.worker.forget(gateway)
+
+    async def _read(self, messages: AsyncIterator[Any], gateway: asyncio.Queue[StepMessage]) -> None:
+        async for message in messages:
+            kind = message.WhichOneof("message")
+            if not self.alive():
+                return
+            if kind == "hello":
+                self.worker.greet(from_proto(Hello, message.hello), gateway)
+            elif kind == "submit":
+                self.worker.submit(from_proto(GenerateRequest, message.submit), gateway)
+            else:
+                for request_id in message.abort.request_ids:
+                    self.worker.abort(request_id)
+
+    async def Reserve(self, request: Any, context: Any) -> Any:
+        try:
+            if not self.alive():
+                raise WorkerLost("too late")
+            return to_proto(await self.worker.reserve(from_proto(ReserveRequest, request)))
+        except BatonError as error:
+            await abort_with(context, error)
+
+    async def Describe(self, request: Any, context: Any) -> Any:
+        return to_proto(self.worker.info())
 
     async def Abort(self, request: Any, context: Any) -> Any:
         return worker_pb2.AbortReply()
 
     async def Drain(self, request: Any, context: Any) -> Any:
-        self.draining = True
-        self.say()
-        return worker_pb2.DrainReply(num_running=len(self.running))
+        self.worker.draining = True
+        self.worker.say()
+        return worker_pb2.DrainReply(num_running=len(self.worker.running))
 
     async def Stats(self, request: Any, context: Any) -> Any:
-        return to_proto(WorkerStats(info=self.info(), load=self.load))
+        return to_proto(WorkerStats(info=self.worker.info(), load=self.worker.load))
 
     async def Health(self, request: Any, context: Any) -> Any:
-        return to_proto(Health(healthy=self.healthy, reason="" if self.healthy else "no step finished for 60 s"))
+        healthy = self.worker.healthy
+        return to_proto(Health(healthy=healthy, reason="" if healthy else "no step finished for 60 s"))
 
 
 def logprob(token: int) -> Logprobs:
