@@ -132,7 +132,10 @@ def _not_ready(gateway: Gateway) -> str:
     if gateway.fleet.ready():
         return ""
     workers = gateway.fleet.status()
-    told = (f"{one.worker_id} is {one.state}{f' ({one.reason})' if one.reason else ''}" for one in workers)
+    away = [one for one in workers if one.state != "ready"]
+    told = [f"{one.worker_id} is {one.state}{f' ({one.reason})' if one.reason else ''}" for one in away]
+    if workers and not away:
+        told = ["no worker that writes answers has joined yet"]
     return "; ".join(told) or "no worker has joined yet"
 
 
