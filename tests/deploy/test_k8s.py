@@ -1,0 +1,347 @@
+"""The manifests: valid, and in agreement with each other, with Baton's settings and flags, and with what Ray offers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer
+
+from cluster.cli import make_app
+from cluster.config import ClusterConfig
+from cluster.placement import Node, plan
+from cluster.settings import make_config
+from protos.values import WorkerRole
+from tests.deploy.rendering import K8S, SHAPES, Manifest, Rendered, render
+
+ROOT = K8S.parent.parent
+OURS = ("gateway", "controller", "head", "prefill", "decode")
+POOLS = ("prefill", "decode")
+
+
+@pytest.fixture(params=sorted(SHAPES))
+def shape(request: pytest.FixtureRequest) -> Rendered:
+    """Each shape of the deployment in turn."""
+    return render(SHAPES[request.param])
+
+
+@pytest.fixture
+def rendered() -> Callable[[str], Rendered]:
+    return lambda name: render(SHAPES[name])
+
+
+def config_of(shape: Rendered) -> ClusterConfig:
+    return make_config(tomllib.loads(shape.settings))
+
+
+def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    exact = selector.get("matchLabels", {})
+    among = selector.get("matchExpressions", ())
+    assert all(one["operator"] == "In" for one in among), "the only one used here"
+    return exact.items() <= labels.items() and all(labels.get(one["key"]) in one["values"] for one in among)
+
+
+def selected(shape: Rendered, selector: Mapping[str, Any]) -> set[str]:
+    """Whose pods a selector finds."""
+    return {name for name, one in shape.templates.items() if selects(selector, one["metadata"]["labels"])}
+
+
+def ports_of(container: Manifest) -> dict[str, int]:
+    return {one["name"]: one["containerPort"] for one in container.get("ports", ())}
+
+
+# -- every object by itself --------------------------------------------------------------------------------------------
+
+
+def test_built_in_kinds_follow_their_schemas(shape: Rendered) -> None:
+    kinds = [one["kind"] for one in shape.manifests]
+    assert {"Namespace", "ConfigMap", "Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"} <= set(kinds)
+    for one in shape.manifests:
+        if one["kind"] != "RayCluster":
+            kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_pods_of_ray_follow_the_schema_of_pods(shape: Rendered) -> None:
+    for name in ("head", *POOLS):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": shape.templates[name]["spec"]}
+        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_everything_is_in_one_namespace_and_labelled(shape: Rendered) -> None:
+    for one in shape.manifests:
+        if one["kind"] not in ("Namespace", "ConfigMap"):
+            assert one["metadata"]["namespace"] == "baton", one["metadata"]["name"]
+            assert one["metadata"]["labels"]["app.kubernetes.io/part-of"] == "baton", one["metadata"]["name"]
+
+
+def test_the_ray_cluster_is_built_as_kuberay_reads_it(shape: Rendered) -> None:
+    [cluster] = shape.of("RayCluster").values()
+    assert (cluster["apiVersion"], cluster["metadata"]["name"]) == ("ray.io/v1", "ray")
+    assert set(shape.groups) == set(POOLS)
+    pinned = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert shape.ray["rayVersion"] == pinned[1], "what is in the image"
+    for group in (shape.ray["headGroupSpec"], *shape.groups.values()):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), "flags are texts"
+        assert int(group["rayStartParams"]["object-store-memory"]) >= 75 * 2**20, "Ray's least"
+        [container] = group["template"]["spec"]["containers"]
+        assert "command" not in container, "KubeRay writes `ray start` there"
+        assert "args" not in container
+
+
+def test_parameters_are_flags_of_ray_start(shape: Rendered) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", "start", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    for group in (shape.ray["headGroupSpec"], *shape.groups.values()):
+        for name in group["rayStartParams"]:
+            assert f"--{name}" in told, f"`ray start` knows no --{name}"
+
+
+# -- every container ---------------------------------------------------------------------------------------------------
+
+
+def test_containers_run_as_nobody_with_nothing(shape: Rendered) -> None:
+    assert set(shape.containers) == {*OURS, "redis"}
+    for name, template in shape.templates.items():
+        pod, container = template["spec"], shape.containers[name]
+        assert pod["securityContext"]["runAsNonRoot"] is True, name
+        assert pod["securityContext"]["runAsUser"] > 0, name
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert pod["automountServiceAccountToken"] is False, name
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }, name
+
+
+def test_containers_say_what_they_need(shape: Rendered) -> None:
+    for name, container in shape.containers.items():
+        assert container["resources"]["requests"].keys() >= {"cpu", "memory"}, name
+        assert "memory" in container["resources"]["limits"], name
+
+
+def test_containers_are_watched_at_ports_they_have(shape: Rendered) -> None:
+    for name, container in shape.containers.items():
+        probes = [container[kind] for kind in ("livenessProbe", "readinessProbe", "startupProbe") if kind in container]
+        assert "livenessProbe" in container, name
+        assert "readinessProbe" in container or name == "controller", f"{name} would be sent work before it can do it"
+        for probe in probes:
+            where = probe.get("httpGet") or probe.get("tcpSocket")
+            assert where is None or where["port"] in ports_of(container), name
+
+
+def test_what_is_mounted_is_there_and_nobody_writes_models_or_settings(shape: Rendered) -> None:
+    for name, template in shape.templates.items():
+        volumes = {one["name"]: one for one in template["spec"].get("volumes", ())}
+        mounts = {one["mountPath"]: one for one in shape.containers[name].get("volumeMounts", ())}
+        assert {one["name"] for one in mounts.values()} == set(volumes), name
+        if name != "redis":
+            assert "emptyDir" in volumes[mounts["/tmp"]["name"]], "the root is read-only"
+            assert {"name": "HOME", "value": "/tmp"} in shape.containers[name]["env"], "caches go below the home"
+        for path in {"/etc/baton", "/models"} & mounts.keys():
+            assert mounts[path].get("readOnly") is True, name
+
+
+def test_images_are_ours_of_one_version(rendered: Callable[[str], Rendered]) -> None:
+    [version] = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    for name, tag in (("base", version), ("gpu", f"{version}-cuda")):
+        assert {rendered(name).containers[one]["image"] for one in OURS} == {f"baton:{tag}"}
+
+
+# -- with Baton's settings and flags -----------------------------------------------------------------------------------
+
+
+def test_settings_are_read_by_the_real_loader(shape: Rendered) -> None:
+    config = config_of(shape)
+    http, grpc = (ports_of(shape.containers["gateway"])[name] for name in ("http", "grpc"))
+    assert (config.router.host, config.router.port, config.router.grpc_port) == ("0.0.0.0", http, grpc)
+    assert config.ray.pool_resources, "or any pod would get any worker"
+
+
+def test_flags_of_containers_exist(shape: Rendered) -> None:
+    for name, verb in (("gateway", "gateway"), ("controller", "pools")):
+        [first, *flags] = shape.containers[name]["args"]
+        assert first == verb
+        command = typer.main.get_command(make_app([verb]))
+        made = command.get_command(typer.Context(command), verb)  # type: ignore[attr-defined]
+        made.make_context(verb, flags)  # raises for a flag that does not exist
+
+
+def test_settings_and_the_heartbeat_are_where_flags_say(shape: Rendered) -> None:
+    for name in ("gateway", "controller"):
+        container = shape.containers[name]
+        [path] = [one.removeprefix("--config=") for one in container["args"] if one.startswith("--config=")]
+        mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+        volumes = {one["name"]: one for one in shape.templates[name]["spec"]["volumes"]}
+        folder, _, file = path.rpartition("/")
+        config_map = volumes[mounts[folder]]["configMap"]["name"]
+        assert file in shape.of("ConfigMap")[config_map]["data"]
+    controller = shape.containers["controller"]
+    [beat] = [one.removeprefix("--heartbeat=") for one in controller["args"] if one.startswith("--heartbeat=")]
+    assert beat in controller["livenessProbe"]["exec"]["command"][-1]
+    assert beat.rpartition("/")[0] in {one["mountPath"] for one in controller["volumeMounts"]}
+
+
+def test_the_probe_of_the_controller_tells_a_fresh_heartbeat_from_an_old_one(shape: Rendered, tmp_path: Path) -> None:
+    beat = tmp_path / "alive"
+    command = [
+        part.replace("/run/baton/alive", str(beat))
+        for part in shape.containers["controller"]["livenessProbe"]["exec"]["command"]
+    ]
+
+    def healthy() -> bool:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    assert not healthy()
+    beat.touch()
+    assert healthy()
+    os.utime(beat, (0, 0))
+    assert not healthy()
+
+
+def test_stopping_has_the_time_it_is_given(shape: Rendered) -> None:
+    grace_s = config_of(shape).supervision.grace_s
+    for name in ("gateway", "controller"):
+        assert shape.templates[name]["spec"]["terminationGracePeriodSeconds"] > grace_s + 5, name
+
+
+# -- with each other ---------------------------------------------------------------------------------------------------
+
+
+def test_services_reach_pods_at_ports_they_have(shape: Rendered) -> None:
+    for name, service in shape.of("Service").items():
+        assert selected(shape, {"matchLabels": service["spec"]["selector"]}) == {name}
+        for port in service["spec"]["ports"]:
+            assert port["targetPort"] in ports_of(shape.containers[name])
+
+
+def test_addresses_in_the_settings_are_services_that_exist(shape: Rendered) -> None:
+    config = config_of(shape)
+    redis = shape.of("Service")["redis"]["spec"]["ports"][0]["port"]
+    client = ports_of(shape.containers["head"])["client"]
+    assert config.discovery == f"redis://redis:{redis}"
+    assert config.ray.address == f"ray://ray-head-svc:{client}", "KubeRay's name for the head of a cluster named ray"
+
+
+def test_deployments_select_their_own_pods(shape: Rendered) -> None:
+    for name, deployment in shape.of("Deployment").items():
+        assert selected(shape, deployment["spec"]["selector"]) == {name}
+
+
+def test_budgets_cover_their_pods_and_leave_room_for_one_disruption(shape: Rendered) -> None:
+    replicas = {name: one["spec"]["replicas"] for name, one in shape.of("Deployment").items()}
+    replicas |= {pool: group["replicas"] for pool, group in shape.groups.items()}
+    budgets = shape.of("PodDisruptionBudget")
+    assert set(budgets) == {"gateway", *POOLS}
+    for name, budget in budgets.items():
+        assert selected(shape, budget["spec"]["selector"]) == {name}
+        # Of pods whose owner has no scale, which KubeRay's have not, Kubernetes counts minAvailable only.
+        assert "maxUnavailable" not in budget["spec"]
+        assert 1 <= budget["spec"]["minAvailable"] == replicas[name] - 1
+
+
+def test_network_policies_open_exactly_the_ways_that_are_used(shape: Rendered) -> None:
+    """Who may reach whose pods, at which ports (none named: all)."""
+    ways: dict[str, dict[str, set[int]]] = {}
+    policies = shape.of("NetworkPolicy")
+    assert policies.pop("default-deny")["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    for policy in policies.values():
+        targets = selected(shape, policy["spec"]["podSelector"])
+        assert targets, policy["metadata"]["name"]
+        for rule in policy["spec"]["ingress"]:
+            ports = {one["port"] for one in rule.get("ports", ())}
+            peers = [selected(shape, peer["podSelector"]) for peer in rule.get("from", ())]
+            assert all(peers), f"{policy['metadata']['name']} lets in labels that nobody has"
+            for target in targets:
+                for source in set().union(*peers) if peers else {"anybody"}:
+                    ways.setdefault(target, {}).setdefault(source, set()).update(ports)
+    ray = {source: set[int]() for source in ("head", *POOLS, "gateway", "controller")}
+    assert ways == {
+        "gateway": {"anybody": {8000, 8001}},
+        "redis": {"gateway": {6379}, "controller": {6379}},
+        **dict.fromkeys(("head", *POOLS), ray),
+    }
+
+
+# -- with Baton's placement --------------------------------------------------------------------------------------------
+
+
+def nodes_of(shape: Rendered) -> list[tuple[str, dict[str, float]]]:
+    """What each Ray pod offers, as KubeRay tells `ray start`."""
+    offered = [("head", {"CPU": float(shape.ray["headGroupSpec"]["rayStartParams"]["num-cpus"])})]
+    for pool, group in shape.groups.items():
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        quoted = group["rayStartParams"]["resources"]
+        custom = json.loads(json.loads(quoted))  # a JSON text within the quotes that the shell takes off
+        node = {"CPU": float(limits["cpu"]), "GPU": float(limits.get("nvidia.com/gpu", 0)), **custom}
+        offered += [(pool, dict(node)) for _ in range(group["replicas"])]
+    return offered
+
+
+def test_every_worker_of_the_settings_finds_its_pod(shape: Rendered) -> None:
+    config, offered = config_of(shape), nodes_of(shape)
+    plans = plan(
+        config.pools,
+        [Node(cpus=has["CPU"], gpus=has.get("GPU", 0.0)) for _, has in offered],
+        tp=config.worker.tp,
+        device=config.worker.device,
+        pool_resources=config.ray.pool_resources,
+    )
+    for one in plans:
+        needed: dict[str, float] = {}
+        for bundle in one.bundles():
+            for name, amount in bundle.items():
+                needed[name] = needed.get(name, 0.0) + amount
+        home = next(
+            (has for pool, has in offered if pool == one.role and all(has.get(k, 0) >= v for k, v in needed.items())),
+            None,
+        )
+        assert home is not None, f"no pod has {needed} for {one.worker_id}"
+        for name, amount in needed.items():
+            home[name] -= amount
+    assert {one.role for one in plans} == {WorkerRole.PREFILL, WorkerRole.DECODE}
+    assert len(plans) == len(offered) - 1, "every pod of Ray but the head has a worker: none stands idle"
+
+
+def test_gpus_are_asked_for_and_the_model_is_on_the_volume(rendered: Callable[[str], Rendered]) -> None:
+    shape = rendered("gpu")
+    config = config_of(shape)
+    claim = shape.of("PersistentVolumeClaim")["models"]["metadata"]["name"]
+    assert config.worker.device == "cuda"
+    assert config.worker.model.startswith("/models/")
+    for pool in POOLS:
+        assert shape.containers[pool]["resources"]["limits"]["nvidia.com/gpu"] == config.worker.tp
+        spec = shape.templates[pool]["spec"]
+        assert spec["nodeSelector"]
+        assert spec["tolerations"]
+        [memory] = [one["emptyDir"] for one in spec["volumes"] if one.get("emptyDir", {}).get("medium") == "Memory"]
+        assert memory["sizeLimit"] == "8Gi"
+    for name in ("gateway", *POOLS):
+        volumes = {one["name"]: one for one in shape.templates[name]["spec"]["volumes"]}
+        mounts = {one["mountPath"]: one["name"] for one in shape.containers[name]["volumeMounts"]}
+        assert volumes[mounts["/models"]]["persistentVolumeClaim"]["claimName"] == claim
+
+
+def test_the_model_of_the_base_is_in_the_image(rendered: Callable[[str], Rendered]) -> None:
+    dockerfile = (K8S / "Dockerfile").read_text()
+    folder = Path(config_of(rendered("base")).worker.model).relative_to("/app")
+    assert (ROOT / folder / "config.json").is_file()
+    assert re.search(rf"^COPY {folder.parts[0]} {folder.parts[0]}$", dockerfile, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "package", ["cluster", "router", "workers", "prefill_pool", "decode_pool", "kvtransfer", "protos"]
+)
+def test_every_package_is_in_the_image(package: str) -> None:
+    assert re.search(rf"^COPY {package} {package}$", (K8S / "Dockerfile").read_text(), re.MULTILINE)
