@@ -101,7 +101,7 @@ class FakeWorker:
         self._events: list[BlockStored] = []
         self._gateways: dict[asyncio.Queue[StepMessage], Hello] = {}
         self._reservations: list[tuple[asyncio.Queue[StepMessage], str]] = []
-        self.failed: tuple[str, Any] = ("", None)
+        self.failed: dict[str, Any] = {}
         self._work = asyncio.Event()
         self._turn = asyncio.Event()
 
@@ -211,7 +211,7 @@ class FakeWorker:
     def fail(self, request_id: str, error: Any) -> None:
         """A request has failed here, or will as soon as it is submitted."""
         if (sequence := self.running.pop(request_id, None)) is None:
-            self.failed = (request_id, error)
+            self.failed[request_id] = error
             return
         update = SequenceUpdate(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)
         self.say([(sequence, update)])
@@ -277,8 +277,8 @@ class FakeWorker:
         self.running[request.request_id] = sequence
         if not sequence.ready and request.ticket is not None and request.ticket.ticket_id not in self.tickets:
             self.fail(request.request_id, error_info(TransferFailed("no such ticket here")))
-        if self.failed[0] == request.request_id:
-            self.fail(*self.failed)
+        if request.request_id in self.failed:
+            self.fail(request.request_id, self.failed[request.request_id])
         self.adopt(request.request_id)
         self._happened()
 
