@@ -1,4 +1,6 @@
-"""Attention in torch: decode rows in padded batches, each prefill row alone over its own pages.
+"""Attention on CPUs: a compiled kernel that reads the pages where they lie, and the same in torch where there is none.
+
+In torch, decode rows are computed in padded batches, each prefill row alone over its own pages.
 
 Legend as in `base`, and: G queries that share a key/value head (N / K), Q tokens of one row, C positions of the pages
 that are looked at (a window leaves the earlier pages out).
@@ -11,9 +13,76 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from workers.attention.base import AttentionInputs, CosSin
-from workers.kernels import reference
+from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+from workers.kernels import cpu, reference
+from workers.kernels.cpu.build import Native, native
 from workers.kv.storage import KVStorage
+
+
+def cpu_attention(storage: KVStorage) -> AttentionBackend:
+    """The compiled backend, or torch's where nothing can be compiled or the cache has a dtype it does not know."""
+    kernels = native(storage.data.dtype)
+    return TorchAttention(storage) if kernels is None else NativeAttention(storage, kernels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """The step's inputs as the kernel reads them."""
+
+    slots_T: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables_SB: torch.Tensor
+
+
+class NativeAttention:
+    """One call a layer, over all rows at once: `workers/kernels/cpu/attention.cpp`."""
+
+    def __init__(self, storage: KVStorage, kernels: Native) -> None:
+        self._storage = storage
+        self._kernels = kernels
+        self._step: _Step | None = None
+
+    def begin(self, inputs: AttentionInputs) -> None:
+        self._step = _Step(
+            slots_T=inputs.slots_T.contiguous(),
+            query_starts=torch.tensor(inputs.query_starts),
+            context_lens=torch.tensor(inputs.context_lens),
+            block_tables_SB=inputs.block_tables_SB.contiguous(),
+        )
+
+    def write(
+        self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
+    ) -> torch.Tensor:
+        assert self._step is not None, "write before begin"
+        caches = self._storage.keys(layer), self._storage.values(layer)
+        return cpu.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, self._step.slots_T)
+
+    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+        assert self._step is not None, "attend before begin"
+        storage, step = self._storage, self._step
+        assert q_TND.dtype == storage.data.dtype, f"queries are {q_TND.dtype}, the cache {storage.data.dtype}"
+        q_TND = q_TND.contiguous()
+        out_TND = torch.empty_like(q_TND)
+        self._kernels.attend(
+            q_TND.data_ptr(),
+            storage.keys(layer).data_ptr(),
+            storage.values(layer).data_ptr(),
+            out_TND.data_ptr(),
+            step.query_starts.data_ptr(),
+            step.context_lens.data_ptr(),
+            step.block_tables_SB.data_ptr(),
+            step.block_tables_SB.stride(0),
+            len(step.context_lens),
+            q_TND.shape[1],
+            storage.num_heads,
+            q_TND.shape[2],
+            storage.layout.block_size,
+            window or 0,
+            scale,
+            torch.get_num_threads(),
+        )
+        return out_TND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

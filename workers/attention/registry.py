@@ -11,8 +11,9 @@ from workers.attention.base import AttentionBackend
 from workers.kv.storage import KVStorage
 
 BACKENDS: dict[str, str] = {
-    "cpu": "workers.attention.cpu:TorchAttention",
-    "cuda": "workers.attention.cpu:TorchAttention",
+    "cpu": "workers.attention.cpu:cpu_attention",
+    "cuda": "workers.attention.paged:PagedAttention",
+    "torch": "workers.attention.cpu:TorchAttention",
     "reference": "workers.attention.reference:ReferenceAttention",
 }
 

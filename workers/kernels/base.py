@@ -13,7 +13,7 @@ import torch
 
 from protos.errors import Misconfigured
 
-_MODULES = {"cpu": "workers.kernels.reference", "cuda": "workers.kernels.reference"}
+_MODULES = {"cpu": "workers.kernels.cpu", "cuda": "workers.kernels.cuda"}
 
 
 class Kernels(Protocol):

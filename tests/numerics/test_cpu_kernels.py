@@ -1,0 +1,190 @@
+"""The compiled CPU kernels against their twins in torch: equal to the bit where only one rounding is possible."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from protos.values import KVLayout
+from workers.attention.base import AttentionInputs
+from workers.attention.cpu import NativeAttention, TorchAttention, cpu_attention
+from workers.kernels import cpu, reference
+from workers.kernels.cpu import build
+from workers.kernels.cpu.build import compile_library, native
+from workers.kv.storage import KVStorage
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+needs_compiler = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler here: torch is used")
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """To one unit in the last place, which the order of a sum may turn."""
+    assert found.dtype == expected.dtype
+    tolerance = 1e-2 if found.dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 24), (3, 256), (130, 344)])
+def test_norms_and_gate(dtype: torch.dtype, num_tokens: int, size: int) -> None:
+    x, residual = (normal(num_tokens, size, dtype=dtype, seed=seed) for seed in (1, 2))
+    weight = normal(size, dtype=dtype, seed=3)
+    assert_close(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    normed, stream = cpu.add_rms_norm(x, residual, weight, 1e-5)
+    expected_normed, expected_stream = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(stream, expected_stream)
+    assert_close(normed, expected_normed)
+    gate_up = normal(num_tokens, 2 * size, dtype=dtype, seed=4) * 20
+    assert_close(cpu.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_cut_out_of_a_wider_tensor_are_normed_and_turned_in_place_of_the_cut(dtype: torch.dtype) -> None:
+    qkv = normal(9, (4 + 2 + 2) * 16, dtype=dtype)
+    q, k, v = (part.view(9, -1, 16) for part in torch.split(qkv, [64, 32, 32], dim=1))
+    weight = normal(16, dtype=dtype, seed=1)
+    assert_close(cpu.rms_norm(k, weight, 1e-5), reference.rms_norm(k, weight, 1e-5))
+    angles = torch.rand(9, 8, generator=torch.Generator().manual_seed(2)) * 6
+    slots = torch.tensor([17, 3, 0, 8, 9, 40, 41, 30, 2])
+    mine, theirs = (torch.zeros(2, 6, 2, 7, 16, dtype=dtype) for _ in range(2))
+    found = cpu.rope_kv_write(q, k, v, angles.cos(), angles.sin(), mine[0], mine[1], slots)
+    expected = reference.rope_kv_write(q, k, v, angles.cos(), angles.sin(), theirs[0], theirs[1], slots)
+    assert torch.equal(found, expected)
+    assert torch.equal(mine, theirs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf"), 1e38, -1e38, 1e-40, -200.0, 200.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_beyond_all_bounds(dtype: torch.dtype, special: float) -> None:
+    gate_up = torch.ones(1, 64, dtype=dtype)
+    gate_up[0, 5] = special
+    found, expected = cpu.silu_mul(gate_up), reference.silu_mul(gate_up)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
+
+
+@needs_compiler
+def test_what_the_kernels_do_not_know_is_left_to_torch() -> None:
+    half = normal(3, 8, dtype=torch.float16)
+    assert torch.equal(cpu.silu_mul(half), reference.silu_mul(half))
+    strided = normal(3, 32, dtype=torch.float32)[:, ::2]
+    assert torch.equal(cpu.silu_mul(strided), reference.silu_mul(strided))
+    assert torch.equal(cpu.rms_norm(strided, torch.ones(16), 1e-5), reference.rms_norm(strided, torch.ones(16), 1e-5))
+
+
+ROWS = ((1, 0), (1, 63), (1, 64), (1, 200), (70, 0), (37, 130), (1, 5))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 50, 64, 100])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (3, 3, 96), (8, 1, 32), (5, 1, 40)])
+def test_attention_over_more_keys_than_one_look_takes(
+    dtype: torch.dtype, window: int | None, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    """Head sizes that fill the vectors and that do not, tiles that are full and that are not, on all threads."""
+    name = str(dtype).removeprefix("torch.")
+    layout = KVLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype=name)
+    storage, inputs = _filled(layout, ROWS)
+    q_TND = normal(inputs.query_starts[-1], num_heads, head_dim, dtype=dtype, seed=7)
+    outputs = []
+    for make in (cpu_attention, TorchAttention):
+        backend = make(storage)
+        backend.begin(inputs)
+        outputs.append(backend.attend(0, q_TND, scale=head_dim**-0.5, window=window))
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    assert not outputs[0].isnan().any()
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=tolerance, atol=tolerance)
+
+
+@needs_compiler
+def test_a_row_s_attention_does_not_depend_on_who_is_in_the_batch() -> None:
+    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
+    storage, together = _filled(layout, ROWS)
+    q_TND = normal(together.query_starts[-1], 4, 64, dtype=torch.bfloat16)
+    backend = cpu_attention(storage)
+    backend.begin(together)
+    expected_TND = backend.attend(0, q_TND, scale=0.125, window=None)
+    for row, (start, stop) in enumerate(zip(together.query_starts, together.query_starts[1:], strict=False)):
+        backend.begin(
+            AttentionInputs(
+                positions_T=together.positions_T[start:stop],
+                slots_T=together.slots_T[start:stop],
+                query_starts=(0, stop - start),
+                context_lens=together.context_lens[row : row + 1],
+                block_tables_SB=together.block_tables_SB[row : row + 1],
+                max_query=stop - start,
+                max_context=together.context_lens[row],
+            )
+        )
+        found_TND = backend.attend(0, q_TND[start:stop], scale=0.125, window=None)
+        assert torch.equal(found_TND, expected_TND[start:stop])
+
+
+def _filled(layout: KVLayout, rows: tuple[tuple[int, int], ...]) -> tuple[KVStorage, AttentionInputs]:
+    """A cache whose pages lie in no order, NaN wherever no row may look."""
+    lens = [new + cached for new, cached in rows]
+    counts = [-(-length // layout.block_size) for length in lens]
+    generator = torch.Generator().manual_seed(11)
+    order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+    storage = KVStorage(layout, num_blocks=len(order))
+    storage.data.copy_(torch.randn(storage.data.shape, generator=generator))
+    blocks = [[order.pop() for _ in range(count)] for count in counts]
+    storage.data[:, :, order] = float("nan")
+    for length, table in zip(lens, blocks, strict=True):
+        storage.data[:, :, table[-1], :, (length - 1) % layout.block_size + 1 :] = float("nan")
+    starts: list[int] = [0]
+    positions: list[int] = []
+    for new, cached in rows:
+        starts.append(starts[-1] + new)
+        positions += range(cached, cached + new)
+    tables = [torch.tensor(table, dtype=torch.int32) for table in blocks]
+    return storage, AttentionInputs(
+        positions_T=torch.tensor(positions),
+        slots_T=torch.zeros(starts[-1], dtype=torch.int64),
+        query_starts=tuple(starts),
+        context_lens=tuple(lens),
+        block_tables_SB=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+        max_query=max(new for new, _ in rows),
+        max_context=max(lens),
+    )
+
+
+@needs_compiler
+def test_the_library_is_compiled_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compile_library(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == [first]
+    monkeypatch.setattr(build, "_run", None)
+    assert compile_library(tmp_path / "cache") == first
+
+
+def test_without_a_compiler_torch_computes_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build._library.cache_clear()
+    monkeypatch.setattr("workers.attention.cpu.native", native.__wrapped__)
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+    with caplog.at_level(logging.WARNING):
+        backend = cpu_attention(KVStorage(layout, num_blocks=1))
+    build._library.cache_clear()
+    assert isinstance(backend, TorchAttention)
+    assert "no-such-compiler" in caplog.text
+
+
+@needs_compiler
+def test_the_compiled_backend_is_the_cpu_s() -> None:
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
+    storage = KVStorage(layout, num_blocks=1)
+    assert isinstance(cpu_attention(storage), NativeAttention)

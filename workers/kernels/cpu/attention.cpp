@@ -1,0 +1,388 @@
+// Attention over pages with an online softmax (https://arxiv.org/abs/2205.14135): nothing is gathered, nothing expanded.
+//
+// A tile is one key/value head and a few neighbouring tokens of one sequence, each with the queries that share the head:
+// one token when it decodes, a few dozen when a prompt is computed. It walks over the keys it may see, `chunk` at a time:
+//
+//     keys and values, page by page ──▶ laid out for `multiply` ──▶ scores = Q K^T ──▶ weights ──▶ sums += weights V
+//
+// `multiply` takes its operands as Floats, or as Pairs of neighbouring bfloat16 that one instruction multiplies and
+// adds up. Which of them a cache uses is decided where the library is compiled: AVX512_BF16 has the instruction.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "numbers.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int lanes = 16;
+constexpr int chunk = 64;       // keys looked at together: four vectors of scores
+constexpr int max_queries = 96;  // of a tile: its buffers stay in a core's second-level cache
+
+typedef float Vector __attribute__((vector_size(lanes * 4), aligned(4)));
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+
+inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+inline void store(float* to, Vector x) { *reinterpret_cast<Vector*>(to) = x; }
+inline Vector greater(Vector a, Vector b) { return a > b ? a : b; }
+
+// One number out of sixteen, by halves.
+template <typename Combine>
+float fold(Vector x, Combine combine) {
+    x = combine(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = combine(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    x = combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    x = combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+    return x[0];
+}
+
+struct Floats {
+    using Unit = float;
+    static constexpr int per_unit = 1;
+
+    static Vector multiply_add(Vector sum, Unit left, const Unit* right) {
+        sum += left * load(right);
+        return sum;
+    }
+
+    template <typename T>
+    static void lay_row(const T* from, Unit* to, int head_dim) {
+        for (int d = 0; d < head_dim; d++) to[d] = widen(from[d]);
+    }
+
+    // keys[chunk] -> [head_dim][chunk]; a null key is all zeros.
+    template <typename T>
+    static void lay_keys(const T* const* keys, Unit* to, int head_dim) {
+        for (int key = 0; key < chunk; key++)
+            for (int d = 0; d < head_dim; d++) to[d * chunk + key] = keys[key] ? widen(keys[key][d]) : 0.0f;
+    }
+
+    // values[chunk] -> [chunk][width]; columns from head_dim on are not used.
+    template <typename T>
+    static void lay_values(const T* const* values, Unit* to, int head_dim, int width) {
+        for (int key = 0; key < chunk; key++)
+            for (int d = 0; d < head_dim; d++) to[key * width + d] = values[key] ? widen(values[key][d]) : 0.0f;
+    }
+};
+
+#ifdef __AVX512BF16__
+struct Pairs {
+    using Unit = uint32_t;
+    static constexpr int per_unit = 2;
+
+    static Vector multiply_add(Vector sum, Unit left, const Unit* right) {
+        return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(left)),
+                                        (__m512bh)_mm512_loadu_si512(right));
+    }
+
+    template <typename T>
+    static void lay_row(const T* from, Unit* to, int head_dim) {
+        if constexpr (std::is_same_v<T, bfloat16>) {
+            std::memcpy(to, from, head_dim * 2);
+        } else {
+            auto* rounded = reinterpret_cast<bfloat16*>(to);
+            for (int i = 0; i < head_dim; i++) rounded[i] = narrow<bfloat16>(from[i]);
+        }
+    }
+
+    // keys[chunk] -> pairs [head_dim / 2][chunk].
+    static void lay_keys(const bfloat16* const* keys, Unit* to, int head_dim) {
+        for (int first = 0; first < chunk; first += lanes) {
+            for (int d = 0; d < head_dim; d += 2 * lanes) {
+                const __mmask32 here = d + 2 * lanes <= head_dim ? ~0u : (1u << (head_dim - d)) - 1;
+                __m512i rows[lanes];
+                for (int i = 0; i < lanes; i++) {
+                    const bfloat16* key = keys[first + i];
+                    rows[i] = key ? _mm512_maskz_loadu_epi16(here, key + d) : _mm512_setzero_si512();
+                }
+                transpose(rows);
+                const int num_pairs = std::min(lanes, (head_dim - d) / 2);
+                for (int i = 0; i < num_pairs; i++)
+                    _mm512_storeu_si512(to + (d / 2 + i) * chunk + first, rows[i]);
+            }
+        }
+    }
+
+    // values[chunk] -> pairs [chunk / 2][width] of the same column of two neighbouring keys.
+    static void lay_values(const bfloat16* const* values, Unit* to, int head_dim, int width) {
+        for (int key = 0; key < chunk; key += 2) {
+            for (int d = 0; d < head_dim; d += lanes) {
+                const __mmask16 here = d + lanes <= head_dim ? __mmask16(~0) : __mmask16((1u << (head_dim - d)) - 1);
+                const __m512i even = column(values[key], d, here), odd = column(values[key + 1], d, here);
+                _mm512_storeu_si512(to + key / 2 * width + d, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+            }
+        }
+    }
+
+  private:
+    static __m512i column(const bfloat16* value, int d, __mmask16 here) {
+        return value ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, value + d)) : _mm512_setzero_si512();
+    }
+
+    // 16 x 16 numbers of 32 bits: within quarters of the registers, then the quarters themselves.
+    static void transpose(__m512i rows[lanes]) {
+        __m512i two[lanes], four[lanes];
+        for (int i = 0; i < lanes; i += 2) {
+            two[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+            two[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+        }
+        for (int i = 0; i < lanes; i += 4) {
+            four[i] = _mm512_unpacklo_epi64(two[i], two[i + 2]);
+            four[i + 1] = _mm512_unpackhi_epi64(two[i], two[i + 2]);
+            four[i + 2] = _mm512_unpacklo_epi64(two[i + 1], two[i + 3]);
+            four[i + 3] = _mm512_unpackhi_epi64(two[i + 1], two[i + 3]);
+        }
+        for (int i = 0; i < 4; i++) {
+            const __m512i a = _mm512_shuffle_i32x4(four[i], four[i + 4], 0x88);
+            const __m512i b = _mm512_shuffle_i32x4(four[i], four[i + 4], 0xdd);
+            const __m512i c = _mm512_shuffle_i32x4(four[i + 8], four[i + 12], 0x88);
+            const __m512i d = _mm512_shuffle_i32x4(four[i + 8], four[i + 12], 0xdd);
+            rows[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+            rows[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
+            rows[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
+            rows[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
+        }
+    }
+};
+using Halves = Pairs;
+#else
+using Halves = Floats;
+#endif
+
+template <typename T>
+using OperandsFor = std::conditional_t<std::is_same_v<T, bfloat16>, Halves, Floats>;
+
+// out[rows][vectors] = out * factors + left[rows][depth] right[depth][vectors], all of out in registers.
+template <typename Operands, int rows, int vectors>
+void multiply(const typename Operands::Unit* left, const typename Operands::Unit* right, int right_stride, int depth,
+              int left_stride, float* out, int out_stride, const float* factors) {
+    Vector sums[rows][vectors];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++)
+            sums[i][j] = factors ? factors[i] * load(out + i * out_stride + j * lanes) : Vector{};
+    for (int k = 0; k < depth; k++)
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < vectors; j++)
+                sums[i][j] = Operands::multiply_add(sums[i][j], left[i * left_stride + k], right + k * right_stride + j * lanes);
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++) store(out + i * out_stride + j * lanes, sums[i][j]);
+}
+
+// The same for any number of rows: six at a time, as many as the registers hold.
+template <typename Operands, int vectors>
+void multiply_rows(int num_rows, const typename Operands::Unit* left, int left_stride,
+                   const typename Operands::Unit* right, int right_stride, int depth, float* out, int out_stride,
+                   const float* factors) {
+    for (int row = 0; row < num_rows;) {
+        const int left_over = num_rows - row;
+        const int take = left_over >= 6 ? 6 : left_over >= 4 ? 4 : left_over >= 2 ? 2 : 1;
+        auto* multiply_some = take == 6   ? multiply<Operands, 6, vectors>
+                              : take == 4 ? multiply<Operands, 4, vectors>
+                              : take == 2 ? multiply<Operands, 2, vectors>
+                                          : multiply<Operands, 1, vectors>;
+        multiply_some(left + row * left_stride, right, right_stride, depth, left_stride, out + row * out_stride,
+                      out_stride, factors ? factors + row : nullptr);
+        row += take;
+    }
+}
+
+struct Shape {
+    int64_t num_heads, num_kv_heads, head_dim, block_size, window;  // window 0: none
+    float scale;
+
+    int64_t first_visible(int64_t position) const {
+        return window == 0 ? 0 : std::max<int64_t>(0, position + 1 - window);
+    }
+};
+
+// `num_tokens` tokens of a sequence from `position` on, the first of which is token `token` of the batch.
+struct Tile {
+    const int32_t* table;
+    int64_t token, position, num_tokens, kv_head;
+
+    int64_t cost(const Shape& shape) const {
+        const int64_t last = position + num_tokens;
+        return (last - shape.first_visible(position)) * num_tokens;
+    }
+};
+
+// What one thread needs beside the tensors. Rows are queries of a tile: its tokens, and of each its heads.
+template <typename T>
+class Worker {
+    using Operands = OperandsFor<T>;
+    using Unit = typename Operands::Unit;
+
+  public:
+    Worker(const Shape& shape, int64_t max_rows)
+        : shape_(shape),
+          head_dim_(int(shape.head_dim)),
+          depth_(head_dim_ / Operands::per_unit),
+          width_((head_dim_ + lanes - 1) / lanes * lanes),
+          queries_(max_rows * depth_),
+          keys_(depth_ * chunk),
+          values_(chunk / Operands::per_unit * width_),
+          weights_(max_rows * chunk / Operands::per_unit),
+          scores_(max_rows * chunk),
+          sums_(max_rows * width_),
+          best_(max_rows),
+          total_(max_rows),
+          factors_(max_rows) {}
+
+    void run(const Tile& tile, const T* q, const T* k_cache, const T* v_cache, T* out) {
+        const int64_t group = shape_.num_heads / shape_.num_kv_heads;
+        const int num_rows = int(tile.num_tokens * group);
+        for (int row = 0; row < num_rows; row++)
+            Operands::lay_row(q + place(tile, row, group), queries_.data() + row * depth_, head_dim_);
+        std::fill_n(sums_.begin(), num_rows * width_, 0.0f);
+        std::fill_n(best_.begin(), num_rows, -infinity);
+        std::fill_n(total_.begin(), num_rows, 0.0f);
+        const int64_t stop = tile.position + tile.num_tokens;
+        int64_t start = shape_.first_visible(tile.position);
+        for (Places here = find(tile, start, stop, k_cache, v_cache), next; start < stop; start += chunk, here = next) {
+            next = find(tile, start + chunk, stop, k_cache, v_cache);
+            fetch(next);  // pages are scattered: no processor guesses where the next one lies
+            look_at(tile, start, here, num_rows, group);
+        }
+        for (int row = 0; row < num_rows; row++) {
+            T* to = out + place(tile, row, group);
+            const float factor = 1.0f / total_[row];
+            for (int d = 0; d < head_dim_; d++) to[d] = narrow<T>(sums_[row * width_ + d] * factor);
+        }
+    }
+
+  private:
+    int64_t place(const Tile& tile, int row, int64_t group) const {
+        return ((tile.token + row / group) * shape_.num_heads + tile.kv_head * group + row % group) * head_dim_;
+    }
+
+    // Where a chunk's keys and values lie; null past the end, where there are another's, or was never written.
+    struct Places {
+        const T *keys[chunk], *values[chunk];
+        int num_keys;
+    };
+
+    Places find(const Tile& tile, int64_t start, int64_t stop, const T* k_cache, const T* v_cache) const {
+        Places found{};
+        found.num_keys = int(std::clamp<int64_t>(stop - start, 0, chunk));
+        for (int i = 0; i < found.num_keys;) {
+            const int64_t page = (start + i) / shape_.block_size, offset = (start + i) % shape_.block_size;
+            const int64_t head = int64_t(tile.table[page]) * shape_.num_kv_heads + tile.kv_head;
+            const int64_t in_page = std::min<int64_t>(shape_.block_size - offset, found.num_keys - i);
+            for (int64_t at = (head * shape_.block_size + offset) * head_dim_, j = 0; j < in_page; j++, at += head_dim_) {
+                found.keys[i] = k_cache + at;
+                found.values[i++] = v_cache + at;
+            }
+        }
+        return found;
+    }
+
+    void fetch(const Places& places) const {
+        constexpr int line = 64 / sizeof(T);
+        for (int i = 0; i < places.num_keys; i++)
+            for (int d = 0; d < head_dim_; d += line) {
+                __builtin_prefetch(places.keys[i] + d, 0, 2);
+                __builtin_prefetch(places.values[i] + d, 0, 2);
+            }
+    }
+
+    void look_at(const Tile& tile, int64_t start, const Places& places, int num_rows, int64_t group) {
+        Operands::lay_keys(places.keys, keys_.data(), head_dim_);
+        Operands::lay_values(places.values, values_.data(), head_dim_, width_);
+        multiply_rows<Operands, chunk / lanes>(num_rows, queries_.data(), depth_, keys_.data(), chunk, depth_,
+                                               scores_.data(), chunk, nullptr);
+        for (int row = 0; row < num_rows; row++) {
+            const int64_t position = tile.position + row / group;
+            const int64_t first = std::max<int64_t>(0, shape_.first_visible(position) - start);
+            const int64_t last = std::min<int64_t>(places.num_keys, position + 1 - start);
+            weigh(row, int(first), int(std::max<int64_t>(0, last)));
+        }
+        constexpr int depth = chunk / Operands::per_unit;
+        for (int d = 0; d < width_;) {
+            const int left_over = (width_ - d) / lanes;
+            const int take = left_over >= 4 ? 4 : left_over >= 2 ? 2 : 1;
+            auto* multiply_some = take == 4   ? multiply_rows<Operands, 4>
+                                  : take == 2 ? multiply_rows<Operands, 2>
+                                              : multiply_rows<Operands, 1>;
+            multiply_some(num_rows, weights_.data(), depth, values_.data() + d, width_, depth, sums_.data() + d, width_,
+                          factors_.data());
+            d += take * lanes;
+        }
+    }
+
+    // Scores [first, last) of a row become weights relative to the best score so far, the others 0.
+    void weigh(int row, int first, int last) {
+        float* scores = scores_.data() + row * chunk;
+        const float to_log2 = shape_.scale * log2e;
+        if (first > 0 || last < chunk)
+            for (int i = 0; i < chunk; i++) scores[i] = i >= first && i < last ? scores[i] : -infinity;
+        Vector best_lanes = load(scores);
+        for (int i = lanes; i < chunk; i += lanes) best_lanes = greater(best_lanes, load(scores + i));
+        const float best = std::max(best_[row], fold(best_lanes, greater) * to_log2);
+        const float base = best == -infinity ? 0.0f : best;  // nothing seen yet: all weights are 0
+#pragma omp simd
+        for (int i = 0; i < chunk; i++) scores[i] = power_of_two(scores[i] * to_log2 - base);
+        Vector sum_lanes = load(scores);
+        for (int i = lanes; i < chunk; i += lanes) sum_lanes += load(scores + i);
+        const float sum = fold(sum_lanes, [](Vector a, Vector b) { return a + b; });
+        factors_[row] = power_of_two(best_[row] - base);
+        total_[row] = total_[row] * factors_[row] + sum;
+        best_[row] = best;
+        Operands::lay_row(scores, weights_.data() + row * chunk / Operands::per_unit, chunk);
+    }
+
+    const Shape& shape_;
+    const int head_dim_, depth_, width_;
+    std::vector<Unit> queries_, keys_, values_, weights_;
+    std::vector<float> scores_, sums_, best_, total_, factors_;
+};
+
+template <typename T>
+void attend(const T* q, const T* k_cache, const T* v_cache, T* out, const int64_t* query_starts,
+            const int64_t* context_lens, const int32_t* tables, int64_t table_stride, int64_t num_rows,
+            const Shape& shape, int num_threads) {
+    const int64_t group = shape.num_heads / shape.num_kv_heads;
+    const int64_t tokens_of_tile = std::max<int64_t>(1, max_queries / group);
+    std::vector<Tile> tiles;
+    int64_t most_tokens = 0;
+    for (int64_t row = 0; row < num_rows; row++) {
+        const int64_t num_tokens = query_starts[row + 1] - query_starts[row];
+        most_tokens = std::max(most_tokens, std::min(num_tokens, tokens_of_tile));
+        for (int64_t at = 0; at < num_tokens; at += tokens_of_tile)
+            for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; kv_head++)
+                tiles.push_back({tables + row * table_stride, query_starts[row] + at,
+                                 context_lens[row] - num_tokens + at, std::min(tokens_of_tile, num_tokens - at),
+                                 kv_head});
+    }
+    // The longest first, lest a thread begin one when the others are done.
+    std::stable_sort(tiles.begin(), tiles.end(),
+                     [&](const Tile& a, const Tile& b) { return a.cost(shape) > b.cost(shape); });
+    const int64_t num_tiles = int64_t(tiles.size());
+#pragma omp parallel num_threads(num_threads) if (num_tiles > 1)
+    {
+        Worker<T> worker(shape, most_tokens * group);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_tiles; i++) worker.run(tiles[i], q, k_cache, v_cache, out);
+    }
+}
+
+}  // namespace
+
+#define FOR_DTYPE(T, SUFFIX)                                                                                          \
+    extern "C" void attend_##SUFFIX(const T* q, const T* k_cache, const T* v_cache, T* out,                           \
+                                    const int64_t* query_starts, const int64_t* context_lens, const int32_t* tables,  \
+                                    int64_t table_stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,  \
+                                    int64_t head_dim, int64_t block_size, int64_t window, float scale,                \
+                                    int num_threads) {                                                                \
+        attend(q, k_cache, v_cache, out, query_starts, context_lens, tables, table_stride, num_rows,                  \
+               {num_heads, num_kv_heads, head_dim, block_size, window, scale}, num_threads);                          \
+    }
+
+FOR_DTYPE(float, float32)
+FOR_DTYPE(bfloat16, bfloat16)

@@ -1,0 +1,125 @@
+"""The CPU's kernels in C++: compiled for this very processor when they are first wanted, then kept in the user's cache.
+
+Nothing is downloaded. Without a compiler, or where the cache cannot be written, everything is computed with torch
+instead, and the log says so once. `python -m workers.kernels.cpu.build` compiles ahead of the first start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch  # before the library: it brings the OpenMP runtime that both then share
+
+log = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent
+_FLAGS = "-std=c++20 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -w".split()
+_SOURCES = {
+    "elementwise.cpp": "-ffp-contract=off",  # rounded where torch rounds, to be equal to it
+    "attention.cpp": "-ffp-contract=fast",
+}
+_TIMEOUT_S = 120.0
+
+_P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_ARGUMENTS = {
+    "rms_norm": (*[_P] * 3, *[_N] * 4, _F, _I),
+    "add_rms_norm": (*[_P] * 5, *[_N] * 2, _F, _I),
+    "silu_mul": (*[_P] * 2, *[_N] * 2, _I),
+    "rope_kv_write": (*[_P] * 3, *[_N] * 3, *[_P] * 6, *[_N] * 5, _I),
+    "attend": (*[_P] * 7, *[_N] * 7, _F, _I),
+}
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class Native:
+    """The compiled functions of one dtype, called with `Tensor.data_ptr()`, sizes and the number of threads.
+
+    elementwise.cpp and attention.cpp have their arguments. Nothing is checked: callers own shapes and strides.
+    """
+
+    def __init__(self, library: ctypes.CDLL, dtype: str) -> None:
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, f"{name}_{dtype}")
+            function.argtypes, function.restype = arguments, None
+        self.rms_norm = getattr(library, f"rms_norm_{dtype}")
+        self.add_rms_norm = getattr(library, f"add_rms_norm_{dtype}")
+        self.silu_mul = getattr(library, f"silu_mul_{dtype}")
+        self.rope_kv_write = getattr(library, f"rope_kv_write_{dtype}")
+        self.attend = getattr(library, f"attend_{dtype}")
+
+
+@cache
+def native(dtype: torch.dtype) -> Native | None:
+    """The kernels for tensors of `dtype`, or None where torch has to do. Compiles at the first call (seconds)."""
+    library = _library() if dtype in _DTYPES else None
+    return None if library is None else Native(library, _DTYPES[dtype])
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(compile_library(_cache_folder())))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", "") or error
+        log.warning("the CPU kernels are not compiled, torch computes instead, more slowly: %s", reason)
+        return None
+
+
+def compile_library(folder: Path) -> Path:
+    """The library in `folder`, compiled unless it is there. Raises OSError or SubprocessError.
+
+    Its name tells sources, flags, compiler and processor, so that a folder shared by different machines is safe.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler: install g++, or name one with CXX")
+    path = folder / f"cpu-{_fingerprint(compiler)}.so"
+    if path.exists():
+        return path
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made, parts = Path(scratch) / path.name, []
+        for name, contraction in _SOURCES.items():
+            parts.append(str(Path(scratch) / f"{name}.o"))
+            _run(compiler, *_FLAGS, contraction, "-c", str(_FOLDER / name), "-o", parts[-1])
+        _run(compiler, "-shared", "-fopenmp", *parts, "-o", str(made))
+        made.replace(path)  # at once: ranks that start together may all have compiled it
+    return path
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "baton"
+
+
+def _fingerprint(compiler: str) -> str:
+    told = hashlib.sha256(" ".join((compiler, *_FLAGS, *_SOURCES.values(), _processor())).encode())
+    told.update(subprocess.check_output([compiler, "--version"], timeout=_TIMEOUT_S))
+    for path in sorted(_FOLDER.glob("*.h")) + [_FOLDER / name for name in _SOURCES]:
+        told.update(path.read_bytes())
+    return told.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    told = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(told)])
+
+
+if __name__ == "__main__":
+    print(compile_library(_cache_folder()))
