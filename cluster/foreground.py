@@ -80,7 +80,7 @@ async def _tell(rank: Rank) -> None:
                 case Loading(share=share):
                     log.info("reading weights, %.0f %%", 100 * share)
                 case Serving(info=info):
-                    log.info("%s serves %s", info.worker_id, info.model)
+                    log.info("%s serves %s at %s", info.worker_id, info.model, info.address)
                     typer.echo(info.address)
                 case Ended(error=error):
                     if error is not None:

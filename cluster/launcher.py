@@ -23,12 +23,13 @@ from cluster.actors import RankActor
 from cluster.config import ClusterConfig
 from cluster.machines import Machines
 from cluster.placement import WorkerPlan
-from cluster.rank import Ended, Event, Logged, Orders
+from cluster.rank import Ended, Event, Logged, Orders, in_thread
 from protos.errors import BatonError, Misconfigured, WorkerLost
 from protos.wire import raised
 from workers.config import Seat
 
 POLITE_STOP_S = 5.0
+KILL_S = 2.0
 NO_ROOM_S = 5.0
 LAST_WORDS_S = 0.5
 _DETAIL = re.compile(r"Worker exit detail: (?:Worker )?(.+?)(?:\. |$)")
@@ -69,7 +70,8 @@ class RayLauncher:
         finally:
             if intact:
                 await _stop_politely(ranks[0])
-            await self._machines.call(lambda: _kill(ranks, room))
+            # Not on Machines' thread, and not for ever: Ray waits a minute for a control store that is gone itself.
+            await asyncio.wait([in_thread(lambda: _kill(ranks, room))], timeout=KILL_S)
 
     def _rank(self, plan: WorkerPlan, room: PlacementGroup, number: int) -> Any:
         bundle = plan.bundles()[number]

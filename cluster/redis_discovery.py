@@ -57,6 +57,13 @@ async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
     return client
 
 
+def _heed_cancellation() -> None:
+    """redis-py (8.1) loses a cancellation that meets it in the middle of a command; a loop must look for itself."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 def _shown(url: str) -> str:
     """Without a password."""
     parts = urlsplit(url)
@@ -117,6 +124,7 @@ class RedisAnnouncer:
 
     async def _keep(self) -> None:
         while True:
+            _heed_cancellation()
             changed = self._news.is_set()
             self._news.clear()
             try:
@@ -185,7 +193,9 @@ class RedisDiscovery:
         async with aclosing(self._client.pubsub()) as changes:
             await changes.subscribe(CHANGES)
             while True:
-                await self._apply(await self._read(), withdrawn, members)
+                found = await self._read()
+                _heed_cancellation()
+                await self._apply(found, withdrawn, members)
                 self._trouble.over()
                 message = await changes.get_message(ignore_subscribe_messages=True, timeout=self._period_s)
                 withdrawn = str(message["data"]) if message is not None else ""

@@ -1,0 +1,38 @@
+"""One `baton up` for the whole run: starting Ray takes seconds, and most tests only ask it something."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.cluster.deployed import Deployed
+
+
+@pytest.fixture(scope="session")
+def up() -> Iterator[Deployed]:
+    """The demo model on one prefill and one decode worker, ready. Who kills its workers waits until they are back."""
+    deployed = Deployed("up", "--port", "0", "--grpc-port", "0", "--device", "cpu")
+    try:
+        deployed.wait_for("^serving ")
+        yield deployed
+        # To every process of it, Ray's too, as an init system does; Ctrl-C is tested in test_up_stops.py.
+        assert deployed.stop(signal.SIGTERM) == 0, deployed.log
+        assert deployed.processes() == {}
+    finally:
+        deployed.kill()
+
+
+@pytest.fixture
+def deploy() -> Iterator[Callable[..., Deployed]]:
+    """Starts other ones; whatever is left of them is killed in the end."""
+    made: list[Deployed] = []
+
+    def start(*arguments: str) -> Deployed:
+        made.append(Deployed(*arguments))
+        return made[-1]
+
+    yield start
+    for deployed in made:
+        deployed.kill()

@@ -1,0 +1,158 @@
+"""A `baton` process of its own, with everything it starts: read, asked, killed in part, and searched for remains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
+MARK = "BATON_TEST_MARK"
+START_S = 90.0
+
+# More than the 64 tokens that a decode worker would read by itself.
+LONG = "import os\n\n\ndef join(first, second):\n" + '    """Join two paths, inserting a separator."""\n' * 12
+
+
+class Deployed:
+    """Runs `baton ARGUMENTS`; its log is kept line by line. Leave with `stop` or `kill`."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._mark = uuid.uuid4().hex
+        self._lines: list[str] = []
+        self._turn = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from cluster.cli import main; main()", *arguments, "--log-format", "json"],
+            env=os.environ | {MARK: self._mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    # -- what it says --------------------------------------------------------------------------------------------------
+
+    @property
+    def log(self) -> str:
+        with self._turn:
+            return "\n".join(self._lines)
+
+    def wait_for(self, pattern: str, *, times: int = 1, timeout_s: float = START_S) -> re.Match[str]:
+        """The match of the `times`-th message that has one; fails with the whole log when there is none in time."""
+        with self._turn:
+            self._turn.wait_for(lambda: len(self._matches(pattern)) >= times or self.over, timeout_s)
+            matches = self._matches(pattern)
+        assert len(matches) >= times, f"{pattern!r} was said {len(matches)} times:\n{self.log}"
+        return matches[times - 1]
+
+    @property
+    def over(self) -> bool:
+        return not self._reader.is_alive() or self.process.poll() is not None
+
+    def _matches(self, pattern: str) -> list[re.Match[str]]:
+        return [found for line in self._lines if (found := re.search(pattern, line))]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            try:
+                told = str(json.loads(line)["message"])
+            except ValueError:
+                told = line.rstrip()
+            with self._turn:
+                self._lines.append(told)
+                self._turn.notify_all()
+        with self._turn:
+            self._turn.notify_all()
+
+    # -- what it serves ------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return self.wait_for(r"^serving .* at (http://\S+), gRPC").group(1)
+
+    @property
+    def grpc_port(self) -> int:
+        return int(self.wait_for(r"^serving .* gRPC on port (\d+)").group(1))
+
+    def complete(self, prompt: str, *, max_tokens: int = 24, **options: Any) -> httpx.Response:
+        """A greedy completion."""
+        body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0} | options
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60.0)
+
+    def text(self, prompt: str, **options: Any) -> str:
+        response = self.complete(prompt, **options)
+        assert response.status_code == 200, response.text
+        return str(response.json()["choices"][0]["text"])
+
+    def status(self) -> Any:
+        return httpx.get(f"{self.url}/admin/status", timeout=10.0).json()
+
+    def wait_until(self, holds: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+        """Asks again and again; fails when it does not come true in time."""
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < deadline, f"it did not come true within {timeout_s} s:\n{self.log}"
+
+    def metric(self, name: str, pool: str) -> float:
+        told = httpx.get(f"{self.url}/metrics", timeout=10.0).text
+        found = re.search(rf'^{name}{{pool="{pool}"}} (\S+)$', told, re.MULTILINE)
+        assert found, f"no {name} of {pool} in:\n{told}"
+        return float(found[1])
+
+    # -- its processes -------------------------------------------------------------------------------------------------
+
+    def worker_pids(self, worker_id: str, *, life: int = 1) -> Sequence[int]:
+        """Process ids of a worker's ranks in its `life`-th life."""
+        told = self.wait_for(rf"^{worker_id}: runs in process ([\d, ]+)$", times=life).group(1)
+        return [int(pid) for pid in told.split(", ")]
+
+    def processes(self) -> dict[int, str]:
+        """Whatever carries our mark: all that it started, also what has left its family."""
+        found: dict[int, str] = {}
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdigit() and f"{MARK}={self._mark}".encode() in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue  # it is gone, or not ours to read
+        return found
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        """Signals the whole process group, as a terminal does; the exit code."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+        return self.ended()
+
+    def ended(self, *, timeout_s: float = 60.0) -> int:
+        """Waits until it has ended by itself; the exit code."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {timeout_s} s:\n{self.log}") from None
+        self._reader.join(timeout_s)
+        return code
+
+    def kill(self) -> None:
+        """The end of every test, whatever came of it: nothing may outlive it."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.ended()
+        assert self.process.stderr is not None
+        self.process.stderr.close()

@@ -1,0 +1,173 @@
+"""Workers announced in a real Redis: found at once, gone with their announcer, kept while Redis is away."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.redis_discovery import RedisAnnouncer, RedisDiscovery, connect
+from protos.errors import Misconfigured
+
+pytestmark = pytest.mark.cluster
+
+LEASE_S = 0.6
+PATIENCE_S = 20.0
+
+
+class RedisServer:
+    """On a port of its own, without files; it can be stopped and started again, empty."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = int(probe.getsockname()[1])
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        assert any("Ready to accept connections" in line for line in self._process.stdout)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process = None
+
+
+class Members:
+    """A gateway's view, which a test can wait for."""
+
+    def __init__(self) -> None:
+        self.addresses: dict[str, str] = {}
+        self.left: list[str] = []
+        self._turn = asyncio.Condition()
+
+    def join(self, address: str, *, worker_id: str) -> None:
+        self.addresses[worker_id] = address
+        self._notify()
+
+    async def leave(self, worker_id: str) -> None:
+        del self.addresses[worker_id]
+        self.left.append(worker_id)
+        self._notify()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S), self._turn:
+            await self._turn.wait_for(holds)
+
+    def _notify(self) -> None:
+        async def notify() -> None:
+            async with self._turn:
+                self._turn.notify_all()
+
+        self._task = asyncio.ensure_future(notify())
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+@asynccontextmanager
+async def gateway(redis: RedisServer, period_s: float = 0.1) -> AsyncIterator[tuple[Members, RedisDiscovery]]:
+    members = Members()
+    discovery = RedisDiscovery(await connect(redis.url), period_s=period_s, lease_s=LEASE_S)
+    following = asyncio.create_task(discovery.follow(members))
+    try:
+        yield members, discovery
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+
+
+async def announcer(redis: RedisServer) -> RedisAnnouncer:
+    return RedisAnnouncer(await connect(redis.url), lease_s=LEASE_S)
+
+
+async def test_workers_are_found_by_gateways_that_were_there_and_by_those_that_come_later(redis: RedisServer) -> None:
+    supervisor = await announcer(redis)
+    # The period is longer than the test may take: what arrives has been published.
+    async with gateway(redis, period_s=10 * PATIENCE_S) as (early, _):
+        await supervisor.announce("decode-0", "h:1")
+        await early.until(lambda: early.addresses == {"decode-0": "h:1"})
+        await supervisor.announce("decode-0", "h:2")
+        await early.until(lambda: early.addresses == {"decode-0": "h:2"})
+        async with gateway(redis) as (late, _):
+            await late.until(lambda: late.addresses == {"decode-0": "h:2"})
+        await supervisor.withdraw("decode-0")
+        await early.until(lambda: early.addresses == {})
+    await supervisor.close()
+
+
+async def test_a_lease_is_renewed_and_ends_with_its_announcer(redis: RedisServer) -> None:
+    supervisor, other = await announcer(redis), await announcer(redis)
+    await supervisor.announce("decode-0", "h:1")
+    await other.announce("prefill-0", "h:2")
+    async with gateway(redis) as (members, _):
+        await members.until(lambda: len(members.addresses) == 2)
+        supervisor._keeper.cancel()  # it dies without a word
+        await members.until(lambda: members.addresses == {"prefill-0": "h:2"})
+        assert members.left == ["decode-0"]
+        await other.close()
+        await members.until(lambda: members.addresses == {})
+    await asyncio.wait([supervisor._keeper])
+    await supervisor._client.aclose()
+
+
+async def test_a_successors_word_is_not_taken_back(redis: RedisServer) -> None:
+    old, new = await announcer(redis), await announcer(redis)
+    async with gateway(redis) as (members, _):
+        await old.announce("decode-0", "h:1")
+        await members.until(lambda: members.addresses == {"decode-0": "h:1"})
+        old._keeper.cancel()
+        await asyncio.wait([old._keeper])
+        await new.announce("decode-0", "h:2")
+        await members.until(lambda: members.addresses == {"decode-0": "h:2"})
+        await old.close()
+        await new.announce("prefill-0", "h:3")
+        await members.until(lambda: "prefill-0" in members.addresses)
+        assert members.addresses["decode-0"] == "h:2"
+    await new.close()
+
+
+async def test_workers_are_kept_while_redis_is_away_and_after_it_forgot_them(redis: RedisServer) -> None:
+    supervisor = await announcer(redis)
+    async with gateway(redis) as (members, discovery):
+        await supervisor.announce("decode-0", "h:1")
+        await members.until(lambda: members.addresses == {"decode-0": "h:1"})
+        assert discovery.trouble == ""
+        redis.stop()
+        async with asyncio.timeout(PATIENCE_S):
+            while discovery.trouble == "":
+                await asyncio.sleep(0)
+        assert members.addresses == {"decode-0": "h:1"}
+        redis.start()
+        await supervisor.announce("prefill-0", "h:2")
+        await members.until(lambda: "prefill-0" in members.addresses)
+        assert discovery.trouble == ""
+        assert members.left == []
+    await supervisor.close()
+
+
+async def test_a_redis_that_is_not_there_is_refused_at_the_start_without_its_password(tmp_path: Path) -> None:
+    absent = RedisServer(tmp_path)
+    with pytest.raises(Misconfigured, match="no Redis answers at redis://127") as refused:
+        await connect(f"redis://:secret@127.0.0.1:{absent.port}/2")
+    assert "secret" not in refused.value.message

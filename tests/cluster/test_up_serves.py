@@ -1,0 +1,69 @@
+"""`baton up`, as a person meets it: an answer that went from the prefill worker to the decode worker."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import httpx
+import pytest
+
+from protos import inference_pb2, inference_pb2_grpc
+from tests.cluster.deployed import LONG, Deployed
+
+pytestmark = pytest.mark.cluster
+
+
+def test_it_is_ready_and_says_who_serves(up: Deployed) -> None:
+    assert httpx.get(f"{up.url}/ready").status_code == 200
+    workers = {worker["worker_id"]: worker["state"] for worker in up.status()["workers"]}
+    assert workers == {"prefill-0": "ready", "decode-0": "ready"}
+
+
+def test_a_chat_is_answered(up: Deployed) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0}
+    answer = httpx.post(f"{up.url}/v1/chat/completions", json=body | {"max_tokens": 32}, timeout=60.0)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"]
+    assert answer.json()["usage"]["completion_tokens"] > 0
+
+
+def test_a_long_prompt_is_read_by_prefill_and_its_kv_reaches_decode(up: Deployed) -> None:
+    prompt = f"# nobody has asked this before\n{LONG}"
+    read, received = (
+        up.metric("baton_pool_prompt_tokens_total", "prefill"),
+        up.metric("baton_pool_transfer_bytes_total", "decode"),
+    )
+    response = up.complete(prompt)
+    num_tokens = response.json()["usage"]["prompt_tokens"]
+    assert num_tokens > 64
+    assert up.metric("baton_pool_prompt_tokens_total", "prefill") == read + num_tokens
+    assert up.metric("baton_pool_transfer_bytes_total", "decode") > received
+
+
+def test_streamed_and_whole_answers_are_the_same(up: Deployed) -> None:
+    whole = up.text(LONG)
+    body = {"model": "demo", "prompt": LONG, "max_tokens": 24, "temperature": 0.0, "stream": True}
+    with httpx.stream("POST", f"{up.url}/v1/completions", json=body, timeout=60.0) as response:
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
+
+
+def test_many_at_once_get_what_each_gets_alone(up: Deployed) -> None:
+    prompts = [f"# case {number}\n{LONG[: 60 * (number % 6 + 1)]}" for number in range(32)]
+    alone = [up.text(prompt, max_tokens=8) for prompt in prompts[:4]]
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        together = list(clients.map(lambda prompt: up.text(prompt, max_tokens=8), prompts))
+    assert together[:4] == alone
+    assert all(worker["load"]["num_running"] == 0 for worker in up.status()["workers"])
+
+
+def test_the_grpc_service_answers_too(up: Deployed) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{up.grpc_port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        asked = inference_pb2.GenerateRequest(
+            model="demo", text=LONG, sampling=inference_pb2.Sampling(temperature=0.0, max_tokens=24)
+        )
+        assert stub.Complete(asked, timeout=60).choices[0].text == up.text(LONG)

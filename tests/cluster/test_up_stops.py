@@ -1,0 +1,88 @@
+"""Stopping, in order and otherwise: exit codes, what clients see, and that no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster.deployed import DEMO, LONG, Deployed
+
+pytestmark = pytest.mark.cluster
+
+Deploy = Callable[..., Deployed]
+PORTS = ("--port", "0", "--grpc-port", "0", "--device", "cpu")
+
+
+def test_two_ranks_answer_as_one_die_as_one_and_leave_nothing(up: Deployed, deploy: Deploy) -> None:
+    """One cluster for three things, because it takes seconds to start."""
+    pair = deploy("up", *PORTS, "--colocated", "--tp", "2")
+    assert pair.text(LONG) == up.text(LONG)
+
+    ranks = pair.worker_pids("colocated-0")
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    pair.wait_for(r"^worker colocated-0 at \S+ is ready", times=2)
+    assert not set(pair.worker_pids("colocated-0", life=2)) & set(ranks)
+    assert pair.text(LONG) == up.text(LONG)
+
+    with ThreadPoolExecutor(1) as client:
+        asked = client.submit(pair.complete, LONG, max_tokens=100, ignore_eos=True)
+        pair.wait_until(lambda: pair.status()["workers"][0]["load"]["num_running"] == 1)
+        assert pair.stop(signal.SIGINT) == 0, pair.log
+        assert asked.result().json()["usage"]["completion_tokens"] == 100
+    assert pair.processes() == {}
+
+
+def test_a_second_signal_stops_at_once_and_tells_whoever_waits(deploy: Deploy) -> None:
+    cluster = deploy("up", *PORTS, "--colocated")
+    with ThreadPoolExecutor(1) as client:
+        asked = client.submit(cluster.complete, LONG, max_tokens=1500, ignore_eos=True)
+        cluster.wait_until(lambda: cluster.status()["workers"][0]["load"]["num_running"] == 1)
+        os.killpg(cluster.process.pid, signal.SIGINT)
+        cluster.wait_for("^stopping")
+        assert cluster.stop(signal.SIGINT) == 130, cluster.log
+        assert asked.result().json()["error"]["code"] == "unavailable"
+    assert cluster.processes() == {}
+
+
+def test_a_model_that_cannot_be_served_ends_it_with_the_reason(deploy: Deploy, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(DEMO, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(
+        json.dumps(config | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+    )
+    cluster = deploy("serve", "--model", str(broken), *PORTS)
+    said = cluster.wait_for("^baton: ").string
+    assert cluster.ended() == 2, cluster.log
+    assert "mamba" in said.lower()
+    assert "Traceback" not in cluster.log
+    assert cluster.processes() == {}
+
+
+def test_a_stop_while_it_starts_leaves_nothing(deploy: Deploy) -> None:
+    cluster = deploy("up", *PORTS)
+    cluster.wait_for("^starting Ray")
+    assert cluster.stop(signal.SIGINT) == 0, cluster.log
+    assert cluster.processes() == {}
+
+
+def test_gateway_and_workers_can_run_apart_without_ray(deploy: Deploy, up: Deployed) -> None:
+    addresses: list[str] = []
+    for role in ("prefill", "decode"):
+        worker = deploy("worker", "--role", role, "--model", str(DEMO), "--served-name", "demo", "--device", "cpu")
+        addresses += ["--worker", worker.wait_for(r"^\S+ serves demo at (\S+)$").group(1)]
+    gateway = deploy("gateway", "--model", str(DEMO), "--served-name", "demo", *PORTS[:4], *addresses)
+    gateway.wait_for(r"is ready$", times=2)
+    assert httpx.get(f"{gateway.url}/ready").status_code == 200
+    assert gateway.text(LONG) == up.text(LONG)
+    assert gateway.metric("baton_pool_transfer_bytes_total", "decode") > 0
+    assert gateway.stop() == 0
