@@ -45,7 +45,8 @@ class Front:
         self.fleet = Fleet(index=MemoryPrefixIndex(), config=config, gateway_id=f"gateway-{uuid.uuid4().hex[:12]}")
         self._generate = Cutoff(Dispatcher(fleet=self.fleet, policy=policy, config=config))
         metrics = RequestMetrics()
-        metrics.registry.register(FleetCollector(self.fleet))
+        self.registry = metrics.registry
+        self.registry.register(FleetCollector(self.fleet))
         gateway = open_gateway(
             config,
             generate=self._generate,

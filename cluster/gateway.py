@@ -8,6 +8,7 @@ import socket
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from prometheus_client import Gauge
 from rich.console import Console
 
 from cluster import flags
@@ -79,6 +80,8 @@ def _open_front(config: ClusterConfig, listening: socket.socket) -> Front:
 
 async def _serve(front: Front, found: Discovery) -> None:
     await front.start()
+    current = Gauge("baton_discovery_current", "1 while the list of workers is current", registry=front.registry)
+    current.set_function(lambda: 0.0 if found.trouble else 1.0)
     log.info("serving %s at %s, gRPC on port %d, as soon as workers are found", front.model, front.url, front.grpc_port)
     following = asyncio.create_task(found.follow(front.fleet), name="discovery")
     try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.deployed import Deployed
+from tests.cluster.redis_server import RedisServer
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +38,11 @@ def deploy() -> Iterator[Callable[..., Deployed]]:
     yield start
     for deployed in made:
         deployed.kill()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()
