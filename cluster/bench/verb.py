@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +47,11 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What the flags say about the load. Raises Misconfigured for what contradicts itself."""
+    """What the flags say about the load. Raises Misconfigured for what contradicts itself.
+
+    Runs of one `seed` are alike; of one `prompt_seed` they have the same prompts, which the last run left in the
+    server's prefix cache.
+    """
 
     rate: float | None
     concurrency: int | None
@@ -57,6 +62,7 @@ class Shape:
     trace_scale: float
     trace_speed: float
     seed: int
+    prompt_seed: int
 
     def __post_init__(self) -> None:
         if self.rate is not None and self.concurrency is not None:
@@ -115,7 +121,8 @@ def bench(
     ttft_ms: Annotated[float | None, typer.Option(help="Objective: first token within.")] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token.")] = None,
     temperature: Annotated[float, typer.Option(help="Of sampling; 0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths, arrivals and prompts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths and arrivals.")] = 0,
+    prompt_seed: Annotated[int | None, typer.Option(min=0, help="Of prompts' tokens; new for every run.")] = None,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Token ids the model knows, if not a Baton.")] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 600.0,
     api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", help="Sent as a bearer token.")] = "",
@@ -125,12 +132,13 @@ def bench(
     shape = Shape(
         rate=rate, concurrency=concurrency, num_requests=num_requests, input_len=input_len, output_len=output_len,
         trace=trace, trace_scale=trace_scale, trace_speed=trace_speed, seed=seed,
+        prompt_seed=secrets.randbits(32) if prompt_seed is None else prompt_seed,
     )  # fmt: skip
     objective = Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms))
     items = shape.items()
     target = find_target(url, model, api_key)
     items, num_left_out = fitting(items, target.model.max_model_len)
-    prompts = Prompts(seed=seed, vocab_size=vocab_size or target.vocab_size)
+    prompts = Prompts(seed=shape.prompt_seed, vocab_size=vocab_size or target.vocab_size)
 
     def make_client() -> CompletionClient:
         return CompletionClient(
