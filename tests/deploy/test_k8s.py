@@ -15,6 +15,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import typer
+import yaml
 
 from cluster.cli import make_app
 from cluster.config import ClusterConfig
@@ -331,6 +332,16 @@ def test_gpus_are_asked_for_and_the_model_is_on_the_volume(rendered: Callable[[s
         volumes = {one["name"]: one for one in shape.templates[name]["spec"]["volumes"]}
         mounts = {one["mountPath"]: one["name"] for one in shape.containers[name]["volumeMounts"]}
         assert volumes[mounts["/models"]]["persistentVolumeClaim"]["claimName"] == claim
+
+
+def test_the_pod_that_fills_the_volume_may_run_in_the_namespace(rendered: Callable[[str], Rendered]) -> None:
+    pod = yaml.safe_load((SHAPES["gpu"] / "fill.yaml").read_text())
+    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    worker = rendered("gpu").templates["prefill"]["spec"]
+    assert pod["spec"]["securityContext"].items() >= worker["securityContext"].items()
+    assert pod["spec"]["containers"][0]["securityContext"] == worker["containers"][0]["securityContext"]
+    [volume] = pod["spec"]["volumes"]
+    assert volume["persistentVolumeClaim"]["claimName"] in rendered("gpu").of("PersistentVolumeClaim")
 
 
 def test_the_model_of_the_base_is_in_the_image(rendered: Callable[[str], Rendered]) -> None:

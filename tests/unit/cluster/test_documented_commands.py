@@ -15,7 +15,7 @@ DOCS = Path(__file__).resolve().parent.parent.parent.parent / "docs"
 SHOWN = [
     (page, line)
     for page in ("benchmarking.md", "kubernetes.md")
-    for block in re.findall(r"^```\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    for block in re.findall(r"^```\w*\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
     for line in block.splitlines()
     if line.startswith("baton ")
 ]
