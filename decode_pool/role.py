@@ -181,9 +181,9 @@ class DecodeRole:
         return Disposition.KEEP
 
     def forget(self, request: Request) -> None:
-        """Adopted blocks are the request's own: the engine frees them."""
+        """Adopted blocks are no ticket's any more: the engine frees them."""
         self._failed.pop(request.request_id, None)
-        if request.ticket is not None and not request.adopted:
+        if request.ticket is not None:
             self._abort(request.ticket.ticket_id, "its request was aborted", request.ticket.generation)
 
     def withdraw(self, request_id: str) -> bool:

@@ -140,9 +140,7 @@ class _Lane:
             reason = f"{type(error).__name__}: {error}"
         self.meeting.leave()
         with self._wire_lock:
-            wire_left, self._wire = self._wire, None
-        if wire_left is not None:
-            wire_left.sever()
+            self._wire = None  # and with its groups go the connections, which the peer notices
         lost(None if self.closing.is_set() else reason)
 
     def _keep_waiting(self, seconds: float) -> None:

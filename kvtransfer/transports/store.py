@@ -49,6 +49,10 @@ class Board:
         self._thread = threading.Thread(target=self._serve, args=(stopped,), name="lane board", daemon=True)
         self._thread.start()
 
+    @property
+    def num_values(self) -> int:
+        return len(self._values)
+
     def close(self) -> None:
         """Ends the thread. May be called twice."""
         self._stop.close()
@@ -126,15 +130,16 @@ class Board:
 class BoardStore(Store):
     """A client of a board, under a prefix. Whatever goes wrong with the connection is an OSError.
 
-    torch calls the methods from threads of its own. Keep the object alive as long as a process group made with it.
+    `wait_s` bounds the wait for what others are to say, `answer_s` that for the board itself. torch calls the methods
+    from threads of its own. Keep the object alive as long as a process group made with it.
     """
 
-    def __init__(self, host: str, port: int, prefix: str, timeout_s: float) -> None:
+    def __init__(self, host: str, port: int, prefix: str, *, wait_s: float, answer_s: float = 2.0) -> None:
         super().__init__()
         self._prefix = prefix
-        self._timeout_s = timeout_s
+        self._wait_s = wait_s
         self._lock = threading.Lock()
-        self._socket = socket.create_connection((host, port), timeout_s)
+        self._socket = socket.create_connection((host, port), answer_s)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -155,8 +160,7 @@ class BoardStore(Store):
         return all(self._ask(_What.GET, key) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        limit_s = timeout.total_seconds() if timeout else self._timeout_s
-        deadline_s = time.monotonic() + min(limit_s, self._timeout_s)
+        deadline_s = time.monotonic() + (timeout.total_seconds() if timeout else self._wait_s)
         poll_s = 0.0005
         while not self.check(keys):
             if time.monotonic() > deadline_s:

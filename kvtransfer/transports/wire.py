@@ -246,7 +246,7 @@ class Rendezvous:
 
     def _connect(self) -> BoardStore:
         host, port = self._meeting_place
-        return BoardStore(host, port, f"{self._name}/", self._config.stall_s)
+        return BoardStore(host, port, f"{self._name}/", wait_s=self._config.stall_s)
 
     def _come(self) -> None:
         assert self._store is not None

@@ -165,3 +165,26 @@ def test_a_frozen_receiver_is_a_lost_lane(peers: Peers) -> None:
     process.send_signal(signal.SIGSTOP)
     sender.offer(ticket, chunk(1), torch.zeros(64 * 2**20))
     peers.wait_for(sender, LaneLost)
+
+
+@pytest.mark.parametrize("frozen", ["sender", "receiver"])
+def test_closing_does_not_wait_for_a_frozen_peer(peers: Peers, frozen: str) -> None:
+    patient = LaneConfig(stall_s=NEVER_S)
+    if frozen == "sender":
+        receiver = peers.receiver(patient)
+        receiver.expect(address("p0", 1), LAYOUT)
+        process = peers.start("send", 1, receiver.address.port, 1)
+        peers.wait_for(receiver, Arrived)
+        process.send_signal(signal.SIGSTOP)
+        receiver.close()
+    else:
+        sender = peers.sender(patient)
+        process = peers.start("receive", 1)
+        ticket = ticket_to(address("d0", 1, said(process)))
+        sender.offer(ticket, chunk(0), payload(0))
+        assert said(process) == 0
+        process.send_signal(signal.SIGSTOP)
+        sender.offer(ticket, chunk(1), torch.zeros(64 * 2**20))
+        sender.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane p0")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane d0")]

@@ -27,7 +27,7 @@ def client(board: Board) -> Iterator[Client]:
     stores: list[BoardStore] = []
 
     def connect(prefix: str = "lane/") -> BoardStore:
-        stores.append(store := BoardStore("127.0.0.1", board.port, prefix, 10.0))
+        stores.append(store := BoardStore("127.0.0.1", board.port, prefix, wait_s=10.0))
         return store
 
     yield connect

@@ -330,11 +330,11 @@ def test_cancelled_chunks_are_not_sent(site: Site) -> None:
 
 
 def test_staging_is_bounded_at_both_ends() -> None:
-    """With nobody taking, offers stop being welcome; taking makes room again, and nothing is lost."""
+    """Two payloads here and two there: then offers are not welcome until somebody takes, and nothing is lost."""
     site = Site("collective", LaneConfig(beat_s=0.05, max_staged_bytes=2 * BLOCK_BYTES))
     sender, receiver, ticket = meet(site)
-    num_offered = 0
     arrived: list[Any] = []
+    num_offered = 0
 
     def full() -> bool:
         nonlocal num_offered
@@ -342,14 +342,53 @@ def test_staging_is_bounded_at_both_ends() -> None:
         while sender.can_offer(ticket):
             sender.offer(ticket, chunk_of(ticket, num_offered), kv(seed=num_offered))
             num_offered += 1
-        return num_offered >= 4 and len(arrived) >= 2
+        return len(arrived) >= num_taken + 2 and num_offered >= num_taken + 4
 
-    site.until(full)
-    assert num_offered < 64
-    for _ in range(num_offered):
-        site.until(lambda: bool(arrived) or bool(arrived.extend(receiver.poll())) or bool(arrived))
-        chunk = arrived.pop(0).chunk
-        assert torch.equal(receiver.take(chunk, 1.0), kv(seed=chunk.first_block))
+    for num_taken in range(20):
+        site.until(full)
+        assert len(arrived) == num_taken + 2
+        assert num_offered == num_taken + 4
+        assert torch.equal(receiver.take(arrived[num_taken].chunk, 1.0), kv(seed=num_taken))
+    site.close()
+
+
+def test_a_lane_that_is_never_met_leaves_nothing_on_the_board() -> None:
+    site = Site("collective", LaneConfig(beat_s=0.05))
+    sender, receiver, ticket = meet(site)
+    push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
+    site.events(receiver, 1)
+    sizes = []
+    for _ in range(3):
+        sender.close()
+        site.until(lambda: not receiver.lanes())
+        sizes.append(receiver._board.num_values)  # type: ignore[attr-defined]
+        sender = site.sender(address("p0"))
+        receiver.expect(sender.address, LAYOUT)
+        push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
+        site.until(lambda: any(isinstance(event, Arrived) for event in receiver.poll()))
+    assert sizes[0] == sizes[-1]
+    site.close()
+
+
+def test_ranks_that_wait_meet_those_that_come_after_one_has_left() -> None:
+    layout = replace(LAYOUT, tp=2)
+    site = Site("collective", LaneConfig(beat_s=0.05))
+    leader = site.receiver(address("d0"), layout=layout)
+    receivers = [leader, site.receiver(leader.address, rank=1, layout=layout)]
+    for receiver in receivers:
+        receiver.expect(address("p0"), layout)
+    ticket = replace(ticket_for(leader), layout=layout)
+    lonely = site.sender(address("p0"), layout=layout)
+    lonely.open(ticket)
+    while leader._board.num_values < 4:  # type: ignore[attr-defined]  # the epoch, and three who wait for the fourth
+        threading.Event().wait(0.01)
+    lonely.close()
+    for rank in range(2):
+        site.sender(address("p0"), rank=rank, layout=layout).offer(
+            ticket, chunk_of(ticket, 0), kv(seed=rank)[:, :, :, :1].contiguous()
+        )
+    for rank, receiver in enumerate(receivers):
+        assert torch.equal(receiver.take(chunk_of(ticket, 0), PATIENCE_S), kv(seed=rank)[:, :, :, :1])
     site.close()
 
 

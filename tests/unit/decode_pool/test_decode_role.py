@@ -236,6 +236,17 @@ def test_a_reservation_is_all_or_nothing() -> None:
     assert len(pair.reserve("r", prompt(20)).block_ids) == 5
 
 
+def test_a_refused_reservation_lets_go_of_the_cached_blocks_too() -> None:
+    pair = Pair(decode_blocks=10)
+    before = pair.start("before", prompt(8))
+    pair.answer("before", prompt(8), before)
+    pair.finish()
+    pair.reserve("first", prompt(20, seed=2))
+    with pytest.raises(Overloaded):
+        pair.reserve("r", prompt(32))
+    pair.check()
+
+
 def test_running_answers_keep_some_blocks_to_grow_into() -> None:
     pair = Pair(decode_blocks=10, headroom=0.2)
     assert len(pair.reserve("idle", prompt(36)).block_ids) == 9, "an idle worker has nobody to keep blocks for"
@@ -341,6 +352,19 @@ def test_a_request_that_comes_after_the_lease_is_told_why(reached: str) -> None:
     num_here = {"reserved": 0, "sending": 1, "arrived": 3}[reached]
     assert f"{num_here} of 3 blocks were here" in pair.decode.errors["r"].message
     pair.finish()
+
+
+def test_an_abort_takes_a_failure_back_that_was_not_told_yet() -> None:
+    pair = Pair()
+    ticket = pair.reserve("r", prompt(9))
+    pair.step(seconds=LEASE_S)
+    pair.answer("r", prompt(9), ticket)
+    pair.step()
+    pair.decode.engine.abort(["r"])
+    pair.answer("r", prompt(9), None)
+    pair.finish()
+    assert "r" not in pair.decode.errors
+    assert pair.decode.tokens["r"] == expected(prompt(9))[1:]
 
 
 def test_an_adopted_ticket_knows_no_lease() -> None:

@@ -12,6 +12,7 @@ from protos.values import FinishReason
 from tests.unit.decode_pool.pair import (
     BLOCK_BYTES,
     DECODE,
+    LAYOUT,
     LEASE_S,
     PREFILL,
     PREFILL_WEIGHT,
@@ -101,14 +102,15 @@ def test_a_slow_lane_does_not_hold_up_other_prompts() -> None:
 
 
 def test_nothing_is_held_when_the_destination_has_it_all() -> None:
-    pair = Pair()
+    pair = Pair(prefill_chunk=4)
     before = pair.start("before", prompt(8))
     pair.answer("before", prompt(8), before)
     pair.finish()
     num_carried = pair.post.num_carried
     ticket = pair.start("r", prompt(8))
     assert ticket.block_ids == ()
-    pair.step()
+    pair.prefill.pool.clear()
+    pair.step(2)
     assert pair.prefill.ended["r"] is FinishReason.PREFILLED
     assert num_held(pair) == 0
     assert pair.post.num_carried == num_carried
@@ -189,6 +191,36 @@ def test_nobody_reads_for_a_ticket_whose_lease_is_over() -> None:
     assert "lease of 50 s is over" in pair.prefill.errors["r"].message
     assert num_held(pair) == 0
     pair.finish()
+
+
+def test_a_push_may_take_longer_than_a_lease_as_long_as_it_moves() -> None:
+    pair = Pair(staged_blocks=1, chunk_blocks=1)
+    pair.post.holding = True
+    ticket = pair.start("r", prompt(16))
+    pair.step(2)
+    for _ in range(4):
+        pair.step(seconds=0.7 * LEASE_S)
+        pair.post.deliver(1)
+        pair.step()
+    pair.answer("r", prompt(16), ticket)
+    pair.finish()
+    assert pair.text("r") == expected(prompt(16))
+
+
+def test_a_lost_lane_does_not_hurt_those_to_other_workers() -> None:
+    pair = Pair(staged_blocks=1, chunk_blocks=1)
+    pair.post.holding = True
+    elsewhere = replace(DECODE, worker_id="d1")
+    pair.exchange.receiver(elsewhere, LAYOUT)
+    ticket = pair.start("r", prompt(12))
+    pair.read("other", prompt(12, seed=2), replace(ticket, ticket_id="other", destination=elsewhere))
+    pair.step(3)
+    pair.exchange.sever(PREFILL, elsewhere, "the cable was cut")
+    pair.step()
+    assert pair.prefill.errors.keys() == {"other"}
+    pair.answer("r", prompt(12), ticket)
+    pair.finish()
+    assert pair.text("r") == expected(prompt(12))
 
 
 @pytest.mark.parametrize(("reserved", "read"), [(12, 13), (12, 8), (13, 12)])
