@@ -17,6 +17,8 @@ import httpx
 from cluster.remote import root_of
 
 MAX_ERROR_BYTES = 65536
+MAX_IDLE_S = 2.0
+"""Servers close idle connections, after 5 s at the earliest; one that does so just now would fail a request."""
 
 OnEvent = Callable[[bytes, float], None]
 """Is given an event's data and when it came."""
@@ -152,24 +154,25 @@ class Connections:
     def __init__(self, open_one: Opener, clock: Callable[[], float]) -> None:
         self._open = open_one
         self._clock = clock
-        self._idle: list[Connection] = []
+        self._idle: list[tuple[Connection, float]] = []
 
     async def take(self) -> Connection:
         """Raises OSError."""
         while self._idle:
-            connection = self._idle.pop()
-            if connection.reusable:
+            connection, since_s = self._idle.pop()
+            if connection.reusable and self._clock() - since_s < MAX_IDLE_S:
                 return connection
+            connection.abort()
         return await self._open(lambda: Connection(self._clock))
 
     def give_back(self, connection: Connection) -> None:
         """One in the middle of an answer is closed, which tells the server to stop."""
         if connection.reusable and not connection.busy:
-            self._idle.append(connection)
+            self._idle.append((connection, self._clock()))
         else:
             connection.abort()
 
     def close(self) -> None:
-        for connection in self._idle:
+        for connection, _ in self._idle:
             connection.abort()
         self._idle.clear()

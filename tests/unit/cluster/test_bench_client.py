@@ -152,6 +152,18 @@ def test_connections_are_kept_and_as_many_as_there_are_requests(folder: Path) ->
     assert (crowded.num_connections, crowded.max_running) == (6, 6), "nobody waits for somebody else's connection"
 
 
+def test_a_connection_that_was_idle_for_long_is_not_trusted(folder: Path) -> None:
+    """The server may be about to close it, and a request would be lost to that."""
+    items = [Item(index=i, spans=ITEM.spans, num_output=3, due_s=due) for i, due in enumerate((0.0, 1.5, 6.0))]
+
+    async def load() -> FakeServer:
+        async with asking(lambda _: WHOLE, folder) as (client, server):
+            await run_load(items, client)
+            return server
+
+    assert run_virtually(load()).num_connections == 2, "used again after half a second, not after 3.5"
+
+
 def test_a_stopped_run_hangs_up(folder: Path) -> None:
     async def stopped() -> FakeServer:
         async with asking(lambda _: [*answer(chunk(1))[:2], 50.0], folder) as (client, server):
