@@ -52,4 +52,4 @@ def _ends(rank: Rank, seat: Seat, bell: Bell) -> Ends:
 
 
 def _role(settings: DecodeConfig, rank: Rank, mover: Mover, pool: BlockPool) -> DecodeRole:
-    return DecodeRole(mover, pool, rank.layout, settings)
+    return DecodeRole(mover, pool, rank.layout, settings, prefix_key=rank.model.prefix_key)

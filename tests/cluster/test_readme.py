@@ -1,0 +1,82 @@
+"""What the README and the gRPC page show, run as it stands there (only the ports are another's)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.deployed import Deployed
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+GRPC_PAGE = (ROOT / "docs" / "grpc.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def run(command: list[str] | str, **options: Any) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def shape(value: object) -> object:
+    """What a JSON value is made of: keys and kinds, without what differs from answer to answer."""
+    if isinstance(value, dict):
+        return {key: shape(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [shape(inner) for inner in value]
+    return type(value).__name__
+
+
+def test_the_two_commands_are_the_makefiles() -> None:
+    commands = [line.split("#")[0].split() for line in blocks(README, "sh")[0].splitlines()]
+    assert commands == [["make", "up"], ["make", "test"]]
+    assert "baton up" in run(["make", "--dry-run", "up"])
+    assert "pytest" in run(["make", "--dry-run", "test"])
+
+
+def test_the_request_gets_an_answer_like_the_one_shown(up: Deployed) -> None:
+    (request,) = (block for block in blocks(README, "sh") if block.startswith("curl"))
+    (shown,) = (json.loads(block) for block in blocks(README, "json"))
+    answer = json.loads(run(request.replace("http://127.0.0.1:8000", up.url), shell=True))
+    assert shape(answer) == shape(shown)
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["choices"][0]["finish_reason"] == shown["choices"][0]["finish_reason"]
+    assert answer["usage"]["prompt_tokens"] == shown["usage"]["prompt_tokens"]
+
+
+def test_the_openai_client_streams(up: Deployed) -> None:
+    (program,) = blocks(README, "python")
+    assert run([sys.executable, "-c", program.replace("http://127.0.0.1:8000", up.url)]).strip()
+
+
+def test_the_grpc_client_streams(up: Deployed) -> None:
+    (program,) = blocks(GRPC_PAGE, "python")
+    said = run([sys.executable, "-c", program.replace("127.0.0.1:8001", f"127.0.0.1:{up.grpc_port}")])
+    assert re.search(r"^32 tokens, \d+ of the prompt from the cache$", said, re.MULTILINE), said
+
+
+def test_the_commands_shown_have_the_flags_shown() -> None:
+    lines = [line.split("#")[0].strip() for block in blocks(README, "sh") for line in block.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("baton ")]
+    assert {command[1] for command in commands} >= {"serve", "status", "chat", "bench"}
+    for _, verb, *arguments in commands:
+        told = run(
+            [sys.executable, "-c", "from cluster.cli import main; main()", verb, "--help"],
+            env=os.environ | {"COLUMNS": "200"},
+        )
+        for flag in (argument for argument in arguments if argument.startswith("--")):
+            assert flag in told, f"baton {verb} has no {flag}:\n{told}"
