@@ -18,6 +18,10 @@ os.environ.update(
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
 )
 
+# Without a GPU, Triton interprets its kernels. It looks when it is first imported, which transformers may do for us.
+if not shutil.which("nvidia-smi"):
+    os.environ["TRITON_INTERPRET"] = "1"
+
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")

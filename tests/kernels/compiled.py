@@ -1,0 +1,87 @@
+"""Compiles every kernel as its launcher would, for a GPU that need not be there, and says what each costs.
+
+    python -m tests.kernels.compiled 90 bfloat16    one JSON line a kernel; the compute capability without its point
+
+Run without TRITON_INTERPRET. Nothing is launched: a stand-in for the driver names the target.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from tests.kernels.launches import LAUNCHES
+
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)")
+
+
+class _NamesTarget:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_all(capability: int, dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    triton.runtime.driver.set_active(_NamesTarget(capability))
+    kernels: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **options: Any) -> None:
+        kernels.append(run(self, *args, **{**options, "warmup": True}))
+
+    JITFunction.run = compile_only
+    for name, launch in LAUNCHES.items():
+        for dtype in dtypes:
+            kernels.clear()
+            launch(getattr(torch, dtype))
+            for kernel in kernels:
+                yield {"launch": name, "dtype": dtype, **_cost(kernel)}
+
+
+def _cost(kernel: Any) -> dict[str, Any]:
+    """Registers and spilled bytes a thread, bytes of shared memory, which matrix instructions, and how many groups of
+    asynchronous copies may still be under way where the kernel waits for one."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.check_output([_CUOBJDUMP, "--dump-resource-usage", file.name], text=True)
+    found = _USAGE.search(usage)
+    assert found, usage
+    registers, stack, local = (int(number) for number in found.groups())
+    ptx = kernel.asm["ptx"]
+    return {
+        "kernel": kernel.name,
+        "warps": kernel.metadata.num_warps,
+        "registers": registers,
+        "spilled": stack + local,
+        "shared": kernel.metadata.shared,
+        "matrix": "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "",
+        "under_way": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
+    }
+
+
+if __name__ == "__main__":
+    for cost in compile_all(int(sys.argv[1]), sys.argv[2:]):
+        print(json.dumps(cost))

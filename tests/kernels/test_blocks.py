@@ -1,0 +1,38 @@
+"""Blocks leave one cache and land in another: exact copies, and nothing beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.conftest import DEVICE, normal
+from workers.kernels import reference
+from workers.kernels.blocks import gather, scatter
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 5, 2, 16, 64), (3, 2, 6, 1, 7, 20), (1, 2, 4, 3, 32, 80)])
+def test_blocks_are_copied_there_and_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    source, destination = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype, seed=1)
+    taken, placed = (torch.tensor(ids, device=DEVICE) for ids in ([3, 0, 2], [1, 3, 0]))
+    payload = gather(source, taken)
+    assert torch.equal(payload, reference.gather(source, taken))
+    expected = destination.clone()
+    reference.scatter(expected, placed, payload)
+    scatter(destination, placed, payload)
+    assert torch.equal(destination, expected)
+
+
+def test_no_blocks_are_no_launch() -> None:
+    cache, ids = normal(2, 2, 3, 1, 4, 8, dtype=torch.float32), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    before = cache.clone()
+    scatter(cache, ids, gather(cache, ids))
+    assert torch.equal(cache, before)
+
+
+def test_a_payload_that_does_not_fit_is_refused() -> None:
+    cache, ids = normal(2, 2, 3, 1, 4, 8, dtype=torch.float32), torch.tensor([1], device=DEVICE)
+    payload = gather(cache, ids)
+    with pytest.raises(AssertionError, match="does not fit"):
+        scatter(cache, torch.tensor([0, 1], device=DEVICE), payload)
+    with pytest.raises(AssertionError, match=r"payload is torch\.float16"):
+        scatter(cache, ids, payload.half())

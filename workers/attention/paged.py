@@ -1,0 +1,125 @@
+"""Attention on GPUs: Triton kernels over the pages. Rows of one token are decoded, the others go in tiles of queries.
+
+Nothing here waits for the device: what a step's kernels need to know of its lengths is planned on the host and copied.
+Legend as in `base`, and: R rows of one token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from workers.attention.base import AttentionInputs, CosSin
+from workers.kernels.paged_decode import DecodePlan, paged_decode, plan_decode
+from workers.kernels.prefill import PrefillPlan, plan_prefill, prefill, prefill_tile
+from workers.kernels.rope_kv_write import rope_kv_write
+from workers.kv.storage import KVStorage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """The step's rows by kind. Rows without tokens are of neither."""
+
+    decode: tuple[int, ...]
+    prefill: tuple[int, ...]
+
+
+class PagedAttention:
+    """`attend` launches two kernels for the rows of one token and one for the others, whatever the batch.
+
+    For CUDA graphs: steps of R rows of one token keep their plans at the same addresses. After the `begin` of such a
+    step a graph captured for R rows is right for the new lengths; block tables and slots must lie where they were
+    captured, and a step of R rows must have run before the capture, so that the model's windows are known.
+    """
+
+    def __init__(self, storage: KVStorage) -> None:
+        self._storage = storage
+        self._device = storage.data.device
+        self._num_multiprocessors = _num_multiprocessors(self._device)
+        self._inputs: AttentionInputs | None = None
+        self._rows = _Rows(decode=(), prefill=())
+        self._decode_plans: dict[tuple[int, int | None], DecodePlan] = {}
+        self._prefill_plan: PrefillPlan | None = None
+        self._planned: set[int | None] = set()
+
+    def begin(self, inputs: AttentionInputs) -> None:
+        self._inputs = inputs
+        counts = [stop - start for start, stop in pairwise(inputs.query_starts)]
+        self._rows = _Rows(
+            decode=tuple(row for row, count in enumerate(counts) if count == 1),
+            prefill=tuple(row for row, count in enumerate(counts) if count > 1),
+        )
+        self._prefill_plan = None
+        self._planned = set()
+        for num_rows, window in tuple(self._decode_plans):
+            if num_rows == len(self._rows.decode):
+                self._plan_decode(inputs, window)
+
+    def write(
+        self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
+    ) -> torch.Tensor:
+        assert self._inputs is not None, "write before begin"
+        caches = self._storage.keys(layer), self._storage.values(layer)
+        return rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.slots_T)
+
+    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+        inputs = self._inputs
+        assert inputs is not None, "attend before begin"
+        tables_SB, keys, values = inputs.block_tables_SB, self._storage.keys(layer), self._storage.values(layer)
+        out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
+        if self._rows.decode:
+            if window not in self._planned:
+                self._plan_decode(inputs, window)
+            plan = self._decode_plans[len(self._rows.decode), window]
+            paged_decode(q_TND, keys, values, out_TND, tables_SB, plan=plan, scale=scale, window=window)
+        if self._rows.prefill:
+            if self._prefill_plan is None:
+                self._prefill_plan = self._plan_prefill(inputs, q_TND)
+            prefill(q_TND, keys, values, out_TND, tables_SB, plan=self._prefill_plan, scale=scale, window=window)
+        return out_TND
+
+    def _plan_decode(self, inputs: AttentionInputs, window: int | None) -> None:
+        """Into the tensors that the last step of as many rows used, if there was one."""
+        arrays = plan_decode(
+            self._rows.decode,
+            inputs.query_starts,
+            inputs.context_lens,
+            window=window,
+            num_kv_heads=self._storage.num_heads,
+            num_multiprocessors=self._num_multiprocessors,
+        )
+        key = len(self._rows.decode), window
+        if key in self._decode_plans:
+            plan = self._decode_plans[key]
+            for target, array in zip((plan.items_W6, plan.parts_R3), arrays, strict=True):
+                target.copy_(_pinned(array, self._device), non_blocking=True)
+        else:
+            items_W6, parts_R3 = map(self._move, arrays)
+            self._decode_plans[key] = DecodePlan(items_W6=items_W6, parts_R3=parts_R3)
+        self._planned.add(window)
+
+    def _plan_prefill(self, inputs: AttentionInputs, q_TND: torch.Tensor) -> PrefillPlan:
+        """The same for all layers of the step."""
+        group = q_TND.shape[1] // self._storage.num_heads
+        tile = prefill_tile(q_TND.shape[2], group, q_TND.dtype, inputs.max_query)
+        work_W4 = plan_prefill(self._rows.prefill, inputs.query_starts, inputs.context_lens, group=group, tile=tile)
+        return PrefillPlan(work_W4=self._move(work_W4), tile=tile)
+
+    def _move(self, array: np.ndarray) -> torch.Tensor:
+        return _pinned(array, self._device).to(self._device, non_blocking=True)
+
+
+def _pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Host memory that a device reads by itself: the copy is queued and nobody waits."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    """1 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,175 @@
+"""Attention of whole chunks over their pages, in Triton: FlashAttention's online softmax (Dao, 2023), causal.
+
+    positions of a row    [ cached prefix | this chunk ]
+    a tile of queries                      [  q  ]
+    what it sees          [A|     B       |  C   ]     A the window's edge, B all of it, C up to the diagonal
+
+Keys and values, cached or of this chunk, are read from their pages. Only A and C pay for masks. A tile's rows are
+tokens times the G heads that share a key/value head: short chunks fill a tile, and a tile's diagonal is short.
+Legend: S rows of the batch, T tokens, N query heads, K key/value heads, G = N / K, D head dim, M rows of a tile,
+C positions of a tile, W tiles of queries (work items), B blocks of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from workers.kernels.tile import Tile, accumulate, check_indices, check_paged
+
+
+@triton.jit
+def _prefill(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    work_ptr,
+    tables_ptr,
+    q_stride,
+    out_stride,
+    block_stride,
+    table_stride,
+    scale_log2,
+    G: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+):
+    """One tile of one row's queries, for the G heads of one key/value head."""
+    item_ptr, head = work_ptr + tl.program_id(0) * 4, tl.program_id(1)
+    row, start = tl.load(item_ptr), tl.load(item_ptr + 1)
+    count, position = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
+    stop = position + count
+    first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW else 0
+
+    lanes_M, dims_D = tl.arange(0, M), tl.arange(0, D)
+    tokens_M, heads_M = lanes_M // G, head * G + lanes_M % G
+    inside_MD = (tokens_M < count)[:, None] & (dims_D < DIM)[None, :]
+    token_M = (start + tokens_M).to(tl.int64)
+    q_offsets_MD = (token_M * q_stride + heads_M * DIM)[:, None] + dims_D[None, :]
+    q_MD = tl.load(q_ptr + q_offsets_MD, mask=inside_MD, other=0.0)
+    queries_M = position + tokens_M
+    max_M = tl.full([M], float("-inf"), tl.float32)
+    sum_M = tl.zeros([M], tl.float32)
+    acc_MD = tl.zeros([M, D], tl.float32)
+
+    # B lies between the last query's first position and the first query's last, in whole tiles; tiles begin with pages.
+    base = first // BLOCK_SIZE * BLOCK_SIZE
+    full = base + tl.cdiv(tl.maximum(stop - WINDOW - base, 0), C) * C if WINDOW else base
+    full = tl.minimum(full, stop)
+    diagonal = full + tl.maximum(position + 1 - full, 0) // C * C
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    if WINDOW:
+        acc_MD, sum_M, max_M = accumulate(
+            acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, table_ptr, head, base, full, first, block_stride,
+            scale_log2, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, MASKED=True, CAUSAL=True,
+        )  # fmt: skip
+    acc_MD, sum_M, max_M = accumulate(
+        acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, table_ptr, head, full, diagonal, first, block_stride,
+        scale_log2, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, MASKED=False, CAUSAL=False,
+    )  # fmt: skip
+    acc_MD, sum_M, max_M = accumulate(
+        acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, table_ptr, head, diagonal, stop, first, block_stride,
+        scale_log2, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, MASKED=True, CAUSAL=True,
+    )  # fmt: skip
+    out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+    out_offsets_MD = (token_M * out_stride + heads_M * DIM)[:, None] + dims_D[None, :]
+    tl.store(out_ptr + out_offsets_MD, out_MD.to(out_ptr.dtype.element_ty), mask=inside_MD)
+
+
+def prefill_tile(dim: int, group: int, dtype: torch.dtype, max_query: int) -> Tile:
+    """128 rows on 8 warps are two of Hopper's warpgroups with 64 rows each, the least a wgmma takes, and let each key
+    and value that comes from L2 do 128 multiplications; 64 positions keep scores and accumulator of heads of 128 in
+    registers (186 a thread, compiled for 9.0); three stages (128 KiB) load two tiles ahead. Chunks of up to 64 rows
+    take half a tile; float32 and longer heads take what fits the 99 KiB of 8.6 and 8.9. Chosen by reasoning, not
+    measured yet: `benchmarks/gpu_kernels.py --sweep` tries others.
+    """
+    smallest = max(16, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        return Tile(rows=max(32, smallest), positions=32, warps=4, stages=2)
+    if triton.next_power_of_2(dim) > 128:
+        return Tile(rows=max(64, smallest), positions=32, warps=4, stages=2)
+    rows = max(smallest, 64 if max_query * group <= 64 else 128)
+    return Tile(rows=rows, positions=64, warps=rows // 16, stages=3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPlan:
+    """`work_W4`: (row, first token, number of tokens, position of the first) of each tile of queries, int32."""
+
+    work_W4: torch.Tensor
+    tile: Tile
+
+
+def plan_prefill(
+    rows: Sequence[int], query_starts: Sequence[int], context_lens: Sequence[int], *, group: int, tile: Tile
+) -> NDArray[np.int32]:
+    """A `PrefillPlan`'s array. Tiles with the most positions to read stand first: what is left for the end, when
+    multiprocessors run dry, is short."""
+    tokens = tile.rows // group
+    work = []
+    for row in rows:
+        start, stop = query_starts[row], query_starts[row + 1]
+        shift = context_lens[row] - stop
+        work += [(row, token, min(tokens, stop - token), token + shift) for token in range(start, stop, tokens)]
+    work.sort(key=lambda item: item[3], reverse=True)
+    return np.array(work, dtype=np.int32).reshape(-1, 4)
+
+
+def prefill(
+    q_TND: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out_TND: torch.Tensor,
+    block_tables_SB: torch.Tensor,
+    *,
+    plan: PrefillPlan,
+    scale: float,
+    window: int | None,
+) -> None:
+    """Writes the attention of the plan's tokens into `out_TND`; its other tokens stay. Caches [NB, K, BS, D], block
+    tables int32."""
+    group = check_paged(q_TND, k_cache, v_cache, block_tables_SB)
+    assert out_TND.stride()[1:] == q_TND.stride()[1:], f"out has strides {out_TND.stride()}"
+    check_indices(work=plan.work_W4)
+    assert window is None or window > 0, f"window is {window}"
+    assert scale > 0, f"scale is {scale}: the running maximum is taken before it is applied"
+    dim, tile = q_TND.shape[2], plan.tile
+    if len(plan.work_W4) == 0:
+        return
+    _prefill[(len(plan.work_W4), k_cache.shape[1])](
+        q_TND,
+        k_cache,
+        v_cache,
+        out_TND,
+        plan.work_W4,
+        block_tables_SB,
+        q_TND.stride(0),
+        out_TND.stride(0),
+        k_cache.stride(0),
+        block_tables_SB.stride(0),
+        scale * math.log2(math.e),
+        G=group,
+        DIM=dim,
+        BLOCK_SIZE=k_cache.shape[2],
+        WINDOW=window or 0,
+        PRECISION="tf32x3" if q_TND.dtype == torch.float32 else "tf32",
+        M=tile.rows,
+        C=tile.positions,
+        D=max(16, triton.next_power_of_2(dim)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        maxnreg=tile.max_registers,
+    )

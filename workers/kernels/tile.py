@@ -1,0 +1,105 @@
+"""What both attention kernels are made of: how much a program takes at a time, where a page is, a step of the softmax.
+
+Legend: M query rows of a tile, C positions of a tile, D head dim, S rows, B blocks of a row, T tokens, N query heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """`rows` of queries (tokens times the heads that share a key/value head) by `positions` of the context, the
+    positions loaded `stages` - 1 tiles ahead by programs of `warps` warps. `max_registers` a thread: less, and more
+    programs run at once, until values spill; None leaves it to the compiler."""
+
+    rows: int
+    positions: int
+    warps: int
+    stages: int
+    max_registers: int | None = None
+
+
+@triton.jit
+def _softmax_step(scores_MC, scale_log2, max_M, sum_M, acc_MD):
+    """FlashAttention's online softmax to the base 2: (weights of this tile, new maximum, new sum, rescaled result).
+
+    What is not seen has a score of -inf; a row may have seen nothing yet.
+    """
+    new_max_M = tl.maximum(max_M, tl.max(scores_MC, axis=1) * scale_log2)
+    finite_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+    weights_MC = tl.exp2(scores_MC * scale_log2 - finite_M[:, None])
+    rescale_M = tl.exp2(max_M - finite_M)
+    return weights_MC, new_max_M, sum_M * rescale_M + tl.sum(weights_MC, axis=1), acc_MD * rescale_M[:, None]
+
+
+@triton.jit
+def accumulate(
+    acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, table_ptr, head, start, stop, first, block_stride, scale_log2,
+    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Attention to positions [start, stop) of one row, in tiles from `start` on. Returns (result, sum, maximum).
+
+    Not masked: every query sees all of them, and stop - start is a multiple of C. Masked: those before `first` are not
+    even loaded, they may be anybody's. Causal: each query, at position `queries_M`, sees up to itself and its window.
+
+    Block ids are fetched a tile ahead by hand: the compiler then sees no load that waits for another load, and keeps a
+    tile of keys and values under way for every stage but one. Left to it, there was one (read from the compiled code).
+    """
+    inside_D = (tl.arange(0, D) < DIM)[None, :]
+    positions_C = start + tl.arange(0, C)
+    block_C = tl.load(table_ptr + positions_C // BLOCK_SIZE, mask=positions_C < stop, other=0)
+    for tile in range(start, stop, C):
+        positions_C = tile + tl.arange(0, C)
+        next_C = positions_C + C
+        next_block_C = tl.load(table_ptr + next_C // BLOCK_SIZE, mask=next_C < stop, other=0)
+        inside_CD = inside_D
+        if MASKED:
+            loaded_C = (positions_C < stop) & (positions_C >= first)
+            inside_CD = loaded_C[:, None] & inside_D
+        in_block_C = (head * BLOCK_SIZE + positions_C % BLOCK_SIZE) * DIM
+        offsets_CD = (block_C.to(tl.int64) * block_stride + in_block_C)[:, None] + tl.arange(0, D)[None, :]
+        k_CD = tl.load(k_ptr + offsets_CD, mask=inside_CD, other=0.0)
+        scores_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision=PRECISION)
+        if MASKED:
+            seen_MC = loaded_C[None, :]
+            if CAUSAL:
+                seen_MC = seen_MC & (positions_C[None, :] <= queries_M[:, None])
+                if WINDOW:
+                    seen_MC = seen_MC & (positions_C[None, :] > queries_M[:, None] - WINDOW)
+            scores_MC = tl.where(seen_MC, scores_MC, float("-inf"))
+        weights_MC, max_M, sum_M, acc_MD = _softmax_step(scores_MC, scale_log2, max_M, sum_M, acc_MD)
+        v_CD = tl.load(v_ptr + offsets_CD, mask=inside_CD, other=0.0)
+        acc_MD = tl.dot(weights_MC.to(v_CD.dtype), v_CD, acc=acc_MD, input_precision=PRECISION)
+        block_C = next_block_C
+    return acc_MD, sum_M, max_M
+
+
+def check_paged(
+    q_TND: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables_SB: torch.Tensor
+) -> int:
+    """Asserts what both attention kernels expect of their inputs. Returns how many queries share a key/value head."""
+    (_, num_heads, dim), (_, num_kv_heads, block_size, _) = q_TND.shape, k_cache.shape
+    assert q_TND.stride()[1:] == (dim, 1), f"q has strides {q_TND.stride()}"
+    assert num_heads % num_kv_heads == 0, f"{num_heads} query heads on {num_kv_heads} key/value heads"
+    for name, cache in (("keys", k_cache), ("values", v_cache)):
+        assert cache.shape == (*v_cache.shape[:3], dim), f"cached {name} are {tuple(cache.shape)}, heads of {dim}"
+        assert cache.stride()[1:] == (block_size * dim, dim, 1), f"cached {name} have strides {cache.stride()}"
+        assert cache.stride(0) == k_cache.stride(0), f"blocks of {name} are {cache.stride(0)} apart"
+        assert cache.dtype == q_TND.dtype, f"cached {name} are {cache.dtype}, q is {q_TND.dtype}"
+    assert block_tables_SB.dtype == torch.int32, f"block tables are {block_tables_SB.dtype}"
+    assert block_tables_SB.stride(1) == 1, f"block tables have strides {block_tables_SB.stride()}"
+    return num_heads // num_kv_heads
+
+
+def check_indices(**indices: torch.Tensor) -> None:
+    """Asserts that they are what the kernels read as plain arrays."""
+    for name, index in indices.items():
+        assert index.dtype == torch.int32, f"{name} is {index.dtype}"
+        assert index.is_contiguous(), f"{name} has strides {index.stride()}"
