@@ -148,7 +148,7 @@ def bench(
 
     records, dialect = asyncio.run(_measure(items, make_client, shape.at_once))
     report = make_report(records, objective)
-    _tell(target, dialect, records, num_left_out)
+    _tell(target, dialect, records, num_left_out, num_asked=len(items))
     Console().print(report_table(report))
     if json_file is not None:
         ran = _Ran(target=target, dialect=dialect, shape=shape, objective=objective, num_left_out=num_left_out)
@@ -206,7 +206,7 @@ def _bar(total: int) -> Iterator[Callable[[Progress], None]]:
         yield tell
 
 
-def _tell(target: Target, dialect: Dialect, records: Sequence[Record], num_left_out: int) -> None:
+def _tell(target: Target, dialect: Dialect, records: Sequence[Record], num_left_out: int, *, num_asked: int) -> None:
     """What somebody who reads the figures should know besides."""
     errors = Console(stderr=True)
     errors.print(f"{target.model.name} at {target.url}", highlight=False)
@@ -215,6 +215,8 @@ def _tell(target: Target, dialect: Dialect, records: Sequence[Record], num_left_
     if num_left_out:
         told = f"{num_left_out} requests left out: longer than the context of {target.model.max_model_len} tokens"
         errors.print(told, style="yellow")
+    if len(records) < num_asked:
+        errors.print(f"stopped early: {len(records)} of {num_asked} requests had ended", style="yellow")
     shown: dict[str, str] = {}
     for record in records:
         shown.setdefault(record.error, record.message)
