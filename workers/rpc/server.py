@@ -91,9 +91,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             updates.setdefault(owner, []).append(update)
             if update.finish_reason is not None:
                 self._disown(update.request_id)
+        load = message.load
+        idle = load is not None and load.num_running + load.num_waiting == 0  # no later message would tell the others
         for stream in self._streams:
             own = tuple(updates.get(stream, ()))
-            if own or message.events or not message.updates:
+            if own or message.events or not message.updates or idle:
                 stream.send(StepMessage(updates=own, events=message.events, load=message.load))
 
     # -- the token path ------------------------------------------------------------------------------------------------
