@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.text.detokenizer import Detokenizer
@@ -33,12 +33,14 @@ def test_any_text_comes_out_as_decoding_it_at_once(family: Family, text: str) ->
 
 
 @given(ids=st.lists(st.integers(0, 520), max_size=40))
+@example(ids=[173, 98])
 def test_any_tokens_come_out_as_decoding_them_at_once(ids: list[int]) -> None:
-    """Also bytes that are no text; only a character cut off by the end is left out."""
+    """Also bytes that are no text; only what the end has cut off is left out: at most three bytes that could have
+    become a character, or half of a surrogate (ED A0), which Python's decoder waits for as well."""
     tokenizer = byte_level()
     said, whole = "".join(fed(tokenizer, ids)), tokenizer.decode(ids, skip_special_tokens=True)
     assert whole.startswith(said)
-    assert whole[len(said) :] in ("", "\ufffd")
+    assert whole[len(said) :] in ("", "\ufffd", "\ufffd\ufffd")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
