@@ -39,8 +39,8 @@ class NativeAttention:
     """One call a layer, over all rows at once: `workers/kernels/cpu/attention.cpp`."""
 
     def __init__(self, storage: KVStorage, kernels: Native) -> None:
-        self._storage = storage
         self._kernels = kernels
+        self._caches = [(storage.keys(layer), storage.values(layer)) for layer in range(storage.layout.num_layers)]
         self._step: _Step | None = None
 
     def begin(self, inputs: AttentionInputs) -> None:
@@ -55,29 +55,30 @@ class NativeAttention:
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
         assert self._step is not None, "write before begin"
-        caches = self._storage.keys(layer), self._storage.values(layer)
-        return cpu.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, self._step.slots_T)
+        return cpu.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *self._caches[layer], self._step.slots_T)
 
     def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
         assert self._step is not None, "attend before begin"
-        storage, step = self._storage, self._step
-        assert q_TND.dtype == storage.data.dtype, f"queries are {q_TND.dtype}, the cache {storage.data.dtype}"
+        step, (k_cache, v_cache) = self._step, self._caches[layer]
+        assert q_TND.dtype == k_cache.dtype, f"queries are {q_TND.dtype}, the cache {k_cache.dtype}"
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
+        _, num_heads, head_dim = q_TND.shape
+        _, num_kv_heads, block_size, _ = k_cache.shape
         self._kernels.attend(
             q_TND.data_ptr(),
-            storage.keys(layer).data_ptr(),
-            storage.values(layer).data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
             out_TND.data_ptr(),
             step.query_starts.data_ptr(),
             step.context_lens.data_ptr(),
             step.block_tables_SB.data_ptr(),
             step.block_tables_SB.stride(0),
-            len(step.context_lens),
-            q_TND.shape[1],
-            storage.num_heads,
-            q_TND.shape[2],
-            storage.layout.block_size,
+            step.context_lens.shape[0],
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
             window or 0,
             scale,
             torch.get_num_threads(),

@@ -19,11 +19,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As `reference.rms_norm`; `x` may be heads [T, H, D] cut out of a wider tensor."""
     kernels = native(x.dtype)
     heads = x if x.dim() == 3 else x.view(-1, 1, x.shape[-1]) if x.is_contiguous() else None
-    if kernels is None or heads is None or not _has_whole_rows(heads):
+    if kernels is None or heads is None or not has_whole_rows(heads):
         return reference.rms_norm(x, weight, eps)
     out = torch.empty(x.shape, dtype=x.dtype)
-    sizes = len(heads), heads.stride(0), heads.shape[1], heads.shape[2]
-    kernels.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *sizes, eps, torch.get_num_threads())
+    num_tokens, num_heads, size = heads.shape
+    kernels.rms_norm(
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        num_tokens,
+        heads.stride(0),
+        num_heads,
+        size,
+        eps,
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -34,8 +44,18 @@ def add_rms_norm(
     if kernels is None or not (x_TE.is_contiguous() and residual_TE.is_contiguous()):
         return reference.add_rms_norm(x_TE, residual_TE, weight_E, eps)
     normed_TE, stream_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
-    tensors = x_TE, residual_TE, weight_E, normed_TE, stream_TE
-    kernels.add_rms_norm(*(tensor.data_ptr() for tensor in tensors), *x_TE.shape, eps, torch.get_num_threads())
+    num_tokens, size = x_TE.shape
+    kernels.add_rms_norm(
+        x_TE.data_ptr(),
+        residual_TE.data_ptr(),
+        weight_E.data_ptr(),
+        normed_TE.data_ptr(),
+        stream_TE.data_ptr(),
+        num_tokens,
+        size,
+        eps,
+        torch.get_num_threads(),
+    )
     return normed_TE, stream_TE
 
 
@@ -43,9 +63,9 @@ def silu_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
     kernels = native(gate_up_TF2.dtype)
     if kernels is None or not gate_up_TF2.is_contiguous():
         return reference.silu_mul(gate_up_TF2)
-    num_tokens, size = len(gate_up_TF2), gate_up_TF2.shape[1] // 2
-    out_TF = torch.empty(num_tokens, size, dtype=gate_up_TF2.dtype)
-    kernels.silu_mul(gate_up_TF2.data_ptr(), out_TF.data_ptr(), num_tokens, size, torch.get_num_threads())
+    num_tokens, size = gate_up_TF2.shape
+    out_TF = torch.empty(num_tokens, size // 2, dtype=gate_up_TF2.dtype)
+    kernels.silu_mul(gate_up_TF2.data_ptr(), out_TF.data_ptr(), num_tokens, size // 2, torch.get_num_threads())
     return out_TF
 
 
@@ -60,28 +80,40 @@ def rope_kv_write(
     slots_T: torch.Tensor,
 ) -> torch.Tensor:
     kernels = native(q_TND.dtype)
-    heads, plain = (q_TND, k_TKD, v_TKD), (cos_TP, sin_TP, k_cache, v_cache, slots_T)
+    plain = (cos_TP, sin_TP, k_cache, v_cache, slots_T)
     if (
         kernels is None
         or k_cache.dtype != q_TND.dtype
-        or not all(_has_whole_rows(part) for part in heads)
+        or not (has_whole_rows(q_TND) and has_whole_rows(k_TKD) and has_whole_rows(v_TKD))
         or not all(part.is_contiguous() for part in plain)
     ):
         return reference.rope_kv_write(q_TND, k_TKD, v_TKD, cos_TP, sin_TP, k_cache, v_cache, slots_T)
     turned_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
+    num_tokens, num_heads, head_dim = q_TND.shape
     kernels.rope_kv_write(
-        *(part.data_ptr() for part in heads),
-        *(part.stride(0) for part in heads),
-        *(part.data_ptr() for part in (cos_TP, sin_TP, turned_TND, k_cache, v_cache, slots_T)),
-        *q_TND.shape[:2],
-        *k_cache.shape[1:2],
-        q_TND.shape[2],
+        q_TND.data_ptr(),
+        k_TKD.data_ptr(),
+        v_TKD.data_ptr(),
+        q_TND.stride(0),
+        k_TKD.stride(0),
+        v_TKD.stride(0),
+        cos_TP.data_ptr(),
+        sin_TP.data_ptr(),
+        turned_TND.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        slots_T.data_ptr(),
+        num_tokens,
+        num_heads,
+        k_TKD.shape[1],
+        head_dim,
         k_cache.shape[2],
         torch.get_num_threads(),
     )
     return turned_TND
 
 
-def _has_whole_rows(x_THD: torch.Tensor) -> bool:
+def has_whole_rows(x_THD: torch.Tensor) -> bool:
     """Does each token's part of it lie in one piece?"""
-    return x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]
+    _, of_head, of_number = x_THD.stride()
+    return of_number == 1 and of_head == x_THD.shape[2]

@@ -52,7 +52,7 @@ class Attention:
 
     def __call__(self, x_TE: torch.Tensor, rotation: CosSin, backend: AttentionBackend) -> torch.Tensor:
         heads = torch.split(self._qkv(x_TE), self._qkv.sizes, dim=-1)
-        q_TND, k_TKD, v_TKD = (part.view(len(part), -1, self._head_dim) for part in heads)
+        q_TND, k_TKD, v_TKD = (part.view(part.shape[0], -1, self._head_dim) for part in heads)
         if self._norms:
             q_norm, k_norm = self._norms
             q_TND, k_TKD = q_norm(q_TND), k_norm(k_TKD)

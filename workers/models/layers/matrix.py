@@ -37,7 +37,7 @@ class Matrix:
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         if self._packed is None:
             return F.linear(x_TI, self.weight_OI, bias_O)
-        if len(x_TI) == 0:  # a chunk in the middle of a prompt asks for no logits, and oneDNN refuses to make none
+        if x_TI.shape[0] == 0:  # a chunk in the middle of a prompt asks for no logits, and oneDNN refuses to make none
             return x_TI.new_empty(0, self._num_outputs)
         y_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self._packed, bias_O, "none", [], "")
         return y_TO

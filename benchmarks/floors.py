@@ -1,0 +1,102 @@
+"""What the machine could do at best: its memory's bandwidth and its matrix rate, measured, and what a workload needs.
+
+A floor is a time that no engine on this machine can go below while it computes every product in bfloat16: prompts at
+the matrix rate, every decode step at the rate of memory or of products, whichever is slower. Nothing else costs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from workers.models.config import ModelConfig
+from workers.models.layers.matrix import Matrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """`bytes_per_s` read from memory, `flops_per_s` of bfloat16 products; the best seen with `num_threads`."""
+
+    num_threads: int
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """`num_requests` prompts of `input_len` tokens, given at once, each answered with `output_len`."""
+
+    name: str
+    num_requests: int
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Of a model: parameters in its layers' products, in the last one, bytes of both, and of a token's KV."""
+
+    layer_params: int
+    head_params: int
+    kv_bytes: int
+    flops_per_pair: int  # of attention: for one query and one key, all heads and layers
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Costs:
+        queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        hidden = model.hidden_size
+        layer = hidden * (2 * queries + 2 * keys) + 3 * hidden * model.intermediate_size
+        return cls(
+            layer_params=layer * model.num_layers,
+            head_params=model.vocab_size * hidden,
+            kv_bytes=2 * 2 * keys * model.num_layers,
+            flops_per_pair=4 * queries * model.num_layers,
+        )
+
+
+def floor_s(workload: Workload, costs: Costs, machine: Machine) -> tuple[float, float]:
+    """Seconds for the prompts, and for the tokens after the first of each answer."""
+    n, length = workload.num_requests, workload.input_len
+    prefill_flops = n * (
+        2 * costs.layer_params * length + 2 * costs.head_params + costs.flops_per_pair * length * (length + 1) // 2
+    )
+    weight_bytes = 2 * (costs.layer_params + costs.head_params)
+    decode_s = 0.0
+    for context in range(length + 1, length + workload.output_len):
+        flops = n * (2 * (costs.layer_params + costs.head_params) + costs.flops_per_pair * context)
+        num_bytes = weight_bytes + n * context * costs.kv_bytes
+        decode_s += max(flops / machine.flops_per_s, num_bytes / machine.bytes_per_s)
+    return prefill_flops / machine.flops_per_s, decode_s
+
+
+@torch.inference_mode()
+def measure(num_threads: int) -> Machine:
+    """Of this process's threads. A few seconds. The best of several ways, and of several tries of each."""
+    torch.set_num_threads(num_threads)
+    numbers = torch.ones(1 << 27)  # 512 MiB: no cache holds it
+    read = numbers.numel() * 4 / _best(numbers.sum, 7)
+    weights = [Matrix(torch.full((6144, 1024), 0.5).bfloat16()) for _ in range(24)]
+    for matrix in weights:
+        matrix.pack()
+    one, many = (torch.ones(rows, 1024).bfloat16() for rows in (1, 1024))
+
+    def through_all() -> None:
+        for matrix in weights:
+            matrix(one)
+
+    streamed = len(weights) * 6144 * 1024 * 2 / _best(through_all, 9)
+    flops = 2 * 1024 * 6144 * 1024 / _best(lambda: weights[0](many), 9)
+    return Machine(num_threads=num_threads, bytes_per_s=max(read, streamed), flops_per_s=flops)
+
+
+def _best(work: Callable[[], object], tries: int) -> float:
+    work()
+    seconds = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

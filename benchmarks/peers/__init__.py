@@ -1,0 +1,1 @@
+"""Programs that other engines' own environments run."""
