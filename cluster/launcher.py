@@ -12,6 +12,7 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -91,7 +92,7 @@ class RayLauncher:
         orders = [
             Orders(
                 role=plan.role,
-                worker=replace(config.worker, device=plan.device),
+                worker=replace(config.worker, model=str(Path(config.worker.model).absolute()), device=plan.device),
                 prefill=config.prefill,
                 decode=config.decode,
                 seat=Seat(

@@ -85,9 +85,9 @@ class Machines:
             _silence()
             ray.init(logging_level=logging.ERROR, **options)
         except ConnectionError as error:
-            address = self._config.address
+            address, reason = self._config.address, (str(error).splitlines() or [""])[0]
             raise Misconfigured(
-                f"there is no Ray at {address}: {error}; correct --ray-address", param="ray.address"
+                f"there is no Ray at {address}: {reason}; correct --ray-address", param="ray.address"
             ) from error
         except (OSError, RuntimeError, ValueError) as error:
             self._stop()
