@@ -142,6 +142,12 @@ def test_a_receiver_killed_in_the_middle_of_a_payload_is_noticed(peers: Peers) -
     assert not sender.busy()
 
 
+def until_idle(end: CollectiveSender | CollectiveReceiver) -> None:
+    """Until its only lane is stuck in the middle of something."""
+    while end.lanes()[0].idle_s < 0.3:
+        threading.Event().wait(0.01)
+
+
 FROZEN = LaneConfig(stall_s=1.0, beat_s=0.1)
 """For peers that are stopped: their connections stay up, so only the clock of progress tells."""
 
@@ -176,6 +182,7 @@ def test_closing_does_not_wait_for_a_frozen_peer(peers: Peers, frozen: str) -> N
         process = peers.start("send", 1, receiver.address.port, 1)
         peers.wait_for(receiver, Arrived)
         process.send_signal(signal.SIGSTOP)
+        until_idle(receiver)
         receiver.close()
     else:
         sender = peers.sender(patient)
@@ -185,6 +192,7 @@ def test_closing_does_not_wait_for_a_frozen_peer(peers: Peers, frozen: str) -> N
         assert said(process) == 0
         process.send_signal(signal.SIGSTOP)
         sender.offer(ticket, chunk(1), torch.zeros(64 * 2**20))
+        until_idle(sender)
         sender.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane p0")]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane d0")]

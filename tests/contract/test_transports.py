@@ -344,6 +344,11 @@ def test_staging_is_bounded_at_both_ends() -> None:
             num_offered += 1
         return len(arrived) >= num_taken + 2 and num_offered >= num_taken + 4
 
+    num_taken = 0
+    site.until(full)
+    while sender.lanes()[0].idle_s < 0.2:
+        full()
+        threading.Event().wait(0.01)
     for num_taken in range(20):
         site.until(full)
         assert len(arrived) == num_taken + 2
