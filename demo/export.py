@@ -43,6 +43,9 @@ not to give advice.
 | Seed | {seed} |
 | Versions | Python {python}, torch {torch} |
 
+The learning rate follows the steps or the clock, whichever is further on, so a repeated run lands near these figures
+and not on them.
+
 ## Measured on held-out text
 
 Measured with the exported bfloat16 weights, computing in float32, on `held_out.json`, which lies beside them.
