@@ -179,6 +179,20 @@ class Pair:
         self.read(request_id, prompt_ids, ticket)
         return ticket
 
+    def state(self, ticket_id: str = "r", generation: int = 1) -> str | None:
+        """Where the decode worker's ledger sees a ticket."""
+        return self.decode_role.ledger.state(ticket_id, generation)
+
+    def bring_to(self, reached: str) -> Ticket:
+        """Brings the ticket "r", of three blocks for `prompt(12)`, to a state. Chunks must be of one block."""
+        self.post.holding = True
+        ticket = self.start("r", prompt(12))
+        self.step(4)
+        self.post.deliver({"reserved": 0, "sending": 1, "arrived": None}[reached])
+        self.step()
+        assert self.state() == reached
+        return ticket
+
     def step(self, count: int = 1, seconds: float = 1.0) -> None:
         for _ in range(count):
             self.now += seconds
