@@ -18,6 +18,9 @@ from workers.config import WorkerConfig
 
 MEMORY = "memory"
 MAX_WORKERS = 4096
+_LEAST = {
+    "first_delay_s": 0.0, "factor": 1.0, "reset_after_s": 0.0, "health_period_s": 0.1, "max_misses": 1, "grace_s": 0.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +71,22 @@ class RayConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisionConfig:
     """A worker that died is started again after `first_delay_s`, which grows by `factor` with every further death, up
-    to `max_delay_s`; after `reset_after_s` of service its deaths are forgotten. At a stop, running requests have
-    `grace_s` to finish."""
+    to `max_delay_s`; after `reset_after_s` of service its deaths are forgotten. Every `health_period_s` a worker is
+    asked for its health: one that says no, or nothing, `max_misses` times in a row is dead too. At a stop, running
+    requests have `grace_s` to finish."""
 
     first_delay_s: float = 0.25
     factor: float = 2.0
     max_delay_s: float = 30.0
     reset_after_s: float = 60.0
+    health_period_s: float = 2.0
+    max_misses: int = 3
     grace_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name, least in (("first_delay_s", 0.0), ("factor", 1.0), ("reset_after_s", 0.0), ("grace_s", 0.0)):
-            value = getattr(self, name)
-            if not least <= value:
-                raise Misconfigured(f"supervision: {name} = {value}: give {least:g} or more", param=name)
+        for name, least in _LEAST.items():
+            if not getattr(self, name) >= least:
+                raise Misconfigured(f"supervision: {name} = {getattr(self, name)}: give {least:g} or more", param=name)
         if not self.max_delay_s >= self.first_delay_s:
             raise Misconfigured(
                 f"supervision: max_delay_s = {self.max_delay_s}: give first_delay_s = {self.first_delay_s:g} or more",

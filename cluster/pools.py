@@ -14,12 +14,13 @@ from cluster.machines import Machines
 from cluster.placement import Node, WorkerPlan, check_fits, plan, why_not_gpus
 from cluster.progress import Bars
 from cluster.supervisor import Supervisor
-from protos.errors import BatonError
+from protos.errors import BatonError, WorkerLost
 from router.client import WorkerClient
 
 log = logging.getLogger("baton.cluster")
 
 DRAIN_PERIOD_S = 0.1
+HEALTH_TIMEOUT_S = 5.0
 
 
 class Pools:
@@ -54,6 +55,7 @@ class Pools:
             self.plans,
             launcher=RayLauncher(config, self._machines),
             announcer=announcer,
+            check_health=_check_health,
             config=config.supervision,
             first_incarnation=time.time_ns() // 1_000_000,
             watch=self._bars.show,
@@ -102,6 +104,16 @@ class Pools:
         config = self._config
         if config.worker.device == "auto" and any(node.gpus for node in nodes) and self.plans[0].device == "cpu":
             log.warning("running on CPUs: %s", why_not_gpus(config.pools, nodes, tp=config.worker.tp))
+
+
+async def _check_health(address: str) -> None:
+    client = WorkerClient(address, connect_timeout_s=HEALTH_TIMEOUT_S, control_timeout_s=HEALTH_TIMEOUT_S)
+    try:
+        health = await client.health()
+    finally:
+        await client.close()
+    if not health.healthy:
+        raise WorkerLost(health.reason)
 
 
 async def _drain(address: str) -> None:

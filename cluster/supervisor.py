@@ -42,6 +42,12 @@ class WorkerView:
     info: WorkerInfo | None = None
 
 
+class CheckHealth(Protocol):
+    """Asks the worker at an address. Raises BatonError when it is not well, or does not say in time."""
+
+    async def __call__(self, address: str) -> None: ...
+
+
 class Supervisor:
     """Lives on one event loop. `first_incarnation` must be greater than all that came before: the time will do.
 
@@ -54,6 +60,7 @@ class Supervisor:
         *,
         launcher: Launcher,
         announcer: Announcer,
+        check_health: CheckHealth,
         config: SupervisionConfig,
         first_incarnation: int,
         watch: Callable[[WorkerView], None] = lambda view: None,
@@ -63,6 +70,7 @@ class Supervisor:
         self._plans = plans
         self._launcher = launcher
         self._announcer = announcer
+        self._check_health = check_health
         self._config = config
         self._incarnation = first_incarnation
         self._watch = watch
@@ -125,6 +133,18 @@ class Supervisor:
 
     async def _live(self, plan: WorkerPlan, incarnation: int) -> BatonError:
         """One incarnation, from its launch to its end; what it ended with."""
+        living = asyncio.create_task(self._follow(plan, incarnation))
+        beating = asyncio.create_task(self._beat(plan.worker_id))
+        try:
+            await asyncio.wait([living, beating], return_when=asyncio.FIRST_COMPLETED)
+            return (living if living.done() else beating).result()
+        finally:
+            for task in (living, beating):
+                task.cancel()
+            await asyncio.wait([living, beating])
+
+    async def _follow(self, plan: WorkerPlan, incarnation: int) -> BatonError:
+        """Notes what the worker tells; what it ended with."""
         try:
             async with aclosing(self._launcher.launch(plan, incarnation)) as events:
                 async for event in events:
@@ -136,6 +156,23 @@ class Supervisor:
             self.num_faults += 1
             return Internal(f"{type(error).__name__}: {error}")
         return WorkerLost("it ended by itself")
+
+    async def _beat(self, worker_id: str) -> BatonError:
+        """Health means progress: a process that is there and gets nowhere is dead. Begins when the worker serves."""
+        misses = 0
+        while True:
+            info = self._views[worker_id].info
+            if info is None:
+                await self._turn.wait()
+                continue
+            await self._sleep(self._config.health_period_s)
+            try:
+                await self._check_health(info.address)
+                misses = 0
+            except BatonError as error:
+                misses += 1
+                if misses >= self._config.max_misses:
+                    return WorkerLost(f"it is not well: {error.message}")
 
     async def _note(self, worker_id: str, event: Event) -> None:
         view = self._views[worker_id]

@@ -12,7 +12,7 @@ from cluster.placement import Node, WorkerPlan, plan
 from cluster.rank import Event, Loading, Serving
 from cluster.supervision import LifeState
 from cluster.supervisor import Supervisor, WorkerView
-from protos.errors import BadCheckpoint, WorkerLost
+from protos.errors import BadCheckpoint, BatonError, WorkerLost
 from protos.values import KVLayout, LaneAddress, WorkerInfo
 
 PLANS = plan(PoolsConfig(), (Node(cpus=2.0),), tp=1, device="cpu")
@@ -58,6 +58,7 @@ class Stage:
         self.lives: dict[str, list[Life]] = {worker.worker_id: [] for worker in PLANS}
         self.done: list[str] = []
         self.slept: list[float] = []
+        self.beats: asyncio.Queue[BatonError | None] = asyncio.Queue()
         self.shown: list[WorkerView] = []
         self.turn = asyncio.Condition()
 
@@ -76,6 +77,11 @@ class Stage:
 
     async def close(self) -> None:
         await self._note("close")
+
+    async def check_health(self, address: str) -> None:
+        """As the test says; when it says nothing, nobody looks."""
+        if (error := await self.beats.get()) is not None:
+            raise error
 
     async def sleep(self, seconds: float) -> None:
         self.slept.append(round(seconds, 3))
@@ -106,7 +112,8 @@ async def supervisor(stage: Stage) -> AsyncIterator[Supervisor]:
         PLANS,
         launcher=stage,
         announcer=stage,
-        config=SupervisionConfig(first_delay_s=1.0),
+        check_health=stage.check_health,
+        config=SupervisionConfig(first_delay_s=1.0, health_period_s=7.0, max_misses=3),
         first_incarnation=100,
         watch=stage.shown.append,
         clock=lambda: 0.0,
@@ -149,12 +156,25 @@ async def test_a_dead_worker_comes_back_as_a_new_incarnation(stage: Stage, super
     second = stage.lives["decode-0"][1]
     assert first.closed
     assert second.incarnation > max(first.incarnation, stage.lives["prefill-0"][0].incarnation)
-    assert stage.slept == [1.0]
+    assert 1.0 in stage.slept
     second.serve("decode-0:2")
     await supervisor.ready()
     assert "announce decode-0 decode-0:2" in stage.done
     assert len(stage.lives["prefill-0"]) == 1
     assert not running.done()
+
+
+async def test_a_worker_that_is_there_but_gets_nowhere_is_started_again(stage: Stage, supervisor: Supervisor) -> None:
+    await start(stage, supervisor)
+    stuck = WorkerLost("no step finished for 60 s")
+    for beat in (stuck, stuck, None, stuck, stuck, stuck):
+        stage.beats.put_nowait(beat)
+    stage.lives["decode-0"][0].serve("h:1")
+    await stage.launched("decode-0", times=2)
+    assert stage.lives["decode-0"][0].closed
+    assert stage.beats.empty()
+    reasons = [view.life.reason for view in stage.shown if view.life.state is LifeState.WAITING]
+    assert reasons == ["it is not well: no step finished for 60 s"]
 
 
 async def test_a_worker_that_can_never_start_ends_everything_with_its_reason(
