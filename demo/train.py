@@ -228,7 +228,7 @@ def main(
     plan = Plan(
         out=out, steps=steps, minutes=minutes, seed=seed, device=place, threads=threads, compile=can_compile(place)
     )
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, loading what was exported
+    disable_progress_bar()
     console = Console()
     console.print("reading the standard library")
     Training(plan, load_corpus(), console, time.monotonic).run()
