@@ -41,6 +41,8 @@ class RayLauncher:
 
     def __init__(self, config: ClusterConfig, machines: Machines) -> None:
         self._config = config
+        # Ray's processes have a working directory of their own.
+        self._worker = replace(config.worker, model=str(Path(config.worker.model).absolute()))
         self._machines = machines
         self._actor = ray.remote(RankActor)
 
@@ -59,7 +61,7 @@ class RayLauncher:
             pids = await self._start(plan, incarnation, ranks)
             yield Logged(level=logging.INFO, message=f"runs in process {', '.join(map(str, pids))}")
             intact = True
-            async with aclosing(_merged(plan.worker_id, ranks)) as events:
+            async with aclosing(merged(plan.worker_id, ranks)) as events:
                 async for event in events:
                     yield event
         except RayError as error:
@@ -92,7 +94,7 @@ class RayLauncher:
         orders = [
             Orders(
                 role=plan.role,
-                worker=replace(config.worker, model=str(Path(config.worker.model).absolute()), device=plan.device),
+                worker=replace(self._worker, device=plan.device),
                 prefill=config.prefill,
                 decode=config.decode,
                 seat=Seat(
@@ -111,7 +113,7 @@ class RayLauncher:
         return list(await asyncio.gather(*started))
 
 
-async def _merged(worker_id: str, ranks: Sequence[Any]) -> AsyncGenerator[Event, None]:
+async def merged(worker_id: str, ranks: Sequence[Any]) -> AsyncGenerator[Event, None]:
     """Ends with rank 0. Raises what the first rank to break broke of, or a better reason that another one has."""
     arrived: asyncio.Queue[Event | asyncio.Task[BatonError | None]] = asyncio.Queue()
 

@@ -37,9 +37,7 @@ class TextHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-            line = Text(f"{clock} ", style="dim").append(
-                Text(self.format(record), style=STYLES.get(record.levelno, "default"))
-            )
+            line = Text.assemble((f"{clock} ", "dim"), (self.format(record), STYLES.get(record.levelno, "default")))
             self._console.print(line, soft_wrap=True)
         except (OSError, ValueError):
             self.handleError(record)

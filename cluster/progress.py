@@ -42,7 +42,7 @@ class Bars:
             log.info("%s", what)
             return lambda: None
         progress, row = self._progress, self._progress.add_task(what, total=None, state="")
-        return lambda: progress.update(row, total=1, completed=1)
+        return lambda: progress.update(row, visible=False)
 
     def show(self, view: WorkerView) -> None:
         state = _words(view)

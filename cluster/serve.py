@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from cluster import flags
 from cluster.config import ClusterConfig
@@ -89,15 +90,16 @@ class Deployment:
         return Front(self._config.router, self._listening, max_model_len=self._config.worker.max_model_len)
 
     def _greet(self, front: Front) -> None:
-        config, plans = self._config, self._pools.plans
-        pools = " + ".join(f"{count} {role}" for role, count in config.pools.counts().items() if count)
-        log.info("serving %s at %s, gRPC on port %d", front.model, front.url, front.grpc_port)
-        if self._console.is_terminal:
-            self._console.print(
-                f"\n[bold]{front.model}[/] at [bold cyan]{front.url}[/]   {pools}, tp {config.worker.tp}, "
-                f"{plans[0].device}, {plans[0].num_threads} threads a rank\n\n{front.example()}\n",
-                soft_wrap=True, highlight=False,
-            )  # fmt: skip
+        if not self._console.is_terminal:
+            log.info("serving %s at %s, gRPC on port %d", front.model, front.url, front.grpc_port)
+            return
+        plan, counts = self._pools.plans[0], self._config.pools.counts()
+        pools = " + ".join(f"{count} {role}" for role, count in counts.items() if count)
+        self._console.print(
+            f"\n[bold]{front.model}[/] at [bold cyan]{front.url}[/] (gRPC: port {front.grpc_port}), ready: {pools}, "
+            f"tensor parallel {plan.num_ranks}, on {plan.device}. Ctrl-C stops it.\n\n{escape(front.example())}\n",
+            soft_wrap=True, highlight=False,
+        )  # fmt: skip
 
 
 async def run_deployment(config: ClusterConfig, console: Console) -> bool:

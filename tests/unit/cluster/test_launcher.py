@@ -1,0 +1,80 @@
+"""What a worker's ranks tell, made one: who is listened to, and which of several reasons is given."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from cluster.launcher import merged
+from cluster.rank import Ended, Event, Loading, Logged
+from protos.errors import BadCheckpoint, BatonError, WorkerLost
+from protos.wire import error_info
+
+ENDED = Ended()
+
+
+class Rank:
+    """A Ray actor's handle, as far as it matters: `rank.news.remote()` is awaited."""
+
+    def __init__(self, *told: Sequence[Event] | Exception) -> None:
+        self._told = list(told)
+        self.news = self
+
+    def remote(self) -> Any:
+        return self._next()
+
+    async def _next(self) -> Sequence[Event]:
+        if not self._told:
+            await asyncio.Event().wait()
+        told = self._told.pop(0)
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+
+def broke(error: BatonError) -> Ended:
+    return Ended(error=error_info(error))
+
+
+async def heard(*ranks: Rank) -> list[Event]:
+    async with aclosing(merged("decode-0", ranks)) as events:
+        return [event async for event in events]
+
+
+async def test_rank_0_speaks_for_the_worker_and_all_may_log() -> None:
+    first = Rank([Loading(share=0.5)], [Loading(share=1.0)], [ENDED])
+    second = Rank([Loading(share=0.1), Logged(level=logging.WARNING, message="low memory")], [ENDED])
+    assert set(await heard(first, second)) == {
+        Loading(share=0.5), Loading(share=1.0), Logged(level=logging.WARNING, message="low memory"),
+    }  # fmt: skip
+
+
+async def test_a_follower_that_ends_in_order_does_not_end_the_worker() -> None:
+    async with aclosing(merged("decode-0", [Rank([Loading(share=0.5)]), Rank([ENDED])])) as events:
+        assert await anext(events) == Loading(share=0.5)
+        more = asyncio.ensure_future(anext(events))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not more.done()
+        more.cancel()
+        await asyncio.wait([more])
+
+
+async def test_a_dead_process_is_named_in_one_line() -> None:
+    with pytest.raises(WorkerLost) as lost:
+        await heard(Rank(), Rank(RayError("a page\nof Ray's thoughts")))
+    assert lost.value.message.startswith("the process of rank 1 of decode-0 is gone: ")
+    assert "\n" not in lost.value.message
+
+
+async def test_wrong_settings_are_told_rather_than_that_the_others_left() -> None:
+    left = WorkerLost("rank 0 of 2 lost its tensor-parallel group")
+    reason = BadCheckpoint("rank 1 cannot read the weights")
+    with pytest.raises(BadCheckpoint, match="cannot read the weights"):
+        await heard(Rank([broke(left)]), Rank([broke(reason)]))
