@@ -131,7 +131,8 @@ class WorkerClient:
         except grpc.RpcError as failed:
             error = self._typed(failed)
         except asyncio.CancelledError:
-            if self._lost is None:
+            task = asyncio.current_task()
+            if self._lost is None or (task is not None and task.cancelling()):  # else `lose` cancelled the call only
                 error = WorkerLost(f"the connection to the worker at {self.address} was closed")
                 raise
         finally:

@@ -161,7 +161,7 @@ class Dispatcher:
         """Prefill reads the prompt and makes the first token, decode the rest, with the KV that prefill pushes."""
         request_id = attempt.request_id
         answer: Updates | None = None
-        finished = False
+        arrived = finished = False
         try:
             ticket = await decode.reserve(self._reservation(journal, attempt, prefill))
             journal.read_since_s = _now()
@@ -176,7 +176,9 @@ class Dispatcher:
             if answer is None:
                 return  # the first token was the last: `finally` gives the reservation back
             async for update in answer:
-                prefill.release(request_id)
+                if not arrived:  # then prefill has nothing more to do, or to fail with
+                    arrived = True
+                    prefill.abort(request_id)
                 finished = update.finish_reason is not None
                 yield update
         finally:

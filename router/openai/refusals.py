@@ -3,6 +3,7 @@ refused by name at any other."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,7 +69,7 @@ def without_harmless(body: Mapping[str, Any], refusals: Mapping[str, Harmless], 
     for name in refusals.keys() & body.keys():
         value = kept.pop(name)
         if value is not None and not refusals[name](value):
-            told = repr(value)
+            told = reprlib.repr(value)  # bounded in depth too: an object may be nested deeper than repr() can go
             raise UnsupportedParameter(
                 f"'{where}{name}' is not supported with the value {told[:80]}{'...' if len(told) > 80 else ''}: "
                 "this server does not offer it; leave it out",

@@ -10,17 +10,42 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from protos.errors import Cancelled, InvalidRequest
 from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS, MESSAGE_REFUSALS, Harmless, without_harmless
-from router.text.asking import RANGES, Asked
+from router.text.asking import MAX_BIASES, RANGES, Asked
+
+MAX_OPTIONS = 64  # of a chat template
+MAX_NAME_CHARS = 100  # of a client's own word in an answer
 
 
 def _ranged(name: str, kind: str) -> Any:
     low, high = RANGES[name]
     return Field(default=None, description=f"{kind} between {low} and {high}")
+
+
+def _at_most(num_entries: int) -> BeforeValidator:
+    """Refuses a larger object before its entries are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > num_entries:
+            raise ValueError("too many entries")
+        return value
+
+    return BeforeValidator(check)
+
+
+class _FirstWrong(FailFast):
+    """One wrong item refuses a list. pydantic notes them all otherwise: seconds of the event loop for a megabyte."""
+
+    __hash__ = object.__hash__  # a member of a union must have one, and pydantic's own has none
+
+
+Ids = Annotated[list[int], _FirstWrong()]
+Texts = Annotated[list[str], _FirstWrong()]
+IdLists = Annotated[list[Ids], _FirstWrong()]
 
 
 class Body(BaseModel):
@@ -46,16 +71,18 @@ class SamplingBody(Body):
     top_p: float | None = _ranged("top_p", "a number")
     presence_penalty: float | None = _ranged("presence_penalty", "a number")
     frequency_penalty: float | None = _ranged("frequency_penalty", "a number")
-    logit_bias: dict[str, float] | None = Field(default=None, description="an object from token ids to numbers")
+    logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_BIASES)] = Field(
+        default=None, description=f"an object from at most {MAX_BIASES} token ids to numbers"
+    )
     seed: int | None = _ranged("seed", "an integer")
-    stop: str | list[str] | None = Field(default=None, description="a string or a list of strings")
+    stop: str | Texts | None = Field(default=None, description="a string or a list of strings")
     max_tokens: int | None = _ranged("max_tokens", "an integer")
 
     top_k: int | None = _ranged("top_k", "an integer")
     min_p: float | None = _ranged("min_p", "a number")
     repetition_penalty: float | None = _ranged("repetition_penalty", "a number")
     min_tokens: int | None = _ranged("min_tokens", "an integer")
-    stop_token_ids: list[int] | None = Field(default=None, description="a list of token ids")
+    stop_token_ids: Ids | None = Field(default=None, description="a list of token ids")
     ignore_eos: bool | None = Field(default=None, description="true or false")
     skip_special_tokens: bool | None = Field(default=None, description="true or false")
     include_stop_str_in_output: bool | None = Field(default=None, description="true or false")
@@ -98,7 +125,9 @@ class TextPart(Body):
     text: str = Field(description="a string")
 
 
-Content = Annotated[str | list[TextPart], Field(description="a string or a list of text parts")]
+Content = Annotated[
+    str | Annotated[list[TextPart], _FirstWrong()], Field(description="a string or a list of text parts")
+]
 
 
 class ChatMessage(Body):
@@ -111,15 +140,17 @@ class ChatMessage(Body):
 
 
 class ChatBody(SamplingBody):
-    messages: list[ChatMessage] = Field(min_length=1, description="a list of at least one message")
+    messages: Annotated[list[ChatMessage], _FirstWrong()] = Field(
+        min_length=1, description="a list of at least one message"
+    )
     max_completion_tokens: int | None = _ranged("max_tokens", "an integer")
     logprobs: bool | None = Field(default=None, description="true or false")
     top_logprobs: int | None = _ranged("logprobs", "an integer")
 
     add_generation_prompt: bool | None = Field(default=None, description="true or false")
     continue_final_message: bool | None = Field(default=None, description="true or false")
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(
-        default=None, description="an object of strings, numbers and booleans"
+    chat_template_kwargs: Annotated[dict[str, str | int | float | bool | None] | None, _at_most(MAX_OPTIONS)] = Field(
+        default=None, description=f"an object of at most {MAX_OPTIONS} strings, numbers and booleans"
     )
 
     def asked(self) -> Asked:
@@ -144,7 +175,7 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+    prompt: str | Texts | Ids | IdLists = Field(
         description="a string, a list of strings, a list of token ids or a list of lists of token ids"
     )
     best_of: int | None = Field(default=None, description="an integer equal to n")
@@ -170,7 +201,9 @@ class TokenizeBody(Body):
 
     model: str | None = Field(default=None, description="the name of a served model")
     prompt: str | None = Field(default=None, description="a string")
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1, description="a list of messages")
+    messages: Annotated[list[ChatMessage], _FirstWrong()] | None = Field(
+        default=None, min_length=1, description="a list of messages"
+    )
     add_special_tokens: bool | None = Field(default=None, description="true or false")
     add_generation_prompt: bool | None = Field(default=None, description="true or false")
     return_token_strs: bool | None = Field(default=None, description="true or false")
@@ -178,7 +211,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str | None = Field(default=None, description="the name of a served model")
-    tokens: list[int] = Field(description="a list of token ids")
+    tokens: Ids = Field(description="a list of token ids")
 
 
 _Body = TypeVar("_Body", bound=Body)
@@ -225,7 +258,7 @@ def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
     first = next((one for one in found if "list[TextPart]" in one["loc"][:-1]), found[0])
     path, known = _path(first["loc"], kind)
     if first["type"] == "extra_forbidden":
-        name = str(first["loc"][-1])
+        name = str(first["loc"][-1])[:MAX_NAME_CHARS]
         close = difflib.get_close_matches(name, [*known.model_fields, *_REFUSALS.get(known, {})], n=1)
         hint = f" Did you mean '{close[0]}'?" if close else ""
         return InvalidRequest(f"Unknown parameter: '{path}'.{hint}", param=path)
@@ -244,7 +277,7 @@ def _path(loc: tuple[int | str, ...], kind: type[Body]) -> tuple[str, type[Body]
         elif step in known.model_fields or step == loc[-1]:
             if step in _BRANCHES:
                 continue
-            path += f".{step}" if path else step
+            path += f".{step[:MAX_NAME_CHARS]}" if path else step[:MAX_NAME_CHARS]
             known = _NESTED.get(step, known)
     return path, known
 

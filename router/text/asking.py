@@ -23,6 +23,7 @@ MAX_CHOICES = 512
 MAX_STOPS = 32
 MAX_STOP_CHARS = 512
 MAX_BIASES = 1024
+MAX_STOP_TOKENS = 128
 
 RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -229,6 +230,8 @@ def _check_tokens(asked: Asked, card: ModelCard) -> None:
             raise _outside("logit_bias", token_id, f"keyed by token ids between 0 and {highest}")
         if not -100 <= bias <= 100:
             raise _outside("logit_bias", bias, "made of values between -100 and 100")
+    if len(asked.stop_token_ids) > MAX_STOP_TOKENS:
+        raise _outside("stop_token_ids", f"{len(asked.stop_token_ids)} entries", f"at most {MAX_STOP_TOKENS} entries")
     for token_id in asked.stop_token_ids:
         if not 0 <= token_id <= highest:
             raise _outside("stop_token_ids", token_id, f"made of token ids between 0 and {highest}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from kvtransfer.events import EventLog
 from protos import worker_pb2, worker_pb2_grpc
-from protos.errors import InvalidRequest, Unavailable, WorkerLost
+from protos.errors import InvalidRequest, TransferFailed, Unavailable, WorkerLost
 from protos.status import error_of
 from protos.values import (
     BlockStored,
@@ -36,7 +36,8 @@ from protos.wire import from_proto, to_proto
 from workers.config import SchedulerConfig
 from workers.engine.batch import Batch, Runner, StepOutput
 from workers.engine.engine import Engine
-from workers.engine.role import Colocated
+from workers.engine.request import Request
+from workers.engine.role import Colocated, Disposition, Role, Tick
 from workers.engine.scheduler import Scheduler
 from workers.kv.blocks import BlockPool
 from workers.rpc.worker import Parts, Worker
@@ -71,6 +72,25 @@ class Gate:
         return self._runner.run(batch)
 
 
+class HandsOver(Colocated):
+    """Makes first tokens, and then finds that their KV cannot be passed on."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+
+    def after_prefill(self, request: Request) -> Disposition:
+        self._held.append(request.request_id)
+        return Disposition.HOLD
+
+    def tick(self, now: float) -> Tick:
+        failed = tuple((request_id, TransferFailed("the lane is gone")) for request_id in self._held)
+        self._held.clear()
+        return Tick(failed=failed)
+
+    def busy(self) -> bool:
+        return bool(self._held)
+
+
 class Slow:
     """A runner whose step takes longer than a message on its way, as real ones do."""
 
@@ -82,11 +102,11 @@ class Slow:
         return self._runner.run(batch)
 
 
-def parts_of(runner: Runner) -> Parts:
+def parts_of(runner: Runner, role: Role | None = None) -> Parts:
     events = EventLog(1)
     pool = BlockPool(NUM_BLOCKS, BLOCK, events.record)
     config = SchedulerConfig(max_model_len=NUM_BLOCKS * BLOCK, vocab_size=VOCAB)
-    engine = Engine(Scheduler(config, pool, Colocated()), runner, events=events, clock=time.monotonic)
+    engine = Engine(Scheduler(config, pool, role or Colocated()), runner, events=events, clock=time.monotonic)
     lane = LaneAddress(worker_id="w", incarnation=1, host="127.0.0.1", port=0)
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK, dtype="float32")
     info = WorkerInfo(
@@ -292,15 +312,8 @@ async def test_only_a_worker_that_receives_kv_can_be_reserved_on(worker: Worker)
     await gateway.close()
 
 
-async def test_a_reservation_goes_with_the_stream_of_its_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB))
-    aborted: list[str] = []
-    withdrawn = threading.Event()
-
-    def abort(request_ids: tuple[str, ...]) -> int:
-        aborted.extend(request_ids)
-        withdrawn.set()
-        return 0
+def ticket_for(parts: Parts) -> Callable[[ReserveRequest, float], Ticket]:
+    """Reserves whatever it is asked for."""
 
     def reserve(asked: ReserveRequest, now: float) -> Ticket:
         return Ticket(
@@ -313,22 +326,91 @@ async def test_a_reservation_goes_with_the_stream_of_its_gateway(monkeypatch: py
             destination=parts.info.lane,
         )
 
+    return reserve
+
+
+def asking(parts: Parts, gateway_id: str) -> ReserveRequest:
+    lane, layout = parts.info.lane, parts.info.layout
+    return ReserveRequest(request_id="r", prompt_ids=(1,), source=lane, source_layout=layout, gateway_id=gateway_id)
+
+
+async def test_a_reservation_goes_with_the_stream_of_its_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB))
+    aborted: list[str] = []
+    withdrawn = threading.Event()
+
+    def abort(request_ids: tuple[str, ...]) -> int:
+        aborted.extend(request_ids)
+        withdrawn.set()
+        return 0
+
     monkeypatch.setattr(parts.engine, "abort", abort)
-    worker = Worker(replace(parts, reserve=reserve))
+    worker = Worker(replace(parts, reserve=ticket_for(parts)))
     await worker.start("127.0.0.1")
     gateway = Gateway(worker.info.address, "g")
-    asked = ReserveRequest(
-        request_id="r", prompt_ids=(1,), source=parts.info.lane, source_layout=parts.info.layout, gateway_id="g"
-    )
-    stranger = replace(asked, gateway_id="somebody else")
     await gateway.read()
     with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await gateway.stub.Reserve(to_proto(stranger))
+        await gateway.stub.Reserve(to_proto(asking(parts, "somebody else")))
     assert type(error_of(failed.value)) is Unavailable
-    await gateway.stub.Reserve(to_proto(asked))
+    await gateway.stub.Reserve(to_proto(asking(parts, "g")))
     await gateway.close()
     assert await asyncio.to_thread(withdrawn.wait, 30)
     assert aborted == ["r"]
+    await worker.stop()
+
+
+async def test_what_a_gateway_submits_on_its_new_stream_outlives_the_old_one() -> None:
+    """The end of a broken connection may be heard after the next one's first request, and must not end it unsaid."""
+    parts = parts_of(Slow(ToyRunner(WEIGHT, BLOCK, VOCAB)))
+    worker = Worker(replace(parts, reserve=ticket_for(parts)))
+    await worker.start("127.0.0.1")
+    broken = Gateway(worker.info.address, "g")
+    await broken.read()
+    await broken.stub.Reserve(to_proto(asking(parts, "g")))
+    again = Gateway(worker.info.address, "g")
+    again.submit("r", tuple(range(8)), ENDLESS)
+    while not (await again.read()).updates:
+        pass
+    await broken.close()
+    assert (await again.until_finished("r"))[-1].finish_reason is FinishReason.LENGTH
+    await again.close()
+    await worker.stop()
+
+
+async def test_a_stream_that_ends_before_it_is_taken_up_is_not_kept() -> None:
+    gate = Gate(ToyRunner(WEIGHT, BLOCK, VOCAB))
+    gate.open.clear()
+    parts = parts_of(gate)
+    worker = Worker(replace(parts, reserve=ticket_for(parts)))
+    await worker.start("127.0.0.1")
+    staying = Gateway(worker.info.address, "staying")
+    staying.submit("r", tuple(range(8)))
+    assert await asyncio.to_thread(gate.entered.wait, 30)
+    hasty = Gateway(worker.info.address, "hasty")
+    assert worker._loop is not None
+    while not worker._loop._inbox:  # its hello waits for the step to end
+        await staying.stub.Describe(worker_pb2.DescribeRequest())
+    await hasty.close()
+    await staying.stub.Describe(worker_pb2.DescribeRequest())
+    gate.open.set()
+    await staying.until_finished("r")
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await staying.stub.Reserve(to_proto(asking(parts, "hasty")))
+    assert type(error_of(failed.value)) is Unavailable
+    await staying.close()
+    await worker.stop()
+
+
+async def test_kv_that_fails_after_the_first_token_is_told_to_its_gateway() -> None:
+    worker = Worker(parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB), HandsOver()))
+    await worker.start("127.0.0.1")
+    gateway = Gateway(worker.info.address, "g")
+    gateway.submit("r", tuple(range(8)))
+    assert (await gateway.until_finished("r"))[-1].finish_reason is FinishReason.PREFILLED
+    failed = (await gateway.until_finished("r"))[-1]
+    assert failed.error is not None
+    assert failed.error.code == TransferFailed.code
+    await gateway.close()
     await worker.stop()
 
 

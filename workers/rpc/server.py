@@ -37,10 +37,11 @@ MAX_BACKLOG_MESSAGES = 8192
 
 
 class GatewayStream:
-    """What one gateway is still to be told, and which requests are its own."""
+    """What one gateway is still to be told, and which requests are its own, until it has `ended`."""
 
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
+        self.ended = False
         self.request_ids: set[str] = set()
         self.queue: asyncio.Queue[StepMessage | None] = asyncio.Queue()
 
@@ -69,7 +70,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._clock = clock
         self._stats = stats
         self._reserve = reserve
-        self._streams: set[GatewayStream] = set()
+        self._streams: dict[GatewayStream, None] = {}  # oldest first
         self._owners: dict[str, GatewayStream] = {}
         self._loop: EngineLoop | None = None
 
@@ -89,7 +90,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             if owner is None:
                 continue
             updates.setdefault(owner, []).append(update)
-            if update.finish_reason is not None:
+            # What becomes of KV on its way concerns the owner too: a request that is handed over stays its own until
+            # it is aborted, as the gateway does once the other worker has answered.
+            if update.finish_reason not in (None, FinishReason.PREFILLED):
                 self._disown(update.request_id)
         load = message.load
         idle = load is not None and load.num_running + load.num_waiting == 0  # no later message would tell the others
@@ -119,7 +122,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Taken on the engine's thread, so that the first events and the later ones meet without a gap."""
 
         def admit(message: StepMessage) -> None:
-            self._streams.add(stream)
+            if stream.ended:  # during the step that came between
+                return
+            self._streams[stream] = None
             stream.send(message)
 
         def take() -> None:
@@ -141,8 +146,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             stream.queue.put_nowait(None)
 
     def _submit(self, stream: GatewayStream, request: GenerateRequest) -> None:
-        self._owners[request.request_id] = stream
-        stream.request_ids.add(request.request_id)
+        self._own(stream, request.request_id)
 
         def submit() -> None:
             try:
@@ -166,13 +170,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
         self.loop.post(abort)
 
+    def _own(self, stream: GatewayStream, request_id: str) -> None:
+        """The request lives with this stream, and no longer with an older one of a gateway that has come back."""
+        self._disown(request_id)
+        self._owners[request_id] = stream
+        stream.request_ids.add(request_id)
+
     def _disown(self, request_id: str) -> None:
         owner = self._owners.pop(request_id, None)
         if owner is not None:
             owner.request_ids.discard(request_id)
 
     def _end(self, stream: GatewayStream) -> None:
-        self._streams.discard(stream)
+        stream.ended = True
+        self._streams.pop(stream, None)
         orphans = tuple(stream.request_ids)
         if orphans:
             log.warning("gateway %s went away: aborting its %d requests", stream.gateway_id, len(orphans))
@@ -203,11 +214,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """It ends with its gateway's stream, as a request does. Raises Unavailable where there is no such stream."""
         if not asked.gateway_id:
             return
-        stream = next((stream for stream in self._streams if stream.gateway_id == asked.gateway_id), None)
+        own = (stream for stream in reversed(self._streams) if stream.gateway_id == asked.gateway_id)
+        stream = next(own, None)
         if stream is None:
             raise Unavailable(f"gateway {asked.gateway_id} has no stream here: say hello before Reserve")
-        self._owners[asked.request_id] = stream
-        stream.request_ids.add(asked.request_id)
+        self._own(stream, asked.request_id)
 
     async def Abort(self, request: Any, context: Any) -> Any:
         ids = tuple(request.request_ids)

@@ -31,7 +31,8 @@ async def test_prefill_makes_the_first_token_and_decode_the_rest(cluster: Cluste
     assert reserved.prompt_ids == PROMPT
     assert reserved.source == cluster["p0"].info().lane
     assert left_nothing(cluster)
-    assert cluster["p0"].aborted == cluster["d0"].aborted == []
+    await cluster["p0"].until(lambda: cluster["p0"].aborted == ["r.1"])  # its KV has arrived: it may forget the request
+    assert cluster["d0"].aborted == []
 
 
 @pytest.mark.parametrize("shape", [("c0",), ("d0",)], ids=["colocated", "decode only"])

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import ValidationError
 
 from protos.errors import InvalidRequest, UnsupportedParameter
+from router.openai import schema
 from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS
 from router.openai.schema import Body, ChatBody, CompletionBody, parse_body
 
@@ -118,7 +120,8 @@ def test_an_answer_of_ours_may_be_sent_back() -> None:
         ({"stream": "yes"}, "stream", "it must be true or false"),
         ({"stop": 5}, "stop", "is 5: it must be a string or a list of strings"),
         ({"stop": [1]}, "stop", "is a list: it must be a string or a list of strings"),
-        ({"logit_bias": {"5": "x"}}, "logit_bias.5", "an object from token ids to numbers"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias.5", "an object from at most 1024 token ids to numbers"),
+        ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias", "from at most 1024 token ids"),
         ({"logit_bias": []}, "logit_bias", "is an empty list: it must be an object"),
         (
             {"stream_options": {"include_usages": True}},
@@ -138,6 +141,8 @@ def test_an_answer_of_ours_may_be_sent_back() -> None:
         ),
         ({"model": None}, "model", "is null"),
         ({"chat_template_kwargs": {"a": {}}}, "chat_template_kwargs", "strings, numbers and booleans"),
+        ({"chat_template_kwargs": {str(i): i for i in range(65)}}, "chat_template_kwargs", "at most 64 strings"),
+        ({"k" * 100_000: 1}, "k" * 100, "Unknown parameter"),
         ({"cache_salt": ""}, "cache_salt", "1 to 256 characters"),
     ],
 )
@@ -147,6 +152,41 @@ def test_what_is_wrong_is_named(change: dict[str, Any], param: str, told: str) -
     assert refused.value.param == param
     assert f"'{param}'" in refused.value.message
     assert told in refused.value.message
+
+
+@pytest.mark.parametrize("name", ["response_format", "tools", "prediction"])
+def test_what_is_nested_deeper_than_python_can_print_is_refused(name: str) -> None:
+    nested: Any = "x"
+    for _ in range(5000):
+        nested = {"a": nested}
+    with pytest.raises(UnsupportedParameter, match=f"'{name}' is not supported"):
+        parse_body(CHAT | {name: nested}, ChatBody)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (CompletionBody, {"prompt": [1, [], "a"] * 1000}),
+        (CompletionBody, {"stop_token_ids": [None] * 1000}),
+        (ChatBody, {"messages": [{}] * 1000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * 1000}]}),
+    ],
+)
+def test_a_list_is_refused_at_its_first_wrong_item(
+    kind: type[ChatBody | CompletionBody], change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte of them kept the event loop busy for seconds, and every other client waiting."""
+    counted: list[int] = []
+    refused = schema._refused
+
+    def count(error: ValidationError, kind: type[Body]) -> InvalidRequest:
+        counted.append(error.error_count())
+        return refused(error, kind)
+
+    monkeypatch.setattr(schema, "_refused", count)
+    with pytest.raises(InvalidRequest):
+        parse_body((COMPLETION if kind is CompletionBody else CHAT) | change, kind)
+    assert counted[0] < 10
 
 
 @pytest.mark.parametrize("name", ["model", "messages"])

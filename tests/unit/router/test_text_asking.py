@@ -63,6 +63,7 @@ def test_top_p_zero_leaves_the_likeliest_token() -> None:
         ("min_tokens", -1, "between 0"),
         ("max_tokens", -5, "between 1"),
         ("stop_token_ids", (50,), "between 0 and 49"),
+        ("stop_token_ids", (5,) * 129, "at most 128 entries"),
         ("logit_bias", ((50, 1.0),), "between 0 and 49"),
         ("logit_bias", ((5, 101.0),), "between -100 and 100"),
         ("stop", ("",), "1 to 512"),
