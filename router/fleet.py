@@ -80,8 +80,7 @@ class Fleet:
         self._changed()
         keeper = self._keepers.pop(worker_id)
         keeper.cancel()
-        with suppress(asyncio.CancelledError):
-            await keeper
+        await asyncio.wait([keeper])
 
     async def close(self) -> None:
         for worker_id in tuple(self._members):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry
 
 from kvtransfer.hashing import chain_hashes
+from protos.errors import WorkerLost
 from protos.values import Hello, SequenceUpdate, StepMessage, WorkerLoad
 from router.fleet_metrics import FleetCollector
 from router.member import Member, WorkerState
@@ -82,6 +84,16 @@ async def test_a_worker_without_progress_is_lost_although_it_answers(make: Calla
     assert "no step finished for 60 s" in reason(cluster, "c0")
     cluster["c0"].healthy = True
     await cluster.until_state("c0", WorkerState.READY)
+
+
+async def test_a_worker_may_leave_in_the_moment_it_is_lost(make: Callable[..., Cluster]) -> None:
+    """Both cancel what waits for its messages; only one of them means that it should be met again."""
+    cluster = make()
+    await cluster.add("c0")
+    cluster.fleet.member("c0").connection().lose(WorkerLost("no progress"))
+    left, _ = await asyncio.wait([asyncio.create_task(cluster.fleet.leave("c0"))], timeout=30)
+    assert left
+    assert not cluster.fleet.status()
 
 
 async def test_the_index_follows_what_workers_store(cluster: Cluster) -> None:
