@@ -107,7 +107,6 @@ class Machines:
             "include_dashboard": False,
             "log_to_driver": False,
             "object_store_memory": OBJECT_STORE_BYTES,
-            "num_cpus": os.cpu_count() or 1,
             "_node_ip_address": LOOPBACK,
             "_temp_dir": str(self._folder),
         }

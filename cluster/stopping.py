@@ -18,7 +18,8 @@ class Stop:
         self.forced = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._signalled)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's wish is respected
+                loop.add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
         (self.forced if self.asked.is_set() else self.asked).set()

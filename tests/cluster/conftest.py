@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.deployed import Deployed
+from tests.cluster.deployed import PRECISE, Deployed
 from tests.cluster.redis_server import RedisServer
 
 
 @pytest.fixture(scope="session")
 def up() -> Iterator[Deployed]:
     """The demo model on one prefill and one decode worker, ready. Who kills its workers waits until they are back."""
-    deployed = Deployed("up", "--port", "0", "--grpc-port", "0", "--device", "cpu")
+    deployed = Deployed("up", "--port", "0", "--grpc-port", "0", *PRECISE)
     try:
         deployed.wait_for("^serving ")
         yield deployed

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.cluster.deployed import DEMO, LONG, Deployed
+from tests.cluster.deployed import DEMO, LONG, PRECISE, Deployed
 from tests.cluster.redis_server import RedisServer
 
 pytestmark = pytest.mark.cluster
@@ -23,7 +23,7 @@ def test_a_gateway_finds_announced_workers_and_loses_drained_ones(
 ) -> None:
     gateway = deploy("gateway", *MODEL, "--port", "0", "--grpc-port", "0", "--discovery", redis.url)
     assert httpx.get(f"{gateway.url}/ready").status_code == 503
-    pools = deploy("pools", *MODEL, "--device", "cpu", "--discovery", redis.url)
+    pools = deploy("pools", *MODEL, *PRECISE, "--discovery", redis.url)
     gateway.wait_for(r"^worker \S+ at \S+ is ready", times=2)
     assert httpx.get(f"{gateway.url}/ready").status_code == 200
     assert gateway.text(LONG) == up.text(LONG)

@@ -13,17 +13,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.deployed import DEMO, LONG, Deployed
+from tests.cluster.deployed import DEMO, LONG, PRECISE, Deployed
 
 pytestmark = pytest.mark.cluster
 
 Deploy = Callable[..., Deployed]
-PORTS = ("--port", "0", "--grpc-port", "0", "--device", "cpu")
+PORTS = ("--port", "0", "--grpc-port", "0")
 
 
 def test_two_ranks_answer_as_one_die_as_one_and_leave_nothing(up: Deployed, deploy: Deploy) -> None:
     """One cluster for three things, because it takes seconds to start."""
-    pair = deploy("up", *PORTS, "--colocated", "--tp", "2")
+    pair = deploy("up", *PORTS, *PRECISE, "--colocated", "--tp", "2")
     assert pair.text(LONG) == up.text(LONG)
 
     ranks = pair.worker_pids("colocated-0")
@@ -42,7 +42,7 @@ def test_two_ranks_answer_as_one_die_as_one_and_leave_nothing(up: Deployed, depl
 
 
 def test_a_second_signal_stops_at_once_and_tells_whoever_waits(deploy: Deploy) -> None:
-    cluster = deploy("up", *PORTS, "--colocated")
+    cluster = deploy("up", *PORTS, *PRECISE, "--colocated")
     with ThreadPoolExecutor(1) as client:
         asked = client.submit(cluster.complete, LONG, max_tokens=1500, ignore_eos=True)
         cluster.wait_until(lambda: cluster.status()["workers"][0]["load"]["num_running"] == 1)
@@ -60,7 +60,7 @@ def test_a_model_that_cannot_be_served_ends_it_with_the_reason(deploy: Deploy, t
     (broken / "config.json").write_text(
         json.dumps(config | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     )
-    cluster = deploy("serve", "--model", str(broken), *PORTS)
+    cluster = deploy("serve", "--model", str(broken), *PORTS, *PRECISE)
     said = cluster.wait_for("^baton: ").string
     assert cluster.ended() == 2, cluster.log
     assert "mamba" in said.lower()
@@ -69,7 +69,7 @@ def test_a_model_that_cannot_be_served_ends_it_with_the_reason(deploy: Deploy, t
 
 
 def test_a_stop_while_it_starts_leaves_nothing(deploy: Deploy) -> None:
-    cluster = deploy("up", *PORTS)
+    cluster = deploy("up", *PORTS, *PRECISE)
     cluster.wait_for("^starting Ray")
     assert cluster.stop(signal.SIGINT) == 0, cluster.log
     assert cluster.processes() == {}
@@ -78,9 +78,9 @@ def test_a_stop_while_it_starts_leaves_nothing(deploy: Deploy) -> None:
 def test_gateway_and_workers_can_run_apart_without_ray(deploy: Deploy, up: Deployed) -> None:
     addresses: list[str] = []
     for role in ("prefill", "decode"):
-        worker = deploy("worker", "--role", role, "--model", str(DEMO), "--served-name", "demo", "--device", "cpu")
+        worker = deploy("worker", "--role", role, "--model", str(DEMO), "--served-name", "demo", *PRECISE)
         addresses += ["--worker", worker.wait_for(r"^\S+ serves demo at (\S+)$").group(1)]
-    gateway = deploy("gateway", "--model", str(DEMO), "--served-name", "demo", *PORTS[:4], *addresses)
+    gateway = deploy("gateway", "--model", str(DEMO), "--served-name", "demo", *PORTS, *addresses)
     gateway.wait_for(r"is ready$", times=2)
     assert httpx.get(f"{gateway.url}/ready").status_code == 200
     assert gateway.text(LONG) == up.text(LONG)

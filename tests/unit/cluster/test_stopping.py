@@ -1,0 +1,59 @@
+"""The first signal asks for an orderly stop, the second for one at once; what runs has cleaned up in both cases."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cluster.stopping import SIGNALS, Stop
+
+
+@pytest.fixture
+async def stop() -> AsyncIterator[Stop]:
+    yield Stop()
+    for number in SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)
+
+
+class Work:
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+        self.cleaned_up = False
+
+    async def run(self) -> None:
+        try:
+            self.began.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            self.cleaned_up = True
+
+
+async def test_one_signal_ends_the_work_but_not_the_patience(stop: Stop) -> None:
+    work, cleaning = Work(), Work()
+    serving = asyncio.create_task(stop.before(work.run()))
+    await work.began.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving is False
+    assert work.cleaned_up
+
+    stopping = asyncio.create_task(stop.patiently(cleaning.run()))
+    await cleaning.began.wait()
+    assert not stop.forced.is_set()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await stopping is False
+    assert cleaning.cleaned_up
+
+
+async def test_work_that_ends_by_itself_says_so_and_passes_its_error_on(stop: Stop) -> None:
+    assert await stop.before(asyncio.sleep(0)) is True
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await stop.before(fail())
