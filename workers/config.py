@@ -19,6 +19,7 @@ class WorkerConfig:
     counts prompt and answer (default: what the model was made for). The KV cache has `num_blocks` blocks of
     `block_size` tokens; by default as many as fit into `memory_fraction`: of a GPU's memory, model and activations
     included (default 0.9), or of the RAM free at the start, the cache alone (default 0.2: workers share a host).
+    Beyond `max_waiting` requests that have not begun, new ones are refused (Overloaded).
     `collective_timeout_s` bounds how long a rank waits for another in the middle of a step.
     """
 
@@ -34,6 +35,7 @@ class WorkerConfig:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     prefill_chunk: int = 512
+    max_waiting: int = 1024
     collective_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -42,7 +44,7 @@ class WorkerConfig:
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("dtype", self.dtype, ("auto", "bfloat16", "float32"))
         counts = ("tp", "block_size", "num_blocks", "max_model_len")
-        for name in (*counts, "max_num_batched_tokens", "max_num_seqs", "prefill_chunk"):
+        for name in (*counts, "max_num_batched_tokens", "max_num_seqs", "prefill_chunk", "max_waiting"):
             _at_least_1(name, getattr(self, name))
         _seats_fit(self.max_num_seqs, self.max_num_batched_tokens)
         if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
@@ -77,9 +79,9 @@ class SchedulerConfig:
     """What bounds a step and a sequence.
 
     `max_num_batched_tokens` is the budget of one step, of which a single prompt takes at most `prefill_chunk`.
-    `max_model_len` counts prompt and answer. `eos_ids` end an answer unless its request ignores them. A request of
-    priority p goes before those of priority 0 that came up to `p * priority_head_start_s` seconds earlier: so the
-    urgent go first and nobody waits for ever.
+    `max_waiting` requests at most wait to begin; `max_model_len` counts prompt and answer. `eos_ids` end an answer
+    unless its request ignores them. A request of priority p goes before those of priority 0 that came up to
+    `p * priority_head_start_s` seconds earlier: so the urgent go first and nobody waits for ever.
     """
 
     max_model_len: int
@@ -88,10 +90,12 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     prefill_chunk: int = 512
+    max_waiting: int = 1024
     priority_head_start_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "vocab_size", "max_num_batched_tokens", "max_num_seqs", "prefill_chunk"):
+        counts = ("max_model_len", "vocab_size", "max_num_batched_tokens", "max_num_seqs", "prefill_chunk")
+        for name in (*counts, "max_waiting"):
             _at_least_1(name, getattr(self, name))
         _seats_fit(self.max_num_seqs, self.max_num_batched_tokens)
 

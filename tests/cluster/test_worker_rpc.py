@@ -30,6 +30,7 @@ from protos.values import (
     StepMessage,
     Ticket,
     WorkerInfo,
+    WorkerLoad,
     WorkerRole,
 )
 from protos.wire import from_proto, to_proto
@@ -40,6 +41,8 @@ from workers.engine.request import Request
 from workers.engine.role import Colocated, Disposition, Role, Tick
 from workers.engine.scheduler import Scheduler
 from workers.kv.blocks import BlockPool
+from workers.rpc.loop import EngineLoop
+from workers.rpc.server import MAX_BACKLOG_MESSAGES, WorkerServicer
 from workers.rpc.worker import Parts, Worker
 from workers.toy import ToyRunner, toy_tokens
 
@@ -446,3 +449,33 @@ async def test_a_step_that_hangs_is_not_healthy() -> None:
     await gateway.until_finished("r")
     await gateway.close()
     await served.stop()
+
+
+async def test_a_gateway_that_does_not_read_is_cut_off_and_its_requests_end() -> None:
+    parts = parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB))
+    servicer = WorkerServicer(
+        info=parts.info, engine=parts.engine, clock=time.monotonic, stats=lambda: pytest.fail("nobody asked")
+    )
+    loop = EngineLoop(parts.engine, clock=time.monotonic, publish=servicer.publish, on_fault=lambda error: None)
+    servicer.attach(loop)
+    loop.start()
+    messages: asyncio.Queue[Any] = asyncio.Queue()
+    messages.put_nowait(worker_pb2.ToWorker(hello=to_proto(Hello(gateway_id="asleep"))))
+    request = GenerateRequest(request_id="r", prompt_ids=(1, 2, 3), sampling=ENDLESS)
+    messages.put_nowait(worker_pb2.ToWorker(submit=to_proto(request)))
+
+    async def sending() -> AsyncIterator[Any]:
+        while True:
+            yield await messages.get()
+
+    stream = servicer.Stream(sending(), None)
+    assert (await anext(stream)).events[0].snapshot
+    (asleep,) = servicer._streams
+    for _ in range(MAX_BACKLOG_MESSAGES + 1):
+        servicer.publish(StepMessage(load=WorkerLoad()))
+    assert asleep.queue.qsize() == 1, "its backlog is dropped"
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    assert await loop.call(lambda: parts.engine.load().num_running) == 0
+    await loop.stop()
+    parts.engine.assert_idle()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from kvtransfer.events import EventLog
-from protos.errors import ContextLengthExceeded, InvalidRequest, WorkerDraining
+from protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded, WorkerDraining
 from protos.values import FinishReason, GenerateRequest, Hello, KVEvents, SequenceUpdate, WorkerLoad
 from protos.wire import error_info
 from workers.engine.batch import Batch, Runner, StepOutput
@@ -74,7 +74,8 @@ class Engine:
         return self._scheduler.pool
 
     def submit(self, request: GenerateRequest, now: float) -> None:
-        """Takes a request. Raises WorkerDraining, InvalidRequest or ContextLengthExceeded, and nothing has happened."""
+        """Takes a request. Raises WorkerDraining, InvalidRequest, ContextLengthExceeded or Overloaded, and nothing has
+        happened. A request whose ticket is out is taken however many wait: its blocks are reserved already."""
         if self.draining:
             raise WorkerDraining("this worker is draining and takes no new requests: send them to another one")
         if request.request_id in self._scheduler:
@@ -84,6 +85,8 @@ class Engine:
             )
         self._check_tokens(request)
         self._check_length(request)
+        if request.ticket is None:
+            self._check_room()
         self._scheduler.add(request, now)
 
     def abort(self, request_ids: Collection[str]) -> int:
@@ -159,6 +162,15 @@ class Engine:
         self._pace.observe(batch, self._clock() - start_s)
         self.num_steps += 1
         return output
+
+    def _check_room(self) -> None:
+        limit = self._scheduler.config.max_waiting
+        if self._scheduler.num_waiting >= limit:
+            speed = self._pace.prefill_tokens_per_s
+            raise Overloaded(
+                f"{self._scheduler.num_waiting} requests wait to begin on this worker, as many as max_waiting allows",
+                retry_after_s=self._scheduler.queued_prefill_tokens / limit / speed if speed else None,
+            )
 
     def _check_tokens(self, request: GenerateRequest) -> None:
         if not request.prompt_ids:

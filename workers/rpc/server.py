@@ -45,12 +45,16 @@ class GatewayStream:
         self.request_ids: set[str] = set()
         self.queue: asyncio.Queue[StepMessage | None] = asyncio.Queue()
 
-    def send(self, message: StepMessage) -> None:
-        """A gateway that does not read is cut off: its backlog must not eat the worker's memory."""
-        if self.queue.qsize() >= MAX_BACKLOG_MESSAGES:
-            self.queue.put_nowait(None)
-        else:
+    def send(self, message: StepMessage) -> bool:
+        """False, and its whole backlog dropped, for a gateway that does not read: it must not eat our memory."""
+        if self.queue.qsize() < MAX_BACKLOG_MESSAGES:
             self.queue.put_nowait(message)
+            return True
+        log.warning("gateway %s has left %d messages unread: cut off", self.gateway_id, self.queue.qsize())
+        while not self.queue.empty():
+            self.queue.get_nowait()
+        self.queue.put_nowait(None)
+        return False
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -96,10 +100,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 self._disown(update.request_id)
         load = message.load
         idle = load is not None and load.num_running + load.num_waiting == 0  # no later message would tell the others
-        for stream in self._streams:
+        for stream in tuple(self._streams):
             own = tuple(updates.get(stream, ()))
             if own or message.events or not message.updates or idle:
-                stream.send(StepMessage(updates=own, events=message.events, load=message.load))
+                self._send(stream, StepMessage(updates=own, events=message.events, load=message.load))
+
+    def _send(self, stream: GatewayStream, message: StepMessage) -> None:
+        if not stream.send(message):
+            self._end(stream)
 
     # -- the token path ------------------------------------------------------------------------------------------------
 
@@ -125,7 +133,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             if stream.ended:  # during the step that came between
                 return
             self._streams[stream] = None
-            stream.send(message)
+            self._send(stream, message)
 
         def take() -> None:
             self.loop.tell(admit, StepMessage(events=(self._engine.events_since(hello),), load=self._engine.load()))
@@ -142,6 +150,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                     self._abort(tuple(message.abort.request_ids))
                 elif kind == "hello":
                     self._greet(stream, from_proto(Hello, message.hello))
+        except ValueError as error:  # a text that no enum of ours knows: a peer of another version
+            log.error("gateway %s sent what this worker cannot read: %s", stream.gateway_id, error)
         finally:
             stream.queue.put_nowait(None)
 
@@ -203,10 +213,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._own_reservation(asked)
             try:
                 return to_proto(await self.loop.call(lambda: reserve(asked, self._clock())))
-            except BatonError:
+            except Exception:
                 self._disown(asked.request_id)
                 raise
-        except BatonError as error:
+        except Exception as error:  # answered to whoever asked; what is not of our tree is logged there
             await abort_with(context, error)
             return kv_pb2.Ticket()
 
@@ -236,8 +246,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.DrainReply(num_running=await self.loop.call(drain))
 
     def _tell_load(self, message: StepMessage) -> None:
-        for stream in self._streams:
-            stream.send(message)
+        for stream in tuple(self._streams):
+            self._send(stream, message)
 
     async def Stats(self, request: Any, context: Any) -> Any:
         return to_proto(await self.loop.call(self._stats))

@@ -15,6 +15,7 @@ from protos.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     Misconfigured,
+    Overloaded,
     TransferFailed,
     WorkerDraining,
 )
@@ -72,6 +73,21 @@ class TestSubmit:
         toy.finish()
         toy.answers.clear()
         assert toy.serve(ask("r", [2], 3))["r"].token_ids == by_hand([2], 3)
+
+    def test_a_full_queue_refuses_more_and_says_when_to_come_back(self) -> None:
+        toy = ToyEngine(max_num_seqs=1, max_waiting=2)
+        toy.submit(ask("running", [1] * 10))
+        toy.step()
+        toy.submit(ask("first", [2] * 10), ask("second", [3] * 10))
+        with pytest.raises(Overloaded, match="max_waiting") as raised:
+            toy.submit(ask("third", [4]))
+        assert raised.value.retry_after_s == 20 / 2 / 10  # tokens queued, a seat's share of them, tokens a second
+        answers = toy.finish()
+        assert {name: answer.token_ids for name, answer in answers.items()} == {
+            "running": by_hand([1] * 10, 8),
+            "first": by_hand([2] * 10, 8),
+            "second": by_hand([3] * 10, 8),
+        }
 
     def test_a_draining_engine_serves_what_it_has_and_takes_no_more(self) -> None:
         toy = ToyEngine(max_num_seqs=1)
