@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from workers.kernels.blocks import gather, scatter
+from workers.kernels.draw import Draws, draw
 from workers.kernels.paged_decode import DecodePlan, decode_tile, paged_decode, plan_decode
 from workers.kernels.prefill import PrefillPlan, plan_prefill, prefill, prefill_tile
 from workers.kernels.rms_norm import add_rms_norm
@@ -23,6 +24,7 @@ from workers.kernels.silu_mul import silu_mul
 from workers.kernels.tile import Tile
 
 N, K, D, BLOCK_SIZE, HIDDEN, INTERMEDIATE, LAYERS = 32, 8, 128, 16, 4096, 14336, 32
+VOCAB_SIZE = 128_256
 GROUP = N // K
 
 DECODES = {
@@ -52,6 +54,7 @@ PREFILL_TILES = [
         (64, 64, 4, 3, None),
     )
 ]
+FILTERS: list[dict[str, float]] = [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 50, "top_p": 0.9}]
 PEERS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
@@ -193,6 +196,7 @@ def other_cases(device: str, *, divisor: int = 1) -> Iterator[Case]:
             num_bytes=gate_up.nbytes * 3 // 2,
         )
         yield _write(shape, tokens, device)
+    yield from (_draw(64 // min(divisor, 64), filters, device) for filters in FILTERS)
     num_blocks = max(2, 2048 // divisor)
     cache = torch.empty(LAYERS, 2, num_blocks, K, BLOCK_SIZE, D, dtype=torch.bfloat16, device=device).normal_()
     ids = torch.randperm(num_blocks, device=device)[: num_blocks // 2]
@@ -200,6 +204,29 @@ def other_cases(device: str, *, divisor: int = 1) -> Iterator[Case]:
     shape = f"{len(ids)} blocks, {LAYERS} layers"
     yield Case(kernel="gather", shape=shape, launch=lambda: gather(cache, ids), num_bytes=2 * payload.nbytes)
     yield Case(kernel="scatter", shape=shape, launch=lambda: scatter(cache, ids, payload), num_bytes=2 * payload.nbytes)
+
+
+def _draw(rows: int, filters: dict[str, float], device: str) -> Case:
+    """The floor is that of reading the logits once, though a filter reads them many times."""
+    logits_RV = torch.randn(rows, VOCAB_SIZE, device=device) * 3
+    params = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0} | filters
+    draws = Draws.pack(
+        temperatures=[params["temperature"]] * rows,
+        min_ps=[params["min_p"]] * rows,
+        top_ks=[int(params["top_k"])] * rows,
+        top_ps=[params["top_p"]] * rows,
+        seeds=list(range(rows)),
+        indices=[0] * rows,
+        vocab_size=VOCAB_SIZE,
+        device=device,
+    )
+    named = ", ".join(f"{name} {value:g}" for name, value in filters.items())
+    return Case(
+        kernel="draw",
+        shape=f"{rows} rows, {named}",
+        launch=lambda: draw(logits_RV, draws),
+        num_bytes=logits_RV.nbytes,
+    )
 
 
 def _write(shape: str, tokens: int, device: str) -> Case:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from workers.kernels.blocks import gather, scatter
+from workers.kernels.draw import Draws, draw
 from workers.kernels.paged_decode import DecodePlan, paged_decode
 from workers.kernels.prefill import PrefillPlan, prefill, prefill_tile
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
@@ -74,6 +75,13 @@ def _head_norm(dtype: torch.dtype) -> None:
     rms_norm(torch.zeros(1, _N, _D, dtype=dtype), torch.zeros(_D, dtype=dtype), 1e-5)
 
 
+def _sampling(dtype: torch.dtype) -> None:
+    """Logits are float32 whatever the model's type."""
+    logits_RV = torch.zeros(1, 128_256)
+    one = {"temperatures": [1.0], "min_ps": [0.0], "top_ks": [40], "top_ps": [0.9], "seeds": [1], "indices": [2]}
+    draw(logits_RV, Draws.pack(**one, vocab_size=128_256, device="cpu"))  # type: ignore[arg-type]
+
+
 def _blocks(dtype: torch.dtype) -> None:
     cache, ids = torch.zeros(1, 2, 2, _K, _BS, _D, dtype=dtype), torch.zeros(1, dtype=torch.int64)
     scatter(cache, ids, gather(cache, ids))
@@ -90,4 +98,5 @@ LAUNCHES: dict[str, Callable[[torch.dtype], object]] = {
     "norm of heads": _head_norm,
     "silu_mul": lambda dtype: silu_mul(torch.zeros(1, 2 * 14336, dtype=dtype)),
     "gather and scatter": _blocks,
+    "draw": _sampling,
 }

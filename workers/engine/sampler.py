@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from itertools import islice
 
 import numpy as np
@@ -31,11 +32,8 @@ def sample(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> list[RowOutput
     Logprobs are those of the model: the log-softmax of the logits before penalties, bias, temperature and filters.
     """
     adjusted_RV = _adjust(logits_RV, samples)
-    token_ids = adjusted_RV.argmax(dim=-1).tolist()  # documented to return the first of equal maxima
-    drawn = [row for row, one in enumerate(samples) if one.params.temperature > 0]
-    if drawn:
-        for row, token_id in zip(drawn, _draw(adjusted_RV[drawn], [samples[row] for row in drawn]), strict=True):
-            token_ids[row] = token_id
+    choose = _choose_on_gpu if logits_RV.is_cuda else _choose
+    token_ids = choose(adjusted_RV, samples)
     reported = [(row, one.params.logprobs) for row, one in enumerate(samples) if one.params.logprobs is not None]
     outputs = [RowOutput(token_id=token_id) for token_id in token_ids]
     if reported:
@@ -125,6 +123,33 @@ def _columns(
         torch.tensor(ids, device=device),
         torch.tensor(values, dtype=torch.float32, device=device),
     )
+
+
+def _choose(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
+    token_ids: list[int] = logits_RV.argmax(dim=-1).tolist()  # documented to return the first of equal maxima
+    drawn = [row for row, one in enumerate(samples) if one.params.temperature > 0]
+    if drawn:
+        for row, token_id in zip(drawn, _draw(logits_RV[drawn], [samples[row] for row in drawn]), strict=True):
+            token_ids[row] = token_id
+    return token_ids
+
+
+def _choose_on_gpu(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
+    """The same tokens from one kernel: the host waits once, for the ids."""
+    kernel = import_module("workers.kernels.draw")  # imports triton
+    params = [one.params for one in samples]
+    draws = kernel.Draws.pack(
+        temperatures=[one.temperature for one in params],
+        min_ps=[one.min_p for one in params],
+        top_ks=[one.top_k for one in params],
+        top_ps=[one.top_p for one in params],
+        seeds=[one.seed for one in params],
+        indices=[one.index for one in samples],
+        vocab_size=logits_RV.shape[1],
+        device=logits_RV.device,
+    )
+    token_ids: list[int] = kernel.draw(logits_RV, draws).tolist()
+    return token_ids
 
 
 def _draw(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
