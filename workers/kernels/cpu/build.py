@@ -68,7 +68,7 @@ def native(dtype: torch.dtype) -> Native | None:
 def _library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(compile_library(_cache_folder())))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home folder
         reason = getattr(error, "stderr", "") or error
         log.warning("the CPU kernels are not compiled, torch computes instead, more slowly: %s", reason)
         return None
