@@ -73,11 +73,32 @@ def test_tokens_are_the_samplers(kind: str, vocab_size: int) -> None:
     assert drawn(logits_RV, samples_of(params)) == expected
 
 
-def test_every_kept_token_is_drawn_and_no_other() -> None:
-    """Of eight equal tokens, top-k 3 keeps the three lowest ids."""
-    logits_RV = torch.zeros(20, 8)
-    ids = drawn(logits_RV, samples_of([SamplingParams(temperature=1.0, top_k=3, seed=1)] * 20))
-    assert set(ids) == {0, 1, 2}
+ONES = torch.ones(8)
+NEIGHBOURS = (ONES.view(torch.int32) + torch.arange(8, dtype=torch.int32)).view(
+    torch.float32
+)  # with nothing between them
+
+
+@pytest.mark.parametrize(
+    ("logits_V", "filters", "kept"),
+    [
+        (ONES, {"top_k": 3}, {0, 1, 2}),
+        (ONES, {"top_p": 0.5}, {0, 1, 2, 3}),
+        (ONES, {"top_k": 6, "top_p": 0.5}, {0, 1, 2}),
+        (ONES * torch.tensor([0.0, -0.0] * 4).neg(), {"top_k": 3}, {0, 1, 2}),
+        (NEIGHBOURS, {"top_k": 3}, {5, 6, 7}),
+        (NEIGHBOURS, {"top_p": 0.5}, {4, 5, 6, 7}),
+    ],
+    ids=["ties", "ties, top-p", "ties, both", "zeros of both signs", "neighbours", "neighbours, top-p"],
+)
+def test_every_kept_token_is_drawn_and_no_other(
+    logits_V: torch.Tensor, filters: dict[str, Any], kept: set[int]
+) -> None:
+    """Of equal tokens those with the lowest ids are kept."""
+    samples = samples_of([SamplingParams(temperature=1.0, seed=1, **filters)] * 30)
+    logits_RV = logits_V.expand(30, 8).contiguous()
+    assert {output.token_id for output in sample(logits_RV, samples)} == kept
+    assert set(drawn(logits_RV, samples)) == kept
 
 
 def test_a_strided_view_is_read_where_it_lies() -> None:

@@ -15,7 +15,13 @@ from workers.kernels.tile import Tile
 
 
 def decode(
-    pages: Pages, rows: list[int], *, window: int | None = None, min_item: int = 256, tile: Tile | None = None
+    pages: Pages,
+    rows: list[int],
+    *,
+    window: int | None = None,
+    min_item: int = 256,
+    num_multiprocessors: int = 4,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     arrays = plan_decode(
         rows,
@@ -23,7 +29,7 @@ def decode(
         pages.context_lens,
         window=window,
         num_kv_heads=pages.num_kv_heads,
-        num_multiprocessors=4,
+        num_multiprocessors=num_multiprocessors,
         min_item=min_item,
     )
     items_W6, parts_R3 = (torch.from_numpy(array).to(DEVICE) for array in arrays)
@@ -39,6 +45,15 @@ def decode(
 def test_shapes(dtype: torch.dtype, group: int, dim: int, block_size: int) -> None:
     pages = Pages([(1, 37)], dtype=dtype, dim=dim, group=group, block_size=block_size, num_kv_heads=2)
     assert_near(decode(pages, [0]), pages.exact(scale=0.3, window=None))
+
+
+def test_more_parts_than_are_reduced_at_once(dtype: torch.dtype) -> None:
+    """The weightiest key stands in the last part: what was added up before it is scaled down."""
+    pages = Pages([(1, 1170)], dtype=dtype, group=2, num_kv_heads=1, dim=32)
+    last_block = int(pages.block_tables_SB[0, 1169 // 16])
+    pages.k_cache[last_block, 0, 1169 % 16] = pages.q_TND[0, 0] * 3
+    ours = decode(pages, [0], min_item=64, num_multiprocessors=16)
+    assert_near(ours, pages.exact(scale=0.3, window=None))
 
 
 @pytest.mark.parametrize("window", [None, 1, 33, 100, 1000])

@@ -35,9 +35,9 @@ def test_shapes(dtype: torch.dtype, group: int, dim: int, block_size: int) -> No
 @pytest.mark.parametrize("tile", [SMALL, Tile(rows=16, positions=64, warps=2, stages=2)], ids=["narrow", "wide"])
 def test_packed_rows_of_any_length_and_windows(dtype: torch.dtype, window: int | None, tile: Tile) -> None:
     """Chunks with and without cached prefix, ending before, on and behind the borders of tiles and pages."""
-    rows = [(2, 2), (16, 16), (17, 33), (3, 64), (9, 50)]
+    rows = [(2, 2), (16, 16), (17, 33), (3, 64), (3, 17), (9, 50)]
     pages = Pages(rows, dtype=dtype, group=2, num_kv_heads=1, dim=32)
-    assert_near(run(pages, list(range(5)), window=window, tile=tile), pages.exact(scale=0.3, window=window))
+    assert_near(run(pages, list(range(6)), window=window, tile=tile), pages.exact(scale=0.3, window=window))
 
 
 def test_only_the_named_rows_are_written(dtype: torch.dtype) -> None:
