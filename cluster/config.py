@@ -80,7 +80,7 @@ class SupervisionConfig:
     max_delay_s: float = 30.0
     reset_after_s: float = 60.0
     health_period_s: float = 2.0
-    max_misses: int = 3
+    max_misses: int = 5
     grace_s: float = 30.0
 
     def __post_init__(self) -> None:

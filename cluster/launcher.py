@@ -31,6 +31,7 @@ from workers.config import Seat
 
 POLITE_STOP_S = 5.0
 KILL_S = 2.0
+START_S = 60.0
 NO_ROOM_S = 5.0
 LAST_WORDS_S = 0.5
 _DETAIL = re.compile(r"Worker exit detail: (?:Worker )?(.+?)(?:\. |$)")
@@ -58,7 +59,7 @@ class RayLauncher:
                 yield Logged(level=logging.WARNING, message=f"waits for {_needs(plan)}: no machine has that free")
             await placed
             ranks += [self._rank(plan, room, number) for number in range(plan.num_ranks)]
-            pids = await self._start(plan, incarnation, ranks)
+            pids = await self._start_in_time(plan, incarnation, ranks)
             yield Logged(level=logging.INFO, message=f"runs in process {', '.join(map(str, pids))}")
             intact = True
             async with aclosing(merged(plan.worker_id, ranks)) as events:
@@ -85,6 +86,14 @@ class RayLauncher:
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=number),
         ).remote(plan.num_threads)
+
+    async def _start_in_time(self, plan: WorkerPlan, incarnation: int, ranks: Sequence[Any]) -> list[int]:
+        """Raises WorkerLost when Ray has room for the processes but does not bring them up."""
+        try:
+            async with asyncio.timeout(START_S):
+                return await self._start(plan, incarnation, ranks)
+        except TimeoutError:
+            raise WorkerLost(f"its processes did not come up within {START_S:g} s") from None
 
     async def _start(self, plan: WorkerPlan, incarnation: int, ranks: Sequence[Any]) -> list[int]:
         """Tells every rank who it is; their process ids."""

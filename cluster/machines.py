@@ -89,7 +89,7 @@ class Machines:
             raise Misconfigured(
                 f"there is no Ray at {address}: {reason}; correct --ray-address", param="ray.address"
             ) from error
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises bare ones
             self._stop()
             raise Unavailable(f"Ray did not start: {error}") from error
 

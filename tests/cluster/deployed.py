@@ -22,7 +22,7 @@ DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 # In float32, two ranks, or a batch, round as one rank and one request do: texts can be compared.
 PRECISE = ("--device", "cpu", "--set", "worker.dtype=float32")
 MARK = "BATON_TEST_MARK"
-START_S = 90.0
+START_S = 60.0
 
 # More than the 64 tokens that a decode worker would read by itself.
 LONG = "import os\n\n\ndef join(first, second):\n" + '    """Join two paths, inserting a separator."""\n' * 12
@@ -61,6 +61,11 @@ class Deployed:
             matches = self._matches(pattern)
         assert len(matches) >= times, f"{pattern!r} was said {len(matches)} times:\n{self.log}"
         return matches[times - 1]
+
+    def count(self, pattern: str) -> int:
+        """How many messages so far have a match."""
+        with self._turn:
+            return len(self._matches(pattern))
 
     @property
     def over(self) -> bool:

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.cluster
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 def test_a_killed_worker_comes_back_and_requests_are_answered(up: Deployed, victim: str) -> None:
     expected = up.text(LONG, max_tokens=200, ignore_eos=True)
-    lives = up.log.count(f"{victim}: runs in process")
+    ready = rf"^worker {victim} at \S+ is ready"
+    lives, meetings = up.count(rf"^{victim}: runs in process"), up.count(ready)
     [pid] = up.worker_pids(victim, life=lives)
     with ThreadPoolExecutor(8) as clients:
         asked = [clients.submit(up.complete, LONG, max_tokens=200, ignore_eos=True) for _ in range(8)]
@@ -29,7 +30,7 @@ def test_a_killed_worker_comes_back_and_requests_are_answered(up: Deployed, vict
         else:
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] in ("worker_lost", "no_workers", "transfer_failed")
-    up.wait_for(rf"^worker {victim} at \S+ is ready", times=lives + 1)
+    up.wait_for(ready, times=meetings + 1)
     assert up.worker_pids(victim, life=lives + 1) != [pid]
     assert up.text(LONG, max_tokens=200, ignore_eos=True) == expected
     assert all(worker["load"]["num_tickets"] == 0 for worker in up.status()["workers"])
