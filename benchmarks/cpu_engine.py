@@ -71,6 +71,7 @@ class Figures:
     ttft_s: float
     prefill_s: float
     floor_s: float
+    num_threads: int
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -83,7 +84,8 @@ class Figures:
 
     @property
     def share(self) -> float:
-        return self.floor_s / self.seconds
+        """Of the floor, in the time in which the floor was measured: a single thread's own, else the clock's."""
+        return self.floor_s / (self.cpu_s if self.num_threads == 1 else self.seconds)
 
 
 @contextmanager
@@ -157,6 +159,7 @@ def figures_of(
                 cpu_s=min(run.cpu_s for run in runs),
                 ttft_s=statistics.median(best.ttft_s) if best.ttft_s else float("nan"),
                 prefill_s=max(best.ttft_s, default=float("nan")),
+                num_threads=machine.num_threads,
                 floor_s=sum(phase.floor_s(machine) for phase in needs(workload, costs)),
             )
         )
@@ -184,18 +187,9 @@ def show(figures: list[Figures], machine: Machine) -> None:
         title=f"{machine.num_threads} threads, {machine.bytes_per_s / 1e9:.1f} GB/s read from memory, "
         f"{machine.flops_per_s / 1e9:.0f} GFLOP/s of bfloat16 products"
     )
-    for head in (
-        "model",
-        "workload",
-        "engine",
-        "output tok/s",
-        "all tok/s",
-        "first token",
-        "floor",
-        "share of it",
-        "core s",
-    ):
-        table.add_column(head, justify="left" if head in ("model", "workload", "engine") else "right")
+    words = ("model", "workload", "engine")
+    for head in (*words, "output tok/s", "all tok/s", "first token", "s", "core s", "floor s", "share"):
+        table.add_column(head, justify="left" if head in words else "right")
     for one in sorted(figures, key=lambda one: (one.model, figures.index(one) if one.engine == "baton" else 0)):
         table.add_row(
             one.model,
@@ -204,9 +198,10 @@ def show(figures: list[Figures], machine: Machine) -> None:
             f"{one.output_tokens_per_s:,.1f}",
             f"{one.tokens_per_s:,.0f}",
             f"{one.ttft_s * 1000:,.0f} ms",
-            f"{one.floor_s:.2f} of {one.seconds:.2f} s",
+            f"{one.seconds:.2f}",
+            f"{one.cpu_s:.2f}",
+            f"{one.floor_s:.2f}",
             f"{one.share:.0%}",
-            f"{one.cpu_s:.1f}",
         )
     Console(width=140).print(table)
 

@@ -74,5 +74,5 @@ def test_the_best_round_of_an_engine_becomes_its_figures(tmp_path: Path) -> None
     draw([one], {"small": Costs.of(read_config(tmp_path))}, MACHINE, tmp_path / "figures.svg")
     assert (tmp_path / "figures.svg").read_text().count("prompts of 2 x (40 -") == 1
     again = json.loads(json.dumps(record([one], MACHINE)))
-    assert again["figures"][0]["share"] == pytest.approx(one.floor_s / one.seconds)
+    assert again["figures"][0]["share"] == pytest.approx(one.floor_s / one.cpu_s)
     assert again["hardware"]["num_cores"] >= 1
