@@ -4,7 +4,8 @@
     ├── InvalidRequest            INVALID_ARGUMENT     400   the caller can mend it: names the parameter
     │   ├── UnsupportedParameter                       400   documented by the API, not offered here
     │   ├── ContextLengthExceeded                      400   prompt + answer do not fit
-    │   └── PayloadTooLarge                            413
+    │   ├── PayloadTooLarge                            413
+    │   └── UnsupportedMediaType                       415
     ├── NotFound                  NOT_FOUND            404
     │   ├── UnknownModel
     │   └── UnknownRequest
@@ -64,6 +65,11 @@ class ContextLengthExceeded(InvalidRequest):
 class PayloadTooLarge(InvalidRequest):
     code = "payload_too_large"
     http_status = 413
+
+
+class UnsupportedMediaType(InvalidRequest):
+    code = "unsupported_media_type"
+    http_status = 415
 
 
 class NotFound(BatonError):

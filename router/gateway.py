@@ -69,7 +69,7 @@ class Gateway:
                 "'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them to false",
                 param="continue_final_message",
             )
-        text = self.template.render(
+        text = await self.template.prompt(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

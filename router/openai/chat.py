@@ -21,7 +21,7 @@ from router.text.asking import Ask, make_ask
 
 
 async def chat_completions(gateway: Gateway, request: Request, track: Track) -> Response:
-    body = await read_body(request, ChatBody)
+    body = await read_body(request, ChatBody, gateway.card)
     gateway.check_model(body.model)
     asked = body.asked()
     prompt = await gateway.encode_chat(

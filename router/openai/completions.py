@@ -10,7 +10,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protos.errors import InvalidRequest
 from protos.values import Logprobs
 from router.gateway import Gateway, new_id
 from router.metrics import Track
@@ -20,13 +19,13 @@ from router.openai.reply import reply_head, usage_body
 from router.openai.schema import CompletionBody, read_body
 from router.openai.sse import DONE, EventStream, event, while_connected
 from router.text.answer import Piece, Tally, collect
-from router.text.asking import MAX_CHOICES, Ask, make_ask
+from router.text.asking import Ask, make_ask
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
 
 
 async def completions(gateway: Gateway, request: Request, track: Track) -> Response:
-    body = await read_body(request, CompletionBody)
+    body = await read_body(request, CompletionBody, gateway.card)
     gateway.check_model(body.model)
     asked = body.asked()
     prompts = await _prompts(gateway, body)
@@ -53,8 +52,6 @@ async def _prompts(gateway: Gateway, body: CompletionBody) -> list[_Prompt]:
     if given and all(isinstance(one, int) for one in given):
         return [_Prompt(ids=tuple(one for one in given if isinstance(one, int)))]
     texts = [one for one in given if isinstance(one, str)]
-    if len(texts) > MAX_CHOICES:
-        raise InvalidRequest(f"'prompt' has {len(texts)} texts: it must have at most {MAX_CHOICES}", param="prompt")
     encoded = await gateway.encode(texts, add_special_tokens=True)
     prompts = [_Prompt(ids=ids, text=text) for ids, text in zip(encoded, texts, strict=True)]
     return prompts or [_Prompt(ids=tuple(one)) for one in given if isinstance(one, list)]

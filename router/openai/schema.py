@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from starlette.requests import ClientDisconnect, Request
 
-from protos.errors import Cancelled, InvalidRequest
+from protos.errors import Cancelled, InvalidRequest, UnsupportedMediaType
 from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS, MESSAGE_REFUSALS, Harmless, without_harmless
-from router.text.asking import MAX_BIASES, RANGES, Asked
+from router.openai.sizes import check_parameters, check_sizes
+from router.text.asking import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS, RANGES, Asked
+from router.text.model_card import ModelCard
 
 MAX_OPTIONS = 64  # of a chat template
 MAX_NAME_CHARS = 100  # of a client's own word in an answer
@@ -27,10 +29,10 @@ def _ranged(name: str, kind: str) -> Any:
 
 
 def _at_most(num_entries: int) -> BeforeValidator:
-    """Refuses a larger object before its entries are looked at."""
+    """Refuses a larger object or list before its entries are looked at."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > num_entries:
+        if isinstance(value, dict | list) and len(value) > num_entries:
             raise ValueError("too many entries")
         return value
 
@@ -52,6 +54,13 @@ class Body(BaseModel):
     """`description` of a field completes the sentence "it must be ..."."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_too_many(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            check_parameters(value)  # pydantic would note every unknown one of a megabyte of them
+        return value
 
 
 class StreamOptions(Body):
@@ -75,14 +84,18 @@ class SamplingBody(Body):
         default=None, description=f"an object from at most {MAX_BIASES} token ids to numbers"
     )
     seed: int | None = _ranged("seed", "an integer")
-    stop: str | Texts | None = Field(default=None, description="a string or a list of strings")
+    stop: Annotated[str | Texts | None, _at_most(MAX_STOPS)] = Field(
+        default=None, description=f"a string or a list of at most {MAX_STOPS} strings"
+    )
     max_tokens: int | None = _ranged("max_tokens", "an integer")
 
     top_k: int | None = _ranged("top_k", "an integer")
     min_p: float | None = _ranged("min_p", "a number")
     repetition_penalty: float | None = _ranged("repetition_penalty", "a number")
     min_tokens: int | None = _ranged("min_tokens", "an integer")
-    stop_token_ids: Ids | None = Field(default=None, description="a list of token ids")
+    stop_token_ids: Annotated[Ids | None, _at_most(MAX_STOP_TOKENS)] = Field(
+        default=None, description=f"a list of at most {MAX_STOP_TOKENS} token ids"
+    )
     ignore_eos: bool | None = Field(default=None, description="true or false")
     skip_special_tokens: bool | None = Field(default=None, description="true or false")
     include_stop_str_in_output: bool | None = Field(default=None, description="true or false")
@@ -98,11 +111,11 @@ class SamplingBody(Body):
     def sampling(self) -> dict[str, Any]:
         """The fields of `Asked` that both APIs name alike; what was left out or null stays with its default."""
         given = {name: value for name in _ASKED if (value := getattr(self, name)) is not None}
-        stop = self.stop or ()
+        stop = () if self.stop is None else self.stop
         return given | {
             "stop": (stop,) if isinstance(stop, str) else tuple(stop),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "logit_bias": tuple(_token_bias(key, bias) for key, bias in (self.logit_bias or {}).items()),
+            "logit_bias": _token_biases(self.logit_bias or {}),
         }
 
     def check_stream(self) -> None:
@@ -222,8 +235,12 @@ _REFUSALS: Mapping[type[Body], Mapping[str, Harmless]] = {
 }
 
 
-async def read_body(request: Request, kind: type[_Body]) -> _Body:
-    """The request's JSON as a checked body. Raises InvalidRequest, UnsupportedParameter or PayloadTooLarge."""
+async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Body:
+    """The request's JSON as a checked body. Raises InvalidRequest or what is below it (protos.errors)."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        told = f"The body comes with 'Content-Encoding: {encoding[:MAX_NAME_CHARS]}'"
+        raise UnsupportedMediaType(f"{told}: send plain JSON without this header, nothing is decompressed here")
     try:
         raw = await request.body()
     except ClientDisconnect:
@@ -235,6 +252,7 @@ async def read_body(request: Request, kind: type[_Body]) -> _Body:
         raise InvalidRequest(f"The body is {told}; send a JSON object in UTF-8") from None
     if not isinstance(found, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {_told(found)}")
+    check_sizes(found, kind.model_fields, card)
     return parse_body(found, kind)
 
 
@@ -310,7 +328,13 @@ def _told(value: Any) -> str:
             return f"{value!r}"
 
 
-def _token_bias(key: str, bias: float) -> tuple[int, float]:
-    if not key.isascii() or not key.isdigit() or len(key) > 10:
-        raise InvalidRequest(f"'logit_bias' has the key {key[:60]!r}: keys are token ids", param="logit_bias")
-    return int(key), bias
+def _token_biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    biases: dict[int, float] = {}
+    for key, bias in given.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10:
+            raise InvalidRequest(f"'logit_bias' has the key {key[:60]!r}: keys are token ids", param="logit_bias")
+        if int(key) in biases:
+            told = f"'logit_bias' has the token id {int(key)} twice, once as {key!r}"
+            raise InvalidRequest(f"{told}: give each token id once", param="logit_bias")
+        biases[int(key)] = bias
+    return tuple(biases.items())

@@ -12,7 +12,7 @@ from router.openai.schema import DetokenizeBody, TokenizeBody, read_body
 
 
 async def tokenize(gateway: Gateway, request: Request) -> Response:
-    body = await read_body(request, TokenizeBody)
+    body = await read_body(request, TokenizeBody, gateway.card)
     gateway.check_model(gateway.card.name if body.model is None else body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'", param="prompt")
@@ -28,10 +28,10 @@ async def tokenize(gateway: Gateway, request: Request) -> Response:
 
 
 async def detokenize(gateway: Gateway, request: Request) -> Response:
-    body = await read_body(request, DetokenizeBody)
+    body = await read_body(request, DetokenizeBody, gateway.card)
     gateway.check_model(gateway.card.name if body.model is None else body.model)
-    for token_id in body.tokens:
+    for token_id in (min(body.tokens, default=0), max(body.tokens, default=0)):
         if not 0 <= token_id < gateway.card.vocab_size:
             allowed = f"token ids between 0 and {gateway.card.vocab_size - 1}"
             raise InvalidRequest(f"'tokens' has the value {token_id}: it must be made of {allowed}", param="tokens")
-    return json_response({"prompt": gateway.tokenizer.decode(body.tokens)})
+    return json_response({"prompt": await gateway.tokenizer.text_of(body.tokens)})

@@ -6,9 +6,12 @@ functions and white space, so that the same messages give the same prompt.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +25,11 @@ from router.text.tokenizer import read_json
 
 Message = Mapping[str, Any]
 
+# About a millisecond of a template's time: longer conversations are written beside the event loop.
+SHORT_MESSAGES = 64
+SHORT_CHARS = 100_000
+PART_CHARS = 1_000  # what a text part costs beside its text
+
 # Marks the end of the text to be continued, as transformers does: found again whatever the template does round it.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -32,6 +40,8 @@ _TEMPLATE_FAILURES = (
 
 
 class ChatTemplate:
+    """Thread-safe; its thread ends with it."""
+
     def __init__(
         self,
         source: str,
@@ -55,6 +65,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise BadCheckpoint(f"the chat template is not valid Jinja: {error}") from error
         self._named_tokens = dict(named_tokens or {})
+        # One, for Jinja holds the interpreter's lock: more of them would only take turns, and the loop's turns.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat-template")
 
     @classmethod
     def load(cls, folder: Path, named_tokens: Mapping[str, str]) -> ChatTemplate | None:
@@ -66,6 +78,26 @@ class ChatTemplate:
         if isinstance(found, list):
             found = {one["name"]: one["template"] for one in found}.get("default")
         return cls(found, named_tokens=named_tokens) if found else None
+
+    async def prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """What `render` gives, without keeping the event loop from its other work."""
+        render = partial(
+            self.render,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            options=options,
+        )
+        if len(messages) <= SHORT_MESSAGES and sum(map(_num_chars, messages)) <= SHORT_CHARS:
+            return render()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, render)
 
     def render(
         self,
@@ -147,6 +179,11 @@ def _is_content(node: nodes.Node, names: set[str]) -> bool:
             return bool(value == "content")
         case _:
             return False
+
+
+def _num_chars(message: Message) -> int:
+    content = message.get("content") or ""
+    return len(content) if isinstance(content, str) else sum(PART_CHARS + len(part["text"]) for part in content)
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:

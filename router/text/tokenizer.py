@@ -14,7 +14,9 @@ import tokenizers
 from protos.errors import BadCheckpoint
 from router.text.vocabulary import Vocabulary
 
-LONG_TEXT_CHARS = 2_000  # about a millisecond: longer texts are encoded beside the event loop
+# What is longer takes about a millisecond or more: it is encoded and decoded beside the event loop.
+LONG_TEXT_CHARS = 2_000
+LONG_TEXT_TOKENS = 2_000
 
 # Normalizers and pre-tokenizers that never drop text; NFC joins at most four characters into one.
 _KEEPS_TEXT = {"Sequence", "Prepend", "Replace", "ByteLevel", "Split", "Digits", "Metaspace", "NFC"}
@@ -22,7 +24,10 @@ _NFC_CHARS = 4
 
 
 class Tokenizer:
-    """Thread-safe. `named_tokens` are the special tokens by role (bos_token, eos_token, ...), for chat templates."""
+    """Thread-safe; its own threads end with it.
+
+    `named_tokens` are the special tokens by role (bos_token, eos_token, ...), for chat templates.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, named_tokens: Mapping[str, str] | None = None) -> None:
         backend.no_truncation()
@@ -58,6 +63,17 @@ class Tokenizer:
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [tuple(one.ids) for one in found]
 
+    async def text_of(self, token_ids: Sequence[int]) -> str:
+        """What `decode` gives, special tokens included."""
+        if len(token_ids) <= LONG_TEXT_TOKENS:
+            return self.decode(token_ids)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._decode_long, token_ids)
+
+    def _decode_long(self, token_ids: Sequence[int]) -> str:
+        # The batch call lets go of the interpreter's lock, as in `_encode`.
+        [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return text
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
@@ -68,9 +84,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """A token on its own; U+FFFD stands where it holds part of a character."""
         return self.vocabulary.bytes_of(token_id).decode("utf-8", "replace")
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

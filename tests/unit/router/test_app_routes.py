@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -84,6 +85,19 @@ async def test_a_body_of_a_hundred_megabytes_is_refused() -> None:
     async with visiting() as (client, _):
         response = await client.post("/v1/completions", content=bytes(100 * 2**20))
     assert response.status_code == 413
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_compressed_body_is_refused_by_its_encoding(path: str) -> None:
+    body = json.dumps(COMPLETION).encode()
+    async with visiting() as (client, _):
+        squeezed = await client.post(path, content=gzip.compress(body), headers={"content-encoding": "gzip"})
+        plain = await client.post("/v1/completions", content=body, headers={"content-encoding": "identity"})
+    assert squeezed.status_code == 415
+    error = error_of(squeezed)
+    assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_media_type")
+    assert "'Content-Encoding: gzip': send plain JSON" in error["message"]
+    assert plain.status_code == 200
 
 
 async def test_unknown_paths_and_methods_answer_as_openai_does() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from datetime import datetime
 from pathlib import Path
@@ -164,3 +165,26 @@ def rendered(folder: Path) -> str:
 def test_a_template_that_is_none_is_refused_at_the_start() -> None:
     with pytest.raises(BadCheckpoint, match="not valid Jinja"):
         ChatTemplate("{% for %}")
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        [USER] * 1000,
+        [{"role": "user", "content": "x" * 1_000_000}],
+        [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}],
+    ],
+)
+async def test_a_long_conversation_is_written_beside_the_event_loop(long: list[dict[str, Any]]) -> None:
+    template = ChatTemplate(MISTRAL.replace("!=", "in [] and"), named_tokens=TOKENS)
+    turns: list[str] = []
+    asyncio.get_running_loop().call_soon(turns.append, "another client's")
+    assert await template.prompt(long, options={"x": 1}) == template.render(long)
+    assert turns, "the event loop had no turn"
+
+
+async def test_what_a_template_says_of_a_long_conversation_is_told_as_of_a_short_one() -> None:
+    template = ChatTemplate(MISTRAL, named_tokens=TOKENS)
+    for times in (2, 1000):
+        with pytest.raises(InvalidRequest, match="roles must alternate"):
+            await template.prompt([USER] * times)

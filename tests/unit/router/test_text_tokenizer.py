@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from router.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from router.text.tokenizer import LONG_TEXT_CHARS, LONG_TEXT_TOKENS, Tokenizer
 from tests.unit.router.scripted import Family, byte_level, ids_of, sentencepiece
 
 
@@ -31,6 +32,15 @@ async def test_a_long_text_is_read_as_a_short_one_is() -> None:
     many = LONG_TEXT_CHARS // len(sentence) + 1
     [long] = await tokenizer.encode([sentence * many], add_special_tokens=True)
     assert tokenizer.decode(long, skip_special_tokens=True) == sentence * many
+
+
+async def test_many_tokens_are_read_back_beside_the_event_loop() -> None:
+    tokenizer = byte_level()
+    turns: list[str] = []
+    ids = ids_of("naïve 🙂 ") * LONG_TEXT_TOKENS
+    asyncio.get_running_loop().call_soon(turns.append, "another client's")
+    assert await tokenizer.text_of(ids) == tokenizer.decode(ids)
+    assert turns, "the event loop had no turn"
 
 
 async def test_a_truncating_tokenizer_is_told_not_to() -> None:
