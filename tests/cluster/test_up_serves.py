@@ -57,7 +57,7 @@ def test_many_at_once_get_what_each_gets_alone(up: Deployed) -> None:
     with ThreadPoolExecutor(len(prompts)) as clients:
         together = list(clients.map(lambda prompt: up.text(prompt, max_tokens=8), prompts))
     assert together[:4] == alone
-    assert all(worker["load"]["num_running"] == 0 for worker in up.status()["workers"])
+    up.wait_until(lambda: not any(worker["load"]["num_running"] for worker in up.status()["workers"]))
 
 
 def test_the_grpc_service_answers_too(up: Deployed) -> None:

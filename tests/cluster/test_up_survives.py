@@ -33,4 +33,4 @@ def test_a_killed_worker_comes_back_and_requests_are_answered(up: Deployed, vict
     up.wait_for(ready, times=meetings + 1)
     assert up.worker_pids(victim, life=lives + 1) != [pid]
     assert up.text(LONG, max_tokens=200, ignore_eos=True) == expected
-    assert all(worker["load"]["num_tickets"] == 0 for worker in up.status()["workers"])
+    up.wait_until(lambda: not any(worker["load"]["num_tickets"] for worker in up.status()["workers"]))
