@@ -41,6 +41,13 @@ def shape(value: object) -> object:
     return type(value).__name__
 
 
+def test_nothing_waits_to_be_filled_in() -> None:
+    """A word in capitals alone on its line, or a heading with nothing under it."""
+    prose = re.sub(r"^```.*?^```$", "shown", README, flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"^[A-Z][A-Z _-]*$|\b(?:TBD|TODO|FIXME|XXX)\b", prose, re.MULTILINE)
+    assert not re.findall(r"^(#+ .*)\n+(?=##? |\Z)", prose, re.MULTILINE)
+
+
 def test_the_two_commands_are_the_makefiles() -> None:
     commands = [line.split("#")[0].split() for line in blocks(README, "sh")[0].splitlines()]
     assert commands == [["make", "up"], ["make", "test"]]
