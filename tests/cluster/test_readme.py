@@ -29,7 +29,7 @@ def blocks(text: str, language: str) -> list[str]:
 def run(command: list[str] | str, **options: Any) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False, **options)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return str(done.stdout)
 
 
 def shape(value: object) -> object:
