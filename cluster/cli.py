@@ -6,7 +6,8 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from importlib.metadata import version
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -43,7 +44,17 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
     return app
 
 
-def baton() -> None:
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"baton {version('baton')}")
+        raise typer.Exit
+
+
+def baton(
+    asked: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_tell_version, is_eager=True)
+    ] = False,
+) -> None:
     """A distributed LLM serving cluster: prefill and decode pools with the KV cache passed between them."""
 
 
@@ -59,10 +70,17 @@ def _not_called() -> None:
 def main() -> None:
     """Exits with 0, 1 (it could not go on), 2 (a setting or flag is wrong), or 130 (it was stopped by force)."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # read at its import; else it tells of every fork of Ray's
+    try:
+        _run(sys.argv[1:])
+    except KeyboardInterrupt:  # so early that no verb has taken over Ctrl-C yet: nothing was started
+        sys.exit(130)
+
+
+def _run(arguments: Sequence[str]) -> None:
     from protos.errors import BatonError, Misconfigured
 
     try:
-        make_app(sys.argv[1:])()
+        make_app(arguments)()
     except BatonError as error:
         print(f"baton: {error.message}", file=sys.stderr)
         sys.exit(2 if isinstance(error, Misconfigured) else 1)

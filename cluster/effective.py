@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from cluster import flags
+from cluster.serve import DEMO
 from cluster.settings import to_toml
 
 
@@ -13,5 +14,6 @@ def config(
     model: flags.Model = None,
     further: flags.Set = None,
 ) -> None:
-    """Prints every setting in force as TOML that --config reads back."""
-    typer.echo(to_toml(flags.settings(file, {"model": model}, further)), nl=False)
+    """Prints every setting in force as TOML that --config reads back: of `baton up` if no file or model is given."""
+    given = {"model": model} if file is not None or model is not None else DEMO
+    typer.echo(to_toml(flags.settings(file, given, further)), nl=False)

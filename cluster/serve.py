@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("baton.cluster")
 
-DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo" / "model"
-DEMO_NAME = "demo"
+DEMO = {"model": str(Path(__file__).resolve().parent.parent / "demo" / "model"), "served_name": "demo"}
 
 
 class Deployment:
@@ -162,7 +161,7 @@ def up(
 ) -> None:
     """Serves the demo model that ships with Baton until Ctrl-C: `baton serve` with nothing to choose."""
     given = {
-        "model": str(DEMO_MODEL), "served_name": DEMO_NAME, "host": host, "port": port, "grpc_port": grpc_port,
+        **DEMO, "host": host, "port": port, "grpc_port": grpc_port,
         "pools": flags.pools(prefill, decode, colocated, workers),
         "worker": {"tp": tp, "device": device},
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -15,6 +16,8 @@ from cluster.remote import DEFAULT_URL, get_json, open_client
 
 POOLS = ("prefill", "decode", "colocated")
 STYLES = {"ready": "green", "draining": "yellow", "joining": "yellow", "lost": "red", "incompatible": "red"}
+
+PIPED_COLUMNS = 160
 
 Worker = Mapping[str, Any]
 Held = Sequence[tuple[str, Mapping[str, Any] | None]]
@@ -30,7 +33,7 @@ def status(
     if as_json:
         typer.echo(json.dumps(told, indent=2))
     else:
-        Console().print(status_tables(told, url))
+        Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(status_tables(told, url))
 
 
 def fetch_status(url: str) -> dict[str, Any]:
@@ -58,7 +61,7 @@ def _headline(status: Mapping[str, Any], url: str) -> Text:
 
 
 def _pools(workers: Sequence[Worker]) -> Table:
-    table = _table("Pools", "pool", "ready", "running", "waiting", "prompt tokens queued", "KV use", "tickets", "moved")
+    table = _table("Pools", "pool", "ready", "running", "waiting", "queued", "KV use", "tickets", "moved")
     for pool in sorted({_pool(worker) for worker in workers}, key=_rank):
         members = [worker for worker in workers if _pool(worker) == pool]
         loads = [worker["load"] for worker in members if worker["state"] in ("ready", "draining")]
@@ -79,18 +82,7 @@ def _pools(workers: Sequence[Worker]) -> Table:
 
 
 def _workers(workers: Sequence[Worker]) -> Table:
-    columns = (
-        "worker",
-        "state",
-        "address",
-        "device",
-        "running",
-        "waiting",
-        "KV use",
-        "blocks cached",
-        "prefill",
-        "step",
-    )
+    columns = ("worker", "state", "address", "on", "running", "waiting", "KV", "cached", "prefill\ntok/s", "step")
     table = _table("Workers", *columns)
     for worker in workers:
         load, info = worker["load"], worker["info"] or {}
@@ -102,9 +94,9 @@ def _workers(workers: Sequence[Worker]) -> Table:
             info.get("device", "?"),
             f"{load['num_running']:,}",
             f"{load['num_waiting']:,}",
-            _share(load["num_blocks"] - load["num_free_blocks"], load["num_blocks"]),
+            f"{1 - load['num_free_blocks'] / load['num_blocks']:.0%}" if load["num_blocks"] else "-",
             f"{worker['num_cached_blocks']:,}",
-            f"{load['prefill_tokens_per_s']:,.0f} tok/s" if load["prefill_tokens_per_s"] else "-",
+            f"{load['prefill_tokens_per_s']:,.0f}" if load["prefill_tokens_per_s"] else "-",
             f"{load['decode_step_s'] * 1000:,.1f} ms" if load["decode_step_s"] else "-",
         )
     return table
@@ -134,7 +126,7 @@ def _each(held: Held, what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
-    words = {"pool", "worker", "state", "address", "device", "peer", "over", "ticket", "owner"}
+    words = {"pool", "worker", "state", "address", "on", "peer", "over", "ticket", "owner"}
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", overflow="fold")
     return table

@@ -40,7 +40,10 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise Misconfigured("no model is given: name the folder of a Hugging Face checkpoint", param="model")
+            raise Misconfigured(
+                "no model is given: name a Hugging Face checkpoint folder (--model, or model = in the file)",
+                param="model",
+            )
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("dtype", self.dtype, ("auto", "bfloat16", "float32"))
         counts = ("tp", "block_size", "num_blocks", "max_model_len")
