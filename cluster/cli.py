@@ -69,7 +69,9 @@ def _not_called() -> None:
 
 def main() -> None:
     """Exits with 0, 1 (it could not go on), 2 (a setting or flag is wrong), or 130 (it was stopped by force)."""
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # read at its import; else it tells of every fork of Ray's
+    # Read at gRPC's import; else it tells of every fork of Ray's and of every connection that a stop ends.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         _run(sys.argv[1:])
     except KeyboardInterrupt:  # so early that no verb has taken over Ctrl-C yet: nothing was started

@@ -152,20 +152,20 @@ def up(
     workers: flags.Workers = None,
     tp: flags.Tp = None,
     device: flags.OnDevice = None,
+    dtype: flags.InDtype = None,
     host: flags.Host = None,
     port: flags.Port = None,
     grpc_port: flags.GrpcPort = None,
+    index: flags.Index = None,
+    served_name: flags.Name = None,
+    ray_address: flags.RayAddress = None,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
     log_format: flags.Log = LogFormat.TEXT,
 ) -> None:
     """Serves the demo model that ships with Baton until Ctrl-C: `baton serve` with nothing to choose."""
-    given = {
-        **DEMO, "host": host, "port": port, "grpc_port": grpc_port,
-        "pools": flags.pools(prefill, decode, colocated, workers),
-        "worker": {"tp": tp, "device": device},
-    }  # fmt: skip
-    _run(flags.settings(file, given, further), log_format)
+    chosen = {name: value for name, value in locals().items() if name != "served_name"}
+    serve(model=DEMO["model"], served_name=served_name or DEMO["served_name"], **chosen)
 
 
 def _run(config: ClusterConfig, log_format: LogFormat) -> None:
