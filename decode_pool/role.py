@@ -68,15 +68,16 @@ class DecodeRole:
     def reserve(self, request: ReserveRequest, now: float) -> Ticket:
         """Blocks for all of the prompt that is not cached here, or an error and nothing has changed.
 
-        Asked again with the same generation it answers the same; a higher one takes the place of the lower. Raises
+        Asked again with the same generation it answers the same and renews the lease, as a gateway does while the
+        prompt waits to be read; a higher one takes the place of the lower. Raises
         IncompatibleWorkers, InvalidRequest, ContextLengthExceeded, Overloaded (with `retry_after_s`), or
         TransferFailed for a generation that has been fenced or has ended.
         """
         self._check(request)
         self._receive(now)  # what was lost so far was not lost by the new ticket
-        known = self.ledger.renew(request.request_id, request.generation)
+        known = self.ledger.renew(request.request_id, request.generation, now)
         if known is not None:
-            return replace(known.ticket, lease_s=self.ledger.lease_left_s(request.request_id, now))
+            return known.ticket
         fenced = self.ledger.abort(request.request_id, f"generation {request.generation} took its place")
         self._free(fenced)
         cached_ids, block_ids = self._provide(request)
@@ -259,9 +260,12 @@ class DecodeRole:
 
 
 def reservations(role: DecodeRole, engine: Engine) -> Callable[[ReserveRequest, float], Ticket]:
-    """`role.reserve` for a worker's service: not while it drains, nor while requests that are here lack blocks."""
+    """`role.reserve` for a worker's service: nothing new while it drains, or while requests that are here lack blocks.
+    What was promised before is kept."""
 
     def reserve(request: ReserveRequest, now: float) -> Ticket:
+        if role.ledger.state(request.request_id, request.generation) is not None:
+            return role.reserve(request, now)
         if engine.draining:
             raise WorkerDraining("this worker is draining and takes no new reservations: reserve on another one")
         if engine.scheduler.blocked:

@@ -5,9 +5,11 @@
                     ├──────── abort ───────────┼─────────────────────────┼──────────────▶ ABORTED
                     └──────── lease ends ──────┴─────────────────────────┴──────────────▶ EXPIRED
 
-The ledger owns the blocks of the first three states. Whatever ends a ticket returns its blocks to the caller: to the
-request when it is adopted, to the pool otherwise. Of an ended ticket a tombstone stays, so that a message which comes
-too late is known as such. A generation fences: what an older one says is dropped, a newer one ends the older.
+The ledger owns the blocks of the first three states. A lease bounds silence, not life: each block that lands renews it,
+and so does whoever asks for the ticket again, as its gateway does while the prompt waits to be read. Whatever ends a
+ticket returns its blocks to the caller: to the request when it is adopted, to the pool otherwise. Of an ended ticket a
+tombstone stays, so that a message which comes too late is known as such. A generation fences: what an older one says
+is dropped, a newer one ends the older.
 """
 
 from __future__ import annotations
@@ -63,6 +65,9 @@ class _Entry:
             return TicketState.ARRIVED
         return TicketState.SENDING if self.arrived else TicketState.RESERVED
 
+    def extend(self, now: float) -> None:
+        self.deadline_s = now + self.reservation.ticket.lease_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tombstone:
@@ -85,8 +90,10 @@ class Ledger:
 
     # -- a ticket's life -----------------------------------------------------------------------------------------------
 
-    def renew(self, ticket_id: str, generation: int) -> Reservation | None:
-        """The live reservation if this generation has been made already (a retry), or None if it may be made now.
+    def renew(self, ticket_id: str, generation: int, now: float) -> Reservation | None:
+        """The live reservation if this generation has been made already, or None if it may be made now.
+
+        A live one is renewed: its lease runs from `now`, whatever was left of it.
 
         Raises TransferFailed when the generation has been fenced by a newer one, or has ended. An older generation
         that is still live must be aborted before `reserve`.
@@ -100,6 +107,7 @@ class Ledger:
                 param="generation",
             )
         if entry is not None and generation == newest:
+            entry.extend(now)
             return entry.reservation
         if tombstone is not None and generation == tombstone.generation:
             raise TransferFailed(
@@ -136,7 +144,7 @@ class Ledger:
         entry = self._entry(chunk.ticket_id, chunk.generation)
         assert entry is not None, f"a chunk of {chunk.ticket_id} was written without asking"
         entry.arrived.update(range(chunk.first_block, chunk.first_block + chunk.num_blocks))
-        entry.deadline_s = now + entry.reservation.ticket.lease_s
+        entry.extend(now)
 
     def adopt(self, ticket_id: str, generation: int) -> Reservation:
         """All of its blocks belong to the caller now. The ticket must have ARRIVED."""
@@ -166,7 +174,7 @@ class Ledger:
             self._end(
                 ticket_id,
                 TicketState.EXPIRED,
-                f"nothing moved for {entry.reservation.ticket.lease_s:g} s, "
+                f"nothing moved and nobody renewed it for {entry.reservation.ticket.lease_s:g} s, "
                 f"{len(entry.arrived)} of {len(entry.reservation.ticket.block_ids)} blocks were here",
             )
             for ticket_id, entry in late
@@ -185,9 +193,6 @@ class Ledger:
     def tombstone(self, ticket_id: str, generation: int) -> Tombstone | None:
         found = self._tombstones.get(ticket_id)
         return found if found and found.generation == generation else None
-
-    def lease_left_s(self, ticket_id: str, now: float) -> float:
-        return max(0.0, self._live[ticket_id].deadline_s - now)
 
     def reserved_ids(self) -> list[int]:
         """Every reference to a block that live tickets hold, as often as they hold it."""

@@ -9,20 +9,23 @@ offered the request's own blocks may go, whatever the wire still does.
 
 from __future__ import annotations
 
+import math
+
 from kvtransfer.transport import Chunk
 from protos.values import Ticket
 
 
 class Session:
-    """`lease_s` of the ticket runs from `now`, and anew with whatever has been sent."""
+    """The ticket's lease runs here only while something that was offered has not left: from the first such offer, and
+    anew with whatever has been sent. How long a prompt waits and is read is not the wire's business."""
 
-    def __init__(self, ticket: Ticket, *, max_chunk_blocks: int, now: float) -> None:
+    def __init__(self, ticket: Ticket, *, max_chunk_blocks: int) -> None:
         assert max_chunk_blocks > 0
         self.ticket = ticket
         self.num_offered = 0
         self.num_sent = 0
         self._max_chunk_blocks = max_chunk_blocks
-        self._deadline_s = now + ticket.lease_s
+        self._deadline_s = math.inf
 
     @property
     def first_block(self) -> int:
@@ -53,15 +56,18 @@ class Session:
             num_blocks=num_blocks,
         )
 
-    def offered(self, chunk: Chunk) -> None:
+    def offered(self, chunk: Chunk, now: float) -> None:
         assert chunk.first_block == self.num_offered, "chunks are offered in order"
+        if self.num_sent == self.num_offered:
+            self._deadline_s = now + self.ticket.lease_s
         self.num_offered += chunk.num_blocks
 
     def sent(self, chunk: Chunk, now: float) -> None:
         self.num_sent += chunk.num_blocks
         assert self.num_sent <= self.num_offered
-        self._deadline_s = now + self.ticket.lease_s
+        all_sent = self.num_sent == self.num_offered
+        self._deadline_s = math.inf if all_sent else now + self.ticket.lease_s
 
     def expired(self, now: float) -> bool:
-        """Has the destination given the blocks to somebody else by now?"""
+        """Has what was offered been stuck for so long that the destination may have given its blocks away?"""
         return now >= self._deadline_s

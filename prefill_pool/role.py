@@ -4,7 +4,8 @@
                                         │  tick: pushes what has become full  │
                                         └──── lane lost, lease over, abort ───┴──▶ failed, or forgotten
 
-The first token never waits for any of this. A payload is a copy: what is offered needs its blocks no more.
+The first token never waits for any of this. A payload is a copy: what is offered needs its blocks no more. A lease
+runs only while something offered has not left: until then the gateway keeps the ticket.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class PrefillRole:
         push = self._pushes.get(ticket.ticket_id)
         if push is None or push.request is not request:
             try:
-                self._begin(request, ticket, now)
+                self._begin(request, ticket)
             except BatonError as error:
                 self._failed[request.request_id] = error
         return request.request_id not in self._failed
@@ -87,7 +88,7 @@ class PrefillRole:
             if push.session.expired(now):
                 self._fail(push, f"the lease of {push.session.ticket.lease_s:g} s is over and nothing has moved")
             else:
-                self._advance(push)
+                self._advance(push, now)
         tick = Tick(released=tuple(self._released), failed=tuple(self._failed.items()))
         self._released.clear()
         self._failed.clear()
@@ -104,9 +105,9 @@ class PrefillRole:
             transfer_s=self._transfer_s,
         )
 
-    def _begin(self, request: Request, ticket: Ticket, now: float) -> None:
+    def _begin(self, request: Request, ticket: Ticket) -> None:
         require_same_layout(self._worker_id, self._layout, ticket.destination.worker_id, ticket.layout)
-        session = Session(ticket, max_chunk_blocks=self._max_chunk_blocks, now=now)
+        session = Session(ticket, max_chunk_blocks=self._max_chunk_blocks)
         if not session.fits(request.num_tokens):
             raise InvalidRequest(
                 f"ticket {ticket.ticket_id} is for blocks {session.first_block} to "
@@ -124,7 +125,7 @@ class PrefillRole:
         self._mover.open(ticket)
         self._pushes[ticket.ticket_id] = _Push(request, session)
 
-    def _advance(self, push: _Push) -> None:
+    def _advance(self, push: _Push, now: float) -> None:
         """Offers what can be offered. The engine's blocks are read here and nowhere else."""
         session, request = push.session, push.request
         while self._mover.can_push(session.ticket):
@@ -132,7 +133,7 @@ class PrefillRole:
             if chunk is None:
                 break
             self._mover.push(session.ticket, chunk, self._blocks_of(request, session, chunk))
-            session.offered(chunk)
+            session.offered(chunk, now)
         if push.complete and session.all_offered:
             del self._pushes[session.ticket.ticket_id]
             self._released.append(request.request_id)

@@ -88,8 +88,8 @@ class Ticket:
     """A decode worker's promise to keep `block_ids` for one request, and the right to write into them.
 
     The blocks hold tokens [num_cached_tokens, prompt length), in order; `num_cached_tokens` is a multiple of the
-    block size. `lease_s` runs from the moment the ticket is received. A message that carries an older generation
-    than the ledger's is dropped.
+    block size. `lease_s` runs from the moment the ticket is received, and anew with each block that lands and each
+    time its request is asked again. A message that carries an older generation than the ledger's is dropped.
     """
 
     ticket_id: str
@@ -122,8 +122,9 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveRequest:
-    """Asks a decode worker for blocks that `source` may write. `lease_s` bounds how long they are kept; with a
-    `gateway_id` they also go when that gateway's stream does."""
+    """Asks a decode worker for blocks that `source` may write. `lease_s` bounds how long they are kept while
+    no KV comes and nobody asks again with the same `request_id` and `generation`, which renews it; with a `gateway_id`
+    they also go when that gateway's stream does."""
 
     request_id: str
     prompt_ids: tuple[int, ...]

@@ -194,6 +194,10 @@ class WorkerClient:
             call.add_done_callback(lambda late: self._give_back(request.request_id, late))
             raise
 
+    async def renew(self, request: ReserveRequest) -> None:
+        """Asks again for what `reserve` got, which renews its lease. Cancelled, it leaves the reservation alone."""
+        await self._call(self._stub.Reserve, to_proto(request), self._control_timeout_s)
+
     async def drain(self) -> int:
         """No new work from now on; how many requests still run."""
         reply = await self._call(self._stub.Drain, worker_pb2.DrainRequest(), self._control_timeout_s)

@@ -33,6 +33,9 @@ class RouterConfig:
     Conditional disaggregation: a prompt whose uncached part on the chosen decode worker is shorter than
     `local_prefill_tokens`, and than `local_prefill_share` of the prompt, is read by the decode worker itself.
 
+    `ticket_lease_s` is how long a decode worker keeps blocks for a request that nobody renews and no KV comes for: it
+    bounds silence, not the time that a prompt waits for its prefill worker.
+
     A request that met a failure is tried `max_attempts` times in all, after pauses that start at `retry_pause_s` and
     double; while no worker can take it, it waits for at most `max_queue_s`. A prompt just routed counts as cached on
     its workers for `sibling_s`. The last `num_decisions` requests' decisions can be asked for.

@@ -2,7 +2,7 @@
 
     hash blocks ─▶ match ─▶ decide ─┬─ alone ───────▶ submit to d ──────────────────────────────▶ tokens of d
         ▲                           │
-        │                           └─ handed over ─▶ d: reserve ─▶ ticket
+        │                           └─ handed over ─▶ d: reserve ─▶ ticket, renewed until the first token
         │                                             p: submit(ticket) ─▶ first token ─────────▶ token of p
         │                                             d: submit(ticket, first token) ───────────▶ tokens of d
         │                                                 KV travels p ══▶ d meanwhile
@@ -18,11 +18,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
-from protos.errors import BatonError, Internal, NoWorkers, Overloaded, WorkerDraining, WorkerLost
+from protos.errors import BatonError, Internal, NoWorkers, Overloaded, TransferFailed, WorkerDraining, WorkerLost
 from protos.values import FinishReason, ReserveRequest, SequenceUpdate
 from router.client import Updates
 from router.config import RouterConfig
@@ -38,6 +38,7 @@ log = logging.getLogger("baton.router")
 
 MAX_DECISIONS_OF_A_JOB = 16
 RETRY_AFTER_S = 1.0  # what a client is told when the worker did not say
+RENEWALS_A_LEASE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,16 +164,19 @@ class Dispatcher:
         answer: Updates | None = None
         arrived = finished = False
         try:
-            ticket = await decode.reserve(self._reservation(journal, attempt, prefill))
+            asked = self._reservation(journal, attempt, prefill)
+            ticket = await decode.reserve(asked)
             journal.read_since_s = _now()
             reading = prefill.submit(journal.request(request_id, ticket=ticket))
-            async for update in reading:
-                if update.finish_reason is FinishReason.PREFILLED:
-                    answer = decode.submit(journal.request(request_id, ticket=ticket, more=update.token_ids))
-                    reading.bequeath(answer)  # until KV has arrived, the loss of prefill is decode's as well
-                else:
-                    finished = update.finish_reason is not None
-                yield update
+            with _renewing(asked, decode, ticket.lease_s, reading) as renewals:
+                async for update in reading:
+                    if update.finish_reason is FinishReason.PREFILLED:
+                        renewals.cancel()  # from here on KV moves, or is lost
+                        answer = decode.submit(journal.request(request_id, ticket=ticket, more=update.token_ids))
+                        reading.bequeath(answer)  # until KV has arrived, the loss of prefill is decode's as well
+                    else:
+                        finished = update.finish_reason is not None
+                    yield update
             if answer is None:
                 return  # the first token was the last: `finally` gives the reservation back
             async for update in answer:
@@ -241,6 +245,30 @@ class Dispatcher:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(deadline), self._line:
                 await self._fleet.wait(until=min(deadline, _now() + self._config.retry_pause_s))
+
+
+@contextmanager
+def _renewing(asked: ReserveRequest, decode: Member, lease_s: float, reading: Updates) -> Iterator[asyncio.Task[None]]:
+    """Keeps a reservation while its prompt waits and is read, however long that takes, until the task is cancelled.
+    `reading` fails with TransferFailed when the reservation cannot be renewed."""
+
+    async def renew() -> None:
+        try:
+            while True:
+                await asyncio.sleep(lease_s / RENEWALS_A_LEASE)
+                await decode.renew(asked)
+        except BatonError as error:
+            reading.fail(
+                TransferFailed(
+                    f"worker {decode.worker_id} did not renew the reservation of {asked.request_id}: {error.message}"
+                )
+            )
+
+    task = asyncio.create_task(renew(), name=f"renewals of {asked.request_id}")
+    try:
+        yield task
+    finally:
+        task.cancel()
 
 
 def _now() -> float:

@@ -100,6 +100,10 @@ class Member:
         self._told(request.request_id)
         return ticket
 
+    async def renew(self, request: ReserveRequest) -> None:
+        """Extends the lease of a reservation made here. Raises what the worker says, or WorkerLost."""
+        await self.connection().renew(request)
+
     def submit(self, request: GenerateRequest) -> Updates:
         """Raises WorkerLost when there is no connection; one that is lost later fails the updates."""
         updates = self.connection().submit(request)

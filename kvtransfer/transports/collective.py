@@ -421,6 +421,8 @@ class CollectiveReceiver:
         with self._changed:
             if self._unwanted[header.chunk]:
                 self._unwanted[header.chunk] -= 1
+                if not self._unwanted[header.chunk]:
+                    del self._unwanted[header.chunk]
                 return
             lane.num_staged_bytes += payload.nbytes
             self._staged.setdefault(header.chunk, deque()).append((lane, payload))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from router.prefix.memory import MemoryPrefixIndex
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, oracle_answers
 from workers.config import Seat, WorkerConfig
+from workers.engine.batch import Batch, StepOutput
 from workers.parallel.ranks import open_store
 from workers.rpc.worker import Worker
 
@@ -117,8 +119,10 @@ def _free_port() -> int:
 
 
 @asynccontextmanager
-async def pair_of(folder: Path, prefilling: WorkerConfig, decoding: WorkerConfig) -> AsyncIterator[Pair]:
-    router = RouterConfig(model_path=folder, model_name="m", local_prefill_tokens=0)
+async def pair_of(
+    folder: Path, prefilling: WorkerConfig, decoding: WorkerConfig, **routing: Any
+) -> AsyncIterator[Pair]:
+    router = RouterConfig(model_path=folder, model_name="m", local_prefill_tokens=0, **routing)
     fleet = Fleet(index=MemoryPrefixIndex(), config=router, gateway_id="test")
     pair = Pair(fleet, Dispatcher(fleet=fleet, policy=policy_of(router), config=router))
     followers: list[threading.Thread] = []
@@ -196,6 +200,42 @@ async def test_a_client_that_leaves_frees_both_pools(oracle: Oracle) -> None:
                 break
         await stream.aclose()
         await pair.settle()
+
+
+async def test_a_prompt_may_wait_for_its_prefill_worker_longer_than_a_lease(oracle: Oracle) -> None:
+    folder, expected = oracle("llama")
+    config = config_for(folder)
+    lease_s = 1.0
+    async with pair_of(folder, config, config, ticket_lease_s=lease_s) as pair:
+        with gated(pair.workers["prefill-0"]) as gate:
+            asking = asyncio.create_task(pair.answers(PROMPTS))
+            oldest_s = 0.0
+            while oldest_s < 2.5 * lease_s and not asking.done():
+                tickets = (await pair.stats("decode-0")).tickets
+                oldest_s = max((ticket.age_s for ticket in tickets), default=0.0)
+                assert pair.dispatcher.num_resumed == 0, "a ticket ended because its prompt had to wait"
+                await asyncio.sleep(0.01)
+            gate.set()
+            assert await asking == expected
+        assert pair.dispatcher.num_resumed == 0
+
+
+@contextmanager
+def gated(worker: Worker) -> Iterator[threading.Event]:
+    """The worker computes nothing until the gate is open."""
+    gate = threading.Event()
+    runner = worker._parts.engine._runner
+    run = runner.run
+
+    def wait(batch: Batch) -> StepOutput:
+        gate.wait()
+        return run(batch)
+
+    with patch.object(runner, "run", wait):
+        try:
+            yield gate
+        finally:
+            gate.set()
 
 
 async def test_an_answer_of_one_token_never_reaches_decode(oracle: Oracle) -> None:

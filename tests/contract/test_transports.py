@@ -13,6 +13,7 @@ import torch
 from kvtransfer.config import LaneConfig
 from kvtransfer.registry import transport
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Receiver, Sender, peer_name
+from kvtransfer.transports.collective import CollectiveReceiver
 from protos.errors import IncompatibleWorkers, Misconfigured, TransferFailed
 from protos.values import KVLayout, LaneAddress, Ticket
 
@@ -425,6 +426,8 @@ def test_a_chunk_may_be_dropped_before_it_comes() -> None:
     push(site, sender, ticket, [(chunk_of(ticket, index), kv(seed=index)) for index in range(2)])
     (arrived,) = site.events(receiver, 1)
     assert arrived.chunk == chunk_of(ticket, 1)
+    assert isinstance(receiver, CollectiveReceiver)
+    assert not receiver._unwanted, "what was dropped is remembered for ever"
     site.close()
 
 

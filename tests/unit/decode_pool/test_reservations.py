@@ -165,6 +165,9 @@ def test_a_draining_worker_takes_no_reservations() -> None:
     pair.decode.engine.drain()
     with pytest.raises(WorkerDraining):
         reserve(replace(asked, request_id="s"), 0.0)
+    assert reserve(asked, 1.0).ticket_id == "r", "what was promised before is kept, and may be renewed"
+    with pytest.raises(WorkerDraining):
+        reserve(replace(asked, generation=2), 1.0)
 
 
 def test_reservations_do_not_starve_requests_that_wait_here() -> None:
@@ -173,8 +176,11 @@ def test_reservations_do_not_starve_requests_that_wait_here() -> None:
     pair.answer("waits", prompt(20), None)
     pair.step()
     asked = ReserveRequest(request_id="r", prompt_ids=prompt(4), source=PREFILL, source_layout=LAYOUT)
+    reserve = reservations(pair.decode_role, pair.decode.engine)
     with pytest.raises(Overloaded, match="waiting for KV blocks"):
-        reservations(pair.decode_role, pair.decode.engine)(asked, pair.now)
+        reserve(asked, pair.now)
+    held = replace(asked, request_id="held", prompt_ids=prompt(16))
+    assert reserve(held, pair.now).ticket_id == "held", "what was promised before is kept, and may be renewed"
 
 
 def test_a_request_with_other_tokens_than_were_reserved_is_refused() -> None:
@@ -203,10 +209,27 @@ def test_the_same_reservation_twice_is_one(reached: str) -> None:
     free = pair.decode.pool.num_free
     again = pair.reserve("r", prompt(12))
     assert pair.decode.pool.num_free == free
-    assert 0 < again.lease_s <= LEASE_S
+    assert again.lease_s == LEASE_S
     pair.answer("r", prompt(12), again)
     pair.finish()
     assert pair.text("r") == expected(prompt(12))
+
+
+@STATES
+def test_a_ticket_lives_as_long_as_it_is_asked_for_again(reached: str) -> None:
+    pair = Pair(chunk_blocks=1)
+    ticket = pair.bring_to(reached)
+    for _ in range(4):
+        pair.decode.step(pair.now + 0.8 * LEASE_S)
+        pair.now += 0.8 * LEASE_S
+        assert pair.reserve("r", prompt(12)) == ticket
+    assert pair.state() == reached
+    pair.decode.step(pair.now + LEASE_S)
+    assert pair.state() == "expired"
+    with pytest.raises(TransferFailed, match="nobody renewed it for 50 s"):
+        pair.reserve("r", prompt(12))
+    pair.prefill.engine.abort(["r"])
+    pair.finish()
 
 
 @STATES

@@ -132,25 +132,40 @@ def test_only_the_source_that_was_lost_loses_its_tickets(ledger: Ledger) -> None
 
 
 def test_progress_extends_a_lease_and_silence_ends_it(ledger: Ledger) -> None:
-    assert ledger.lease_left_s("r1", 4.0) == LEASE_S - 4.0
     land(ledger, chunk(0), now=8.0)
     assert not ledger.expire(8.0 + LEASE_S - 0.1)
     assert len(ledger.expire(8.0 + LEASE_S)) == 1
     tombstone = ledger.tombstone("r1", 1)
     assert tombstone is not None
-    assert tombstone.reason == "nothing moved for 10 s, 1 of 3 blocks were here"
+    assert tombstone.reason == "nothing moved and nobody renewed it for 10 s, 1 of 3 blocks were here"
 
 
 def test_asking_again_with_the_same_generation_finds_the_same_reservation(ledger: Ledger) -> None:
     land(ledger, chunk(0))
-    found = ledger.renew("r1", 1)
+    found = ledger.renew("r1", 1, 2.0)
     assert found is not None
     assert found.ticket.block_ids == (10, 11, 12)
     assert ledger.state("r1", 1) is TicketState.SENDING
 
 
+@pytest.mark.parametrize("num_landed", [0, 1, 3])
+def test_asking_again_renews_the_lease(ledger: Ledger, num_landed: int) -> None:
+    for index in range(num_landed):
+        land(ledger, chunk(index))
+    for now in (8.0, 16.0, 24.0):
+        assert not ledger.expire(now)
+        assert ledger.renew("r1", 1, now) is not None
+    assert not ledger.expire(24.0 + LEASE_S - 0.1)
+    assert len(ledger.expire(24.0 + LEASE_S)) == 1
+
+
+def test_another_generation_renews_nothing(ledger: Ledger) -> None:
+    assert ledger.renew("r1", 2, 8.0) is None
+    assert len(ledger.expire(LEASE_S)) == 1
+
+
 def test_a_newer_generation_fences_the_older(ledger: Ledger) -> None:
-    assert ledger.renew("r1", 2) is None
+    assert ledger.renew("r1", 2, 1.0) is None
     assert ledger.abort("r1", "generation 2 took its place") is not None
     ledger.reserve(reservation(generation=2, blocks=(20, 21, 22)))
     assert land(ledger, chunk(0, generation=1)) == ()
@@ -158,14 +173,14 @@ def test_a_newer_generation_fences_the_older(ledger: Ledger) -> None:
     assert ledger.state("r1", 1) is None
     assert ledger.abort("r1", "late", generation=1) is None
     with pytest.raises(TransferFailed, match="at generation 2: generation 1 came too late"):
-        ledger.renew("r1", 1)
+        ledger.renew("r1", 1, 1.0)
 
 
 def test_a_generation_that_has_ended_stays_so(ledger: Ledger) -> None:
     ledger.abort("r1", "the client left")
     with pytest.raises(TransferFailed, match=r"generation 1 was aborted \(the client left\)"):
-        ledger.renew("r1", 1)
-    assert ledger.renew("r1", 2) is None
+        ledger.renew("r1", 1, 1.0)
+    assert ledger.renew("r1", 2, 1.0) is None
 
 
 def test_tombstones_are_bounded() -> None:
@@ -214,6 +229,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.newest: dict[str, int] = {}
         self.past: list[tuple[Chunk, str]] = []
         self.written: dict[tuple[str, int], set[int]] = {}
+        self.renewed: dict[str, float] = {}  # when a ticket's lease began to run, for the last time
 
     def give_back(self, ended: Reservation | None) -> None:
         if ended is not None:
@@ -225,7 +241,8 @@ class AnyOrder(RuleBasedStateMachine):
     def reserve(self, ticket_id: str, newer: int, count: int, source: str) -> None:
         generation = max(1, self.newest.get(ticket_id, 0) + newer - (newer == 0))
         try:
-            if self.ledger.renew(ticket_id, generation) is not None:
+            if self.ledger.renew(ticket_id, generation, self.now) is not None:
+                self.renewed[ticket_id] = self.now
                 return
         except TransferFailed:
             return
@@ -236,6 +253,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.holder |= dict.fromkeys(blocks, (ticket_id, generation))
         self.newest[ticket_id] = max(generation, self.newest.get(ticket_id, 0))
         self.written[ticket_id, generation] = set()
+        self.renewed[ticket_id] = self.now
         self.ledger.reserve(reservation(ticket_id, generation, blocks, source=source, now=self.now))
         pieces = [chunk(index, 1, ticket_id, generation) for index in range(count)]
         self.past += [(piece, source) for piece in (*pieces, chunk(0, count, ticket_id, generation))]
@@ -252,6 +270,7 @@ class AnyOrder(RuleBasedStateMachine):
         if block_ids:
             self.ledger.landed(piece, self.now)
             self.written[key].update(block_ids)
+            self.renewed[piece.ticket_id] = self.now
 
     @rule(ticket_id=IDS)
     def abort(self, ticket_id: str) -> None:
@@ -266,8 +285,9 @@ class AnyOrder(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
         for ended in self.ledger.expire(self.now):
+            assert self.renewed[ended.ticket.ticket_id] + LEASE_S <= self.now
             self.give_back(ended)
-        assert all(self.ledger.lease_left_s(entry.ticket_id, self.now) > 0 for entry in self.ledger.stats(self.now))
+        assert all(self.renewed[entry.ticket_id] + LEASE_S > self.now for entry in self.ledger.stats(self.now))
 
     @rule(ticket_id=IDS)
     def adopt(self, ticket_id: str) -> None:

@@ -14,7 +14,7 @@ SIZE = 4
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=SIZE, dtype="float32")
 
 
-def session(num_tokens: int, *, num_cached: int = 0, max_chunk_blocks: int = 100, now: float = 0.0) -> Session:
+def session(num_tokens: int, *, num_cached: int = 0, max_chunk_blocks: int = 100) -> Session:
     num_blocks = -(-num_tokens // SIZE) - num_cached // SIZE
     ticket = Ticket(
         ticket_id="r1",
@@ -25,7 +25,7 @@ def session(num_tokens: int, *, num_cached: int = 0, max_chunk_blocks: int = 100
         layout=LAYOUT,
         destination=LaneAddress(worker_id="d0", incarnation=1, host="127.0.0.1", port=1),
     )
-    return Session(ticket, max_chunk_blocks=max_chunk_blocks, now=now)
+    return Session(ticket, max_chunk_blocks=max_chunk_blocks)
 
 
 def piece(first_block: int, num_blocks: int) -> Chunk:
@@ -40,10 +40,10 @@ def test_full_blocks_go_while_the_prompt_is_still_being_read() -> None:
 
 def test_the_last_block_goes_when_the_prompt_is_complete() -> None:
     push = session(11)
-    push.offered(piece(0, 2))
+    push.offered(piece(0, 2), 0.0)
     assert push.next_chunk(11, complete=False) is None
     assert push.next_chunk(11, complete=True) == piece(2, 1)
-    push.offered(piece(2, 1))
+    push.offered(piece(2, 1), 0.0)
     assert push.all_offered
     assert push.next_chunk(11, complete=True) is None
 
@@ -64,7 +64,7 @@ def test_nothing_travels_when_all_is_cached() -> None:
 def test_a_recomputation_sends_nothing_twice() -> None:
     """After a preemption the count of computed tokens starts over."""
     push = session(12)
-    push.offered(piece(0, 2))
+    push.offered(piece(0, 2), 0.0)
     assert push.next_chunk(4, complete=False) is None
     assert push.next_chunk(12, complete=False) == piece(2, 1)
 
@@ -74,14 +74,32 @@ def test_a_ticket_is_for_one_number_of_blocks(num_tokens: int, fits: bool) -> No
     assert session(11, num_cached=4).fits(num_tokens) is fits
 
 
-def test_the_lease_runs_from_the_start_and_from_what_was_sent() -> None:
-    push = session(8, now=5.0)
+def test_what_waits_to_be_read_does_not_expire() -> None:
+    push = session(8)
+    assert not push.expired(1e9)
+    push.offered(piece(0, 1), 1e9)
+    assert not push.expired(1e9 + 9.9)
+    assert push.expired(1e9 + 10.0)
+
+
+def test_the_lease_runs_anew_with_what_was_sent_while_more_is_on_its_way() -> None:
+    push = session(12)
+    push.offered(piece(0, 1), 5.0)
+    push.offered(piece(1, 1), 6.0)
     assert not push.expired(14.9)
-    assert push.expired(15.0)
-    push.offered(piece(0, 1))
+    assert push.expired(15.0), "an offer is no progress"
     push.sent(piece(0, 1), 12.0)
     assert not push.expired(21.9)
     assert push.expired(22.0)
+
+
+def test_a_push_whose_offers_have_all_left_waits_for_the_rest_of_the_prompt() -> None:
+    push = session(8)
+    push.offered(piece(0, 1), 5.0)
+    push.sent(piece(0, 1), 6.0)
+    assert not push.expired(1e9)
+    push.offered(piece(1, 1), 1e9)
+    assert push.expired(1e9 + 10.0)
 
 
 @given(
@@ -104,6 +122,6 @@ def test_every_block_is_offered_once_in_order_and_never_early(
             last = push.first_block + chunk.first_block + chunk.num_blocks
             assert complete or last * SIZE <= computed
             offered += range(chunk.first_block, chunk.first_block + chunk.num_blocks)
-            push.offered(chunk)
+            push.offered(chunk, 0.0)
     assert push.all_offered
     assert offered == list(range(len(push.ticket.block_ids)))

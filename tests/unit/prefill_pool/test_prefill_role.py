@@ -181,6 +181,33 @@ def test_a_destination_that_is_gone_is_found_out_before_the_prompt_is_read() -> 
     assert num_held(pair) == 0
 
 
+def test_a_prompt_may_wait_for_longer_than_a_lease_as_long_as_it_is_renewed() -> None:
+    """Its blocks go where they were promised, however long the queue was."""
+    pair = Pair(max_num_seqs=1)
+    pair.read("first", prompt(9, seed=2), None, max_tokens=20)
+    pair.step()
+    ticket = pair.start("r", prompt(12))
+    for _ in range(5):
+        pair.step(seconds=0.7 * LEASE_S)
+        assert pair.reserve("r", prompt(12)) == ticket
+    assert pair.prefill.tokens["r"] == (), "it has not waited"
+    pair.answer("r", prompt(12), ticket)
+    pair.finish()
+    assert pair.text("r") == expected(prompt(12))
+
+
+def test_a_prompt_may_be_read_for_longer_than_a_lease_as_long_as_it_is_renewed() -> None:
+    pair = Pair(prefill_chunk=4)
+    ticket = pair.start("r", prompt(40))
+    while "r" not in pair.prefill.ended:
+        pair.step(seconds=0.7 * LEASE_S)
+        pair.prefill.step(pair.now + 2 * LEASE_S)
+        pair.reserve("r", prompt(40))
+    pair.answer("r", prompt(40), ticket)
+    pair.finish()
+    assert pair.text("r") == expected(prompt(40))
+
+
 def test_nobody_reads_for_a_ticket_whose_lease_is_over() -> None:
     pair = Pair(staged_blocks=1, chunk_blocks=1)
     pair.post.holding = True

@@ -296,8 +296,11 @@ class FakeWorker:
             await self.reserving.wait()
         if self.refuse is not None:
             raise self.refuse
+        ticket_id = f"{self.worker_id}/{asked.request_id}"
+        if (gateway, asked.request_id) in self._reservations and ticket_id not in self.tickets:
+            raise TransferFailed(f"ticket {ticket_id} has ended")
         ticket = Ticket(
-            ticket_id=f"{self.worker_id}/{asked.request_id}", generation=asked.generation, lease_s=asked.lease_s,
+            ticket_id=ticket_id, generation=asked.generation, lease_s=asked.lease_s,
             block_ids=(1,), num_cached_tokens=0, layout=LAYOUT, destination=self.info().lane,
         )  # fmt: skip
         if gateway not in self._gateways:

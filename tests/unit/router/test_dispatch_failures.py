@@ -31,6 +31,11 @@ async def with_warm_pair(make: Callable[..., Cluster]) -> Cluster:
     return cluster
 
 
+def renewals() -> set[str]:
+    """Tasks that keep a reservation."""
+    return {name for task in asyncio.all_tasks() if (name := task.get_name()).startswith("renewals of")}
+
+
 async def test_decode_dies_in_mid_answer(two_pairs: Cluster) -> None:
     dying, other = two_pairs["d0"], two_pairs["d1"]
     dying.pause_after = 3
@@ -110,6 +115,83 @@ async def test_a_worker_without_progress_costs_one_attempt(make: Callable[..., C
     cluster["c0"].healthy = True
     seen += [await rest, *[delta async for delta in deltas]]
     assert tokens(seen) == expected_tokens(PROMPT, 8)
+
+
+async def test_a_reservation_is_renewed_while_its_prompt_waits(make: Callable[..., Cluster]) -> None:
+    cluster = make(ticket_lease_s=0.1)
+    await cluster.add("p0", "d0")
+    reader, writer = cluster["p0"], cluster["d0"]
+    reader.pause_after = 0
+    asking = asyncio.create_task(collect(cluster, job()))
+    await writer.until(lambda: len(writer.reserved) == 5)
+    assert writer.reserved == [writer.reserved[0]] * 5
+    writer.pause_after = 0  # its KV has not arrived
+    reader.go()
+    await writer.until(lambda: len(writer.submitted) == 1)
+    assert renewals() == set(), "after the first token only KV that comes keeps a ticket"
+    writer.go()
+    assert tokens(await asking) == expected_tokens(PROMPT, 8)
+    assert len(reader.submitted) == 1
+
+
+async def test_a_reservation_that_cannot_be_renewed_is_made_elsewhere(make: Callable[..., Cluster]) -> None:
+    cluster = make(ticket_lease_s=0.1)
+    await cluster.add("p0", "p1", "d0", "d1")
+    cluster["p0"].pause_after = 0
+    asking = asyncio.create_task(collect(cluster, job()))
+    await cluster["p0"].until(lambda: len(cluster["p0"].submitted) == 1)
+    cluster["d0"].refuse = TransferFailed("the ticket has expired")
+    assert tokens(await asyncio.wait_for(asking, 10)) == expected_tokens(PROMPT, 8)
+    assert [request.request_id for request in cluster["d1"].submitted] == ["r.2"]
+    await cluster["p0"].until(lambda: "r.1" in cluster["p0"].aborted)
+    await cluster["d0"].until(lambda: not cluster["d0"].tickets)
+    assert renewals() == set()
+
+
+async def test_a_prompt_is_waited_for_only_as_long_as_its_decode_worker_lives(make: Callable[..., Cluster]) -> None:
+    cluster = make(ticket_lease_s=0.1)
+    await cluster.add("p0", "p1", "d0", "d1")
+    cluster["p0"].pause_after = 0
+    asking = asyncio.create_task(collect(cluster, job()))
+    await cluster["p0"].until(lambda: len(cluster["p0"].submitted) == 1)
+    await cluster["d0"].die()
+    assert tokens(await asyncio.wait_for(asking, 10)) == expected_tokens(PROMPT, 8)
+    await cluster["p0"].until(lambda: not cluster["p0"].running)
+    await cluster["d0"].restart()
+
+
+async def test_the_first_token_does_not_wait_for_a_renewal(make: Callable[..., Cluster]) -> None:
+    """Nor does a renewal that comes too late give back what decode has taken over."""
+    cluster = make(ticket_lease_s=0.1)
+    await cluster.add("p0", "d0")
+    reader, writer = cluster["p0"], cluster["d0"]
+    reader.pause_after = 0
+    asking = asyncio.create_task(collect(cluster, job()))
+    await reader.until(lambda: len(reader.submitted) == 1)
+    writer.reserving = asyncio.Event()
+    seen = len(writer.reserved)
+    await writer.until(lambda: len(writer.reserved) > seen)
+    reader.go()
+    assert tokens(await asking) == expected_tokens(PROMPT, 8)
+    writer.reserving.set()
+    assert writer.aborted == []
+    assert tokens(await collect(cluster, job("next"))) == expected_tokens(PROMPT, 8)
+    assert writer.aborted == []
+
+
+async def test_a_client_that_leaves_the_queue_ends_its_renewals(make: Callable[..., Cluster]) -> None:
+    cluster = make(ticket_lease_s=0.1)
+    await cluster.add("p0", "d0")
+    reader, writer = cluster["p0"], cluster["d0"]
+    reader.pause_after = 0
+    asking = asyncio.create_task(collect(cluster, job()))
+    await writer.until(lambda: len(writer.reserved) == 2)
+    assert len(renewals()) == 1
+    asking.cancel()
+    await writer.until(lambda: "r.1" in writer.aborted)
+    await reader.until(lambda: "r.1" in reader.aborted)
+    assert renewals() == set()
+    assert not writer.tickets
 
 
 async def test_a_request_that_fails_everywhere_is_given_up(cluster: Cluster) -> None:
