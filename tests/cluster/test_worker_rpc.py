@@ -479,3 +479,28 @@ async def test_a_gateway_that_does_not_read_is_cut_off_and_its_requests_end() ->
     assert await loop.call(lambda: parts.engine.load().num_running) == 0
     await loop.stop()
     parts.engine.assert_idle()
+
+
+async def test_a_reservation_refused_does_not_take_a_running_request_from_its_gateway() -> None:
+    """As a renewal does that comes when the request has been adopted already."""
+
+    def refuse(asked: ReserveRequest, now: float) -> Ticket:
+        raise TransferFailed("adopted already")
+
+    served = Worker(replace(parts_of(Slow(ToyRunner(WEIGHT, BLOCK, VOCAB))), reserve=refuse))
+    await served.start("127.0.0.1")
+    gateway = Gateway(served.info.address, "g")
+    await gateway.read()
+    gateway.submit("r", (1, 2, 3))
+    while not (await gateway.read()).updates:
+        pass
+    layout, lane = served.info.layout, served.info.lane
+    asked = ReserveRequest(request_id="r", prompt_ids=(1, 2, 3), source=lane, source_layout=layout, gateway_id="g")
+    with pytest.raises(grpc.aio.AioRpcError):
+        await gateway.stub.Reserve(to_proto(asked))
+    updates = [update for message in gateway.messages for update in message.updates]
+    while updates[-1].finish_reason is None:
+        updates += (await gateway.read()).updates
+    assert tokens(updates) == toy_tokens((1, 2, 3), 12, weight=WEIGHT, vocab_size=VOCAB)
+    await gateway.close()
+    await served.stop()

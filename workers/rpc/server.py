@@ -210,11 +210,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             if reserve is None:
                 raise InvalidRequest(f"worker {self._info.worker_id} is a {self._info.role} worker: it takes no KV")
             asked = from_proto(ReserveRequest, request)
+            was_owned = asked.request_id in self._owners
             self._own_reservation(asked)
             try:
                 return to_proto(await self.loop.call(lambda: reserve(asked, self._clock())))
             except Exception:
-                self._disown(asked.request_id)
+                if not was_owned:  # else it is a renewal that came too late: the request lives on
+                    self._disown(asked.request_id)
                 raise
         except Exception as error:  # answered to whoever asked; what is not of our tree is logged there
             await abort_with(context, error)
