@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtransfer.events import EventLog
 from protos import worker_pb2, worker_pb2_grpc
 from protos.errors import InvalidRequest, TransferFailed, Unavailable, WorkerLost
 from protos.status import error_of
@@ -22,152 +21,33 @@ from protos.values import (
     GenerateRequest,
     Health,
     Hello,
-    KVLayout,
-    LaneAddress,
     ReserveRequest,
-    SamplingParams,
     SequenceUpdate,
     StepMessage,
     Ticket,
-    WorkerInfo,
     WorkerLoad,
-    WorkerRole,
 )
 from protos.wire import from_proto, to_proto
-from workers.config import SchedulerConfig
-from workers.engine.batch import Batch, Runner, StepOutput
-from workers.engine.engine import Engine
-from workers.engine.request import Request
-from workers.engine.role import Colocated, Disposition, Role, Tick
-from workers.engine.scheduler import Scheduler
-from workers.kv.blocks import BlockPool
+from tests.cluster.toy_worker import (
+    BLOCK,
+    ENDLESS,
+    VOCAB,
+    WEIGHT,
+    Breaks,
+    Gate,
+    Gateway,
+    HandsOver,
+    Slow,
+    idle,
+    parts_of,
+    tokens,
+)
 from workers.rpc.loop import EngineLoop
 from workers.rpc.server import MAX_BACKLOG_MESSAGES, WorkerServicer
 from workers.rpc.worker import Parts, Worker
 from workers.toy import ToyRunner, toy_tokens
 
 pytestmark = pytest.mark.cluster
-
-WEIGHT, VOCAB, BLOCK, NUM_BLOCKS = 5, 97, 4, 64
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-ENDLESS = SamplingParams(temperature=0.0, max_tokens=200)
-
-
-class Breaks:
-    """A machine that fails in the middle of a step."""
-
-    def run(self, batch: Batch) -> StepOutput:
-        raise RuntimeError("the device is on fire")
-
-
-class Gate:
-    """A runner that computes only while `open`, so that a test decides what happens during a step."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.entered = threading.Event()
-        self.open = threading.Event()
-        self.open.set()
-
-    def run(self, batch: Batch) -> StepOutput:
-        self.entered.set()
-        assert self.open.wait(30)
-        return self._runner.run(batch)
-
-
-class HandsOver(Colocated):
-    """Makes first tokens, and then finds that their KV cannot be passed on."""
-
-    def __init__(self) -> None:
-        self._held: list[str] = []
-
-    def after_prefill(self, request: Request) -> Disposition:
-        self._held.append(request.request_id)
-        return Disposition.HOLD
-
-    def tick(self, now: float) -> Tick:
-        failed = tuple((request_id, TransferFailed("the lane is gone")) for request_id in self._held)
-        self._held.clear()
-        return Tick(failed=failed)
-
-    def busy(self) -> bool:
-        return bool(self._held)
-
-
-class Slow:
-    """A runner whose step takes longer than a message on its way, as real ones do."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    def run(self, batch: Batch) -> StepOutput:
-        time.sleep(0.005)
-        return self._runner.run(batch)
-
-
-def parts_of(runner: Runner, role: Role | None = None) -> Parts:
-    events = EventLog(1)
-    pool = BlockPool(NUM_BLOCKS, BLOCK, events.record)
-    config = SchedulerConfig(max_model_len=NUM_BLOCKS * BLOCK, vocab_size=VOCAB)
-    engine = Engine(Scheduler(config, pool, role or Colocated()), runner, events=events, clock=time.monotonic)
-    lane = LaneAddress(worker_id="w", incarnation=1, host="127.0.0.1", port=0)
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK, dtype="float32")
-    info = WorkerInfo(
-        worker_id="w",
-        incarnation=1,
-        role=WorkerRole.COLOCATED,
-        model="toy",
-        address="",
-        layout=layout,
-        lane=lane,
-        max_model_len=config.max_model_len,
-        vocab_size=VOCAB,
-    )
-    return Parts(info=info, engine=engine, close=lambda: None)
-
-
-class Gateway:
-    """One gateway's end of the stream."""
-
-    def __init__(self, address: str, name: str) -> None:
-        self.channel = grpc.aio.insecure_channel(address)
-        self.stub: Any = worker_pb2_grpc.WorkerStub(self.channel)
-        self._out: asyncio.Queue[Any] = asyncio.Queue()
-        self._out.put_nowait(worker_pb2.ToWorker(hello=to_proto(Hello(gateway_id=name))))
-        self.messages: list[StepMessage] = []
-        self._call = self.stub.Stream(self._sending())
-
-    async def _sending(self) -> AsyncIterator[Any]:
-        while (message := await self._out.get()) is not None:
-            yield message
-
-    def submit(self, request_id: str, prompt_ids: tuple[int, ...], sampling: SamplingParams = GREEDY) -> None:
-        request = GenerateRequest(request_id=request_id, prompt_ids=prompt_ids, sampling=sampling)
-        self._out.put_nowait(worker_pb2.ToWorker(submit=to_proto(request)))
-
-    async def read(self) -> StepMessage:
-        message = from_proto(StepMessage, await self._call.read())
-        self.messages.append(message)
-        return message
-
-    async def until_finished(self, request_id: str) -> list[SequenceUpdate]:
-        seen: list[SequenceUpdate] = []
-        while not seen or seen[-1].finish_reason is None:
-            seen += [update for update in (await self.read()).updates if update.request_id == request_id]
-        return seen
-
-    async def close(self) -> None:
-        self._call.cancel()
-        await self.channel.close()
-
-
-async def idle(gateway: Gateway) -> None:
-    """Returns once the worker holds no request; the test's timeout is the bound."""
-    while True:
-        stats = await gateway.stub.Stats(worker_pb2.StatsRequest())
-        if stats.load.num_running + stats.load.num_waiting == 0:
-            return
-        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -177,10 +57,6 @@ async def worker() -> AsyncIterator[Worker]:
     yield served
     await served.stop()
     served._parts.engine.assert_idle()
-
-
-def tokens(updates: list[SequenceUpdate]) -> tuple[int, ...]:
-    return tuple(token for update in updates for token in update.token_ids)
 
 
 async def test_tokens_come_back_one_message_a_step() -> None:
