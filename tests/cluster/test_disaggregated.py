@@ -140,8 +140,8 @@ async def pair_of(
         await fleet.close()
         for worker in pair.workers.values():
             await worker.stop()
-    for worker in pair.workers.values():
-        worker._parts.engine.assert_idle()
+    for worker in pair.workers.values():  # a chunk that was on the wire when its ticket ended may still lie unpolled
+        worker._parts.engine.scheduler.assert_idle()
     for follower in followers:
         await asyncio.to_thread(follower.join, 30)
         assert not follower.is_alive(), "a rank did not end with rank 0"
