@@ -142,6 +142,7 @@ async def pair_of(
             await worker.stop()
     for worker in pair.workers.values():  # a chunk that was on the wire when its ticket ended may still lie unpolled
         worker._parts.engine.scheduler.assert_idle()
+        assert not worker._parts.tickets(0.0)
     for follower in followers:
         await asyncio.to_thread(follower.join, 30)
         assert not follower.is_alive(), "a rank did not end with rank 0"

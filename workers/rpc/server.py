@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from protos import kv_pb2, worker_pb2, worker_pb2_grpc
+from protos import worker_pb2, worker_pb2_grpc
 from protos.errors import BatonError, InvalidRequest, Unavailable
 from protos.status import abort_with
 from protos.values import (
@@ -115,7 +115,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         first = await anext(messages, None)
         if first is None or first.WhichOneof("message") != "hello":
             await abort_with(context, InvalidRequest("the first message of a stream must be `hello`", param="hello"))
-        assert first is not None
         stream = GatewayStream(first.hello.gateway_id)
         self._greet(stream, from_proto(Hello, first.hello))
         reader = asyncio.create_task(self._read(messages, stream))
@@ -220,7 +219,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 raise
         except Exception as error:  # answered to whoever asked; what is not of our tree is logged there
             await abort_with(context, error)
-            return kv_pb2.Ticket()
 
     def _own_reservation(self, asked: ReserveRequest) -> None:
         """It ends with its gateway's stream, as a request does. Raises Unavailable where there is no such stream."""
