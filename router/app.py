@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -16,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import BatonError, InvalidRequest, NotFound
+from router.admin.routes import mount_admin
+from router.admin.status import not_ready
 from router.asgi import BodyLimit, RequestId
 from router.gateway import Gateway
 from router.metrics import Track
@@ -26,8 +27,6 @@ from router.openai.models import model_list, one_model
 from router.openai.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai.sse import EventStream
 from router.openai.tokens import detokenize, tokenize
-
-STATS_TIMEOUT_S = 2.0
 
 Generating = Callable[[Gateway, Request, Track], Awaitable[Response]]
 
@@ -50,6 +49,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     _generating_routes(app, gateway)
     _asking_routes(app, gateway)
     _operating_routes(app, gateway)
+    mount_admin(app, gateway)
     app.openapi = lambda: _documented(app)  # type: ignore[method-assign]  # FastAPI's own way of changing it
     return app
 
@@ -101,42 +101,12 @@ def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         ready = gateway.fleet.ready()
-        return json_response({"ready": ready, "reason": _not_ready(gateway)}, status=200 if ready else 503)
+        return json_response({"ready": ready, "reason": not_ready(gateway)}, status=200 if ready else 503)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(gateway.metrics.registry), media_type=content_type)
-
-    @app.get("/admin/status")
-    async def status() -> Response:
-        told = {"model": gateway.card.name, "ready": gateway.fleet.ready(), "reason": _not_ready(gateway)}
-        workers = gateway.fleet.status()
-        held = await asyncio.gather(*(_held(gateway, worker.worker_id) for worker in workers))
-        kv = {worker.worker_id: one for worker, one in zip(workers, held, strict=True)}
-        return json_response(told | {"workers": workers, "kv": kv})
-
-
-async def _held(gateway: Gateway, worker_id: str) -> dict[str, Any] | None:
-    """What a worker holds for others and its ways to them; None of one that does not say in time."""
-    try:
-        async with asyncio.timeout(STATS_TIMEOUT_S):
-            stats = await gateway.fleet.stats(worker_id)
-    except (BatonError, TimeoutError):
-        return None
-    return {"tickets": stats.tickets, "lanes": stats.lanes}
-
-
-def _not_ready(gateway: Gateway) -> str:
-    """Why a request would not be served now; "" when it would."""
-    if gateway.fleet.ready():
-        return ""
-    workers = gateway.fleet.status()
-    away = [one for one in workers if one.state != "ready"]
-    told = [f"{one.worker_id} is {one.state}{f' ({one.reason})' if one.reason else ''}" for one in away]
-    if workers and not away:
-        told = ["no worker that writes answers has joined yet"]
-    return "; ".join(told) or "no worker has joined yet"
 
 
 async def _refused(request: Request, error: Exception) -> Response:

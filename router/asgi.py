@@ -7,6 +7,7 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.errors import PayloadTooLarge
@@ -18,10 +19,21 @@ REQUEST_ID = "x-baton-request-id"
 _ACCEPTABLE = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
 
 
-class RequestId:
-    """Answers carry `x-baton-request-id`: the client's `x-request-id` if it is a short plain word, or a new one.
+def request_name(given: str) -> str:
+    """What a request is called: the name its client gave it, if that can be kept, or a new one."""
+    return given if _ACCEPTABLE.fullmatch(given) else f"req-{uuid.uuid4().hex}"
 
-    Under the same name (`scope["state"]["request_id"]`) the log has what failed for a reason of our own.
+
+def name_of(request: Request) -> str:
+    """As the answer's `x-baton-request-id` says it."""
+    return str(request.state.request_id)
+
+
+class RequestId:
+    """Answers carry `x-baton-request-id`: the client's (or `x-request-id`) if it is a short plain word, or a new one.
+
+    Under the same name (`name_of`) /admin/requests tells how the request was routed, and the log what failed for a
+    reason of our own.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -31,9 +43,8 @@ class RequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = given if _ACCEPTABLE.fullmatch(given) else f"req-{uuid.uuid4().hex}"
-
+        headers = Headers(scope=scope)
+        name = request_name(headers.get(REQUEST_ID) or headers.get("x-request-id") or "")
         scope.setdefault("state", {})["request_id"] = name
         started = False
 

@@ -16,6 +16,7 @@ from protos import inference_pb2_grpc as pb_grpc
 from protos.errors import InvalidRequest, Misconfigured
 from protos.status import abort_with
 from protos.values import Logprobs, TokenLogprob
+from router.asgi import REQUEST_ID, request_name
 from router.gateway import Gateway, new_id
 from router.text.answer import Piece, Tally, Usage, collect
 from router.text.asking import Ask, Asked, make_ask
@@ -61,7 +62,7 @@ class _Inference(pb_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[pb.GenerateChunk, None]:
         try:
             with self._gateway.metrics.track("grpc.generate") as track:
-                ask = await self._ask(request)
+                ask = await self._ask(request, await _named(context))
                 tally = Tally(ask)
                 async with aclosing(self._gateway.answer(ask, track)) as pieces:
                     async for piece in pieces:
@@ -76,7 +77,7 @@ class _Inference(pb_grpc.InferenceServicer):
     async def Complete(self, request: pb.GenerateRequest, context: Context) -> pb.Completion:
         try:
             with self._gateway.metrics.track("grpc.complete") as track:
-                ask = await self._ask(request)
+                ask = await self._ask(request, await _named(context))
                 choices, usage = await collect(self._gateway.answer(ask, track), ask)
                 track.count(usage)
                 return pb.Completion(
@@ -117,7 +118,7 @@ class _Inference(pb_grpc.InferenceServicer):
         ]
         return pb.StatusReply(ready=fleet.ready(), model=self._gateway.card.name, workers=workers)
 
-    async def _ask(self, request: pb.GenerateRequest) -> Ask:
+    async def _ask(self, request: pb.GenerateRequest, name: str) -> Ask:
         self._gateway.check_model(request.model)
         asked = _asked(request)
         match request.WhichOneof("prompt"):
@@ -127,7 +128,15 @@ class _Inference(pb_grpc.InferenceServicer):
                 [prompt] = await self._gateway.encode([request.text], add_special_tokens=True)
             case _:
                 raise InvalidRequest("'prompt' is missing: give text or tokens", param="prompt")
-        return make_ask(asked, [prompt], self._gateway.card, request_id=new_id("grpc"))
+        return make_ask(asked, [prompt], self._gateway.card, request_id=new_id("grpc"), group_id=name)
+
+
+async def _named(context: Context) -> str:
+    """The call's name, as HTTP has it: the client's, if it is a short plain word, and told with the first metadata."""
+    given = dict(context.invocation_metadata() or ()).get(REQUEST_ID, "")
+    name = request_name(given if isinstance(given, str) else "")
+    await context.send_initial_metadata(((REQUEST_ID, name),))
+    return name
 
 
 class _Health:

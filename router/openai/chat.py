@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.asgi import name_of
 from router.gateway import Gateway, new_id
 from router.metrics import Track
 from router.openai.errors import json_response
@@ -30,7 +31,14 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
         continue_final_message=bool(body.continue_final_message),
         options=body.chat_template_kwargs,
     )
-    ask = make_ask(asked, [prompt], gateway.card, request_id=new_id("chatcmpl"), default_max_tokens=None)
+    ask = make_ask(
+        asked,
+        [prompt],
+        gateway.card,
+        request_id=new_id("chatcmpl"),
+        group_id=name_of(request),
+        default_max_tokens=None,
+    )
     chat = _Chat(gateway, body, ask)
     if body.stream:
         return EventStream(chat.events(track), track)

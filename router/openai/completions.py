@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.values import Logprobs
+from router.asgi import name_of
 from router.gateway import Gateway, new_id
 from router.metrics import Track
 from router.openai.errors import json_response
@@ -29,7 +30,13 @@ async def completions(gateway: Gateway, request: Request, track: Track) -> Respo
     gateway.check_model(body.model)
     asked = body.asked()
     prompts = await _prompts(gateway, body)
-    ask = make_ask(asked, [prompt.ids for prompt in prompts], gateway.card, request_id=new_id("cmpl"))
+    ask = make_ask(
+        asked,
+        [prompt.ids for prompt in prompts],
+        gateway.card,
+        request_id=new_id("cmpl"),
+        group_id=name_of(request),
+    )
     completion = _Completion(gateway, body, ask, prompts)
     if body.stream:
         return EventStream(completion.events(track), track)

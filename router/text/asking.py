@@ -98,16 +98,20 @@ def make_ask(
     card: ModelCard,
     *,
     request_id: str,
+    group_id: str = "",
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
 ) -> Ask:
-    """Raises InvalidRequest or ContextLengthExceeded. `default_max_tokens` None: as many as the context holds."""
+    """Raises InvalidRequest or ContextLengthExceeded. `default_max_tokens` None: as many as the context holds.
+
+    `request_id` is the answer's name, `group_id` the request's, where it has another one.
+    """
     _check(asked, prompts, card)
     seed = secrets.randbits(63) if asked.seed is None else asked.seed % 2**64
     sampling = _sampling(asked, card)
     jobs = tuple(
         Job(
             request_id=f"{request_id}-{number * asked.n + choice}",
-            group_id=request_id,
+            group_id=group_id or request_id,
             prompt_ids=prompt,
             sampling=replace(
                 sampling,

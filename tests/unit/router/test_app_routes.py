@@ -112,12 +112,17 @@ async def test_unknown_paths_and_methods_answer_as_openai_does() -> None:
 
 
 async def test_a_request_has_a_name() -> None:
-    async with visiting() as (client, _):
+    async with visiting() as (client, generate):
         own = await client.get("/health", headers={"x-request-id": "trace-1"})
+        ours = await client.post(
+            "/v1/completions", json=COMPLETION, headers={"x-baton-request-id": "mine", "x-request-id": "theirs"}
+        )
         fresh = [(await client.get("/health")).headers["x-baton-request-id"] for _ in range(2)]
         strange = await client.get("/health", headers={"x-request-id": "a b\tc" * 100})
         streamed = await client.post("/v1/completions", json=COMPLETION | {"stream": True})
     assert own.headers["x-baton-request-id"] == "trace-1"
+    assert ours.headers["x-baton-request-id"] == "mine"
+    assert generate.jobs[0].group_id == "mine", "the job is known by the name that the client was told"
     assert len(set(fresh)) == 2
     assert strange.headers["x-baton-request-id"].startswith("req-")
     assert streamed.headers["x-baton-request-id"]

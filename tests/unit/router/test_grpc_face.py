@@ -52,6 +52,17 @@ async def test_an_answer_comes_in_chunks_and_ends_with_the_usage() -> None:
     assert last.usage.completion_tokens == len(ids_of(TEXT)) + 1
 
 
+async def test_a_call_has_a_name() -> None:
+    async with calling() as (channel, generate):
+        complete = pb_grpc.InferenceStub(channel).Complete
+        own, fresh = complete(request(), metadata=(("x-baton-request-id", "mine"),)), complete(request())
+        names = [dict(await call.initial_metadata())["x-baton-request-id"] for call in (own, fresh)]
+        await asyncio.gather(own, fresh)
+    assert names[0] == "mine"
+    assert str(names[1]).startswith("req-")
+    assert sorted(job.group_id for job in generate.jobs) == sorted(names)
+
+
 async def test_an_answer_comes_whole() -> None:
     def script(job: Job) -> list[Any]:
         return token_deltas(ids_of(f"number {job.request_id[-1]}"), job)

@@ -1,0 +1,30 @@
+"""Every route under /admin, and the one door in front of them.
+
+Adding = Callable[[APIRouter, Gateway], None]      a module's `add` puts its routes on the router; list it in ADDED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.requests import Request
+
+from router.admin import status
+from router.gateway import Gateway
+
+Adding = Callable[[APIRouter, Gateway], None]
+
+ADDED: tuple[Adding, ...] = (status.add,)
+
+
+def mount_admin(app: FastAPI, gateway: Gateway) -> None:
+    """Puts the admin routes on the application."""
+    admin = APIRouter(prefix="/admin", dependencies=[Depends(door)])
+    for add in ADDED:
+        add(admin, gateway)
+    app.include_router(admin)
+
+
+async def door(request: Request) -> None:
+    """Runs before every admin route. Whoever reaches the gateway may ask; a BatonError raised here would refuse."""

@@ -1,0 +1,47 @@
+"""GET /admin/status: the fleet, worker by worker, with what each holds for others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from protos.errors import BatonError
+from router.gateway import Gateway
+from router.openai.errors import json_response
+
+STATS_TIMEOUT_S = 2.0
+
+
+def add(admin: APIRouter, gateway: Gateway) -> None:
+    @admin.get("/status")
+    async def status() -> Response:
+        told = {"model": gateway.card.name, "ready": gateway.fleet.ready(), "reason": not_ready(gateway)}
+        workers = gateway.fleet.status()
+        held = await asyncio.gather(*(_held(gateway, worker.worker_id) for worker in workers))
+        kv = {worker.worker_id: one for worker, one in zip(workers, held, strict=True)}
+        return json_response(told | {"workers": workers, "kv": kv})
+
+
+def not_ready(gateway: Gateway) -> str:
+    """Why a request would not be served now; "" when it would."""
+    if gateway.fleet.ready():
+        return ""
+    workers = gateway.fleet.status()
+    away = [one for one in workers if one.state != "ready"]
+    told = [f"{one.worker_id} is {one.state}{f' ({one.reason})' if one.reason else ''}" for one in away]
+    if workers and not away:
+        told = ["no worker that writes answers has joined yet"]
+    return "; ".join(told) or "no worker has joined yet"
+
+
+async def _held(gateway: Gateway, worker_id: str) -> dict[str, Any] | None:
+    """What a worker holds for others and its ways to them; None of one that does not say in time."""
+    try:
+        async with asyncio.timeout(STATS_TIMEOUT_S):
+            stats = await gateway.fleet.stats(worker_id)
+    except (BatonError, TimeoutError):
+        return None
+    return {"tickets": stats.tickets, "lanes": stats.lanes}
