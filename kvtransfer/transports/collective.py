@@ -9,7 +9,6 @@ how its peer tells idle from hung, and how it finds out itself that nobody liste
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter, deque
@@ -22,12 +21,11 @@ import torch
 from kvtransfer.config import LaneConfig
 from kvtransfer.reshard import require_same_layout
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Sent, peer_name
+from kvtransfer.transports.lane import Closing, Lane, end_all
 from kvtransfer.transports.store import Board
 from kvtransfer.transports.wire import Header, Rendezvous, Wire, WireBroken
 from protos.errors import TransferFailed
 from protos.values import KVLayout, LaneAddress, LaneStats, Ticket
-
-log = logging.getLogger("baton.kvtransfer")
 
 _cuda: Any = torch.cuda
 
@@ -57,106 +55,6 @@ class CollectiveTransport:
         return CollectiveReceiver(self, address, layout, wake)
 
 
-class _Closing(Exception):
-    """The lane was asked to end."""
-
-
-class _Lane:
-    """One end of a lane: its thread, its clock of progress, and how it ends. `work` moves bytes until it raises."""
-
-    def __init__(self, peer: str, meeting: Rendezvous, transport: CollectiveTransport, wait_s: float) -> None:
-        self.peer = peer
-        self.meeting = meeting
-        self.num_staged_bytes = 0
-        self.closing = threading.Event()
-        self._transport = transport
-        self._wire: Wire | None = None
-        self._wire_lock = threading.Lock()
-        self._wait_s = wait_s
-        self._deadline_s = 0.0
-        self._num_bytes = 0
-        self._busy_s = 0.0
-        self._progress_s = time.monotonic()
-        self._thread: threading.Thread | None = None
-        self.still_wanted()
-
-    def start(self, work: Callable[[Wire], None], lost: Callable[[str | None], None]) -> None:
-        """`lost` is called once, at the very end: with a reason, or None if the lane was asked to end."""
-        self._thread = threading.Thread(target=self._run, args=(work, lost), name=f"lane {self.peer}", daemon=True)
-        self._thread.start()
-
-    def still_wanted(self) -> None:
-        """Begins the wait for the peer anew."""
-        self._deadline_s = time.monotonic() + self._wait_s
-
-    def moved(self, num_bytes: int, elapsed_s: float) -> None:
-        self._num_bytes += num_bytes
-        self._busy_s += elapsed_s
-        self._progress_s = time.monotonic()
-
-    def end(self) -> None:
-        """Returns at once; the thread ends as soon as it notices."""
-        self.closing.set()
-        with self._wire_lock:
-            wire = self._wire
-        if wire is not None:
-            wire.sever()
-
-    def ended(self) -> bool:
-        return self._thread is not None and not self._thread.is_alive()
-
-    def join(self) -> None:
-        if self._thread is not None:
-            self._thread.join(2 * self._transport.config.stall_s)
-            if self._thread.is_alive():
-                log.error("the thread of the lane to %s does not end", self.peer)
-
-    def stats(self) -> LaneStats:
-        nccl = torch.device(self._transport.device).type == "cuda"
-        return LaneStats(
-            peer=self.peer,
-            transport="nccl" if nccl else "gloo",
-            state="opening" if self._wire is None else "open",
-            num_bytes=self._num_bytes,
-            busy_s=self._busy_s,
-            idle_s=time.monotonic() - self._progress_s,
-        )
-
-    def _run(self, work: Callable[[Wire], None], lost: Callable[[str | None], None]) -> None:
-        reason: str | None = None
-        try:
-            wire = self.meeting.meet(self._keep_waiting)
-            with self._wire_lock:
-                self._wire = wire
-            self._progress_s = time.monotonic()
-            while not self.closing.is_set():
-                work(wire)
-        except _Closing:
-            pass
-        except WireBroken as error:
-            reason = str(error)
-        except Exception as error:  # the thread must always say how it ended, or tickets would hang until their lease
-            log.exception("the lane to %s failed", self.peer)
-            reason = f"{type(error).__name__}: {error}"
-        self.meeting.leave()
-        with self._wire_lock:
-            self._wire = None  # and with its groups go the connections, which the peer notices
-        lost(None if self.closing.is_set() else reason)
-
-    def _keep_waiting(self, seconds: float) -> None:
-        if self.closing.wait(seconds):
-            raise _Closing
-        if time.monotonic() > self._deadline_s:
-            raise WireBroken(f"{self.peer} did not come within {self._wait_s:g} s")
-
-
-def _end_all(lanes: Sequence[_Lane]) -> None:
-    for lane in lanes:
-        lane.end()
-    for lane in lanes:
-        lane.join()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
     """`ready` is the CUDA event after which the payload is complete."""
@@ -169,7 +67,7 @@ class _Load:
 class _Outgoing:
     """The sending end of one lane."""
 
-    def __init__(self, lane: _Lane, config: LaneConfig, changed: threading.Condition) -> None:
+    def __init__(self, lane: Lane, config: LaneConfig, changed: threading.Condition) -> None:
         self.lane = lane
         self.queue: deque[_Load] = deque()
         self.on_wire = 0
@@ -198,7 +96,7 @@ class _Outgoing:
         with self._changed:
             self._changed.wait_for(lambda: self.queue or self.lane.closing.is_set(), self._config.beat_s)
             if self.lane.closing.is_set():
-                raise _Closing
+                raise Closing
             load = self.queue.popleft() if self.queue else None
             self.on_wire = 1 if load else 0
         if load is None:
@@ -225,7 +123,7 @@ class CollectiveSender:
         self._wake = wake
         self._changed = threading.Condition(threading.RLock())
         self._lanes: dict[str, _Outgoing] = {}
-        self._threads: list[_Lane] = []  # of lost lanes too, until they have ended
+        self._threads: list[Lane] = []  # of lost lanes too, until they have ended
         self._events: deque[Sent | LaneLost] = deque()
 
     def open(self, ticket: Ticket) -> None:
@@ -270,7 +168,7 @@ class CollectiveSender:
             for lane in ending:
                 lane.closing.set()
             self._changed.notify_all()
-        _end_all(ending)
+        end_all(ending)
 
     def _lane(self, destination: LaneAddress) -> _Outgoing:
         peer = peer_name(destination)
@@ -287,7 +185,7 @@ class CollectiveSender:
                 device=transport.device,
                 config=transport.config,
             )
-            lane = _Lane(peer, meeting, transport, transport.config.stall_s)
+            lane = Lane(peer, meeting, stall_s=transport.config.stall_s, wait_s=transport.config.stall_s)
             self._lanes[peer] = outgoing = _Outgoing(lane, transport.config, self._changed)
             self._threads = [*(other for other in self._threads if not other.ended()), lane]
             lane.start(lambda wire: self._work(outgoing, wire), lambda reason: self._lost(outgoing, reason))
@@ -329,10 +227,10 @@ class CollectiveReceiver:
             )
         self.address = address
         self._changed = threading.Condition(threading.RLock())
-        self._lanes: dict[str, _Lane] = {}
-        self._threads: list[_Lane] = []  # of lost lanes too, until they have ended
+        self._lanes: dict[str, Lane] = {}
+        self._threads: list[Lane] = []  # of lost lanes too, until they have ended
         self._events: deque[Arrived | LaneLost] = deque()
-        self._staged: dict[Chunk, deque[tuple[_Lane, torch.Tensor]]] = {}
+        self._staged: dict[Chunk, deque[tuple[Lane, torch.Tensor]]] = {}
         self._unwanted: Counter[Chunk] = Counter()
 
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
@@ -353,7 +251,7 @@ class CollectiveReceiver:
                 device=transport.device,
                 config=transport.config,
             )
-            lane = _Lane(peer, meeting, transport, transport.config.expect_s)
+            lane = Lane(peer, meeting, stall_s=transport.config.stall_s, wait_s=transport.config.expect_s)
             self._lanes[peer] = lane
             self._threads = [*(other for other in self._threads if not other.ended()), lane]
             lane.start(lambda wire: self._work(lane, source_layout, wire), lambda reason: self._lost(lane, reason))
@@ -400,12 +298,12 @@ class CollectiveReceiver:
             for lane in ending:
                 lane.closing.set()
             self._changed.notify_all()
-        _end_all(ending)
+        end_all(ending)
         self._staged.clear()
         if self._board is not None:
             self._board.close()
 
-    def _work(self, lane: _Lane, layout: KVLayout, wire: Wire) -> None:
+    def _work(self, lane: Lane, layout: KVLayout, wire: Wire) -> None:
         header = wire.receive_header()
         if header.chunk is None:
             return
@@ -430,13 +328,13 @@ class CollectiveReceiver:
             self._changed.notify_all()
         self._wake()
 
-    def _wait_for_room(self, lane: _Lane) -> None:
+    def _wait_for_room(self, lane: Lane) -> None:
         """One payload may always come, however large."""
         limit = self._transport.config.max_staged_bytes
         with self._changed:
             self._changed.wait_for(lambda: lane.closing.is_set() or lane.num_staged_bytes < limit)
         if lane.closing.is_set():
-            raise _Closing
+            raise Closing
 
     def _pop(self, chunk: Chunk) -> torch.Tensor:
         waiting = self._staged[chunk]
@@ -447,11 +345,11 @@ class CollectiveReceiver:
         self._changed.notify_all()
         return payload
 
-    def _lost(self, lane: _Lane, reason: str | None) -> None:
+    def _lost(self, lane: Lane, reason: str | None) -> None:
         if reason is not None:
             self._report(lane, reason)
 
-    def _report(self, lane: _Lane, reason: str) -> None:
+    def _report(self, lane: Lane, reason: str) -> None:
         """What has arrived stays: it may still be landed."""
         with self._changed:
             if self._lanes.get(lane.peer) is lane:

@@ -21,11 +21,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed
-from torch._C._distributed_c10d import PrefixStore
 
 from kvtransfer.config import LaneConfig
 from kvtransfer.transport import MAX_TICKET_ID_BYTES, Chunk, peer_name
+from kvtransfer.transports.links import Links, Meeting, open_collective
 from kvtransfer.transports.store import BoardStore
 from protos.values import LaneAddress
 
@@ -50,9 +49,7 @@ _SEVER_TAG = 3
 _LONGEST_POLL_S = 0.02
 _GPU_POLL_S = 0.0002
 
-# A CPU build of torch has neither the types nor the classes of these.
-_cuda: Any = torch.cuda
-_backends: Any = distributed
+_cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
 
 class WireBroken(Exception):
@@ -111,17 +108,16 @@ class Wire:
     One thread uses it; `sever` may be called from any other.
     """
 
-    def __init__(
-        self, control: Any, payloads: Any, store: BoardStore, *, peer_rank: int, device: str, config: LaneConfig
-    ) -> None:
-        self._control = control
+    def __init__(self, links: Links, store: BoardStore, *, peer_rank: int, device: str, config: LaneConfig) -> None:
+        self.transport = links.transport
+        self._control = links.control
+        self._payloads = links.payloads
         self._store = store  # the groups hold only torch's half of it
-        self._payloads = payloads
         self._peer_rank = peer_rank
         self._device = device
         self._stall = timedelta(seconds=config.stall_s)
         self._config = config
-        self._stream = None if payloads is control else _cuda.Stream(device)
+        self._stream = _cuda.Stream(device) if torch.device(device).type == "cuda" else None
         self._severed = False
 
     def send(self, header: Header, payload: torch.Tensor | None = None, ready: Any = None) -> None:
@@ -225,7 +221,7 @@ class Rendezvous:
                 poll_s = min(2 * poll_s, _LONGEST_POLL_S)
                 if self.moved_on():
                     self._come()
-            return self._groups(store)
+            return self._wire(store)
         except (OSError, RuntimeError) as error:
             raise WireBroken(f"no lane could be opened: {_first_line(error)}") from error
 
@@ -259,18 +255,20 @@ class Rendezvous:
         except OSError as error:
             raise WireBroken(f"the board of the destination is gone: {error}") from error
 
-    def _groups(self, store: BoardStore) -> Wire:
-        options = _backends.ProcessGroupGloo._Options()
-        options._devices = [_backends.ProcessGroupGloo.create_device(hostname=self._bind_host)]
-        options._timeout = timedelta(seconds=self._config.stall_s)
-        options._threads = 1
-        control = _backends.ProcessGroupGloo(PrefixStore(f"{self._epoch}/gloo", store), self._rank, self._size, options)
-        payloads: Any = control
-        if torch.device(self._device).type == "cuda":
-            payloads = _backends.ProcessGroupNCCL(
-                PrefixStore(f"{self._epoch}/nccl", store), self._rank, self._size, _backends.ProcessGroupNCCL.Options()
+    def _wire(self, store: BoardStore) -> Wire:
+        links = open_collective(
+            Meeting(
+                store=store,
+                epoch=self._epoch,
+                rank=self._rank,
+                size=self._size,
+                peer_ranks=(self._peer_rank,),
+                bind_host=self._bind_host,
+                device=self._device,
+                config=self._config,
             )
-        return Wire(control, payloads, store, peer_rank=self._peer_rank, device=self._device, config=self._config)
+        )
+        return Wire(links, store, peer_rank=self._peer_rank, device=self._device, config=self._config)
 
 
 def _first_line(error: Exception) -> str:
