@@ -52,6 +52,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),
 )
 
+OpenChannel = Callable[[str], Any]
+"""Makes the channel to an address: gRPC's, or one that a simulator carries messages over."""
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+
 
 class Updates:
     """What one worker says about one request, in order. Raises what the worker, or its loss, ended it with."""
@@ -100,11 +107,18 @@ class Updates:
 class WorkerClient:
     """Talks to the worker at `address` (host:port). Control calls raise the worker's typed error, or WorkerLost."""
 
-    def __init__(self, address: str, *, connect_timeout_s: float, control_timeout_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect_timeout_s: float,
+        control_timeout_s: float,
+        open_channel: OpenChannel = open_channel,
+    ) -> None:
         self.address = address
         self._connect_timeout_s = connect_timeout_s
         self._control_timeout_s = control_timeout_s
-        self._channel = grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+        self._channel = open_channel(address)
         self._stub: Any = worker_pb2_grpc.WorkerStub(self._channel)
         self._outbox: asyncio.Queue[worker_pb2.ToWorker | None] = asyncio.Queue()
         self._open: dict[str, Updates] = {}
@@ -233,7 +247,7 @@ class WorkerClient:
             if updates is None:
                 continue  # aborted meanwhile
             updates.put(update)
-            if update.finish_reason not in (None, FinishReason.PREFILLED):
+            if update.finish_reason is not None and update.finish_reason.is_last:
                 del self._open[update.request_id]
 
     async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:

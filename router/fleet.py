@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 from protos.errors import BatonError, IncompatibleWorkers, WorkerLost
 from protos.values import StepMessage, WorkerInfo, WorkerRole, WorkerStats
-from router.client import WorkerClient
+from router.client import OpenChannel, WorkerClient, open_channel
 from router.config import RouterConfig
 from router.member import Member, WorkerState, WorkerStatus
 from router.policies.base import Candidate
@@ -44,9 +44,17 @@ class PoolTotals:
 class Fleet:
     """Lives on one event loop. `totals` are by pool; `num_faults` counts sessions that ended in a bug of ours."""
 
-    def __init__(self, *, index: PrefixIndex, config: RouterConfig, gateway_id: str) -> None:
+    def __init__(
+        self,
+        *,
+        index: PrefixIndex,
+        config: RouterConfig,
+        gateway_id: str,
+        open_channel: OpenChannel = open_channel,
+    ) -> None:
         self.index = index
         self._config = config
+        self._open_channel = open_channel
         self.gateway_id = gateway_id
         self._feed = Feed(index, gateway_id=gateway_id)
         self._members: dict[str, Member] = {}
@@ -110,6 +118,10 @@ class Fleet:
             if member.takes_work
         ]
 
+    def each_candidate(self) -> Iterator[Candidate]:
+        """Workers that take new work, for whoever looks at their load alone and may stop at the first."""
+        return (member.candidate(0) for member in self._members.values() if member.takes_work)
+
     def ready(self) -> bool:
         """Would a request be served?"""
         return any(member.takes_work and member.role is not WorkerRole.PREFILL for member in self._members.values())
@@ -161,7 +173,10 @@ class Fleet:
         """One connection, from its handshake to its loss. Raises the BatonError that ended it."""
         config = self._config
         client = WorkerClient(
-            member.address, connect_timeout_s=config.connect_timeout_s, control_timeout_s=config.control_timeout_s
+            member.address,
+            connect_timeout_s=config.connect_timeout_s,
+            control_timeout_s=config.control_timeout_s,
+            open_channel=self._open_channel,
         )
         watch: asyncio.Task[None] | None = None
         try:
