@@ -20,7 +20,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class KVLayout(_message.Message):
-    """Shape of one worker's KV cache. Two workers can exchange blocks when every field but `tp` agrees."""
+    """Shape of one worker's KV cache. Two workers can exchange blocks when all agrees but `tp` and `block_size`, and of
+    their block sizes one divides the other.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -30,6 +32,7 @@ class KVLayout(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
     """over all ranks"""
@@ -40,6 +43,8 @@ class KVLayout(_message.Message):
     """"bfloat16" or "float32" """
     tp: _builtins.int
     """tensor-parallel ranks"""
+    model: _builtins.str
+    """what made the KV"""
     def __init__(
         self,
         *,
@@ -49,10 +54,11 @@ class KVLayout(_message.Message):
         block_size: _builtins.int = ...,
         dtype: _builtins.str = ...,
         tp: _builtins.int = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,12 +21,19 @@ class WorkerRole(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a worker has nothing more to say about a request. PREFILLED: the first token is out, decode goes on."""
+    """Why a worker has nothing more to say about a request. PREFILLED: the first token is out, decode goes on.
+    MOVED: another worker goes on, after all the tokens that were told."""
 
     STOP = "stop"
     LENGTH = "length"
     PREFILLED = "prefilled"
+    MOVED = "moved"
     ERROR = "error"
+
+    @property
+    def is_last(self) -> bool:
+        """Has the request ended, on this worker and everywhere?"""
+        return self not in (FinishReason.PREFILLED, FinishReason.MOVED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +64,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Shape of one worker's KV cache; `num_kv_heads` counts over all its `tp` ranks, `block_size` is in tokens."""
+    """Shape of one worker's KV cache; `num_kv_heads` counts over all its `tp` ranks, `block_size` is in tokens.
+    `model` names what made the KV: equal shapes of two models do not make their caches the same."""
 
     num_layers: int
     num_kv_heads: int
@@ -65,6 +73,7 @@ class KVLayout:
     block_size: int
     dtype: str
     tp: int = 1
+    model: str = ""
 
     @property
     def block_bytes(self) -> int:
@@ -107,8 +116,9 @@ class GenerateRequest:
 
     `output_ids` are tokens the client has already: the first token when decode takes over from prefill, or all of
     them when the request moves to another pair. `ticket` says where a prefill worker pushes the KV, or which
-    reservation a decode worker adopts; None means that the worker does the whole request by itself. A larger
-    `priority` goes first.
+    reservation a decode worker adopts; None means that the worker does the whole request by itself. `pull` is a
+    reservation on the worker that reads the prompt, for its first blocks, which another worker is pushing: without
+    them it computes. A larger `priority` goes first.
     """
 
     request_id: str
@@ -118,13 +128,14 @@ class GenerateRequest:
     priority: int = 0
     cache_salt: bytes = b""
     ticket: Ticket | None = None
+    pull: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveRequest:
-    """Asks a decode worker for blocks that `source` may write. `lease_s` bounds how long they are kept while
+    """Asks a worker for blocks that `source` may write. `lease_s` bounds how long they are kept while
     no KV comes and nobody asks again with the same `request_id` and `generation`, which renews it; with a `gateway_id`
-    they also go when that gateway's stream does."""
+    they also go when that gateway's stream does. A sequence that grows while it moves needs room for `num_tokens`."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -134,6 +145,25 @@ class ReserveRequest:
     source: LaneAddress
     source_layout: KVLayout
     gateway_id: str = ""
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRequest:
+    """Asks a worker to hand a running sequence over to where the ticket is. It answers on the stream: MOVED, once the
+    rest of the KV is on its way, or an error without a finish reason, and the sequence goes on here."""
+
+    request_id: str
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareRequest:
+    """Asks a worker to push cached blocks. `hashes` are the chain from the prompt's first block to the ticket's last;
+    what is pushed ends before the first that is not cached any more."""
+
+    ticket: Ticket
+    hashes: tuple[BlockHash, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +190,8 @@ class ErrorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceUpdate:
-    """What one engine step did to one request. `num_cached_tokens` is set on the first update that has tokens."""
+    """What one engine step did to one request. `num_cached_tokens` is set on the first update that has tokens.
+    An `error` without a `finish_reason` says why a move failed: the request goes on where it is."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -219,6 +250,9 @@ class WorkerLoad:
     transfer_bytes: int = 0
     transfer_s: float = 0.0
     draining: bool = False
+    num_pulled_tokens: int = 0
+    num_failed_pulls: int = 0
+    num_moved: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,12 +292,15 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketStats:
+    """`direction` "in": blocks reserved here, to be written; "out": pushed from here. `owner` is the other worker."""
+
     ticket_id: str
     generation: int
     state: str
     owner: str
     age_s: float
     num_bytes: int
+    direction: str = "in"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,8 @@ _MESSAGES: dict[type, type[Message]] = {
     values.Ticket: kv_pb2.Ticket,
     values.GenerateRequest: worker_pb2.GenerateRequest,
     values.ReserveRequest: worker_pb2.ReserveRequest,
+    values.MoveRequest: worker_pb2.MoveRequest,
+    values.ShareRequest: worker_pb2.ShareRequest,
     values.TokenLogprob: worker_pb2.TokenLogprob,
     values.Logprobs: worker_pb2.Logprobs,
     values.ErrorInfo: worker_pb2.ErrorInfo,
@@ -147,6 +149,7 @@ def _decode_bias(messages: Iterable[Any]) -> tuple[tuple[int, float], ...]:
 _SPECIAL: dict[tuple[type, str], tuple[Encode, Decode]] = {
     (values.BlockStored, "hashes"): (_pack_hashes, _unpack_hashes),
     (values.BlockRemoved, "hashes"): (_pack_hashes, _unpack_hashes),
+    (values.ShareRequest, "hashes"): (_pack_hashes, _unpack_hashes),
     (values.KVEvents, "events"): (_encode_events, _decode_events),
     (values.SamplingParams, "logit_bias"): (_encode_bias, _decode_bias),
 }

@@ -123,6 +123,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    PULL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     priority: _builtins.int
     cache_salt: _builtins.bytes
@@ -138,6 +139,10 @@ class GenerateRequest(_message.Message):
     def ticket(self) -> _kv_pb2.Ticket:
         """prefill: where to push the KV; decode: what to adopt"""
 
+    @_builtins.property
+    def pull(self) -> _kv_pb2.Ticket:
+        """a reservation here, into which another worker pushes the prompt's first blocks"""
+
     def __init__(
         self,
         *,
@@ -148,10 +153,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.bytes = ...,
         ticket: _kv_pb2.Ticket | None = ...,
+        pull: _kv_pb2.Ticket | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "pull", b"pull", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -191,24 +197,28 @@ class ToWorker(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
     def submit(self) -> Global___GenerateRequest: ...
     @_builtins.property
     def abort(self) -> Global___AbortRequest: ...
+    @_builtins.property
+    def move(self) -> Global___MoveRequest: ...
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         submit: Global___GenerateRequest | None = ...,
         abort: Global___AbortRequest | None = ...,
+        move: Global___MoveRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "message", b"message", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "message", b"message", "move", b"move", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "message", b"message", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "message", b"message", "move", b"move", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "abort", "move"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -303,7 +313,7 @@ class SequenceUpdate(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     finish_reason: _builtins.str
-    """"", "stop", "length", "prefilled", "error" """
+    """"", "stop", "length", "prefilled", "moved", "error" """
     num_cached_tokens: _builtins.int
     """of the prompt, found in this worker's cache"""
     @_builtins.property
@@ -317,7 +327,9 @@ class SequenceUpdate(_message.Message):
         """position 1 onward, in pieces as the prompt is read"""
 
     @_builtins.property
-    def error(self) -> Global___ErrorInfo: ...
+    def error(self) -> Global___ErrorInfo:
+        """without a finish_reason: a move that failed; the request goes on here"""
+
     def __init__(
         self,
         *,
@@ -353,6 +365,9 @@ class WorkerLoad(_message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_PULLS_FIELD_NUMBER: _builtins.int
+    NUM_MOVED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -368,6 +383,12 @@ class WorkerLoad(_message.Message):
     """KV sent or received since start"""
     transfer_s: _builtins.float
     draining: _builtins.bool
+    num_pulled_tokens: _builtins.int
+    """since start, as are the next two"""
+    num_failed_pulls: _builtins.int
+    """computed here instead"""
+    num_moved: _builtins.int
+    """running sequences that went on elsewhere"""
     def __init__(
         self,
         *,
@@ -383,10 +404,13 @@ class WorkerLoad(_message.Message):
         transfer_bytes: _builtins.int = ...,
         transfer_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
+        num_pulled_tokens: _builtins.int = ...,
+        num_failed_pulls: _builtins.int = ...,
+        num_moved: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -500,12 +524,15 @@ class ReserveRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     SOURCE_LAYOUT_FIELD_NUMBER: _builtins.int
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     cache_salt: _builtins.bytes
     generation: _builtins.int
     lease_s: _builtins.float
     gateway_id: _builtins.str
     """with its stream the reservation ends; empty: with its lease only"""
+    num_tokens: _builtins.int
+    """room for so many, should the sequence grow meanwhile; 0: for the prompt"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -525,14 +552,86 @@ class ReserveRequest(_message.Message):
         source: _kv_pb2.LaneAddress | None = ...,
         source_layout: _kv_pb2.KVLayout | None = ...,
         gateway_id: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "source_layout", b"source_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "gateway_id", b"gateway_id", "generation", b"generation", "lease_s", b"lease_s", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "source", b"source", "source_layout", b"source_layout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "gateway_id", b"gateway_id", "generation", b"generation", "lease_s", b"lease_s", "num_tokens", b"num_tokens", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "source", b"source", "source_layout", b"source_layout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
+
+@_typing.final
+class MoveRequest(_message.Message):
+    """A running sequence is to go on elsewhere: its KV is pushed to the ticket while it runs, then it is handed over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def ticket(self) -> _kv_pb2.Ticket: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        ticket: _kv_pb2.Ticket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveRequest: _TypeAlias = MoveRequest  # noqa: Y015
+
+@_typing.final
+class ShareRequest(_message.Message):
+    """Cached blocks are to be pushed to the ticket: those of its blocks that are cached here, up to the first that is not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    hashes: _builtins.bytes
+    """16 bytes a block, from the root of the prompt to the ticket's last block"""
+    @_builtins.property
+    def ticket(self) -> _kv_pb2.Ticket: ...
+    def __init__(
+        self,
+        *,
+        ticket: _kv_pb2.Ticket | None = ...,
+        hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareRequest: _TypeAlias = ShareRequest  # noqa: Y015
+
+@_typing.final
+class ShareReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """of the ticket, that are on their way"""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareReply: _TypeAlias = ShareReply  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
@@ -577,12 +676,17 @@ Global___AbortReply: _TypeAlias = AbortReply  # noqa: Y015
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    EXIT_FIELD_NUMBER: _builtins.int
+    exit: _builtins.bool
+    """the worker ends once nothing runs on it"""
     def __init__(
         self,
+        *,
+        exit: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit", b"exit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -632,12 +736,15 @@ class TicketStats(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    DIRECTION_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     generation: _builtins.int
     state: _builtins.str
     owner: _builtins.str
     age_s: _builtins.float
     num_bytes: _builtins.int
+    direction: _builtins.str
+    """"in": reserved here; "out": pushed from here"""
     def __init__(
         self,
         *,
@@ -647,10 +754,11 @@ class TicketStats(_message.Message):
         owner: _builtins.str = ...,
         age_s: _builtins.float = ...,
         num_bytes: _builtins.int = ...,
+        direction: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "generation", b"generation", "num_bytes", b"num_bytes", "owner", b"owner", "state", b"state", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "direction", b"direction", "generation", b"generation", "num_bytes", b"num_bytes", "owner", b"owner", "state", b"state", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

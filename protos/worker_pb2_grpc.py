@@ -50,6 +50,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=protos_dot_kv__pb2.Ticket.FromString,
                 _registered_method=True)
+        self.Share = channel.unary_unary(
+                '/baton.worker.v1.Worker/Share',
+                request_serializer=protos_dot_worker__pb2.ShareRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.ShareReply.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/baton.worker.v1.Worker/Abort',
                 request_serializer=protos_dot_worker__pb2.AbortRequest.SerializeToString,
@@ -89,6 +94,12 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Share(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,6 +146,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Reserve,
                     request_deserializer=protos_dot_worker__pb2.ReserveRequest.FromString,
                     response_serializer=protos_dot_kv__pb2.Ticket.SerializeToString,
+            ),
+            'Share': grpc.unary_unary_rpc_method_handler(
+                    servicer.Share,
+                    request_deserializer=protos_dot_worker__pb2.ShareRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.ShareReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -238,6 +254,33 @@ class Worker:
             '/baton.worker.v1.Worker/Reserve',
             protos_dot_worker__pb2.ReserveRequest.SerializeToString,
             protos_dot_kv__pb2.Ticket.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Share(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.worker.v1.Worker/Share',
+            protos_dot_worker__pb2.ShareRequest.SerializeToString,
+            protos_dot_worker__pb2.ShareReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,7 @@ class WorkerStub:
     """The token path. The first message is Hello; the worker answers with its KV events (replay or snapshot) and its load."""
     Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.WorkerInfo]
     Reserve: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReserveRequest, _kv_pb2.Ticket]
+    Share: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ShareRequest, _worker_pb2.ShareReply]
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortReply]
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]
     Stats: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StatsRequest, _worker_pb2.WorkerStats]
@@ -48,6 +49,7 @@ class WorkerAsyncStub(WorkerStub):
     """The token path. The first message is Hello; the worker answers with its KV events (replay or snapshot) and its load."""
     Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.WorkerInfo]  # type: ignore[assignment]
     Reserve: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReserveRequest, _kv_pb2.Ticket]  # type: ignore[assignment]
+    Share: _aio.UnaryUnaryMultiCallable[_worker_pb2.ShareRequest, _worker_pb2.ShareReply]  # type: ignore[assignment]
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortReply]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]  # type: ignore[assignment]
     Stats: _aio.UnaryUnaryMultiCallable[_worker_pb2.StatsRequest, _worker_pb2.WorkerStats]  # type: ignore[assignment]
@@ -75,6 +77,13 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.Ticket, _abc.Awaitable[_kv_pb2.Ticket]]: ...
+
+    @_abc_1.abstractmethod
+    def Share(
+        self,
+        request: _worker_pb2.ShareRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ShareReply, _abc.Awaitable[_worker_pb2.ShareReply]]: ...
 
     @_abc_1.abstractmethod
     def Abort(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtransfer.hashing import chain_hashes
-from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate, Ticket
+from protos.values import BlockHash, GenerateRequest, SequenceUpdate, Ticket
 from router.generation import Job, TokenDelta
 
 
@@ -69,11 +69,12 @@ class Journal:
         if update.token_ids:
             self.blocked_since_s = None
             self.full.clear()
+        reason = update.finish_reason
         return TokenDelta(
             token_ids=update.token_ids,
             logprobs=update.logprobs,
             prompt_logprobs=update.prompt_logprobs[repeated:],
-            finish_reason=update.finish_reason if update.finish_reason is not FinishReason.PREFILLED else None,
+            finish_reason=reason if reason is not None and reason.is_last else None,
             num_cached_tokens=min(update.num_cached_tokens, len(self.job.prompt_ids)) if first else 0,
             queue_s=self.read_since_s - self._arrival_s if first else 0.0,
         )

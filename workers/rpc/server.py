@@ -28,7 +28,7 @@ from protos.values import (
 )
 from protos.wire import error_info, from_proto, to_proto
 from workers.engine.engine import Engine
-from workers.rpc.loop import EngineLoop
+from workers.rpc.loop import Turns
 
 log = logging.getLogger("baton.worker")
 
@@ -42,7 +42,7 @@ class GatewayStream:
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
         self.ended = False
-        self.request_ids: set[str] = set()
+        self.request_ids: dict[str, None] = {}  # oldest first
         self.queue: asyncio.Queue[StepMessage | None] = asyncio.Queue()
 
     def send(self, message: StepMessage) -> bool:
@@ -76,13 +76,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._reserve = reserve
         self._streams: dict[GatewayStream, None] = {}  # oldest first
         self._owners: dict[str, GatewayStream] = {}
-        self._loop: EngineLoop | None = None
+        self._loop: Turns | None = None
 
-    def attach(self, loop: EngineLoop) -> None:
+    def attach(self, loop: Turns) -> None:
         self._loop = loop
 
     @property
-    def loop(self) -> EngineLoop:
+    def loop(self) -> Turns:
         assert self._loop is not None, "attach() comes before the first call"
         return self._loop
 
@@ -96,7 +96,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             updates.setdefault(owner, []).append(update)
             # What becomes of KV on its way concerns the owner too: a request that is handed over stays its own until
             # it is aborted, as the gateway does once the other worker has answered.
-            if update.finish_reason not in (None, FinishReason.PREFILLED):
+            if update.finish_reason is not None and update.finish_reason.is_last:
                 self._disown(update.request_id)
         load = message.load
         idle = load is not None and load.num_running + load.num_waiting == 0  # no later message would tell the others
@@ -183,12 +183,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """The request lives with this stream, and no longer with an older one of a gateway that has come back."""
         self._disown(request_id)
         self._owners[request_id] = stream
-        stream.request_ids.add(request_id)
+        stream.request_ids[request_id] = None
 
     def _disown(self, request_id: str) -> None:
         owner = self._owners.pop(request_id, None)
         if owner is not None:
-            owner.request_ids.discard(request_id)
+            owner.request_ids.pop(request_id, None)
 
     def _end(self, stream: GatewayStream) -> None:
         stream.ended = True
