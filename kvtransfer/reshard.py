@@ -1,23 +1,195 @@
-"""Which workers can exchange KV at all. Pure integers: no tensor is looked at."""
+"""Which workers can exchange KV, and which part of it then goes from which rank to which. Pure integers.
+
+    heads         0   1   2   3   4   5   6   7
+    source      |──── rank 0 ───|──── rank 1 ───|    tp 2        0 ▶ 0: heads 0-1    1 ▶ 2: heads 4-5
+    destination |─ 0 ──|─ 1 ────|─ 2 ──|─ 3 ────|    tp 4        0 ▶ 1: heads 2-3    1 ▶ 3: heads 6-7
+
+A rank holds its share of the heads or, where there are more ranks than heads, a copy of one. What one rank sends or
+receives of a chunk is its payload: one piece for each range of heads, ascending, one piece after the other, each
+
+    [layers, keys and values, units, heads, positions of a unit, head dim]
+
+A unit is as many positions as the smaller of the two block sizes, so both sides find it in one piece in a block.
+"""
 
 from __future__ import annotations
 
-from protos.errors import IncompatibleWorkers
-from protos.values import KVLayout
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-_MUST_AGREE = ("num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "tp")
+from kvtransfer.transport import Chunk
+from protos.errors import IncompatibleWorkers
+from protos.values import KVLayout, Ticket
+
+_MUST_AGREE = ("model", "num_layers", "num_kv_heads", "head_dim", "dtype")
+
+
+def why_incompatible(source: KVLayout, destination: KVLayout) -> str | None:
+    """Why no KV can go from the one to the other; None when it can."""
+    reasons = [
+        f"{name} is {theirs!r} there and {ours!r} here"
+        for name in _MUST_AGREE
+        if (theirs := getattr(source, name)) != (ours := getattr(destination, name))
+    ]
+    sizes = sorted((source.block_size, destination.block_size))
+    if sizes[0] < 1 or sizes[1] % sizes[0]:
+        reasons.append(
+            f"block_size is {source.block_size} there and {destination.block_size} here, of which neither divides "
+            f"the other"
+        )
+    for layout, where in ((source, "there"), (destination, "here")):
+        if not shares_heads(layout):
+            reasons.append(
+                f"tp is {layout.tp} {where}, which neither divides the {layout.num_kv_heads} key/value heads nor is a "
+                f"multiple of them"
+            )
+    return "; ".join(reasons) or None
+
+
+def require_compatible(source: str, source_layout: KVLayout, destination: str, layout: KVLayout) -> None:
+    """Raises IncompatibleWorkers, naming both workers and all that keeps them apart."""
+    reason = why_incompatible(source_layout, layout)
+    if reason is not None:
+        raise IncompatibleWorkers(
+            f"KV cannot go from worker {source} to worker {destination}: {reason}. Start both with settings that agree",
+            param="source_layout",
+        )
 
 
 def require_same_layout(source: str, source_layout: KVLayout, destination: str, layout: KVLayout) -> None:
-    """Raises IncompatibleWorkers, naming both workers and every field that keeps them apart."""
+    """What the lanes of today can do: equal ranks and blocks only."""
+    require_compatible(source, source_layout, destination, layout)
     differing = [
-        f"{name} is {ours!r} there and {theirs!r} here"
-        for name in _MUST_AGREE
-        if (ours := getattr(source_layout, name)) != (theirs := getattr(layout, name))
+        f"{name} is {theirs} there and {ours} here"
+        for name in ("block_size", "tp")
+        if (theirs := getattr(source_layout, name)) != (ours := getattr(layout, name))
     ]
     if differing:
         raise IncompatibleWorkers(
-            f"KV cannot go from worker {source} to worker {destination}: {'; '.join(differing)}. "
-            f"Start both pools with the same model and the same settings",
-            param="source_layout",
+            f"KV cannot go from worker {source} to worker {destination}: {'; '.join(differing)}", param="source_layout"
         )
+
+
+def shares_heads(layout: KVLayout) -> bool:
+    """Can the ranks of such a worker share its heads evenly, or each have one?"""
+    tp, heads = layout.tp, layout.num_kv_heads
+    return tp > 0 and heads > 0 and (heads % tp == 0 or tp % heads == 0)
+
+
+def heads_of(layout: KVLayout, rank: int) -> range:
+    """The key/value heads, of all there are, that a rank of the worker holds."""
+    assert 0 <= rank < layout.tp, f"rank {rank} of {layout.tp}"
+    first = rank * layout.num_kv_heads // layout.tp
+    return range(first, first + max(1, layout.num_kv_heads // layout.tp))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """What one source rank sends to one destination rank of every chunk: this range of heads."""
+
+    source: int
+    destination: int
+    first_head: int
+    num_heads: int
+
+    @property
+    def heads(self) -> range:
+        return range(self.first_head, self.first_head + self.num_heads)
+
+
+def plan(source: KVLayout, destination: KVLayout) -> tuple[Slice, ...]:
+    """All slices between two compatible workers, by destination rank and then by head: each destination rank gets
+    each of its heads once. Of a head that several source ranks hold, the destination ranks take turns at the copies.
+    """
+    copies = max(1, source.tp // source.num_kv_heads)
+    slices = []
+    for rank in range(destination.tp):
+        wanted = heads_of(destination, rank)
+        for owner in range(rank % copies, source.tp, copies):
+            held = heads_of(source, owner)
+            first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
+            if first < stop:
+                slices.append(Slice(source=owner, destination=rank, first_head=first, num_heads=stop - first))
+    return tuple(slices)
+
+
+def outgoing(source: KVLayout, destination: KVLayout, rank: int) -> tuple[Slice, ...]:
+    """What a source rank sends, by destination rank. Slices of the same heads share a piece of its payload."""
+    return tuple(part for part in plan(source, destination) if part.source == rank)
+
+
+def incoming(source: KVLayout, destination: KVLayout, rank: int) -> tuple[Slice, ...]:
+    """What a destination rank receives, by head: the pieces of its payload."""
+    return tuple(part for part in plan(source, destination) if part.destination == rank)
+
+
+def pieces(slices: Sequence[Slice]) -> tuple[range, ...]:
+    """The ranges of heads that a rank's payload is made of, in its order."""
+    return tuple(sorted({part.heads for part in slices}, key=lambda heads: heads.start))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Where a payload lies in one rank's cache.
+
+    `pieces` count heads from the rank's first. Unit i is the `i % k`-th of the k = block size / `unit` units in block
+    `block_ids[i // k]`; `units` may run past the last block: what is there is padding, and the last unit stands for it.
+    """
+
+    block_ids: tuple[int, ...]
+    unit: int
+    units: range
+    layers: range
+    pieces: tuple[range, ...]
+
+    @property
+    def num_heads(self) -> int:
+        return sum(map(len, self.pieces))
+
+
+def cut_out(layout: KVLayout, rank: int, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> Cut:
+    """A chunk in the cache of a source rank. `block_ids` are those that `covering` names, without any that were never
+    written because the prompt ends before them."""
+    unit, per_block = _unit(layout, ticket.layout)
+    first_token = ticket.num_cached_tokens + chunk.first_block * ticket.layout.block_size
+    first = first_token % layout.block_size // unit
+    count = chunk.num_blocks * (ticket.layout.block_size // unit)
+    assert 0 < len(block_ids) <= -(-(first + count) // per_block), f"{len(block_ids)} blocks for {count} units"
+    return Cut(
+        block_ids=tuple(block_ids),
+        unit=unit,
+        units=range(first, first + count),
+        layers=chunk.layers(layout.num_layers),
+        pieces=_local(layout, rank, outgoing(layout, ticket.layout, rank)),
+    )
+
+
+def cut_in(layout: KVLayout, rank: int, source: KVLayout, chunk: Chunk, block_ids: Sequence[int]) -> Cut:
+    """A chunk in the cache of a destination rank, whose blocks it was cut into."""
+    assert len(block_ids) == chunk.num_blocks
+    unit, per_block = _unit(layout, source)
+    return Cut(
+        block_ids=tuple(block_ids),
+        unit=unit,
+        units=range(chunk.num_blocks * per_block),
+        layers=chunk.layers(layout.num_layers),
+        pieces=_local(layout, rank, incoming(source, layout, rank)),
+    )
+
+
+def covering(ticket: Ticket, chunk: Chunk, block_size: int) -> range:
+    """Indices, in the prompt's blocks of a source with this block size, of those that hold the chunk's tokens."""
+    size = ticket.layout.block_size
+    first_token = ticket.num_cached_tokens + chunk.first_block * size
+    return range(first_token // block_size, -(-(first_token + chunk.num_blocks * size) // block_size))
+
+
+def _unit(layout: KVLayout, other: KVLayout) -> tuple[int, int]:
+    """Positions of a unit, and units of a block of `layout`."""
+    unit = min(layout.block_size, other.block_size)
+    return unit, layout.block_size // unit
+
+
+def _local(layout: KVLayout, rank: int, slices: Sequence[Slice]) -> tuple[range, ...]:
+    first = heads_of(layout, rank).start
+    return tuple(range(heads.start - first, heads.stop - first) for heads in pieces(slices))

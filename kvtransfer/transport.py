@@ -39,12 +39,20 @@ def peer_name(address: LaneAddress) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Blocks [first_block, first_block + num_blocks) of a ticket's `block_ids`."""
+    """Blocks [first_block, first_block + num_blocks) of a ticket's `block_ids`, and of them the layers
+    [first_layer, first_layer + num_layers): all from the first on if `num_layers` is None."""
 
     ticket_id: str
     generation: int
     first_block: int
     num_blocks: int
+    first_layer: int = 0
+    num_layers: int | None = None
+
+    def layers(self, num_layers: int) -> range:
+        """The chunk's layers, of a model that has so many. May lie outside them, if the chunk came from elsewhere."""
+        stop = num_layers if self.num_layers is None else self.first_layer + self.num_layers
+        return range(self.first_layer, stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
