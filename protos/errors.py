@@ -9,7 +9,10 @@
     ├── NotFound                  NOT_FOUND            404
     │   ├── UnknownModel
     │   └── UnknownRequest
+    ├── Unauthenticated           UNAUTHENTICATED      401   no key, or none that is known here
+    ├── Forbidden                 PERMISSION_DENIED    403   the key is not for this
     ├── Overloaded                RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
+    │   └── RateLimited                                      the tenant has used what it may
     ├── Unavailable               UNAVAILABLE          503   try again: nothing was wrong with the request
     │   ├── NoWorkers                                        a pool has no live worker
     │   ├── WorkerLost                                       the worker died with the request on it
@@ -86,10 +89,26 @@ class UnknownRequest(NotFound):
     code = "request_not_found"
 
 
+class Unauthenticated(BatonError):
+    code = "invalid_api_key"
+    grpc_status = StatusCode.UNAUTHENTICATED
+    http_status = 401
+
+
+class Forbidden(BatonError):
+    code = "permission_denied"
+    grpc_status = StatusCode.PERMISSION_DENIED
+    http_status = 403
+
+
 class Overloaded(BatonError):
     code = "overloaded"
     grpc_status = StatusCode.RESOURCE_EXHAUSTED
     http_status = 429
+
+
+class RateLimited(Overloaded):
+    code = "rate_limit_exceeded"
 
 
 class Unavailable(BatonError):

@@ -23,6 +23,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "retry_pause_s": (0.001, 60.0),
     "sibling_s": (0.0, 60.0),
     "num_decisions": (1, 10**6),
+    "max_queued": (0, 10**6),
+    "max_backlog": (1, 10**6),
+    "max_backlog_s": (0.001, 600.0),
 }
 
 
@@ -39,6 +42,9 @@ class RouterConfig:
     A request that met a failure is tried `max_attempts` times in all, after pauses that start at `retry_pause_s` and
     double; while no worker can take it, it waits for at most `max_queue_s`. A prompt just routed counts as cached on
     its workers for `sibling_s`. The last `num_decisions` requests' decisions can be asked for.
+
+    A worker that has prompts to read for more than `max_backlog_s`, or `max_backlog` requests that have not begun, is
+    given no more: up to `max_queued` requests wait at the gateway, in fair order, and the others are refused.
     """
 
     model_path: Path
@@ -59,6 +65,9 @@ class RouterConfig:
     retry_pause_s: float = 0.1
     sibling_s: float = 3.0
     num_decisions: int = 1024
+    max_queued: int = 1024
+    max_backlog: int = 64
+    max_backlog_s: float = 0.5
 
     def __post_init__(self) -> None:
         for name, (least, greatest) in RANGES.items():

@@ -16,7 +16,11 @@ from protos.values import FinishReason, Logprobs, SamplingParams, WorkerInfo, Wo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One sequence. `request_id` is unique per job; `group_id` is the client's request it belongs to."""
+    """One sequence. `request_id` is unique per job; `group_id` is the client's request it belongs to.
+
+    `tenant` is who asked, "" where nobody is asked. A first token that cannot come within `max_ttft_s` is not worth
+    waiting for: the job is refused.
+    """
 
     request_id: str
     group_id: str
@@ -24,6 +28,8 @@ class Job:
     sampling: SamplingParams
     cache_salt: bytes = b""
     priority: int = 0
+    tenant: str = ""
+    max_ttft_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,6 +153,7 @@ class Member:
             role=self.info.role,
             num_cached_tokens=num_cached_tokens,
             num_requests=load.num_running + load.num_waiting + load.num_tickets + len(routed),
+            num_waiting=load.num_waiting + sum(work.num_tokens > 0 for work in routed.values()),
             queued_prefill_tokens=load.queued_prefill_tokens + sum(work.num_tokens for work in routed.values()),
             num_free_blocks=load.num_free_blocks,
             num_blocks=load.num_blocks,

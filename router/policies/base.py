@@ -8,41 +8,72 @@ A score is a cost: the lowest total wins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from protos.values import WorkerRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Seconds for an amount of work: `fixed_s`, and `each_s` for each unit of it."""
+
+    fixed_s: float = 0.0
+    each_s: float = 0.0
+
+    def __call__(self, amount: float) -> float:
+        return self.fixed_s + self.each_s * amount
+
+
+UNKNOWN = Line()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestView:
     """What a policy may know of a request. `num_tokens` must be in the KV cache before the next token can be made:
-    the prompt, and what was answered before the request had to move. `num_decided` decisions came before this one."""
+    the prompt, and what was answered before the request had to move. `num_decided` decisions came before this one.
+
+    Requests of one `session` are turns of one conversation. An answer is expected to have `answer_tokens`. The KV of a
+    block has `block_bytes`; `lanes` are the seconds that KV of so many bytes is awaited between a reader and a writer,
+    for pairs that have been measured.
+    """
 
     request_id: str
     num_tokens: int
     block_size: int
     num_decided: int = 0
+    session: str = ""
+    answer_tokens: float = 64.0
+    block_bytes: int = 0
+    lanes: Mapping[tuple[str, str], Line] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A worker that takes new work. Load is what it said last plus what was routed there and it has not seen yet.
 
-    `num_cached_tokens` of this request are in its cache, always fewer than the request has. The last two are
-    measured, and 0 before the first measurement.
+    `num_cached_tokens` of this request are in its cache, always fewer than the request has. `num_waiting` of its
+    `num_requests` have not begun. Speed and step are as the worker measured them last, 0 before the first measurement.
+
+    What is expected of it (`router.predict`): `reading` are the seconds to a first token, by the tokens to be read
+    before it; `stepping` those between tokens, by the sequences it writes at a time; `receiving` those that KV is
+    awaited, by its bytes, from a reader that no lane of the view comes from.
     """
 
     worker_id: str
     role: WorkerRole
     num_cached_tokens: int = 0
     num_requests: int = 0
+    num_waiting: int = 0
     queued_prefill_tokens: int = 0
     num_free_blocks: int = 0
     num_blocks: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
+    reading: Line = UNKNOWN
+    stepping: Line = UNKNOWN
+    receiving: Line = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,198 @@
+"""Lets jobs through to the fleet in a fair order, no faster than it can begin them, and refuses early what cannot be.
+
+    job ─▶ too late already? ─▶ room, nobody in line ────────────────────────▶ dispatch
+                │                   └─▶ line (fair, bounded) ─▶ its turn, room ─▶ dispatch
+                ▼                              ▼
+             429 + Retry-After         429: its deadline has passed, or others came first and the line is full
+
+Workers are kept supplied, not flooded (`Room`): what waits here can still be put in order, refused or given to another
+worker. Lives on one event loop, whose clock it uses; it needs no start and no stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+from kvtransfer.hashing import chain_hashes
+from protos.errors import Overloaded
+from router.admission.fair import Entry, FairQueue
+from router.admission.outlook import Room, predicted_ttft_s
+from router.config import RouterConfig
+from router.generation import Generate, Job, TokenDelta
+from router.policies.base import Candidate
+from router.prefix.index import PrefixIndex
+
+LEAST_RETRY_S = 0.1
+
+
+class Fleet(Protocol):
+    """What admission must know of the fleet (`router.fleet.Fleet`)."""
+
+    @property
+    def index(self) -> PrefixIndex: ...
+    @property
+    def block_size(self) -> int | None: ...
+    def candidates(self, matched: Mapping[str, int], num_tokens: int) -> list[Candidate]: ...
+    def each_candidate(self) -> Iterator[Candidate]: ...
+    async def wait(self, *, until: float) -> None: ...
+
+
+@dataclass(slots=True)
+class Refused:
+    """Jobs refused so far, by reason."""
+
+    hopeless: int = 0  # could not be served in time, said at once
+    late: int = 0  # was not served in time, said when the time had passed
+    crowded: int = 0  # the line was full
+
+
+class Admission:
+    """A `Generate` before another one. `num_waiting` and `refused` are for metrics."""
+
+    def __init__(
+        self, generate: Generate, *, fleet: Fleet, config: RouterConfig, weights: Mapping[str, float] | None = None
+    ) -> None:
+        self._generate = generate
+        self._fleet = fleet
+        self._config = config
+        self._room = Room(max_backlog_s=config.max_backlog_s, max_waiting=config.max_backlog)
+        self._line = FairQueue(weights)
+        self._turns: dict[int, asyncio.Future[None]] = {}
+        self._numbers = count()
+        self._watching: asyncio.Task[None] | None = None
+        self.refused = Refused()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._line)
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """The tenants' weights from now on."""
+        self._line.weigh(weights)
+
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+        """Raises Overloaded, with the time after which to come again, before the first delta; else as `Generate`."""
+        await self._enter(job)
+        # Counted before it is served, or a whole line of one tenant's would go before its first prompt has been read.
+        self._line.charge(job.tenant, num_input=len(job.prompt_ids))
+        async with aclosing(self._generate(job)) as deltas:
+            async for delta in deltas:
+                # What was found in a cache, as the first delta says, cost nobody anything.
+                self._line.charge(job.tenant, num_input=-delta.num_cached_tokens, num_output=len(delta.token_ids))
+                yield delta
+
+    async def _enter(self, job: Job) -> None:
+        """Returns when it is the job's turn."""
+        now = _now()
+        entry = Entry(
+            number=next(self._numbers),
+            tenant=job.tenant,
+            priority=job.priority,
+            num_tokens=len(job.prompt_ids),
+            deadline_s=now + job.max_ttft_s if job.max_ttft_s is not None else math.inf,
+        )
+        self._check_hope(job, entry, now)
+        if not self._line and self._has_room(entry):
+            return
+        self._line.push(entry)
+        self._bound(entry, now)
+        turn = self._turns[entry.number] = asyncio.get_running_loop().create_future()
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch(), name="admission")
+        try:
+            async with asyncio.timeout(self._config.max_queue_s):
+                await turn
+        except TimeoutError:
+            raise self._overloaded(
+                f"no worker could begin with this request within {self._config.max_queue_s:g} s", entry
+            ) from None
+        finally:
+            self._turns.pop(entry.number, None)
+            self._line.remove(entry)
+
+    # -- refusing ------------------------------------------------------------------------------------------------------
+
+    def _check_hope(self, job: Job, entry: Entry, now: float) -> None:
+        """Raises Overloaded when the first token is predicted to come too late."""
+        if job.max_ttft_s is None:
+            return
+        fleet = self._fleet
+        hashes = chain_hashes(job.prompt_ids, fleet.block_size or 1, salt=job.cache_salt)
+        candidates = fleet.candidates(fleet.index.match(hashes, now=now), entry.num_tokens)
+        predicted_s = predicted_ttft_s(candidates, entry.num_tokens, self._line.tokens_ahead(entry))
+        if predicted_s is None or predicted_s <= job.max_ttft_s:
+            return
+        self.refused.hopeless += 1
+        raise Overloaded(
+            f"the first token would come after about {predicted_s:.3g} s, later than the {job.max_ttft_s:g} s that "
+            "max_ttft_ms allows: try again later, or allow more",
+            param="max_ttft_ms",
+            retry_after_s=max(LEAST_RETRY_S, predicted_s - job.max_ttft_s),
+        )
+
+    def _bound(self, entry: Entry, now: float) -> None:
+        """Keeps the line as long as it may be: whoever would go last is refused. Raises Overloaded if it is `entry`."""
+        if len(self._line) <= self._config.max_queued:
+            return
+        last = self._line.last()
+        assert last is not None
+        error = self._overloaded(f"{self._config.max_queued} requests wait before this one, as many as may", last)
+        self._line.remove(last)
+        self.refused.crowded += 1
+        if last is entry:
+            raise error
+        self._turns[last.number].set_exception(error)
+
+    def _overloaded(self, why: str, entry: Entry) -> Overloaded:
+        """Come again when what is in line has been read."""
+        candidates = list(self._fleet.each_candidate())
+        wait_s = predicted_ttft_s(candidates, 0, self._line.tokens_ahead(entry))
+        return Overloaded(why, retry_after_s=max(LEAST_RETRY_S, wait_s) if wait_s is not None else None)
+
+    # -- letting through -----------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Lets the line move on whenever the fleet has changed, for as long as there is one."""
+        try:
+            while self._line:
+                self._move()
+                pause_s = self._config.retry_pause_s
+                await self._fleet.wait(until=min(_now() + pause_s, self._line.next_deadline_s()))
+        finally:
+            self._watching = None
+
+    def _move(self) -> None:
+        now = _now()
+        for entry in self._line.late(now):
+            self.refused.late += 1
+            told = "no worker could begin with this request within its max_ttft_ms"
+            self._answer(entry, self._overloaded(told, entry))
+        head = self._line.peek()
+        if head is not None and self._has_room(head):
+            self._answer(head, None)
+            # One at a time: its job runs before this is called again, and the decision it makes counts as load then.
+            asyncio.get_running_loop().call_soon(self._move)
+
+    def _answer(self, entry: Entry, error: Overloaded | None) -> None:
+        self._line.remove(entry)
+        turn = self._turns.get(entry.number)
+        if turn is None or turn.done():
+            return
+        if error is None:
+            turn.set_result(None)
+        else:
+            turn.set_exception(error)
+
+    def _has_room(self, entry: Entry) -> bool:
+        num_blocks = -(-entry.num_tokens // (self._fleet.block_size or 1))
+        return self._room.fits(self._fleet.each_candidate(), num_blocks)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,138 @@
+"""Who goes next: the highest priority, in it the tenant that was served least, of it the earliest deadline. Pure.
+
+Tenants share by tokens served, not by requests: each has a virtual counter, and the lowest goes first (VTC: Sheng et
+al., "Fairness in Serving Large Language Models", OSDI 2024). A prompt's token counts once, an answer's `OUTPUT_WEIGHT`
+times, both divided by the tenant's weight. Who comes back after a pause starts level with those that wait: silence
+saves nothing up.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+INPUT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A job that waits. `deadline_s` (the loop's clock) is when its first token must be there, or inf;
+    `num_tokens` are to be read for it. `number` tells equals apart: earlier ones have smaller ones."""
+
+    number: int
+    tenant: str
+    priority: int
+    num_tokens: int
+    deadline_s: float
+
+
+def _order(entry: Entry) -> tuple[float, int]:
+    return (entry.deadline_s, entry.number)
+
+
+class FairQueue:
+    """`weights` of tenants; one that is not named has weight 1. Every operation is linear in the tenants that wait."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights = dict(weights or {})
+        self._waiting: dict[int, dict[str, list[Entry]]] = {}  # priority -> tenant -> its entries, earliest first
+        self._served: dict[str, float] = {}
+        self._last_served = 0.0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for tenants in self._waiting.values() for entries in tenants.values() for entry in entries)
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """The tenants' weights from now on; those no longer named, who do not wait either, are forgotten."""
+        self._weights = dict(weights)
+        waiting = {entry.tenant for entry in self}
+        self._served = {name: count for name, count in self._served.items() if name in waiting or name in weights}
+
+    def push(self, entry: Entry) -> None:
+        self._lift(entry.tenant)
+        insort(self._waiting.setdefault(entry.priority, {}).setdefault(entry.tenant, []), entry, key=_order)
+        self._size += 1
+
+    def peek(self) -> Entry | None:
+        """Who goes next."""
+        if not self._waiting:
+            return None
+        tenants = self._waiting[max(self._waiting)]
+        least = min(tenants, key=lambda tenant: (self.served(tenant), _order(tenants[tenant][0])))
+        return tenants[least][0]
+
+    def last(self) -> Entry | None:
+        """Who would go last: the first to be refused when the queue is full."""
+        if not self._waiting:
+            return None
+        tenants = self._waiting[min(self._waiting)]
+        most = max(tenants, key=lambda tenant: (self._backlog(tenants, tenant), _order(tenants[tenant][-1])))
+        return tenants[most][-1]
+
+    def remove(self, entry: Entry) -> None:
+        """The entry leaves, whether its turn has come or not. Unknown: nothing happens."""
+        tenants = self._waiting.get(entry.priority, {})
+        entries = tenants.get(entry.tenant, [])
+        if entry not in entries:
+            return
+        entries.remove(entry)
+        self._size -= 1
+        if not entries:
+            del tenants[entry.tenant]
+            self._last_served = self.served(entry.tenant)
+        if not tenants:
+            del self._waiting[entry.priority]
+
+    def charge(self, tenant: str, *, num_input: int = 0, num_output: int = 0) -> None:
+        """The tenant has been served so many tokens."""
+        cost = INPUT_WEIGHT * num_input + OUTPUT_WEIGHT * num_output
+        self._served[tenant] = self.served(tenant) + cost / self._weights.get(tenant, 1.0)
+
+    def served(self, tenant: str) -> float:
+        """The tenant's virtual counter."""
+        return self._served.get(tenant, 0.0)
+
+    def tokens_ahead(self, entry: Entry) -> int:
+        """About how many prompt tokens are read before those of `entry`, which need not wait yet: all of higher
+        priority; of its own tenant those that are due earlier; of each other tenant at most its fair share of that."""
+        higher = sum(
+            other.num_tokens
+            for priority, tenants in self._waiting.items()
+            if priority > entry.priority
+            for entries in tenants.values()
+            for other in entries
+        )
+        level = self._waiting.get(entry.priority, {})
+        own = sum(other.num_tokens for other in level.get(entry.tenant, ()) if _order(other) < _order(entry))
+        share = (own + entry.num_tokens) / self._weights.get(entry.tenant, 1.0)
+        for tenant, entries in level.items():
+            if tenant != entry.tenant:
+                theirs = sum(other.num_tokens for other in entries)
+                own += min(theirs, int(share * self._weights.get(tenant, 1.0)))
+        return higher + own
+
+    def late(self, now: float) -> list[Entry]:
+        """Entries whose deadline has passed."""
+        return [entry for entry in self if entry.deadline_s <= now]
+
+    def next_deadline_s(self) -> float:
+        """inf when none waits, or none has a deadline."""
+        heads = (entries[0] for tenants in self._waiting.values() for entries in tenants.values())
+        return min((entry.deadline_s for entry in heads), default=float("inf"))
+
+    def _backlog(self, tenants: Mapping[str, list[Entry]], tenant: str) -> float:
+        waiting = sum(entry.num_tokens for entry in tenants[tenant])
+        return self.served(tenant) + waiting / self._weights.get(tenant, 1.0)
+
+    def _lift(self, tenant: str) -> None:
+        waiting = {entry_tenant for tenants in self._waiting.values() for entry_tenant in tenants}
+        if tenant in waiting:
+            return
+        level = min((self.served(other) for other in waiting), default=self._last_served)
+        self._served[tenant] = max(self.served(tenant), level)

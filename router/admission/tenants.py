@@ -1,0 +1,183 @@
+"""Who may ask, and for how much: tenants and their API keys, from a TOML file that holds no key, only hashes.
+
+    share_cache = false            # tenants never see each other's prefix cache, be it by timing
+    admin_keys = ["sha256:..."]    # open /admin
+
+    [tenants.acme]
+    keys = ["sha256:..."]          # `baton key acme` makes one
+    weight = 2.0                   # of its fair share of tokens
+    max_priority = 10
+    requests_per_min = 600
+    tokens_per_min = 1_000_000     # prompt and answer
+    max_concurrent = 64
+
+A key has 256 random bits, so a plain hash cannot be turned back: what slow hashes are for is guessable passwords.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from protos.errors import Misconfigured
+
+ANONYMOUS = ""
+KEY_PREFIX = "sk-baton-"
+_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+_NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
+_TOP = {"share_cache", "admin_keys", "tenants"}
+# Setting of a tenant -> least and greatest value.
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "weight": (0.001, 1000.0),
+    "max_priority": (-(2**31), 2**31 - 1),
+    "requests_per_min": (0.01, 10**9),
+    "tokens_per_min": (1, 10**12),
+    "max_concurrent": (1, 10**6),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """None: no limit. A request of more than `max_priority` is refused; without one, any priority goes."""
+
+    name: str = ANONYMOUS
+    weight: float = 1.0
+    max_priority: int | None = None
+    requests_per_min: float | None = None
+    tokens_per_min: float | None = None
+    max_concurrent: int | None = None
+
+
+NOBODY = Tenant()
+"""Who asks where no keys are asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """Tenants by name and by the hash of each of their keys. An empty one lets everybody in, as `NOBODY`."""
+
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    by_key: Mapping[str, Tenant] = field(default_factory=dict)
+    admin_keys: frozenset[str] = frozenset()
+    share_cache: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Nobody needs a key."""
+        return not self.by_key
+
+    def tenant_of(self, key: str) -> Tenant | None:
+        return self.by_key.get(hash_of(key))
+
+    def is_admin(self, key: str) -> bool:
+        """The key of an administrator; a roster without one leaves /admin to whoever reaches it."""
+        return not self.admin_keys or hash_of(key) in self.admin_keys
+
+    def cache_salt(self, tenant: str, salt: bytes) -> bytes:
+        """What the hashes of a tenant's blocks begin with: its own, unless caches are shared, and never another's."""
+        if self.share_cache or tenant == ANONYMOUS:
+            return salt
+        return hashlib.blake2b(salt, digest_size=32, person=b"baton tenant", key=tenant.encode()).digest()
+
+
+def new_key() -> str:
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+def hash_of(key: str) -> str:
+    """As a roster holds it. Keys are compared by their hashes, so that no comparison's time tells anything of a key."""
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+def read_roster(path: Path) -> Roster:
+    """Raises Misconfigured, naming the setting, what it is and what it must be."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Misconfigured(f"tenants: {path}: {error.strerror}", param="tenants") from error
+    except ValueError as error:
+        raise Misconfigured(f"tenants: {path} is not TOML: {error}", param="tenants") from error
+    _known(found, _TOP, "at the top")
+    share_cache = found.get("share_cache", False)
+    if not isinstance(share_cache, bool):
+        raise Misconfigured(f"tenants: share_cache = {share_cache!r}: give true or false", param="share_cache")
+    tables = found.get("tenants", {})
+    if not isinstance(tables, dict):
+        raise Misconfigured(f"tenants = {tables!r}: write a table [tenants.NAME] for each", param="tenants")
+    tenants: dict[str, Tenant] = {}
+    by_key: dict[str, Tenant] = {}
+    for name, table in tables.items():
+        tenant, keys = _tenant(name, table)
+        tenants[name] = tenant
+        for key in keys:
+            if key in by_key:
+                raise Misconfigured(
+                    f"tenants: {name} and {by_key[key].name} have the same key {key[:14]}...: a key is one tenant's",
+                    param=f"tenants.{name}.keys",
+                )
+            by_key[key] = tenant
+    admin_keys = _hashes("admin_keys", found.get("admin_keys", []))
+    if both := set(admin_keys) & set(by_key):
+        name = by_key[min(both)].name
+        raise Misconfigured(
+            f"tenants: an admin key is also a key of {name}: administrators have keys of their own", param="admin_keys"
+        )
+    if tenants and not admin_keys:
+        raise Misconfigured(
+            "tenants: admin_keys is missing: /admin tells of all tenants, so it needs a key of its own "
+            "(`baton key --admin` makes one)",
+            param="admin_keys",
+        )
+    return Roster(tenants=tenants, by_key=by_key, admin_keys=frozenset(admin_keys), share_cache=share_cache)
+
+
+def _tenant(name: str, table: Any) -> tuple[Tenant, list[str]]:
+    where = f"tenants.{name}"
+    if not _NAME.fullmatch(name):
+        raise Misconfigured(
+            f"tenants: the name {name[:80]!r}: give 1 to 64 letters, digits, '_', '.', '@' or '-'", param="tenants"
+        )
+    if not isinstance(table, dict):
+        raise Misconfigured(f"{where} = {table!r}: write a table [{where}]", param=where)
+    _known(table, {"keys", *_RANGES}, f"in [{where}]")
+    settings: dict[str, Any] = {}
+    for setting, (least, greatest) in _RANGES.items():
+        if setting not in table:
+            continue
+        value, whole = table[setting], setting in ("max_priority", "max_concurrent")
+        if type(value) not in ((int,) if whole else (int, float)) or not least <= value <= greatest:
+            kind = "a whole number" if whole else "a number"
+            raise Misconfigured(
+                f"{where}.{setting} = {value!r}: give {kind} from {least:g} to {greatest:g}", param=f"{where}.{setting}"
+            )
+        settings[setting] = value
+    return Tenant(name=name, **settings), _hashes(f"{where}.keys", table.get("keys", []))
+
+
+def _hashes(where: str, given: Any) -> list[str]:
+    if not isinstance(given, list):
+        raise Misconfigured(f"{where} = {given!r}: give a list of hashes", param=where)
+    for one in given:
+        if not isinstance(one, str) or not _HASH.fullmatch(one):
+            # It may be a key, written here by mistake: it must not go on into logs.
+            raise Misconfigured(
+                f"{where}: an entry is no hash: write sha256: and 64 hex digits, as `baton key` prints them, "
+                "never the key itself",
+                param=where,
+            )
+    return list(given)
+
+
+def _known(found: Mapping[str, Any], known: set[str], where: str) -> None:
+    for name in found:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
+            raise Misconfigured(f"tenants: there is no setting {name!r} {where}: {hint}", param=name)

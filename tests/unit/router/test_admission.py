@@ -1,0 +1,214 @@
+"""The gate before the fleet: order, room, early refusal, and nobody left in line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import Overloaded
+from protos.values import FinishReason, SamplingParams, WorkerRole
+from router.admission.admission import Admission
+from router.config import RouterConfig
+from router.generation import Job, TokenDelta
+from router.policies.base import Candidate
+from router.prefix.memory import MemoryPrefixIndex
+
+SPEED = 1000.0  # prompt tokens a second
+
+
+class Pool:
+    """One colocated worker whose load the test sets, and the dispatcher before it, which counts what it was given."""
+
+    def __init__(self) -> None:
+        self.index = MemoryPrefixIndex()
+        self.block_size = 16
+        self.candidate = Candidate(
+            worker_id="w0", role=WorkerRole.COLOCATED, num_free_blocks=1000, num_blocks=1000, prefill_tokens_per_s=SPEED
+        )
+        self.given: list[str] = []
+        self._turn = asyncio.Event()
+        self._open: dict[str, asyncio.Event] = {}
+
+    def candidates(self, matched: Mapping[str, int], num_tokens: int) -> list[Candidate]:
+        return [replace(self.candidate, num_cached_tokens=min(matched.get("w0", 0) * 16, num_tokens - 1))]
+
+    def each_candidate(self) -> Iterator[Candidate]:
+        yield self.candidate
+
+    async def wait(self, *, until: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._turn.wait()
+
+    def show(self, **load: Any) -> None:
+        self.candidate = replace(self.candidate, **load)
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+        self.given.append(job.request_id)
+        self.candidate = replace(
+            self.candidate,
+            num_waiting=self.candidate.num_waiting + 1,
+            num_requests=self.candidate.num_requests + 1,
+            queued_prefill_tokens=self.candidate.queued_prefill_tokens + len(job.prompt_ids),
+        )
+        await self._open.setdefault(job.request_id, asyncio.Event()).wait()
+        yield TokenDelta(token_ids=(1,), finish_reason=FinishReason.LENGTH)
+
+    def finish(self, request_id: str) -> None:
+        self._open.setdefault(request_id, asyncio.Event()).set()
+
+
+def job(name: str, *, num_tokens: int = 500, **others: Any) -> Job:
+    return Job(request_id=name, group_id=name, prompt_ids=tuple(range(num_tokens)), sampling=SamplingParams(), **others)
+
+
+def admission(pool: Pool, **settings: Any) -> Admission:
+    config = RouterConfig(model_path=Path(), model_name="toy", **settings)
+    return Admission(pool, fleet=pool, config=config)
+
+
+async def run(gate: Admission, one: Job) -> list[TokenDelta]:
+    async with aclosing(gate(one)) as deltas:
+        return [delta async for delta in deltas]
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_an_idle_fleet_is_given_a_job_at_once() -> None:
+    pool = Pool()
+    pool.finish("a")
+    [delta] = await run(admission(pool), job("a"))
+    assert delta.token_ids == (1,)
+    assert pool.given == ["a"]
+
+
+async def test_a_worker_is_kept_supplied_and_not_flooded() -> None:
+    pool = Pool()
+    gate = admission(pool, max_backlog_s=1.0)
+    running = [asyncio.create_task(run(gate, job(f"r{n}"))) for n in range(6)]
+    await settle()
+    assert pool.given == ["r0", "r1", "r2"]  # a second's worth is two of them; a third was let in while that was open
+    assert gate.num_waiting == 3
+    pool.show(queued_prefill_tokens=900, num_waiting=1)  # its step read some
+    await settle()
+    assert pool.given == ["r0", "r1", "r2", "r3"]
+    pool.show(queued_prefill_tokens=0, num_waiting=0)
+    await settle()
+    assert pool.given == [f"r{n}" for n in range(6)]
+    assert not gate.num_waiting
+    for n in range(6):
+        pool.finish(f"r{n}")
+    await asyncio.gather(*running)
+
+
+async def test_when_there_is_room_again_the_line_moves_in_fair_order() -> None:
+    pool = Pool()
+    gate = admission(pool)
+    pool.show(num_waiting=64)
+    running = [asyncio.create_task(run(gate, job(f"flood{n}", tenant="flood"))) for n in range(4)]
+    running.append(asyncio.create_task(run(gate, job("quiet", tenant="quiet"))))
+    running.append(asyncio.create_task(run(gate, job("urgent", tenant="flood", priority=1))))
+    await settle()
+    assert not pool.given
+    for _ in range(6):
+        pool.show(num_waiting=0, queued_prefill_tokens=0)
+        await settle()
+    assert pool.given[0] == "urgent"
+    assert pool.given.index("quiet") < pool.given.index("flood1")
+    for name in pool.given:
+        pool.finish(name)
+    await asyncio.gather(*running)
+
+
+async def test_what_cannot_come_in_time_is_refused_at_once_with_the_time_to_come_again() -> None:
+    pool = Pool()
+    gate = admission(pool)
+    pool.show(queued_prefill_tokens=5000, num_waiting=5)
+    with pytest.raises(Overloaded, match=r"about 5\.5 s") as refused:
+        await run(gate, job("late", max_ttft_s=2.0))
+    assert refused.value.retry_after_s == pytest.approx(3.5)
+    assert refused.value.param == "max_ttft_ms"
+    assert not pool.given
+    assert not gate.num_waiting
+    assert gate.refused.hopeless == 1
+
+
+async def test_a_cached_prompt_is_not_taken_for_slow() -> None:
+    from kvtransfer.hashing import chain_hashes
+    from protos.values import BlockStored
+
+    pool = Pool()
+    asked = job("cached", num_tokens=4000, max_ttft_s=2.0)
+    pool.index.apply("w0", [BlockStored(hashes=tuple(chain_hashes(asked.prompt_ids, 16)))])
+    pool.finish("cached")
+    assert await run(admission(pool), asked)
+
+
+async def test_who_waited_until_its_time_had_passed_is_told_so() -> None:
+    pool = Pool()
+    gate = admission(pool)
+    pool.show(num_waiting=64)
+    with pytest.raises(Overloaded, match="max_ttft_ms"):
+        await run(gate, job("patient", num_tokens=1, max_ttft_s=0.05))
+    assert not pool.given
+    assert not gate.num_waiting
+    assert gate.refused.late == 1
+
+
+async def test_a_full_line_refuses_the_one_who_would_go_last() -> None:
+    pool = Pool()
+    gate = admission(pool, max_queued=3)
+    pool.show(num_waiting=64)
+    running = {f"flood{n}": asyncio.create_task(run(gate, job(f"flood{n}", tenant="flood"))) for n in range(3)}
+    await settle()
+    with pytest.raises(Overloaded, match="3 requests wait"):
+        await run(gate, job("flood3", tenant="flood"))
+    running["quiet"] = asyncio.create_task(run(gate, job("quiet", tenant="quiet")))
+    await settle()
+    with pytest.raises(Overloaded) as refused:
+        await running.pop("flood2")
+    assert refused.value.retry_after_s == pytest.approx(1.5)  # what is in line takes that long to read
+    assert gate.num_waiting == 3
+    assert gate.refused.crowded == 2
+    for _ in range(4):
+        pool.show(num_waiting=0, queued_prefill_tokens=0)
+        await settle()
+    for name in running:
+        pool.finish(name)
+    await asyncio.gather(*running.values())
+
+
+async def test_who_leaves_the_line_is_out_of_it() -> None:
+    pool = Pool()
+    gate = admission(pool)
+    pool.show(num_waiting=64)
+    waiting = asyncio.create_task(run(gate, job("gone")))
+    await settle()
+    assert gate.num_waiting == 1
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert not gate.num_waiting
+    pool.show(num_waiting=0)
+    await settle()
+    assert not pool.given
+
+
+async def test_nobody_waits_for_longer_than_a_request_may() -> None:
+    pool = Pool()
+    gate = admission(pool, max_queue_s=0.05)
+    pool.show(num_waiting=64, queued_prefill_tokens=64_000)
+    with pytest.raises(Overloaded, match=r"within 0\.05 s") as refused:
+        await run(gate, job("a"))
+    assert refused.value.retry_after_s == pytest.approx(64.0)
+    assert not gate.num_waiting
