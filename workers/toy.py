@@ -28,7 +28,13 @@ def toy_token(kv: Sequence[int], *, weight: int, vocab_size: int, sample: Sample
 
     With a temperature, seed and index go in as well, as they would in sampling. Banned ids are stepped over.
     """
-    score = weight * _STRIDE + sum((i + 1) * value for i, value in enumerate(kv))
+    total = sum((i + 1) * value for i, value in enumerate(kv))
+    return summed_token(total, weight=weight, vocab_size=vocab_size, sample=sample)
+
+
+def summed_token(total: int, *, weight: int, vocab_size: int, sample: Sample) -> int:
+    """`toy_token`, from the sum of (i + 1) * kv[i]: whoever keeps sums by block need not look at every position."""
+    score = weight * _STRIDE + total
     if sample.params.temperature > 0:
         score += sample.params.seed * 31 + sample.index * 17
     token_id = score % _MODULUS % vocab_size

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from protos.values import Health, KVEvents, SequenceUpdate, StepMessage, WorkerLoad
 from workers.engine.engine import Engine
@@ -21,6 +21,24 @@ log = logging.getLogger("baton.worker")
 Result = TypeVar("Result")
 IDLE_TICK_S = 0.02
 """How often leases and deadlines are looked at while nothing can run; arriving KV wakes the loop at once."""
+
+
+class Turns(Protocol):
+    """Where an engine takes its turns, as its service sees it: on a thread (`EngineLoop`) or in simulated time."""
+
+    async def call(self, fn: Callable[[], Result]) -> Result:
+        """Runs `fn` between two steps and returns, or raises, what it does."""
+        ...
+
+    def post(self, fn: Callable[[], None]) -> None:
+        """Runs `fn` between two steps; it must not raise."""
+        ...
+
+    def tell(self, fn: Callable[[StepMessage], None], message: StepMessage) -> None:
+        """From between two steps: have the event loop call `fn`, in order with what is published."""
+        ...
+
+    def health(self, now: float) -> Health: ...
 
 
 class EngineLoop:
