@@ -111,7 +111,7 @@ class ToyRunner:
         prompt_logprobs = tuple(self._logprobs(target, row.num_prompt_logprobs) for target in row.prompt_targets)
         if row.sample is None:
             return RowOutput(prompt_logprobs=prompt_logprobs)
-        num_positions = row.start + len(row.token_ids)
+        num_positions = row.stop
         kv = self.gather(row.block_ids).reshape(-1)[:num_positions].tolist()
         token_id = toy_token(kv, weight=self._weight, vocab_size=self._vocab_size, sample=row.sample)
         num_top = row.sample.params.logprobs

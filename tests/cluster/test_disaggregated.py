@@ -30,7 +30,7 @@ from router.prefix.memory import MemoryPrefixIndex
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, oracle_answers
 from workers.config import Seat, WorkerConfig
-from workers.engine.batch import Batch, StepOutput
+from workers.engine.batch import Batch, Pending
 from workers.parallel.ranks import open_store
 from workers.rpc.worker import Worker
 
@@ -225,14 +225,14 @@ async def test_a_prompt_may_wait_for_its_prefill_worker_longer_than_a_lease(orac
 def gated(worker: Worker) -> Iterator[threading.Event]:
     """The worker computes nothing until the gate is open."""
     gate = threading.Event()
-    runner = worker._parts.engine._runner
-    run = runner.run
+    steps = worker._parts.engine._pipeline
+    launch = steps.launch
 
-    def wait(batch: Batch) -> StepOutput:
+    def wait(batch: Batch) -> Pending:
         gate.wait()
-        return run(batch)
+        return launch(batch)
 
-    with patch.object(runner, "run", wait):
+    with patch.object(steps, "launch", wait):
         try:
             yield gate
         finally:

@@ -1,9 +1,19 @@
-"""What the scheduler hands to a runner for one step, and what comes back. Values only: no torch, no engine state."""
+"""What the scheduler hands to a runner for one step, and what comes back. Values only: no torch, no engine state.
+
+The seam to the device has two shapes, and an engine takes either (`pipeline`)::
+
+    Runner     run(batch) ──▶ StepOutput                               computes the step before it returns
+    Pipeline   launch(batch) ──▶ Pending ── fetch() ──▶ StepOutput     begins it; the host goes on meanwhile
+
+Steps are launched, computed and fetched in one order. An engine of depth d launches step n before it has fetched step
+n - d: the tokens that n - d samples are then not known when n is planned, and go from the one to the other on the
+device (`Row.follows`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 from protos.values import Logprobs, SamplingParams
 
@@ -26,7 +36,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Positions [start, start + len(token_ids)) of one sequence. `block_ids` covers all positions up to the last.
+    """Positions [start, stop) of one sequence. `block_ids` covers all positions up to the last.
+
+    `token_ids` are the tokens there; if the last one is not known yet it is not among them, and `follows` says which
+    row of the batch before this one samples it.
 
     `sample` is None for a chunk that does not reach the end of what is known. `prompt_targets` asks for prompt
     logprobs: entry i is the prompt token that follows position start + i; empty when not asked for. It may be one
@@ -42,6 +55,15 @@ class Row:
     prompt_targets: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0
     prompt_len: int = 0
+    follows: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + (self.follows is not None)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +74,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.rows)
+        return sum(row.num_tokens for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +101,62 @@ class Runner(Protocol):
     """
 
     def run(self, batch: Batch) -> StepOutput: ...
+
+
+class Pending(Protocol):
+    """A step under way."""
+
+    def fetch(self) -> StepOutput:
+        """Waits for the step's end. Called once, from the engine's thread, in the order of the launches. Raises what
+        `Runner.run` raises."""
+        ...
+
+
+@runtime_checkable
+class Pipeline(Protocol):
+    """Computes steps one after the other, in the order they were launched, while the host prepares the next one.
+
+    A step sees all that the steps before it wrote into the cache, and so does whoever reads or writes blocks between
+    two launches. Raises as `Runner.run` does, here or when the step is fetched.
+    """
+
+    def launch(self, batch: Batch) -> Pending: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A step that was over when its launch returned."""
+
+    output: StepOutput
+
+    def fetch(self) -> StepOutput:
+        return self.output
+
+
+class InTurn:
+    """A runner as a pipeline: each step is computed within its launch, so any depth is right and none is faster."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._last = StepOutput(rows=())
+
+    def launch(self, batch: Batch) -> Done:
+        self._last = self._runner.run(followed(batch, self._last))
+        return Done(output=self._last)
+
+
+def pipeline(runner: Runner | Pipeline) -> Pipeline:
+    return runner if isinstance(runner, Pipeline) else InTurn(runner)
+
+
+def followed(batch: Batch, last: StepOutput) -> Batch:
+    """The batch with every token known, once the step before it is over: no row follows another."""
+    return Batch(rows=tuple(_followed(row, last) for row in batch.rows))
+
+
+def _followed(row: Row, last: StepOutput) -> Row:
+    if row.follows is None:
+        return row
+    token_id = last.rows[row.follows].token_id
+    assert token_id is not None, f"request {row.request_id} follows a row that sampled nothing"
+    return replace(row, token_ids=(*row.token_ids, token_id), follows=None)

@@ -1,17 +1,31 @@
 """The engine: takes requests, steps, tells what each step did. It has no role of its own: pools compose it with one.
 
+    depth 0   plan n   launch n   fetch n   apply n            the device waits while the host plans and tells
+    depth 1   plan n+1 launch n+1 fetch n   apply n            the host does both while the device computes n+1
+
 Not thread-safe: one thread owns an engine, its role and its blocks, and calls everything here (`workers.rpc.loop`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from kvtransfer.events import EventLog
-from protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded, WorkerDraining
-from protos.values import FinishReason, GenerateRequest, Hello, KVEvents, SequenceUpdate, WorkerLoad
+from protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded, UnknownRequest, WorkerDraining
+from protos.values import (
+    FinishReason,
+    GenerateRequest,
+    Hello,
+    KVEvents,
+    MoveRequest,
+    SequenceUpdate,
+    ShareRequest,
+    WorkerLoad,
+)
 from protos.wire import error_info
-from workers.engine.batch import Batch, Runner, StepOutput
+from workers.engine.batch import Batch, Pending, Pipeline, Runner, StepOutput, pipeline
 from workers.engine.scheduler import Scheduler
 from workers.kv.blocks import BlockPool
 
@@ -31,7 +45,7 @@ class Pace:
         """A mixed step's time is shared out by tokens to prefill, and counts in full as a decode step: that is how
         long the decoding clients waited."""
         num_tokens = batch.num_tokens
-        num_prefill = num_tokens - sum(len(row.token_ids) == 1 for row in batch.rows)
+        num_prefill = num_tokens - sum(row.num_tokens == 1 for row in batch.rows)
         if num_prefill:
             self._prefill_tokens = self._prefill_tokens * self._KEEP + num_prefill
             self._prefill_s = self._prefill_s * self._KEEP + elapsed_s * num_prefill / num_tokens
@@ -50,12 +64,34 @@ class Pace:
         return self._decode_s / self._decode_steps if self._decode_steps else 0.0
 
 
-class Engine:
-    """`events` must be what the scheduler's pool records to. `clock` times the runner, nothing else."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launched:
+    batch: Batch
+    pending: Pending
+    start_s: float
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, events: EventLog, clock: Callable[[], float]) -> None:
+
+class Engine:
+    """`events` must be what the scheduler's pool records to. `clock` times the runner, nothing else.
+
+    `depth` steps are in flight when `step` returns, if there is enough to do: 0 for a runner that computes while it
+    launches, 1 for a device that computes by itself. Tokens are the same at any depth.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner | Pipeline,
+        *,
+        events: EventLog,
+        clock: Callable[[], float],
+        depth: int = 0,
+    ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self._pipeline = pipeline(runner)
+        self._depth = depth
+        self._in_flight: deque[_Launched] = deque()
+        self._fetched_s = 0.0
         self._role = scheduler.role
         self._events = events
         self._clock = clock
@@ -91,22 +127,43 @@ class Engine:
 
     def abort(self, request_ids: Collection[str]) -> int:
         """How many of them were known, be it as a reservation only. Their blocks are free when this returns, unless a
-        transfer still reads them."""
+        step in flight computes them or a transfer still reads them."""
         known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._scheduler]
         unknown = set(request_ids) - set(known)
         return self._scheduler.abort(known) + sum(self._role.withdraw(request_id) for request_id in unknown)
 
+    def move(self, asked: MoveRequest, now: float) -> None:
+        """A request is to go on where the ticket is; `step` says when it has moved, or that it stays. Raises
+        UnknownRequest, or InvalidRequest on a worker without lanes."""
+        request = self._scheduler.find(asked.request_id)
+        if request is None:
+            raise UnknownRequest(f"request {asked.request_id} is not here", param="request_id")
+        self._role.move(request, asked.ticket, now)
+
+    def share(self, asked: ShareRequest, now: float) -> int:
+        """Pushes cached blocks to a ticket: how many of its blocks they are. Raises as `Role.share` does."""
+        return self._role.share(asked.ticket, asked.hashes, now)
+
     def step(self, now: float) -> list[SequenceUpdate]:
+        """Launches the next step and tells what the one `depth` before it did; without a next one, the oldest."""
         updates = self._tick(now)
         batch = self._scheduler.plan(now)
         if batch is not None:
-            output = self._run(batch)
-            updates += self._scheduler.apply(batch, output)
+            self._launch(batch)
+        if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
+            oldest = self._in_flight.popleft()
+            updates += self._scheduler.apply(oldest.batch, self._fetch(oldest))
         return updates
 
     def has_work(self) -> bool:
-        """Must `step` go on being called? It may still find nothing to compute: then `num_steps` stays the same."""
-        return self._scheduler.has_requests() or self._role.busy()
+        """Must `step` go on being called? It may still find nothing to compute: then `num_steps` stays the same and
+        `num_in_flight` is 0."""
+        return bool(self._in_flight) or self._scheduler.has_requests() or self._role.busy()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps launched and not told of."""
+        return len(self._in_flight)
 
     def drain(self) -> None:
         """From now on takes no new requests; those taken are served to their end."""
@@ -148,18 +205,34 @@ class Engine:
 
     def _tick(self, now: float) -> list[SequenceUpdate]:
         tick = self._role.tick(now)
+        updates = [
+            SequenceUpdate(request_id=request_id, finish_reason=FinishReason.MOVED)
+            for request_id in tick.moved
+            if self._scheduler.hold(request_id)
+        ]
+        updates += [
+            SequenceUpdate(request_id=request_id, error=error_info(error))
+            for request_id, error in tick.stayed
+            if request_id in self._scheduler
+        ]
         for request_id in tick.released:
             self._scheduler.release(request_id)
-        return [
+        updates += [
             SequenceUpdate(request_id=request_id, finish_reason=FinishReason.ERROR, error=error_info(error))
             for request_id, error in tick.failed
             if self._scheduler.release(request_id)
         ]
+        return updates
 
-    def _run(self, batch: Batch) -> StepOutput:
+    def _launch(self, batch: Batch) -> None:
         start_s = self._clock()
-        output = self._runner.run(batch)
-        self._pace.observe(batch, self._clock() - start_s)
+        self._in_flight.append(_Launched(batch=batch, pending=self._pipeline.launch(batch), start_s=start_s))
+
+    def _fetch(self, launched: _Launched) -> StepOutput:
+        """Its time counts from when the step before it was over."""
+        output = launched.pending.fetch()
+        start_s, self._fetched_s = max(launched.start_s, self._fetched_s), self._clock()
+        self._pace.observe(launched.batch, self._fetched_s - start_s)
         self.num_steps += 1
         return output
 

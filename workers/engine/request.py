@@ -2,14 +2,18 @@
 
 Positions of its tokens, and who has computed them::
 
-    0 ........ num_cached ........ num_computed ........ num_tokens
-    |  prefix cache  |  by this engine  |  still to compute  |
-    |<--------------- prompt_ids --------------->|<- output_ids ->|
+    0 ........ num_cached ........ num_computed ........ num_planned ........ num_tokens ........ num_expected
+    |  prefix cache  |  by this engine  |  by steps in flight  |  still to plan  |  being sampled in flight  |
+    |<----------------------- prompt_ids ----------------------->|<- output_ids ->|
+
+Steps in flight are planned and not applied. With none, num_planned == num_computed and num_expected == num_tokens;
+with some, num_planned may lie beyond num_tokens: a token that is being sampled can be computed already.
 
 `block_ids[i]` holds positions [i * block_size, (i + 1) * block_size). Every id in it is one reference of the block
 pool, taken when the block was matched, allocated or adopted, and given back once, by the scheduler, when the request
-leaves or is preempted. A sequence is in decode when exactly one token (the last) is still to compute. A preempted one
-starts again at 0, and finds in the cache what is left of its blocks.
+leaves or is preempted; the blocks of a step in flight stay taken until it is over. A sequence is in decode when
+exactly one token (the last) is still to plan. A preempted one starts again at 0, and finds in the cache what is left
+of its blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ class Request:
 
     `rank` orders requests: the smallest goes first, the largest is preempted first. `num_given` output tokens came
     with the request. `num_cached` is what its first admission found (a recomputation is not the client's gain).
-    `num_prompt_reported` prompt logprobs are with the client. `awaited` is a block another request is computing.
+    `num_prompt_reported` prompt logprobs are with the client. `num_due` tokens are being sampled by steps in flight.
+    `awaited` is a block another request is computing.
     """
 
     request_id: str
@@ -43,6 +48,7 @@ class Request:
     cache_salt: bytes = b""
     priority: int = 0
     ticket: Ticket | None = None
+    pull: Ticket | None = None
     arrival_s: float = 0.0
     rank: tuple[float, int] = (0.0, 0)
     output_ids: list[int] = field(default_factory=list)
@@ -50,6 +56,8 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
     num_computed: int = 0
+    num_planned: int = 0
+    num_due: int = 0
     num_cached: int = 0
     num_sealed: int = 0
     num_preemptions: int = 0
@@ -68,6 +76,7 @@ class Request:
             cache_salt=request.cache_salt,
             priority=request.priority,
             ticket=request.ticket,
+            pull=request.pull,
             arrival_s=arrival_s,
             output_ids=list(request.output_ids),
             num_given=len(request.output_ids),
@@ -85,6 +94,14 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_expected(self) -> int:
+        return self.num_tokens + self.num_due
+
+    @property
+    def num_to_plan(self) -> int:
+        return self.num_expected - self.num_planned
 
     @property
     def owes_prompt_logprobs(self) -> bool:

@@ -9,7 +9,15 @@ as tokens, sequences and blocks last. A sequence gets blocks for all it knows wh
 whenever its answer grows into it. If there is none, the request of the largest rank gives up its own: so the one of
 the smallest rank always moves on, and everybody becomes that one.
 
-`plan` and `apply` meet only in the batches between them (`_in_flight`, oldest first).
+`plan` and `apply` meet only in the steps between them (`_in_flight`, oldest first). Step n + 1 may be planned before
+step n is applied; then
+
+- its decoding rows follow those of step n, whose tokens they take on the device;
+- a row whose token depends on what the host must see first sits the step out: one with penalties, which are counted
+  here, and the first one of a request whose role may hand it over. So does one that is known to end in step n;
+- a request that turns out to have ended in step n has computed its row in vain;
+- blocks of a request that has gone are free when the last step that computes it is applied;
+- nobody is preempted: a plan that lacks blocks to grow into is None until step n is applied.
 """
 
 from __future__ import annotations
@@ -17,10 +25,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvtransfer.hashing import chain_hashes, salted
-from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate
+from protos.values import BlockHash, FinishReason, GenerateRequest, SamplingParams, SequenceUpdate
 from workers.config import SchedulerConfig
 from workers.engine.batch import Batch, Row, RowOutput, Sample, StepOutput
 from workers.engine.request import Request, State
@@ -33,8 +42,21 @@ def no_key(num_prompt: int) -> bytes:
     return b""
 
 
+def _is_penalised(params: SamplingParams) -> bool:
+    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
 def _rank(request: Request) -> tuple[float, int]:
     return request.rank
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """Planned and not applied. `freed`: blocks of requests that have gone since."""
+
+    requests: tuple[Request, ...]
+    sampling: dict[Request, int]  # which row, of those that sample
+    freed: list[list[int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -60,7 +82,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []  # by rank
         self._promised: dict[BlockHash, Request] = {}  # blocks of running prompts that are not sealed yet
-        self._in_flight: deque[tuple[Request, ...]] = deque()
+        self._in_flight: deque[_Step] = deque()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -96,7 +118,8 @@ class Scheduler:
         insort(self._waiting, request, key=_rank)
 
     def abort(self, request_ids: Iterable[str]) -> int:
-        """Ends requests wherever they are; how many were known. A step in flight may still compute them: in vain."""
+        """Ends requests wherever they are; how many were known. A step in flight may still compute them: in vain, and
+        their blocks are free when it is applied."""
         known = [
             self._requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._requests
         ]
@@ -106,6 +129,19 @@ class Scheduler:
             else:
                 self._end(request)
         return len(known)
+
+    def find(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def hold(self, request_id: str) -> bool:
+        """Takes a running request out of the batch, on the role's word: its blocks stay until `release`. What a step in
+        flight computes for it is dropped. False if it does not run."""
+        request = self._requests.get(request_id)
+        if request is None or request.state is not State.RUNNING:
+            return False
+        self._unqueue(request)
+        request.state = State.HELD
+        return True
 
     def release(self, request_id: str) -> bool:
         """Ends a request on the role's own word, without telling it. False if there is none."""
@@ -117,24 +153,39 @@ class Scheduler:
     # -- plan ----------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Batch | None:
-        """The next step, or None if nothing can run. Every batch must be applied, in the order they were planned."""
+        """The next step, or None if nothing can run, or not before a step in flight is applied. Every batch must be
+        applied, in the order they were planned."""
         rows: list[tuple[Request, Row]] = []
         budget = self.config.max_num_batched_tokens
-        for request in tuple(self._running):
-            if request.state is State.RUNNING and request.num_to_compute == 1 and self._grow(request):
+        decoding = [request for request in self._running if request.num_to_plan == 1 and self._may_follow(request)]
+        if self._in_flight and sum(map(self._num_lacking, decoding)) > self.pool.num_free:
+            return None
+        for request in decoding:
+            if request.state is State.RUNNING and self._grow(request):
                 rows.append((request, self._row(request, 1)))
                 budget -= 1
         for request in self._running:
-            if request.num_to_compute > 1 and budget > 0:
+            if request.num_to_plan > 1 and budget > 0:
                 budget -= self._take_chunk(request, budget, rows)
         self._admit(now, budget, rows)
         if not rows:
             return None
-        self._in_flight.append(tuple(request for request, _ in rows))
+        sampling = {request: index for index, (request, row) in enumerate(rows) if row.sample is not None}
+        self._in_flight.append(_Step(requests=tuple(request for request, _ in rows), sampling=sampling))
         return Batch(rows=tuple(row for _, row in rows))
 
+    def _may_follow(self, request: Request) -> bool:
+        """May the token that is being sampled for this request be computed before anybody has seen it?"""
+        if request.num_due == 0:
+            return True
+        num_output = len(request.output_ids) + request.num_due
+        ends = num_output >= request.sampling.max_tokens or request.num_expected >= self.max_len
+        is_first = num_output == request.num_given + 1
+        may_be_handed_over = is_first and request.ticket is not None and not request.adopted
+        return not (ends or may_be_handed_over or _is_penalised(request.sampling))
+
     def _take_chunk(self, request: Request, budget: int, rows: list[tuple[Request, Row]]) -> int:
-        num_tokens = min(request.num_to_compute, self.config.prefill_chunk, budget)
+        num_tokens = min(request.num_to_plan, self.config.prefill_chunk, budget)
         rows.append((request, self._row(request, num_tokens)))
         return num_tokens
 
@@ -159,7 +210,7 @@ class Scheduler:
             self._start(request)
             budget -= self._take_chunk(request, budget, rows)
         self._waiting = [request for request in self._waiting if request.state is State.WAITING]
-        if self.blocked and not self._running:
+        if self.blocked and not self._running and not self._in_flight:
             self._break_tie()
 
     def _break_tie(self) -> None:
@@ -214,6 +265,7 @@ class Scheduler:
     def _start(self, request: Request) -> None:
         if request.num_preemptions == 0 and not request.adopted:
             request.num_cached = request.num_computed
+        request.num_planned = request.num_computed
         request.state = State.RUNNING
         insort(self._running, request, key=_rank)
         for block_hash in request.hashes[request.num_computed // self.pool.block_size :]:
@@ -223,7 +275,7 @@ class Scheduler:
     def _grow(self, request: Request) -> bool:
         """A block for the token about to be computed, if need be another request's. False: it was the last in rank
         itself, and has been preempted."""
-        while len(request.block_ids) < self.pool.blocks_for(request.num_tokens):
+        while self._num_lacking(request):
             fresh = self.pool.allocate(1)
             if fresh is not None:
                 request.block_ids += fresh
@@ -234,34 +286,43 @@ class Scheduler:
                 return False
         return True
 
+    def _num_lacking(self, request: Request) -> int:
+        return self.pool.blocks_for(request.num_expected) - len(request.block_ids)
+
     def _preempt(self, request: Request) -> None:
+        assert self._last_step_of(request) is None, "a step in flight computes the request"
         self._free(request)
         request.state = State.WAITING
-        request.num_computed = request.num_sealed = 0
+        request.num_computed = request.num_planned = request.num_sealed = 0
         request.adopted = False
         request.num_preemptions += 1
         self.num_preemptions += 1
         insort(self._waiting, request, key=_rank)
 
     def _row(self, request: Request, num_tokens: int) -> Row:
-        start, stop = request.num_computed, request.num_computed + num_tokens
-        samples = stop == request.num_tokens and request.sampling.max_tokens > 0
+        """The request's next positions, which are planned now."""
+        start, stop = request.num_planned, request.num_planned + num_tokens
+        follows = self._in_flight[-1].sampling[request] if stop > request.num_tokens else None
+        sample = self._sample(request) if stop == request.num_expected and request.sampling.max_tokens > 0 else None
         owes = request.owes_prompt_logprobs
+        request.num_planned = stop
+        request.num_due += sample is not None
         return Row(
             request_id=request.request_id,
-            token_ids=request.tokens(start, stop),
+            token_ids=request.tokens(start, min(stop, request.num_tokens)),
             start=start,
             block_ids=tuple(request.block_ids),
-            sample=self._sample(request) if samples else None,
+            sample=sample,
             prompt_targets=request.prompt_ids[start + 1 : stop + 1] if owes else (),
             num_prompt_logprobs=(request.sampling.prompt_logprobs or 0) if owes else 0,
             prompt_len=request.num_prompt,
+            follows=follows,
         )
 
     def _sample(self, request: Request) -> Sample:
         params = request.sampling
-        penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
-        index = len(request.output_ids)
+        penalised = _is_penalised(params)
+        index = len(request.output_ids) + request.num_due
         return Sample(
             params=params,
             index=index,
@@ -278,9 +339,11 @@ class Scheduler:
 
     def apply(self, batch: Batch, output: StepOutput) -> list[SequenceUpdate]:
         """What the oldest planned batch brought. Rows of requests that are gone by now are dropped."""
-        requests = self._in_flight.popleft()
+        step = self._in_flight.popleft()
+        for block_ids in step.freed:
+            self.pool.release(block_ids)
         updates = []
-        for request, row, out in zip(requests, batch.rows, output.rows, strict=True):
+        for request, row, out in zip(step.requests, batch.rows, output.rows, strict=True):
             assert request.request_id == row.request_id, "batches are applied in the order they were planned"
             if request.state is State.RUNNING:
                 update = self._advance(request, row, out)
@@ -290,7 +353,7 @@ class Scheduler:
 
     def _advance(self, request: Request, row: Row, out: RowOutput) -> SequenceUpdate | None:
         assert request.num_computed == row.start
-        request.num_computed += len(row.token_ids)
+        request.num_computed = row.stop
         self._seal(request)
         prompt_logprobs = out.prompt_logprobs[request.num_prompt_reported - row.start :] if row.prompt_targets else ()
         request.num_prompt_reported += len(prompt_logprobs)
@@ -298,6 +361,7 @@ class Scheduler:
         first = False
         if row.sample is not None:
             assert out.token_id is not None, f"nothing was sampled for request {request.request_id}"
+            request.num_due -= 1
             request.output_ids.append(out.token_id)
             finish_reason = self._finish_reason(request, out.token_id)
             first = len(request.output_ids) == request.num_given + 1
@@ -376,9 +440,16 @@ class Scheduler:
         for block_hash in request.hashes[request.num_sealed :]:
             if self._promised.get(block_hash) is request:
                 del self._promised[block_hash]
-        self.pool.release(request.block_ids)
+        step = self._last_step_of(request)
+        if step is None:
+            self.pool.release(request.block_ids)
+        else:
+            step.freed.append(request.block_ids)
         request.block_ids = []
         request.awaited = None
+
+    def _last_step_of(self, request: Request) -> _Step | None:
+        return next((step for step in reversed(self._in_flight) if request in step.requests), None)
 
     # -- invariants ----------------------------------------------------------------------------------------------------
 
@@ -391,6 +462,7 @@ class Scheduler:
         held = [request for request in self._requests.values() if request.state is State.HELD]
         assert len(held) + len(self._waiting) + len(self._running) == len(self._requests)
         references = Counter(reserved_ids)
+        references.update(block_id for step in self._in_flight for freed in step.freed for block_id in freed)
         for request in self._requests.values():
             references.update(request.block_ids)
             self._check_request(request)
@@ -403,13 +475,16 @@ class Scheduler:
 
     def _check_request(self, request: Request) -> None:
         size = self.pool.block_size
-        assert len(request.block_ids) * size >= request.num_computed
+        assert len(request.block_ids) * size >= request.num_planned
         assert request.num_sealed <= request.num_computed // size
         if request.state is State.RUNNING:
             assert request.num_to_compute >= 1, "a running request has nothing to compute"
+            assert request.num_computed <= request.num_planned <= request.num_expected
             assert request.num_sealed == request.num_computed // size
+            assert request.num_due == sum(request in step.sampling for step in self._in_flight)
         if request.state is State.WAITING:
             assert request.adopted == bool(request.block_ids) == bool(request.num_computed)
+            assert request.num_due == 0
         for index in range(request.num_sealed):
             sealed = self.pool.hash_of(request.block_ids[index])
             assert sealed in (None, request.hashes[index]), "a block holds something else than its holder believes"

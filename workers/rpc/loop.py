@@ -146,7 +146,7 @@ class EngineLoop:
         if updates or events:
             self._told = engine.load()
             self._tell(self._publish, _message(updates, events, self._told))
-        if engine.num_steps != step:
+        if engine.num_steps != step or engine.num_in_flight:
             self._last_progress_s = self._clock()
         else:
             self._wake.wait(IDLE_TICK_S)

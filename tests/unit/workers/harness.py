@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -11,6 +11,7 @@ from typing import Any
 from kvtransfer.events import EventLog
 from protos.values import ErrorInfo, FinishReason, GenerateRequest, Logprobs, SamplingParams, SequenceUpdate
 from workers.config import SchedulerConfig
+from workers.engine.batch import Batch, InTurn, Pending, Runner, StepOutput
 from workers.engine.engine import Engine
 from workers.engine.request import Request
 from workers.engine.role import Colocated, Disposition, Role, Tick
@@ -53,17 +54,54 @@ class Answer:
         self.cached.append(update.num_cached_tokens)
 
 
-class ToyEngine:
-    """Steps are a second apart; after each the engine's integrity is checked."""
+class AtLast:
+    """A pipeline that computes nothing before it must: what is freed or overwritten too early shows in the tokens."""
 
-    def __init__(self, *, num_blocks: int = 64, role: Role | None = None, log_capacity: int = 1000, **config: Any):
+    def __init__(self, runner: Runner) -> None:
+        self._runner = InTurn(runner)
+        self._launched: deque[_Queued] = deque()
+
+    def launch(self, batch: Batch) -> Pending:
+        self._launched.append(_Queued(self, batch))
+        return self._launched[-1]
+
+    def compute(self, queued: _Queued) -> StepOutput:
+        assert self._launched.popleft() is queued, "steps are fetched in the order of their launches"
+        return self._runner.launch(queued.batch).fetch()
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    pipeline: AtLast
+    batch: Batch
+
+    def fetch(self) -> StepOutput:
+        return self.pipeline.compute(self)
+
+
+class ToyEngine:
+    """Steps are a second apart; after each the engine's integrity is checked.
+
+    Of `depth` 0 it computes each step at once, else each as late as it can.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        role: Role | None = None,
+        log_capacity: int = 1000,
+        depth: int = 0,
+        **config: Any,
+    ):
         self.log = EventLog(incarnation=1, capacity=log_capacity)
         self.pool = BlockPool(num_blocks, BLOCK, self.log.record)
         self.runner = ToyRunner(WEIGHT, BLOCK, VOCAB)
         settings = {"max_model_len": 10_000, "vocab_size": VOCAB} | config
         self.scheduler = Scheduler(SchedulerConfig(**settings), self.pool, role or Colocated())
         ticks = count()
-        self.engine = Engine(self.scheduler, self.runner, events=self.log, clock=lambda: float(next(ticks)))
+        runner = AtLast(self.runner) if depth else self.runner
+        self.engine = Engine(self.scheduler, runner, events=self.log, clock=lambda: float(next(ticks)), depth=depth)
         self.now = 0.0
         self.answers: dict[str, Answer] = defaultdict(Answer)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtransfer.events import EventCursor, Gap
 from protos.errors import (
@@ -324,10 +324,13 @@ class Chaos(Adopting):
 class EngineMachine(RuleBasedStateMachine):
     """Clients come and go and the engine steps, in any order, in a pool that is too small for all of them."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(depth=st.integers(0, 2))
+    def start(self, depth: int) -> None:
         self.role = Chaos()
-        self.toy = ToyEngine(num_blocks=28, prefill_chunk=16, max_num_batched_tokens=48, max_num_seqs=6, role=self.role)
+        self.depth = depth
+        self.toy = ToyEngine(
+            num_blocks=28, prefill_chunk=16, max_num_batched_tokens=48, max_num_seqs=6, role=self.role, depth=depth
+        )
         self.asked: dict[str, GenerateRequest] = {}
         self.aborted: set[str] = set()
         self.cursor = EventCursor()
@@ -339,6 +342,8 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         num_given=st.integers(0, 3),
         scores=st.booleans(),
+        penalty=st.sampled_from([0.0, 1.0]),
+        stop=st.none() | st.integers(0, 8),
         disposition=st.sampled_from([Disposition.KEEP, *Disposition]),
     )
     def submit(
@@ -348,10 +353,19 @@ class EngineMachine(RuleBasedStateMachine):
         priority: int,
         num_given: int,
         scores: bool,
+        penalty: float,
+        stop: int | None,
         disposition: Disposition,
     ) -> None:
+        """The toy model knows nothing of penalties, but the scheduler does."""
         given = by_hand(prompt, min(num_given, max_tokens - 1))
-        changes = {"priority": priority, "output_ids": given, "prompt_logprobs": 0 if scores else None}
+        changes = {
+            "priority": priority,
+            "output_ids": given,
+            "prompt_logprobs": 0 if scores else None,
+            "presence_penalty": penalty,
+            "stop_token_ids": () if stop is None else by_hand(prompt, 9)[stop : stop + 1],
+        }
         request = ask(f"r{len(self.asked)}", prompt, max_tokens, **changes)
         self._submit(request, disposition)
 
@@ -371,7 +385,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not self.asked:
             return
         gone = data.draw(st.lists(st.sampled_from(sorted(self.asked)), max_size=3))
-        batch = self.toy.scheduler.plan(self.toy.now) if in_flight else None
+        batch = self.toy.scheduler.plan(self.toy.now) if in_flight and self.depth == 0 else None
         self.toy.engine.abort(gone)
         self.aborted |= {name for name in gone if self.toy.answers[name].finish_reason is None}
         if batch is not None:
@@ -395,6 +409,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.known == in_cache(self.toy)
 
     def teardown(self) -> None:
+        if not hasattr(self, "toy"):
+            return  # hypothesis gave up before it began
         self.arrive()
         answers = self.toy.finish()
         assert len(self.role.prefilled) == len(set(self.role.prefilled)), "handed over twice"
@@ -409,6 +425,8 @@ class EngineMachine(RuleBasedStateMachine):
     def _check(self, request: GenerateRequest, answer: Answer) -> None:
         num_given = len(request.output_ids)
         expected = by_hand(request.prompt_ids, request.sampling.max_tokens)[num_given:]
+        ends = [n for n, token_id in enumerate(expected, 1) if token_id in request.sampling.stop_token_ids]
+        expected = expected[: ends[0]] if ends else expected
         if request.request_id in self.aborted:
             assert answer.token_ids == expected[: len(answer.token_ids)]
             return
