@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from protos.errors import Misconfigured
+
+Preference = Literal["auto", "shm", "collective"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneConfig:
-    """How long a lane waits, and how much it keeps in memory.
+    """What a lane runs over, how long it waits, and how much it keeps in memory.
+
+    `transport` is auto (shared memory where source and destination prove that they have some in common, the network
+    otherwise), or one of the two by name, which is then taken or refused.
 
     An idle sender says so every `beat_s`; a lane on which nothing has moved for `stall_s` is lost. A receiver waits
     `expect_s` for a sender it was told to expect. Each end of a lane stages about `max_staged_bytes`; a payload
     travels in messages of `message_bytes`.
     """
 
+    transport: Preference = "auto"
     beat_s: float = 0.5
     stall_s: float = 5.0
     expect_s: float = 120.0
@@ -23,7 +30,11 @@ class LaneConfig:
     message_bytes: int = 8 * 2**20
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        if self.transport not in get_args(Preference):
+            raise Misconfigured(
+                f"transport is {self.transport!r}: choose one of {', '.join(get_args(Preference))}", param="transport"
+            )
+        for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if not value > 0:
                 raise Misconfigured(f"{field.name} is {value}: it must be above 0", param=field.name)

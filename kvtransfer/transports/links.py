@@ -5,6 +5,8 @@ LaneConfig.transport   collective  ──▶ gloo for headers, gloo or NCCL for 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,19 +18,25 @@ from torch._C._distributed_c10d import PrefixStore
 from kvtransfer.config import LaneConfig
 from kvtransfer.transports.store import BoardStore
 
+HEADER_TAG = 1
+PAYLOAD_TAG = 2
+_SEVER_TAG = 3
+
 # A CPU build of torch has not all of these classes.
 _backends: Any = distributed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """All ranks of a lane are here, at `store`. This one is `rank` of `size` and exchanges KV with `peer_ranks`."""
+    """All ranks of a lane are here, at `store`. This one is `rank` of `size`: it `sends` KV to its `peer_ranks`, or it
+    receives KV from them."""
 
     store: BoardStore
     epoch: int
     rank: int
     size: int
     peer_ranks: tuple[int, ...]
+    sends: bool
     bind_host: str
     device: str
     config: LaneConfig
@@ -41,14 +49,21 @@ class Meeting:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """`control` carries headers and beats, `payloads` what they announce: both have the `send` and `recv` of a process
-    group, and work that can be waited for. `transport` is how people know them."""
+    group, and work that can be waited for. `transport` is how people know them, `why` says why they are not
+    faster ones.
+
+    `sever` makes whatever waits on them fail now, at both ends, and may be called from any thread; `close` is the end.
+    """
 
     control: Any
     payloads: Any
     transport: str
+    sever: Callable[[], None]
+    close: Callable[[], None]
+    why: str = ""
 
 
-def open_collective(meeting: Meeting) -> Links:
+def open_collective(meeting: Meeting, why: str = "") -> Links:
     """Raises RuntimeError or OSError when the groups do not come about."""
     config = meeting.config
     options = _backends.ProcessGroupGloo._Options()
@@ -57,8 +72,30 @@ def open_collective(meeting: Meeting) -> Links:
     options._threads = 1
     store = PrefixStore(f"{meeting.epoch}/gloo", meeting.store)
     control = _backends.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
-    if not meeting.on_gpu:
-        return Links(control=control, payloads=control, transport="gloo")
-    store = PrefixStore(f"{meeting.epoch}/nccl", meeting.store)
-    nccl = _backends.ProcessGroupNCCL(store, meeting.rank, meeting.size, _backends.ProcessGroupNCCL.Options())
-    return Links(control=control, payloads=nccl, transport="nccl")
+    payloads = control
+    if meeting.on_gpu:
+        store = PrefixStore(f"{meeting.epoch}/nccl", meeting.store)
+        payloads = _backends.ProcessGroupNCCL(store, meeting.rank, meeting.size, _backends.ProcessGroupNCCL.Options())
+
+    def sever() -> None:
+        """gloo has no abort: but an operation that times out closes its context's connections, and that is heard by
+        all who wait on them, on both sides."""
+        for rank in meeting.peer_ranks:
+            with contextlib.suppress(RuntimeError):  # as intended, or it was broken before
+                never = control.recv([torch.empty(1, dtype=torch.uint8)], rank, _SEVER_TAG)
+                never.wait(timedelta(milliseconds=1))
+        if payloads is not control:
+            payloads.abort()
+
+    return Links(
+        control=control,
+        payloads=payloads,
+        transport="nccl" if meeting.on_gpu else "gloo",
+        sever=sever,
+        close=_by_itself,
+        why=why,
+    )
+
+
+def _by_itself() -> None:
+    """A process group closes its connections when nobody refers to it any more."""

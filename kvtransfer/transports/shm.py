@@ -1,0 +1,334 @@
+"""Links within one host: a ring of slots in memory that both ranks map, and a socket that says which slots are full.
+
+    source rank                     ring of the pair, made by the destination                     destination rank
+    payload ── memcpy ──▶ [slot][slot][slot][slot] ── memcpy ──▶ payload
+            ── "n bytes more" ─────── socket ───────▶        ◀── "a slot is free" ── socket ──
+
+On a CPU the ring is a memfd, on a GPU the destination's device memory behind a CUDA IPC handle. Neither has a name, so
+none can be left behind: the kernel frees a ring with the last process that maps it, however that process ends. Headers
+travel in the socket itself. A peer that dies closes it, which is heard at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+NUM_SLOTS = 4
+MAX_SLOT_BYTES = 2 * 2**20  # smaller ones wait for each other more often, larger ones leave the processor's cache
+TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"<I{TOKEN_BYTES}s")  # which rank comes, and what only the board could tell it
+_FILLED = struct.Struct("<BI")  # a mark that no header begins with, and the number of bytes in the next slot
+_SLOT = struct.Struct("<I")  # bytes of a slot, before the handle
+_PROVED = b"seen"
+_MARK = 0xFE
+_FREED = b"\x01"
+_MAX_MESSAGE = 4096
+
+_cuda: Any = torch.cuda
+
+
+class LinkBroken(RuntimeError):
+    """The peer is gone, silent, or says what it should not. As with a process group, a RuntimeError."""
+
+
+class Ring:
+    """The slots of one pair of ranks, as one flat tensor of bytes. `shared` is what the peer maps it by."""
+
+    def __init__(self, memory_B: torch.Tensor, slot_bytes: int, shared: tuple[list[int], bytes]) -> None:
+        self.memory_B = memory_B
+        self.slot_bytes = slot_bytes
+        self.num_slots = memory_B.numel() // slot_bytes
+        self.shared = shared
+
+    @classmethod
+    def make(cls, device: str, slot_bytes: int) -> Ring:
+        num_bytes = NUM_SLOTS * slot_bytes
+        if torch.device(device).type == "cuda":
+            memory_B = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            storage: Any = memory_B.untyped_storage()
+            return cls(memory_B, slot_bytes, ([], repr(storage._share_cuda_()).encode()))
+        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+        os.ftruncate(fd, num_bytes)
+        return cls(_map(fd, num_bytes), slot_bytes, ([fd], b""))
+
+    @classmethod
+    def find(cls, fds: Sequence[int], handle: bytes, slot_bytes: int) -> Ring:
+        """What the peer made. Takes the file descriptors over."""
+        if handle:
+            storage_type: Any = torch.UntypedStorage
+            storage = storage_type._new_shared_cuda(*ast.literal_eval(handle.decode()))
+            memory_B = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: NUM_SLOTS * slot_bytes]
+            return cls(memory_B, slot_bytes, ([], handle))
+        try:
+            return cls(_map(fds[0], NUM_SLOTS * slot_bytes), slot_bytes, ([], b""))
+        finally:
+            os.close(fds[0])
+
+    def forget_names(self) -> None:
+        """The peer has mapped it, or never will."""
+        for fd in self.shared[0]:
+            os.close(fd)
+        self.shared = ([], b"")
+
+    def slot(self, index: int, num_bytes: int) -> torch.Tensor:
+        start = index % self.num_slots * self.slot_bytes
+        return self.memory_B[start : start + num_bytes]
+
+
+def _map(fd: int, num_bytes: int) -> torch.Tensor:
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    return torch.frombuffer(mmap.mmap(fd, num_bytes, flags=flags), dtype=torch.uint8)
+
+
+class Link:
+    """One end of the ring and the socket between two ranks; `send` and `receive` are never called on the same end.
+
+    `slots_done` counts what this end has filled or emptied, `slots_free` what the sending end may fill.
+    """
+
+    def __init__(self, connection: socket.socket, ring: Ring) -> None:
+        self._connection = connection
+        self._ring = ring
+        self._slots_done = 0
+        self._slots_free = ring.num_slots
+
+    def tell(self, message: bytes, timeout_s: float) -> None:
+        self._guarded(timeout_s, lambda: self._connection.send(message))
+
+    def hear(self, timeout_s: float) -> bytes:
+        message: bytes = self._guarded(timeout_s, lambda: self._connection.recv(_MAX_MESSAGE))
+        if not message:
+            raise LinkBroken("the peer closed the connection")
+        return message
+
+    def send(self, part_B: torch.Tensor, timeout_s: float) -> None:
+        for piece_B in torch.split(part_B, self._ring.slot_bytes):
+            while not self._slots_free:
+                self._slots_free += len(self.hear(timeout_s))
+            _copy(self._ring.slot(self._slots_done, piece_B.numel()), piece_B)
+            self._slots_done += 1
+            self._slots_free -= 1
+            self.tell(_FILLED.pack(_MARK, piece_B.numel()), timeout_s)
+
+    def receive(self, part_B: torch.Tensor, timeout_s: float) -> None:
+        done = 0
+        while done < part_B.numel():
+            mark, num_bytes = self._filled(self.hear(timeout_s))
+            if mark != _MARK or not 0 < num_bytes <= min(self._ring.slot_bytes, part_B.numel() - done):
+                raise LinkBroken(f"the peer says {num_bytes} bytes are in a slot: that cannot be")
+            _copy(part_B[done : done + num_bytes], self._ring.slot(self._slots_done, num_bytes))
+            self._slots_done += 1
+            done += num_bytes
+            self.tell(_FREED, timeout_s)
+
+    def show(self, timeout_s: float) -> None:
+        """The destination's part of the proof: hands the ring over and looks what the source does to it."""
+        number = secrets.token_bytes(TOKEN_BYTES)
+        number_B = self._ring.slot(0, TOKEN_BYTES)
+        number_B.copy_(torch.frombuffer(bytearray(number), dtype=torch.uint8))
+        fds, handle = self._ring.shared
+        message = _SLOT.pack(self._ring.slot_bytes) + handle
+        self._guarded(timeout_s, lambda: socket.send_fds(self._connection, [message], fds))
+        self.hear(timeout_s)
+        turned = bytes(255 - byte for byte in number)
+        if number_B.cpu().numpy().tobytes() != turned:
+            raise LinkBroken("the source says it has written into the ring, and it has not")
+        self.tell(_PROVED, timeout_s)
+
+    def shut(self) -> None:
+        """Whoever waits here or at the other end hears of it now."""
+        with suppress(OSError):  # the peer was faster
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _filled(self, message: bytes) -> tuple[int, int]:
+        if len(message) != _FILLED.size:
+            raise LinkBroken("a payload was expected, and something else came")
+        mark, num_bytes = _FILLED.unpack(message)
+        return int(mark), int(num_bytes)
+
+    def _guarded(self, timeout_s: float, action: Callable[[], Any]) -> Any:
+        try:
+            self._connection.settimeout(timeout_s)
+            return action()
+        except TimeoutError as error:
+            raise LinkBroken(f"the peer did nothing for {timeout_s:g} s") from error
+        except OSError as error:
+            raise LinkBroken(f"the connection to the peer is gone: {error.strerror or error}") from error
+
+
+def _copy(target_B: torch.Tensor, source_B: torch.Tensor) -> None:
+    """On a CPU by one thread, without Python's lock. On a GPU the bytes are there when this returns."""
+    if target_B.is_cuda or source_B.is_cuda:
+        target_B.copy_(source_B)
+        _cuda.current_stream().synchronize()
+    else:
+        ctypes.memmove(target_B.data_ptr(), source_B.data_ptr(), target_B.numel())
+
+
+class ShmGroup:
+    """All links of one rank, with the face of a process group: work is done by whoever waits for it, in that order.
+
+    Messages of tag `HEADER_TAG` are small and lie in the socket; those of another tag go through the ring.
+    """
+
+    def __init__(self, links: dict[int, Link], *, header_tag: int) -> None:
+        self._links = links
+        self._header_tag = header_tag
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+        link, (part_B,) = self._links[rank], tensors
+        if tag == self._header_tag:
+            return Work(lambda timeout_s: link.tell(part_B.numpy().tobytes(), timeout_s))
+        return Work(lambda timeout_s: link.send(part_B, timeout_s))
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+        link, (part_B,) = self._links[rank], tensors
+        if tag == self._header_tag:
+            return Work(lambda timeout_s: _hear_into(link, part_B, timeout_s))
+        return Work(lambda timeout_s: link.receive(part_B, timeout_s))
+
+    def abort(self) -> None:
+        """Callable from any thread."""
+        for link in self._links.values():
+            link.shut()
+
+    def close(self) -> None:
+        self.abort()
+        for link in self._links.values():
+            link.close()
+
+
+class Work:
+    def __init__(self, do: Callable[[float], None]) -> None:
+        self._do = do
+
+    def wait(self, timeout: timedelta) -> None:
+        self._do(timeout.total_seconds())
+
+
+def _hear_into(link: Link, header_B: torch.Tensor, timeout_s: float) -> None:
+    message = link.hear(timeout_s)
+    if len(message) != header_B.numel():
+        raise LinkBroken(f"a header of {header_B.numel()} bytes was expected, {len(message)} came")
+    header_B.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+
+
+class Door:
+    """Where source ranks prove to a destination rank that they share its memory; it closes behind the last of them.
+
+    It listens in this machine's memory: whoever can knock is on the same host, and within the same network namespace.
+    The destination writes a random number into the ring, and the source must turn every bit of it there.
+    """
+
+    def __init__(self, device: str, slot_bytes: int) -> None:
+        self._device = device
+        self._slot_bytes = slot_bytes
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._name = secrets.token_bytes(TOKEN_BYTES)
+        self._listener = _socket()
+        self._listener.bind(_abstract(self._name))
+        self._listener.listen()
+
+    @property
+    def notice(self) -> bytes:
+        """What sources are to know; for the lane's board."""
+        return self._name + self._token
+
+    def admit(self, source_ranks: Iterable[int], timeout_s: float) -> dict[int, Link]:
+        """A link to each rank; all of them must have knocked. Raises LinkBroken."""
+        links: dict[int, Link] = {}
+        missing = set(source_ranks)
+        try:
+            while missing:
+                rank, link = self._admit(timeout_s)
+                if rank in missing:
+                    missing.remove(rank)
+                    links[rank] = link
+                else:
+                    link.close()
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
+        finally:
+            self._listener.close()
+        return links
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _admit(self, timeout_s: float) -> tuple[int, Link]:
+        """A stranger is a broken link, and no rank."""
+        self._listener.settimeout(timeout_s)
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            raise LinkBroken(f"nobody came through the door: {error}") from error
+        ring = Ring.make(self._device, self._slot_bytes)
+        link = Link(connection, ring)
+        try:
+            rank, token = _HELLO.unpack(link.hear(timeout_s))
+            if not secrets.compare_digest(token, self._token):
+                raise LinkBroken("a stranger knocked")
+            link.show(timeout_s)
+        except (LinkBroken, struct.error):
+            link.close()
+            raise
+        finally:
+            ring.forget_names()
+        return int(rank), link
+
+
+def knock(notice: bytes, rank: int) -> socket.socket:
+    """Goes to a destination's door. Raises OSError where there is no such door: on another host, most often."""
+    connection = _socket()
+    try:
+        connection.connect(_abstract(notice[:TOKEN_BYTES]))
+        connection.send(_HELLO.pack(rank, notice[TOKEN_BYTES:]))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def prove(connection: socket.socket, timeout_s: float) -> Link:
+    """The source's part of the proof. Takes the connection over. Raises LinkBroken."""
+    try:
+        connection.settimeout(timeout_s)
+        handle, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 1)
+        (slot_bytes,) = _SLOT.unpack_from(handle)
+        ring = Ring.find(fds, handle[_SLOT.size :], slot_bytes)
+        number_B = ring.slot(0, TOKEN_BYTES)
+        number_B.bitwise_not_()
+        link = Link(connection, ring)
+        link.tell(_PROVED, timeout_s)
+        if link.hear(timeout_s) != _PROVED:
+            raise LinkBroken("the destination does not see what was written into its memory")
+    except (OSError, RuntimeError, struct.error, ValueError, IndexError) as error:
+        connection.close()
+        raise LinkBroken(f"memory cannot be shared with the destination: {error}") from error
+    return link
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _abstract(name: bytes) -> str:
+    """An address outside every file system: it goes with whoever listens there."""
+    return f"\0baton-kv-{name.hex()}"
