@@ -165,14 +165,10 @@ def _open_worker(orders: Orders, on_progress: Progress) -> Parts:
             from prefill_pool.service import open_worker as open_prefill
 
             return open_prefill(orders.worker, orders.seat, orders.prefill, on_progress=on_progress)
-        case WorkerRole.DECODE:
+        case WorkerRole.DECODE | WorkerRole.COLOCATED:
             from decode_pool.service import open_worker as open_decode
 
-            return open_decode(orders.worker, orders.seat, orders.decode, on_progress=on_progress)
-        case WorkerRole.COLOCATED:
-            from workers.rpc.colocated import open_worker as open_colocated
-
-            return open_colocated(orders.worker, orders.seat, on_progress=on_progress)
+            return open_decode(orders.worker, orders.seat, orders.decode, kind=orders.role, on_progress=on_progress)
 
 
 def _follow_worker(orders: Orders) -> None:
@@ -181,14 +177,10 @@ def _follow_worker(orders: Orders) -> None:
             from prefill_pool.service import follow as follow_prefill
 
             follow_prefill(orders.worker, orders.seat)
-        case WorkerRole.DECODE:
+        case WorkerRole.DECODE | WorkerRole.COLOCATED:
             from decode_pool.service import follow as follow_decode
 
             follow_decode(orders.worker, orders.seat)
-        case WorkerRole.COLOCATED:
-            from workers.rpc.colocated import follow as follow_colocated
-
-            follow_colocated(orders.worker, orders.seat)
 
 
 def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:

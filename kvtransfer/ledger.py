@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvtransfer.transport import Chunk
@@ -37,7 +37,8 @@ class TicketState(StrEnum):
 class Reservation:
     """What was promised. `cached_ids` are blocks of the destination's own cache, before those of the ticket.
 
-    `token_ids` are all the tokens whose KV the blocks hold in the end; `source` is the sender's `peer_name`.
+    `token_ids` are the tokens whose KV the blocks hold in the end; if it `grows` while it moves they are the first of
+    them, and there is room for more. `source` is the sender's `peer_name`.
     """
 
     ticket: Ticket
@@ -45,6 +46,7 @@ class Reservation:
     token_ids: tuple[int, ...]
     cached_ids: tuple[int, ...]
     reserved_s: float
+    grows: bool = False
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -124,6 +126,23 @@ class Ledger:
         self._tombstones.pop(ticket.ticket_id, None)
         self._live[ticket.ticket_id] = _Entry(reservation, reservation.reserved_s + ticket.lease_s, set())
 
+    def settle(self, ticket_id: str, generation: int, num_blocks: int) -> tuple[int, ...]:
+        """Only the ticket's first `num_blocks` blocks will be written: the others belong to the caller now."""
+        entry = self._entry(ticket_id, generation)
+        if entry is None:
+            return ()
+        reservation = entry.reservation
+        ticket, surplus = reservation.ticket, reservation.ticket.block_ids[num_blocks:]
+        if surplus:
+            num_left = len(reservation.block_ids) - len(surplus)
+            entry.reservation = replace(
+                reservation,
+                ticket=replace(ticket, block_ids=ticket.block_ids[:num_blocks]),
+                token_ids=reservation.token_ids[: num_left * ticket.layout.block_size],
+            )
+            entry.arrived = {index for index in entry.arrived if index < num_blocks}
+        return surplus
+
     def blocks_for(self, chunk: Chunk, source: str) -> tuple[int, ...]:
         """Where an arrived chunk is to be written; empty if it must be dropped.
 
@@ -190,6 +209,11 @@ class Ledger:
         tombstone = self.tombstone(ticket_id, generation)
         return tombstone.state if tombstone else None
 
+    def reservation(self, ticket_id: str, generation: int) -> Reservation | None:
+        """Of a live ticket."""
+        entry = self._entry(ticket_id, generation)
+        return entry.reservation if entry else None
+
     def tombstone(self, ticket_id: str, generation: int) -> Tombstone | None:
         found = self._tombstones.get(ticket_id)
         return found if found and found.generation == generation else None
@@ -225,7 +249,9 @@ class Ledger:
             assert ticket.ticket_id == ticket_id
             assert entry.arrived <= set(range(len(ticket.block_ids))), "a block arrived that was never asked for"
             num_blocks = -(-len(entry.reservation.token_ids) // ticket.layout.block_size)
-            assert len(entry.reservation.block_ids) == num_blocks, "a ticket holds more or less than its tokens need"
+            num_held = len(entry.reservation.block_ids)
+            assert num_held >= num_blocks, "a ticket holds less than its tokens need"
+            assert num_held == num_blocks or entry.reservation.grows, "a ticket holds more than its tokens need"
 
     def assert_idle(self) -> None:
         assert not self._live, f"tickets {sorted(self._live)} still own blocks"

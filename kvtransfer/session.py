@@ -10,6 +10,7 @@ offered the request's own blocks may go, whatever the wire still does.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from kvtransfer.transport import Chunk
 from protos.values import Ticket
@@ -40,6 +41,21 @@ class Session:
         """Is the ticket for a sequence of so many tokens?"""
         size = self.ticket.layout.block_size
         return self.first_block + len(self.ticket.block_ids) == -(-num_tokens // size)
+
+    def is_full(self, num_tokens: int) -> bool:
+        """Would a sequence of so many tokens, one more, find no room?"""
+        return num_tokens >= (self.first_block + len(self.ticket.block_ids)) * self.ticket.layout.block_size
+
+    def all_sent(self, num_computed: int) -> bool:
+        """Have all blocks that are full left this host?"""
+        num_full = num_computed // self.ticket.layout.block_size - self.first_block
+        return self.num_sent >= min(num_full, len(self.ticket.block_ids))
+
+    def settle(self, num_tokens: int) -> None:
+        """The sequence will have so many tokens: the ticket's further blocks stay empty."""
+        num_blocks = max(0, -(-num_tokens // self.ticket.layout.block_size) - self.first_block)
+        assert self.num_offered <= num_blocks <= len(self.ticket.block_ids), "a sequence shrank, or outgrew its ticket"
+        self.ticket = replace(self.ticket, block_ids=self.ticket.block_ids[:num_blocks])
 
     def next_chunk(self, num_computed: int, *, complete: bool) -> Chunk | None:
         """What can be offered next when `num_computed` tokens have their KV, and `complete` says that these are all."""

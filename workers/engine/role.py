@@ -1,7 +1,9 @@
 """What a pool decides for its engine. The engine asks; it never knows which pool it serves.
 
 ``tick`` is called once at the head of every step, from the engine's thread, also when nothing runs. A role that moves
-KV does its work there: it reads and writes the engine's blocks between two steps and never during one.
+KV does its work there: it reads and writes the engine's blocks between two launches. A step may be in flight then: it
+writes only positions beyond `num_computed` of requests it computes, and reads only blocks that they hold. So what is
+computed may be read, and blocks that were reserved may be written.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from protos.errors import BatonError
-from protos.values import WorkerLoad
+from protos.errors import BatonError, InvalidRequest
+from protos.values import BlockHash, Ticket, WorkerLoad
 from workers.engine.request import Request
 
 
@@ -26,11 +28,16 @@ class Disposition(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """`released`: held requests whose blocks may go now. `failed`: requests that cannot go on; their blocks go too.
+    """`moved`: running requests that go on elsewhere, and are HELD from now on. `stayed`: those that were to move and
+    cannot; they go on here. `released`: held requests whose blocks may go now. `failed`: requests that cannot go on;
+    their blocks go too.
 
-    The role has let go of both already: `forget` is not called for them. Ids the engine does not know are ignored.
+    The role has let go of the last two already: `forget` is not called for them. Ids the engine does not know are
+    ignored.
     """
 
+    moved: Sequence[str] = ()
+    stayed: Sequence[tuple[str, BatonError]] = ()
     released: Sequence[str] = ()
     failed: Sequence[tuple[str, BatonError]] = ()
 
@@ -47,6 +54,16 @@ class Role(Protocol):
 
     def after_prefill(self, request: Request) -> Disposition:
         """Called once, with the first token this engine sampled for the request, unless it ended the request."""
+        ...
+
+    def move(self, request: Request, ticket: Ticket, now: float) -> None:
+        """The request is to go on where the ticket is. A later `tick` says that it has moved, or has stayed. Raises
+        InvalidRequest on a worker without lanes."""
+        ...
+
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float) -> int:
+        """Pushes cached blocks to the ticket: those of the chain `hashes` that are among its blocks and are here. How
+        many they are. Raises InvalidRequest or IncompatibleWorkers."""
         ...
 
     def forget(self, request: Request) -> None:
@@ -78,6 +95,12 @@ class Colocated:
 
     def after_prefill(self, request: Request) -> Disposition:
         return Disposition.KEEP
+
+    def move(self, request: Request, ticket: Ticket, now: float) -> None:
+        raise InvalidRequest("this worker has no lanes: what runs here ends here", param="ticket")
+
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float) -> int:
+        raise InvalidRequest("this worker has no lanes: it can push nothing", param="ticket")
 
     def forget(self, request: Request) -> None:
         pass

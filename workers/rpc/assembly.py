@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import Store
 
 from kvtransfer.transport import Receiver, Sender
+from kvtransfer.transports.collective import CollectiveTransport
 from protos.values import LaneAddress, WorkerInfo, WorkerRole
 from workers.config import Seat, WorkerConfig
 from workers.engine.build import Rank, build_engine, device_of, follow_rank0, make_dock, open_rank
@@ -81,6 +82,19 @@ def follow(config: WorkerConfig, seat: Seat, *, make_ends: MakeEnds) -> None:
     rank = open_rank(config, group)
     ends = make_ends(rank, seat, Bell())
     follow_rank0(rank, make_dock(rank, sender=ends.sender, receiver=ends.receiver))
+
+
+def lane_ends(rank: Rank, seat: Seat, bell: Bell) -> Ends:
+    """Of a worker that pushes and is pushed to. Rank 0 opens the meeting place of the lanes and tells the others where
+    it is."""
+    transport = CollectiveTransport(rank=seat.rank, device=rank.device)
+    if seat.rank == 0:
+        receiver = transport.receiver(lane_address(seat), rank.layout, wake=bell.ring)
+        rank.group.broadcast(receiver.address)
+    else:
+        met = rank.group.broadcast(lane_address(seat))
+        receiver = transport.receiver(met, rank.layout, wake=bell.ring)
+    return Ends(sender=transport.sender(lane_address(seat), rank.layout, wake=bell.ring), receiver=receiver)
 
 
 def _meet(config: WorkerConfig, seat: Seat, store: Store | None) -> TensorParallel:

@@ -19,8 +19,10 @@ from protos.values import (
     FinishReason,
     GenerateRequest,
     Hello,
+    MoveRequest,
     ReserveRequest,
     SequenceUpdate,
+    ShareRequest,
     StepMessage,
     Ticket,
     WorkerInfo,
@@ -147,6 +149,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                     self._submit(stream, from_proto(GenerateRequest, message.submit))
                 elif kind == "abort":
                     self._abort(tuple(message.abort.request_ids))
+                elif kind == "move":
+                    self._move(from_proto(MoveRequest, message.move))
                 elif kind == "hello":
                     self._greet(stream, from_proto(Hello, message.hello))
         except ValueError as error:  # a text that no enum of ours knows: a peer of another version
@@ -178,6 +182,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._engine.abort(request_ids)
 
         self.loop.post(abort)
+
+    def _move(self, asked: MoveRequest) -> None:
+        def move() -> None:
+            try:
+                self._engine.move(asked, self._clock())
+            except Exception as error:  # answered to whoever asked: the request goes on here
+                if not isinstance(error, BatonError):
+                    log.exception("request %s could not be moved", asked.request_id)
+                stays = SequenceUpdate(request_id=asked.request_id, error=error_info(error))
+                self.loop.tell(self.publish, StepMessage(updates=(stays,)))
+
+        self.loop.post(move)
 
     def _own(self, stream: GatewayStream, request_id: str) -> None:
         """The request lives with this stream, and no longer with an older one of a gateway that has come back."""
@@ -219,6 +235,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 raise
         except Exception as error:  # answered to whoever asked; what is not of our tree is logged there
             await abort_with(context, error)
+
+    async def Share(self, request: Any, context: Any) -> Any:
+        asked = from_proto(ShareRequest, request)
+        try:
+            num_blocks = await self.loop.call(lambda: self._engine.share(asked, self._clock()))
+        except Exception as error:  # answered to whoever asked; what is not of our tree is logged there
+            await abort_with(context, error)
+        return worker_pb2.ShareReply(num_blocks=num_blocks)
 
     def _own_reservation(self, asked: ReserveRequest) -> None:
         """It ends with its gateway's stream, as a request does. Raises Unavailable where there is no such stream."""

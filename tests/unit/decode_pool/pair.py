@@ -124,18 +124,22 @@ class Pair:
         self.exchange = Exchange(self.post, max_staged_bytes=staged_blocks * BLOCK_BYTES)
         self.now = 0.0
 
+        chunk_bytes = chunk_blocks * LAYOUT.block_bytes
+
         def prefill_role(side: Side) -> PrefillRole:
-            sender = self.exchange.sender(PREFILL, LAYOUT)
-            mover = Mover(Dock(side.runner, sender=sender), told)
-            return PrefillRole(mover, "p0", LAYOUT, PrefillConfig(chunk_bytes=chunk_blocks * LAYOUT.block_bytes))
+            return PrefillRole(self.mover(side, PREFILL), side.pool, LAYOUT, PrefillConfig(chunk_bytes=chunk_bytes))
 
         def decode_role(side: Side) -> DecodeRole:
-            receiver = self.exchange.receiver(DECODE, LAYOUT)
-            mover = Mover(Dock(side.runner, receiver=receiver), told)
-            return DecodeRole(mover, side.pool, LAYOUT, DecodeConfig(headroom=headroom))
+            config = DecodeConfig(headroom=headroom)
+            return DecodeRole(self.mover(side, DECODE), side.pool, LAYOUT, config, chunk_bytes=chunk_bytes)
 
         self.prefill = Side(PREFILL_WEIGHT, num_blocks, prefill_role, **config)
         self.decode = Side(DECODE_WEIGHT, decode_blocks or num_blocks, decode_role)
+
+    def mover(self, side: Side, address: LaneAddress) -> Mover:
+        """A worker's ends of its lanes, both ways."""
+        sender, receiver = self.exchange.sender(address, LAYOUT), self.exchange.receiver(address, LAYOUT)
+        return Mover(Dock(side.runner, sender=sender, receiver=receiver), told)
 
     @property
     def prefill_role(self) -> PrefillRole:
@@ -201,9 +205,9 @@ class Pair:
             self.check()
 
     def check(self) -> None:
-        self.prefill.engine.check_integrity()
-        self.decode_role.ledger.check_integrity()
-        self.decode.engine.check_integrity(self.decode_role.ledger.reserved_ids())
+        for side, role in ((self.prefill, self.prefill_role), (self.decode, self.decode_role)):
+            role.ledger.check_integrity()
+            side.engine.check_integrity([*role.ledger.reserved_ids(), *role.outgoing.shared_ids()])
 
     def finish(self) -> None:
         """Delivers all there is, steps until nothing is left to do, and proves that nothing is held."""

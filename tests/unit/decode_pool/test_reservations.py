@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from decode_pool.config import DecodeConfig
-from decode_pool.role import reservations
 from kvtransfer.transport import MAX_TICKET_ID_BYTES
 from protos.errors import (
     ContextLengthExceeded,
@@ -30,6 +29,7 @@ from tests.unit.decode_pool.pair import (
     expected,
     prompt,
 )
+from workers.kv.incoming import reservations
 
 STATES = pytest.mark.parametrize("reached", ["reserved", "sending", "arrived"])
 
@@ -159,7 +159,7 @@ def test_running_answers_keep_some_blocks_to_grow_into() -> None:
 
 def test_a_draining_worker_takes_no_reservations() -> None:
     pair = Pair()
-    reserve = reservations(pair.decode_role, pair.decode.engine)
+    reserve = reservations(pair.decode_role.incoming, pair.decode.engine)
     asked = ReserveRequest(request_id="r", prompt_ids=prompt(4), source=PREFILL, source_layout=LAYOUT)
     assert reserve(asked, 0.0).ticket_id == "r"
     pair.decode.engine.drain()
@@ -176,7 +176,7 @@ def test_reservations_do_not_starve_requests_that_wait_here() -> None:
     pair.answer("waits", prompt(20), None)
     pair.step()
     asked = ReserveRequest(request_id="r", prompt_ids=prompt(4), source=PREFILL, source_layout=LAYOUT)
-    reserve = reservations(pair.decode_role, pair.decode.engine)
+    reserve = reservations(pair.decode_role.incoming, pair.decode.engine)
     with pytest.raises(Overloaded, match="waiting for KV blocks"):
         reserve(asked, pair.now)
     held = replace(asked, request_id="held", prompt_ids=prompt(16))

@@ -306,7 +306,7 @@ def test_a_preempted_prompt_is_read_again_and_arrives_once() -> None:
     pair.finish()
     assert pair.prefill.scheduler.num_preemptions > 0
     assert pair.text("r") == expected(prompt(16))
-    assert pair.prefill_role.load(pair.prefill.engine.load()).transfer_bytes == 4 * BLOCK_BYTES
+    assert pair.prefill.engine.load().transfer_bytes == 4 * BLOCK_BYTES
 
 
 def test_load_counts_what_was_sent() -> None:

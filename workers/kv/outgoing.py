@@ -1,0 +1,297 @@
+"""What this worker pushes: KV of prompts it reads for others, of sequences that move away, of blocks others ask for.
+
+    begin(request, ticket) ─▶ pushed as it is computed ── complete ─▶ all offered ─▶ released           a prompt
+    move(request, ticket) ──▶ pushed while it decodes ── caught up ─▶ moved: HELD ─▶ all offered ─▶ released
+    share(ticket, hashes) ──▶ references to what is cached ─────────▶ all offered ─▶ references given back
+
+A payload is a copy: what is offered needs its blocks no more. Whatever fails is told once; a move that fails before the
+sequence was HELD leaves it where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from kvtransfer.reshard import require_same_layout
+from kvtransfer.session import Session
+from kvtransfer.transport import Chunk, LaneLost, Sent, peer_name
+from protos.errors import BatonError, InvalidRequest, TransferFailed
+from protos.values import BlockHash, KVLayout, Ticket, TicketStats, WorkerLoad
+from workers.engine.request import Request, State
+from workers.engine.role import Tick
+from workers.kv.blocks import BlockPool
+from workers.kv.mover import Mover
+
+log = logging.getLogger("baton.worker")
+
+CHUNK_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """Cached blocks, each with a reference of ours. They hold `num_computed` tokens."""
+
+    block_ids: Sequence[int]
+    num_computed: int
+
+
+@dataclass(slots=True, eq=False)
+class Push:
+    """`complete`: no more tokens come than have been computed. `moves`: a running sequence that is to go away."""
+
+    source: Request | Shared
+    session: Session
+    begun_s: float
+    complete: bool = False
+    moves: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.source.request_id if isinstance(self.source, Request) else self.session.ticket.ticket_id
+
+    def caught_up(self) -> bool:
+        """Should the sequence stop here? Its full blocks have left, or the next token would find no room."""
+        request, session = self.source, self.session
+        assert isinstance(request, Request)
+        if request.state is not State.RUNNING or request.num_to_compute != 1:
+            return False
+        return session.is_full(request.num_computed) or session.all_sent(request.num_computed)
+
+
+class Outgoing:
+    """A role's sending half. `layout` is this worker's own. Not thread-safe: the engine's thread calls everything."""
+
+    def __init__(self, mover: Mover, pool: BlockPool, layout: KVLayout, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._mover = mover
+        self._pool = pool
+        self._layout = layout
+        self._max_chunk_blocks = max(1, chunk_bytes // layout.block_bytes)
+        self._pushes: dict[str, Push] = {}  # by ticket
+        self._released: list[str] = []
+        self._failed: dict[str, BatonError] = {}
+        self._stayed: dict[str, BatonError] = {}
+        self._num_moved = 0
+        self._num_bytes = 0
+        self._busy_s = 0.0
+
+    # -- what is pushed ------------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request, ticket: Ticket, now: float) -> bool:
+        """From now on the prompt's blocks are pushed as they become full. May be called again. False: it cannot be,
+        and the next tick says so."""
+        push = self._pushes.get(ticket.ticket_id)
+        if push is None or push.source is not request:
+            try:
+                session = self._open(ticket, now)
+                if not session.fits(request.num_tokens):
+                    raise InvalidRequest(
+                        f"ticket {ticket.ticket_id} is for blocks {session.first_block} to "
+                        f"{session.first_block + len(ticket.block_ids)} of the prompt, which has {request.num_tokens} "
+                        f"tokens: reserve with the tokens that are to be read",
+                        param="ticket",
+                    )
+                self._add(Push(request, session, now))
+            except BatonError as error:
+                self._failed[request.request_id] = error
+        return request.request_id not in self._failed
+
+    def completed(self, request: Request) -> bool | None:
+        """The prompt has been read: is all of it offered, so that its blocks may go? None: nobody is to have it."""
+        push = self._push_of(request)
+        if push is None:
+            return None
+        push.complete = True
+        if push.session.all_offered:
+            del self._pushes[push.session.ticket.ticket_id]
+            return True
+        return False
+
+    def move(self, request: Request, ticket: Ticket, now: float) -> None:
+        """The running sequence is to go on where the ticket is. A tick says that it has moved, or stays."""
+        try:
+            if self._push_of(request) is not None:
+                raise InvalidRequest(f"request {request.request_id} is being pushed already", param="request_id")
+            session = self._open(ticket, now)
+            if request.state is not State.RUNNING or request.num_to_compute != 1:
+                raise TransferFailed(f"request {request.request_id} is not in decode: it can move once it is")
+            self._add(Push(request, session, now, moves=True))
+        except BatonError as error:
+            self._stayed[request.request_id] = error
+
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float) -> int:
+        """Pushes those of the ticket's blocks that are cached, up to the first that is not: how many they are."""
+        session = self._open(ticket, now)
+        same_blocks = ticket.layout.block_size == self._pool.block_size
+        block_ids = self._pool.match(hashes) if same_blocks else []
+        num_blocks = min(len(block_ids) - session.first_block, len(ticket.block_ids))
+        if num_blocks < 1:
+            return 0
+        self._pool.acquire(block_ids)
+        shared = Shared(block_ids=block_ids, num_computed=len(block_ids) * self._pool.block_size)
+        self._add(Push(shared, session, now, complete=True))
+        session.settle((session.first_block + num_blocks) * ticket.layout.block_size)
+        return num_blocks
+
+    def _open(self, ticket: Ticket, now: float) -> Session:
+        destination = ticket.destination
+        require_same_layout(self._mover.address.worker_id, self._layout, destination.worker_id, ticket.layout)
+        older = self._pushes.get(ticket.ticket_id)
+        if older is not None and older.session.ticket.generation >= ticket.generation:
+            raise InvalidRequest(
+                f"ticket {ticket.ticket_id} is being served already: reserve one for each request", param="ticket"
+            )
+        if older is not None:
+            self._fail(older, f"generation {ticket.generation} of the ticket took its place")
+        return Session(ticket, max_chunk_blocks=self._max_chunk_blocks)
+
+    def _add(self, push: Push) -> None:
+        self._mover.open(push.session.ticket)
+        self._pushes[push.session.ticket.ticket_id] = push
+
+    # -- what a role passes on -----------------------------------------------------------------------------------------
+
+    def forget(self, request: Request) -> None:
+        """The request has ended: nothing of it is read any more, once `tick` has released it if it is HELD."""
+        self._failed.pop(request.request_id, None)
+        self._stayed.pop(request.request_id, None)
+        push = self._push_of(request)
+        if push is not None:
+            self._stop(push)
+        if request.state is State.HELD:
+            self._released.append(request.request_id)
+
+    def withdraw(self, ticket_id: str) -> bool:
+        """Stops pushing shared blocks. Were there any?"""
+        push = self._pushes.get(ticket_id)
+        if push is None or isinstance(push.source, Request):
+            return False
+        self._stop(push)
+        return True
+
+    def tick(self, now: float) -> Tick:
+        """Pushes what can be pushed. The engine's blocks are read here and nowhere else."""
+        for event in self._mover.poll_sent():
+            if isinstance(event, Sent):
+                self._sent(event, now)
+            else:
+                self._lost(event)
+        moved: list[str] = []
+        for push in tuple(self._pushes.values()):
+            if push.session.expired(now):
+                self._fail(push, f"the lease of {push.session.ticket.lease_s:g} s is over and nothing has moved")
+            else:
+                self._advance(push, now, moved)
+        tick = Tick(
+            released=tuple(self._released),
+            failed=tuple(self._failed.items()),
+            moved=tuple(moved),
+            stayed=tuple(self._stayed.items()),
+        )
+        self._released.clear()
+        self._failed.clear()
+        self._stayed.clear()
+        return tick
+
+    def busy(self) -> bool:
+        return bool(self._pushes or self._released or self._failed or self._stayed)
+
+    def load(self, load: WorkerLoad) -> WorkerLoad:
+        return replace(
+            load,
+            num_tickets=load.num_tickets + len(self._pushes),
+            transfer_bytes=load.transfer_bytes + self._num_bytes,
+            transfer_s=load.transfer_s + self._busy_s,
+            num_moved=self._num_moved,
+        )
+
+    def stats(self, now: float) -> tuple[TicketStats, ...]:
+        return tuple(push_stats(push, now) for push in self._pushes.values())
+
+    def shared_ids(self) -> Iterable[int]:
+        """Every reference to a block that is held for others, as often as it is held."""
+        return [i for push in self._pushes.values() if isinstance(push.source, Shared) for i in push.source.block_ids]
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _advance(self, push: Push, now: float, moved: list[str]) -> None:
+        session, source = push.session, push.source
+        self._offer(push, now)
+        if push.moves and not push.complete and session.is_full(source.num_computed - 1):
+            self._fail(push, "the sequence has outgrown the room there is for it")
+            return
+        if push.moves and not push.complete and push.caught_up():
+            push.complete = True
+            session.settle(source.num_computed)
+            moved.append(push.request_id)
+            self._num_moved += 1
+            self._offer(push, now)
+        if push.complete and session.all_offered:
+            del self._pushes[session.ticket.ticket_id]
+            self._let_go(push)
+
+    def _offer(self, push: Push, now: float) -> None:
+        session = push.session
+        while self._mover.can_push(session.ticket):
+            chunk = session.next_chunk(push.source.num_computed, complete=push.complete)
+            if chunk is None:
+                break
+            self._mover.push(session.ticket, chunk, _blocks_of(push, chunk))
+            session.offered(chunk, now)
+
+    def _sent(self, event: Sent, now: float) -> None:
+        self._num_bytes += event.num_bytes
+        self._busy_s += event.elapsed_s
+        push = self._pushes.get(event.chunk.ticket_id)
+        if push is not None and push.session.ticket.generation == event.chunk.generation:
+            push.session.sent(event.chunk, now)
+
+    def _lost(self, event: LaneLost) -> None:
+        for push in tuple(self._pushes.values()):
+            if peer_name(push.session.ticket.destination) == event.peer:
+                self._fail(push, f"the lane to {event.peer} was lost: {event.reason}")
+
+    def _fail(self, push: Push, reason: str) -> None:
+        self._stop(push)
+        error = TransferFailed(f"the KV of request {push.request_id} could not be passed on: {reason}")
+        if not isinstance(push.source, Request):
+            log.warning("%s", error.message)
+        elif push.moves and not push.complete:
+            self._stayed[push.request_id] = error
+        else:
+            self._failed[push.request_id] = error
+
+    def _stop(self, push: Push) -> None:
+        ticket_id = push.session.ticket.ticket_id
+        del self._pushes[ticket_id]
+        self._mover.cancel(ticket_id)
+        if isinstance(push.source, Shared):
+            self._let_go(push)
+
+    def _let_go(self, push: Push) -> None:
+        if isinstance(push.source, Shared):
+            self._pool.release(push.source.block_ids)
+        else:
+            self._released.append(push.request_id)
+
+    def _push_of(self, request: Request) -> Push | None:
+        return next((push for push in self._pushes.values() if push.source is request), None)
+
+
+def _blocks_of(push: Push, chunk: Chunk) -> Sequence[int]:
+    first = push.session.first_block + chunk.first_block
+    return push.source.block_ids[first : first + chunk.num_blocks]
+
+
+def push_stats(push: Push, now: float) -> TicketStats:
+    ticket = push.session.ticket
+    return TicketStats(
+        ticket_id=ticket.ticket_id,
+        generation=ticket.generation,
+        state="held" if push.complete else "moving" if push.moves else "pushing",
+        owner=peer_name(ticket.destination),
+        age_s=now - push.begun_s,
+        num_bytes=len(ticket.block_ids) * ticket.layout.block_bytes,
+        direction="out",
+    )
