@@ -19,6 +19,8 @@ from kvtransfer.transports.shm import MAX_SLOT_BYTES, Door, Link, LinkBroken, Sh
 log = logging.getLogger("baton.kvtransfer")
 
 _YES = b"yes"
+_OPEN = b"\x01"
+_SHUT = b"\x00"
 
 
 class TransportRefused(RuntimeError):
@@ -70,11 +72,11 @@ def _why_not_even_try(meeting: Meeting) -> str:
 def _receive_side(meeting: Meeting, why_not: str) -> dict[int, Link]:
     store, epoch = meeting.store, meeting.epoch
     if why_not:
-        store.set(f"{epoch}/door/{meeting.rank}", b"")
+        store.set(f"{epoch}/door/{meeting.rank}", _SHUT + why_not.encode())
         return {}
     door = Door(meeting.device, min(MAX_SLOT_BYTES, meeting.config.message_bytes))
     try:
-        store.set(f"{epoch}/door/{meeting.rank}", door.notice)
+        store.set(f"{epoch}/door/{meeting.rank}", _OPEN + door.notice)
         for source in meeting.peer_ranks:
             if (came := store.get(f"{epoch}/came/{source}/{meeting.rank}")) != _YES:
                 raise LinkBroken(came.decode())
@@ -91,10 +93,10 @@ def _send_side(meeting: Meeting, why_not: str) -> dict[int, Link]:
     try:
         for rank in meeting.peer_ranks:
             notice = store.get(f"{epoch}/door/{rank}")
-            said = why_not or ("" if notice else "the destination keeps its door shut")
+            said = why_not or ("" if notice.startswith(_OPEN) else notice.removeprefix(_SHUT).decode())
             if not said:
                 try:
-                    connections[rank] = knock(notice, meeting.rank)
+                    connections[rank] = knock(notice.removeprefix(_OPEN), meeting.rank)
                 except OSError as error:
                     said = f"no memory in common: {error.strerror or error}"
             store.set(f"{epoch}/came/{meeting.rank}/{rank}", said.encode() or _YES)

@@ -1,0 +1,277 @@
+"""What a wire may expect of its links, over shared memory and over the network, between any numbers of ranks; and that
+a transport is chosen by what the ranks can prove, all of them alike."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtransfer.config import LaneConfig, Preference
+from kvtransfer.transports.choice import TransportRefused, open_links
+from kvtransfer.transports.links import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
+from kvtransfer.transports.shm import Door, LinkBroken, Ring, knock, prove
+from kvtransfer.transports.store import Board, BoardStore
+
+PATIENCE = timedelta(seconds=20)
+CONFIG = LaneConfig(stall_s=20.0, message_bytes=1000)
+KINDS = pytest.mark.parametrize("kind", ["shm", "collective"])
+NAMES = {"shm": "shm", "collective": "gloo"}
+
+
+class Lane:
+    """All ranks of a lane of `num_sources` to `num_destinations`, each with a link to every rank of the other side."""
+
+    def __init__(self, num_sources: int, num_destinations: int) -> None:
+        self.board = Board("127.0.0.1")
+        self.size = num_sources + num_destinations
+        self.sources = tuple(range(num_sources))
+        self.destinations = tuple(range(num_sources, self.size))
+        self.links: list[Links] = []
+        self._stores: list[BoardStore] = []
+
+    def open(self, *preferences: Preference) -> list[Links]:
+        """Every rank in a thread of its own; a single preference is everybody's."""
+        given = preferences if len(preferences) > 1 else preferences * self.size
+        with ThreadPoolExecutor(self.size) as pool:
+            opening = [pool.submit(open_links, self._meeting(rank, given[rank])) for rank in range(self.size)]
+        self.links += [future.result() for future in opening if future.exception() is None]
+        for future in opening:
+            future.result()
+        return self.links
+
+    def close(self) -> None:
+        for links in self.links:
+            links.sever()
+            links.close()
+        for store in self._stores:
+            store.close()
+        self.board.close()
+
+    def _meeting(self, rank: int, preference: Preference) -> Meeting:
+        self._stores.append(store := BoardStore("127.0.0.1", self.board.port, "lane/", wait_s=CONFIG.stall_s))
+        sends = rank in self.sources
+        return Meeting(
+            store=store,
+            epoch=0,
+            rank=rank,
+            size=self.size,
+            peer_ranks=self.destinations if sends else self.sources,
+            sends=sends,
+            bind_host="127.0.0.1",
+            device="cpu",
+            config=replace(CONFIG, transport=preference),
+        )
+
+
+Opens = Callable[[int, int], Lane]
+
+
+@pytest.fixture
+def lane() -> Iterator[Opens]:
+    lanes: list[Lane] = []
+
+    def make(num_sources: int = 1, num_destinations: int = 1) -> Lane:
+        lanes.append(Lane(num_sources, num_destinations))
+        return lanes[-1]
+
+    yield make
+    for one in lanes:
+        one.close()
+
+
+def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def move(operation: Any, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> None:
+    for work in [operation([tensor], rank, tag) for tensor in tensors]:
+        work.wait(PATIENCE)
+
+
+def beside(*works: Callable[[], object]) -> list[Any]:
+    """Does all of it at once."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [future.result() for future in [pool.submit(work) for work in works]]
+
+
+@KINDS
+@pytest.mark.parametrize("num_bytes", [1, 999, 1000, 1001, 50_000])
+def test_bytes_arrive_whatever_their_number(lane: Opens, kind: Preference, num_bytes: int) -> None:
+    source, destination = lane(1, 1).open(kind)
+    assert {source.transport, destination.transport} == {NAMES[kind]}
+    sent, received = random_bytes(num_bytes), torch.zeros(num_bytes, dtype=torch.uint8)
+    beside(
+        lambda: move(source.payloads.send, torch.split(sent, 7000), 1, PAYLOAD_TAG),
+        lambda: move(destination.payloads.recv, torch.split(received, 7000), 0, PAYLOAD_TAG),
+    )
+    assert torch.equal(received, sent)
+
+
+@KINDS
+@pytest.mark.parametrize(("num_sources", "num_destinations"), [(1, 2), (2, 1), (2, 4)])
+def test_every_rank_reaches_every_peer(lane: Opens, kind: Preference, num_sources: int, num_destinations: int) -> None:
+    """Each source tells each destination something else, a header and then bytes, all at the same time."""
+    many = lane(num_sources, num_destinations)
+    links = many.open(kind)
+
+    def pieces(source: int, destination: int) -> tuple[torch.Tensor, torch.Tensor]:
+        seed = 10 * source + destination
+        return random_bytes(64, seed), random_bytes(5000, seed + 1000)
+
+    def send(source: int) -> None:
+        for destination in many.destinations:
+            header, payload = pieces(source, destination)
+            move(links[source].control.send, [header], destination, HEADER_TAG)
+            move(links[source].payloads.send, [payload], destination, PAYLOAD_TAG)
+
+    def receive(destination: int) -> None:
+        for source in many.sources:
+            header, payload = torch.zeros(64, dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8)
+            move(links[destination].control.recv, [header], source, HEADER_TAG)
+            move(links[destination].payloads.recv, [payload], source, PAYLOAD_TAG)
+            expected_header, expected_payload = pieces(source, destination)
+            assert torch.equal(header, expected_header)
+            assert torch.equal(payload, expected_payload)
+
+    beside(
+        *(lambda rank=rank: send(rank) for rank in many.sources),
+        *(lambda rank=rank: receive(rank) for rank in many.destinations),
+    )
+
+
+@KINDS
+@pytest.mark.parametrize("who", ["source", "destination"])
+def test_a_wait_ends_when_either_end_severs(lane: Opens, kind: Preference, who: str) -> None:
+    source, destination = lane(1, 1).open(kind)
+    waiting = destination.control.recv([torch.zeros(8, dtype=torch.uint8)], 0, HEADER_TAG)
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(waiting.wait, PATIENCE)
+        (source if who == "source" else destination).sever()
+        with pytest.raises(RuntimeError):
+            outcome.result()
+
+
+@KINDS
+def test_a_wait_for_a_silent_peer_ends(lane: Opens, kind: Preference) -> None:
+    _, destination = lane(1, 1).open(kind)
+    with pytest.raises(RuntimeError):
+        destination.control.recv([torch.zeros(8, dtype=torch.uint8)], 0, HEADER_TAG).wait(timedelta(milliseconds=20))
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preferences", "transport"),
+    [
+        (("auto",), "shm"),
+        (("shm", "auto"), "shm"),
+        (("auto", "shm"), "shm"),
+        (("collective", "auto"), "gloo"),
+        (("auto", "collective"), "gloo"),
+    ],
+)
+def test_all_ranks_choose_alike(lane: Opens, preferences: tuple[Preference, ...], transport: str) -> None:
+    links = lane(1, 1).open(*preferences)
+    assert [link.transport for link in links] == [transport, transport]
+    assert all(bool(link.why) == (transport == "gloo") for link in links), "what is not the best says why"
+
+
+def test_one_rank_that_cannot_keeps_all_from_it(lane: Opens) -> None:
+    links = lane(2, 2).open("auto", "auto", "auto", "collective")
+    assert {link.transport for link in links} == {"gloo"}
+    assert {link.why for link in links} == {"a worker's transport is set to collective"}
+
+
+@pytest.mark.parametrize("preferences", [("shm", "collective"), ("collective", "shm")])
+def test_what_is_asked_for_is_had_or_refused(lane: Opens, preferences: tuple[Preference, ...]) -> None:
+    with pytest.raises(TransportRefused, match=r"transport is set to shm.* set to collective"):
+        lane(1, 1).open(*preferences)
+
+
+# -- shared memory -----------------------------------------------------------------------------------------------------
+
+
+def test_a_stranger_who_knows_the_door_but_not_the_token_gets_no_memory() -> None:
+    door = Door("cpu", 100)
+    connection = knock(door.notice[:16] + bytes(16), 0)
+    with pytest.raises(LinkBroken, match="stranger"):
+        door.admit([0], 5.0)
+    assert connection.recv(1) == b""
+    connection.close()
+
+
+def test_who_does_not_write_into_the_memory_has_proved_nothing() -> None:
+    """As a source whose mapping is a copy: it has the descriptor, and the destination sees nothing of it."""
+    door = Door("cpu", 100)
+    connection = knock(door.notice, 0)
+
+    def pretend() -> None:
+        _, fds, _, _ = socket.recv_fds(connection, 4096, 1)
+        os.close(fds[0])
+        connection.send(b"seen")
+
+    with ThreadPoolExecutor(1) as pool:
+        pretending = pool.submit(pretend)
+        with pytest.raises(LinkBroken, match="it has not"):
+            door.admit([0], 5.0)
+        pretending.result()
+    connection.close()
+
+
+def test_a_door_that_is_not_there_is_an_error_at_once() -> None:
+    door = Door("cpu", 100)
+    notice = door.notice
+    door.close()
+    with pytest.raises(OSError, match="refused"):
+        knock(notice, 0)
+
+
+def test_a_slot_that_cannot_be_ends_the_link(lane: Opens) -> None:
+    """What a peer says of the ring is not believed: no read goes beyond it."""
+    source, destination = lane(1, 1).open("shm")
+    liar = source.control._links[1]
+    liar.tell(b"\xfe" + (2**31).to_bytes(4, "little"), 5.0)
+    with pytest.raises(LinkBroken, match="cannot be"):
+        move(destination.payloads.recv, [torch.zeros(5000, dtype=torch.uint8)], 0, PAYLOAD_TAG)
+
+
+def test_a_ring_has_no_name_and_leaves_nothing() -> None:
+    def descriptors() -> list[str]:
+        found = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sorted(str(path) for path in found if "baton" in str(path))
+
+    gc.collect()  # rings of other tests
+    before, names = descriptors(), set(Path("/dev/shm").iterdir())
+    door = Door("cpu", 100)
+    connection = knock(door.notice, 3)
+    proving, admitting = beside(lambda: prove(connection, 5.0), lambda: door.admit([3], 5.0))
+    assert len(descriptors()) == len(before) + 2, "one for each end's mapping"
+    assert set(Path("/dev/shm").iterdir()) == names
+    proving.close()
+    admitting[3].close()
+    del proving, admitting
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_a_ring_is_bounded() -> None:
+    ring = Ring.make("cpu", 100)
+    assert ring.memory_B.numel() == ring.num_slots * 100
+    assert ring.slot(ring.num_slots, 100).data_ptr() == ring.slot(0, 100).data_ptr()
+    ring.forget_names()
+
+
+def test_no_thread_is_left() -> None:
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane ")]
