@@ -28,6 +28,7 @@ VERBS: dict[str, Verb] = {
     "status": Verb("cluster.status", "status", "Show pools, workers, load, KV and lanes.", USE),
     "chat": Verb("cluster.chat", "chat", "Talk to the model.", USE),
     "bench": Verb("cluster.bench.verb", "bench", "Measure it under load.", USE),
+    "key": Verb("cluster.key", "key", "Make an API key for a tenant.", SERVE),
     "gateway": Verb("cluster.gateway", "gateway", "The router, for workers that run elsewhere.", APART),
     "pools": Verb("cluster.supervise", "pools", "Supervised workers, for gateways elsewhere.", APART),
     "worker": Verb("cluster.foreground", "worker", "One worker in this terminal, without Ray.", APART),

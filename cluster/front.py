@@ -8,10 +8,14 @@ import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
 
 from cluster.cutoff import Cutoff
+from router.admission.admission import Admission
+from router.admission.metrics import AdmissionCollector
+from router.admission.reception import Reception
 from router.app import create_app
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -43,15 +47,24 @@ class Front:
     def __init__(self, config: RouterConfig, listening: socket.socket, *, max_model_len: int | None = None) -> None:
         policy = policy_of(config)
         self.fleet = Fleet(index=MemoryPrefixIndex(), config=config, gateway_id=f"gateway-{uuid.uuid4().hex[:12]}")
-        self._generate = Cutoff(Dispatcher(fleet=self.fleet, policy=policy, config=config))
         metrics = RequestMetrics()
         self.registry = metrics.registry
         self.registry.register(FleetCollector(self.fleet))
+        dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config)
+        admission = Admission(dispatcher, fleet=self.fleet, config=config)
+        self.registry.register(AdmissionCollector(admission))
+        reception = Reception(
+            Path(config.tenants) if config.tenants else None,
+            registry=self.registry,
+            changed=lambda roster: admission.weigh({name: tenant.weight for name, tenant in roster.tenants.items()}),
+        )
+        self._generate = Cutoff(admission)
         gateway = open_gateway(
             config,
             generate=self._generate,
             fleet=self.fleet,
             metrics=metrics,
+            reception=reception,
             max_model_len=max_model_len,
         )
         self.model = gateway.card.name

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+import typer
 
 from protos.errors import BatonError, Misconfigured, NotFound, Unavailable, error_from_code
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT = httpx.Timeout(10.0)
+
+AdminKey = Annotated[
+    str, typer.Option("--api-key", envvar="BATON_ADMIN_KEY", help="An administrator's, where keys are asked for.")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

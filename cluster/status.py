@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.remote import DEFAULT_URL, get_json, open_client
+from cluster.remote import DEFAULT_URL, AdminKey, get_json, open_client
 
 POOLS = ("prefill", "decode", "colocated")
 STYLES = {"ready": "green", "draining": "yellow", "joining": "yellow", "lost": "red", "incompatible": "red"}
@@ -27,18 +27,19 @@ Held = Sequence[tuple[str, Mapping[str, Any] | None]]
 def status(
     url: Annotated[str, typer.Option(help="A gateway's root.")] = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Everything the gateway tells, as JSON.")] = False,
+    api_key: AdminKey = "",
 ) -> None:
     """Show pools, workers, load, KV use, lanes and tickets of a running cluster."""
-    told = fetch_status(url)
+    told = fetch_status(url, api_key)
     if as_json:
         typer.echo(json.dumps(told, indent=2))
     else:
         Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(status_tables(told, url))
 
 
-def fetch_status(url: str) -> dict[str, Any]:
+def fetch_status(url: str, api_key: str = "") -> dict[str, Any]:
     """Raises Unavailable when there is no cluster, NotFound when it is something else."""
-    with open_client(url) as client:
+    with open_client(url, api_key) as client:
         status: dict[str, Any] = get_json(client, "/admin/status")
         return status
 

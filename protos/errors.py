@@ -5,6 +5,7 @@
     │   ├── UnsupportedParameter                       400   documented by the API, not offered here
     │   ├── ContextLengthExceeded                      400   prompt + answer do not fit
     │   ├── PayloadTooLarge                            413
+    │   ├── HeadersTooLarge                            431
     │   └── UnsupportedMediaType                       415
     ├── NotFound                  NOT_FOUND            404
     │   ├── UnknownModel
@@ -68,6 +69,11 @@ class ContextLengthExceeded(InvalidRequest):
 class PayloadTooLarge(InvalidRequest):
     code = "payload_too_large"
     http_status = 413
+
+
+class HeadersTooLarge(InvalidRequest):
+    code = "headers_too_large"
+    http_status = 431
 
 
 class UnsupportedMediaType(InvalidRequest):

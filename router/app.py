@@ -17,7 +17,7 @@ from starlette.responses import Response
 from protos.errors import BatonError, InvalidRequest, NotFound
 from router.admin.routes import mount_admin
 from router.admin.status import not_ready
-from router.asgi import BodyLimit, RequestId
+from router.asgi import Authenticate, BodyLimit, HeadLimit, RequestId
 from router.gateway import Gateway
 from router.metrics import Track
 from router.openai.chat import chat_completions
@@ -27,6 +27,8 @@ from router.openai.models import model_list, one_model
 from router.openai.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai.sse import EventStream
 from router.openai.tokens import detokenize, tokenize
+
+MAX_HEAD_BYTES = 64 * 1024
 
 Generating = Callable[[Gateway, Request, Track], Awaitable[Response]]
 
@@ -42,7 +44,10 @@ def create_app(gateway: Gateway) -> FastAPI:
     """The application for one model's gateway. Nothing runs in the background: it needs no start and no stop."""
     # The pages of documentation would load scripts from the network; /openapi.json is all they are made of.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None)
+    # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=gateway.max_body_bytes)
+    app.add_middleware(Authenticate, reception=gateway.reception)
+    app.add_middleware(HeadLimit, max_bytes=MAX_HEAD_BYTES)
     app.add_middleware(RequestId)
     app.add_exception_handler(BatonError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)

@@ -1,4 +1,5 @@
-"""What happens to every HTTP request before its route: a name for client and log, and a limit on its body."""
+"""What happens to every HTTP request before its route: a name for client and log, limits on its head and its body, a
+tenant for its key."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protos.errors import PayloadTooLarge
+from protos.errors import HeadersTooLarge, PayloadTooLarge, Unauthenticated
+from router.admission.reception import Reception
+from router.admission.tenants import Tenant
 from router.openai.errors import error_response, internal_error
 
 log = logging.getLogger("baton.http")
@@ -27,6 +30,13 @@ def request_name(given: str) -> str:
 def name_of(request: Request) -> str:
     """As the answer's `x-baton-request-id` says it."""
     return str(request.state.request_id)
+
+
+def tenant_of(request: Request) -> Tenant:
+    """Who asks, as its key says."""
+    tenant = request.state.tenant
+    assert isinstance(tenant, Tenant)
+    return tenant
 
 
 class RequestId:
@@ -62,6 +72,44 @@ class RequestId:
             if started:
                 raise
             await error_response(internal_error())(scope, receive, named)
+
+
+class HeadLimit:
+    """Refuses a head of more than `max_bytes` with 431: the server has read it, nobody else needs to."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
+            if size > self._max_bytes:
+                told = f"The headers and the path have {size} bytes: at most {self._max_bytes} are read"
+                await error_response(HeadersTooLarge(told))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class Authenticate:
+    """Gives the requests of the API their tenant (`tenant_of`), and refuses those whose key is not known with 401.
+
+    Health, metrics and the API's description are open; /admin has a door of its own.
+    """
+
+    def __init__(self, app: ASGIApp, *, reception: Reception) -> None:
+        self._app = app
+        self._reception = reception
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
+            try:
+                tenant = self._reception.identify(Headers(scope=scope).get("authorization"))
+            except Unauthenticated as error:
+                await error_response(error)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["tenant"] = tenant
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:

@@ -23,6 +23,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "retry_pause_s": (0.001, 60.0),
     "sibling_s": (0.0, 60.0),
     "num_decisions": (1, 10**6),
+    "ttft_ms": (1.0, 10**7),
+    "tpot_ms": (0.1, 10**6),
     "max_queued": (0, 10**6),
     "max_backlog": (1, 10**6),
     "max_backlog_s": (0.001, 600.0),
@@ -43,8 +45,11 @@ class RouterConfig:
     double; while no worker can take it, it waits for at most `max_queue_s`. A prompt just routed counts as cached on
     its workers for `sibling_s`. The last `num_decisions` requests' decisions can be asked for.
 
+    The policy `slo` tries to keep the time to a first token under `ttft_ms`, and that between tokens under `tpot_ms`.
+
     A worker that has prompts to read for more than `max_backlog_s`, or `max_backlog` requests that have not begun, is
     given no more: up to `max_queued` requests wait at the gateway, in fair order, and the others are refused.
+    `tenants` is a file of tenants and the hashes of their keys (docs/operating.md); empty: no keys are asked for.
     """
 
     model_path: Path
@@ -65,9 +70,12 @@ class RouterConfig:
     retry_pause_s: float = 0.1
     sibling_s: float = 3.0
     num_decisions: int = 1024
+    ttft_ms: float = 1000.0
+    tpot_ms: float = 50.0
     max_queued: int = 1024
     max_backlog: int = 64
     max_backlog_s: float = 0.5
+    tenants: str = ""
 
     def __post_init__(self) -> None:
         for name, (least, greatest) in RANGES.items():

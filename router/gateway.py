@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protos.errors import InvalidRequest, UnknownModel
+from router.admission.reception import Reception
 from router.config import RouterConfig
 from router.generation import FleetView, Generate
 from router.metrics import RequestMetrics, Track
-from router.text.answer import Piece, answer
+from router.text.answer import Piece, Tally, answer
 from router.text.asking import Ask, check_length
 from router.text.chat_template import ChatTemplate, Message
 from router.text.model_card import ModelCard
@@ -30,6 +31,7 @@ class Gateway:
     generate: Generate
     fleet: FleetView
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    reception: Reception = field(default_factory=Reception)
     max_body_bytes: int = 16 * 2**20
     wall_clock: Callable[[], float] = time.time
 
@@ -79,11 +81,21 @@ class Gateway:
         return ids
 
     async def answer(self, ask: Ask, track: Track) -> AsyncGenerator[Piece, None]:
-        """The ask's pieces as they come, measured. Closing it early closes every job."""
-        async with aclosing(answer(self.generate, ask, self.tokenizer.vocabulary)) as pieces:
-            async for piece in pieces:
-                track.saw(piece)
-                yield piece
+        """The ask's pieces as they come, measured and put to its tenant's account. Closing it early closes every job.
+        Raises RateLimited."""
+        reception, tally = self.reception, Tally(ask)
+        async with reception.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):
+            try:
+                async with aclosing(answer(self.generate, ask, self.tokenizer.vocabulary)) as pieces:
+                    async for piece in pieces:
+                        track.saw(piece)
+                        tally.add(piece)
+                        reception.wrote(ask.tenant, piece.num_tokens)
+                        yield piece
+            finally:
+                usage = tally.usage()
+                if usage.completion_tokens:
+                    reception.read(ask.tenant, usage.prompt_tokens, usage.cached_tokens)
 
 
 def open_gateway(
@@ -92,6 +104,7 @@ def open_gateway(
     generate: Generate,
     fleet: FleetView,
     metrics: RequestMetrics | None = None,
+    reception: Reception | None = None,
     max_model_len: int | None = None,
 ) -> Gateway:
     """Reads tokenizer, chat template and defaults from the checkpoint. Raises Misconfigured."""
@@ -103,6 +116,7 @@ def open_gateway(
         generate=generate,
         fleet=fleet,
         metrics=metrics or RequestMetrics(),
+        reception=reception or Reception(),
         max_body_bytes=config.max_body_bytes,
     )
 

@@ -16,6 +16,7 @@ from protos import inference_pb2_grpc as pb_grpc
 from protos.errors import InvalidRequest, Misconfigured
 from protos.status import abort_with
 from protos.values import Logprobs, TokenLogprob
+from router.admission.tenants import Tenant
 from router.asgi import REQUEST_ID, request_name
 from router.gateway import Gateway, new_id
 from router.text.answer import Piece, Tally, Usage, collect
@@ -62,7 +63,7 @@ class _Inference(pb_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[pb.GenerateChunk, None]:
         try:
             with self._gateway.metrics.track("grpc.generate") as track:
-                ask = await self._ask(request, await _named(context))
+                ask = await self._ask(request, context, await _named(context))
                 tally = Tally(ask)
                 async with aclosing(self._gateway.answer(ask, track)) as pieces:
                     async for piece in pieces:
@@ -77,7 +78,7 @@ class _Inference(pb_grpc.InferenceServicer):
     async def Complete(self, request: pb.GenerateRequest, context: Context) -> pb.Completion:
         try:
             with self._gateway.metrics.track("grpc.complete") as track:
-                ask = await self._ask(request, await _named(context))
+                ask = await self._ask(request, context, await _named(context))
                 choices, usage = await collect(self._gateway.answer(ask, track), ask)
                 track.count(usage)
                 return pb.Completion(
@@ -91,6 +92,7 @@ class _Inference(pb_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
         try:
+            self._tenant(context)
             self._gateway.check_model(request.model)
             [ids] = await self._gateway.encode([request.text], add_special_tokens=True)
             return pb.TokenizeReply(ids=ids)
@@ -98,10 +100,18 @@ class _Inference(pb_grpc.InferenceServicer):
             await abort_with(context, error)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:
+        try:
+            self._tenant(context)
+        except Exception as error:
+            await abort_with(context, error)
         card = self._gateway.card
         return pb.ListModelsReply(models=[pb.Model(id=card.name, max_model_len=card.max_model_len)])
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
+        try:
+            self._gateway.reception.check_admin(_authorization(context))
+        except Exception as error:
+            await abort_with(context, error)
         fleet = self._gateway.fleet
         workers = [
             pb.WorkerStatus(
@@ -118,7 +128,8 @@ class _Inference(pb_grpc.InferenceServicer):
         ]
         return pb.StatusReply(ready=fleet.ready(), model=self._gateway.card.name, workers=workers)
 
-    async def _ask(self, request: pb.GenerateRequest, name: str) -> Ask:
+    async def _ask(self, request: pb.GenerateRequest, context: Context, name: str) -> Ask:
+        tenant = self._tenant(context)
         self._gateway.check_model(request.model)
         asked = _asked(request)
         match request.WhichOneof("prompt"):
@@ -128,7 +139,11 @@ class _Inference(pb_grpc.InferenceServicer):
                 [prompt] = await self._gateway.encode([request.text], add_special_tokens=True)
             case _:
                 raise InvalidRequest("'prompt' is missing: give text or tokens", param="prompt")
-        return make_ask(asked, [prompt], self._gateway.card, request_id=new_id("grpc"), group_id=name)
+        return make_ask(asked, [prompt], self._gateway.card, request_id=new_id("grpc"), group_id=name, tenant=tenant)
+
+    def _tenant(self, context: Context) -> Tenant:
+        """Raises Unauthenticated."""
+        return self._gateway.reception.identify(_authorization(context))
 
 
 async def _named(context: Context) -> str:
@@ -137,6 +152,11 @@ async def _named(context: Context) -> str:
     name = request_name(given if isinstance(given, str) else "")
     await context.send_initial_metadata(((REQUEST_ID, name),))
     return name
+
+
+def _authorization(context: Context) -> str | None:
+    given = dict(context.invocation_metadata() or ()).get("authorization")
+    return given if isinstance(given, str) else None
 
 
 class _Health:
@@ -187,6 +207,9 @@ def _asked(request: pb.GenerateRequest) -> Asked:
         logit_bias=tuple(sampling.logit_bias.items()),
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        max_ttft_ms=request.max_ttft_ms if request.HasField("max_ttft_ms") else None,
     )
 
 

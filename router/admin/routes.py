@@ -20,11 +20,12 @@ ADDED: tuple[Adding, ...] = (status.add,)
 
 def mount_admin(app: FastAPI, gateway: Gateway) -> None:
     """Puts the admin routes on the application."""
+
+    async def door(request: Request) -> None:
+        """Runs before every admin route. Raises Unauthenticated or Forbidden for whoever has no administrator's key."""
+        gateway.reception.check_admin(request.headers.get("authorization"))
+
     admin = APIRouter(prefix="/admin", dependencies=[Depends(door)])
     for add in ADDED:
         add(admin, gateway)
     app.include_router(admin)
-
-
-async def door(request: Request) -> None:
-    """Runs before every admin route. Whoever reaches the gateway may ask; a BatonError raised here would refuse."""

@@ -26,7 +26,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from protos.errors import Misconfigured
+from protos.errors import InvalidRequest, Misconfigured
 
 ANONYMOUS = ""
 KEY_PREFIX = "sk-baton-"
@@ -45,7 +45,10 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """None: no limit. A request of more than `max_priority` is refused; without one, any priority goes."""
+    """None: no limit. A request of more than `max_priority` is refused; without one, any priority goes.
+
+    Tenants that share caches may find, by the time it takes, that another has asked the same.
+    """
 
     name: str = ANONYMOUS
     weight: float = 1.0
@@ -53,6 +56,22 @@ class Tenant:
     requests_per_min: float | None = None
     tokens_per_min: float | None = None
     max_concurrent: int | None = None
+    shares_cache: bool = False
+
+    def cache_salt(self, salt: bytes) -> bytes:
+        """What the hashes of its blocks begin with, from the client's own salt: never another tenant's, unless caches
+        are shared."""
+        if self.shares_cache or self.name == ANONYMOUS:
+            return salt
+        return hashlib.blake2b(salt, digest_size=32, person=b"baton tenant", key=self.name.encode()).digest()
+
+    def check_priority(self, priority: int) -> None:
+        """Raises InvalidRequest for more than it may have."""
+        if self.max_priority is not None and priority > self.max_priority:
+            raise InvalidRequest(
+                f"'priority' has the value {priority}: it must be at most {self.max_priority} for tenant {self.name}",
+                param="priority",
+            )
 
 
 NOBODY = Tenant()
@@ -66,7 +85,6 @@ class Roster:
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     by_key: Mapping[str, Tenant] = field(default_factory=dict)
     admin_keys: frozenset[str] = frozenset()
-    share_cache: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -80,12 +98,6 @@ class Roster:
         """The key of an administrator; a roster without one leaves /admin to whoever reaches it."""
         return not self.admin_keys or hash_of(key) in self.admin_keys
 
-    def cache_salt(self, tenant: str, salt: bytes) -> bytes:
-        """What the hashes of a tenant's blocks begin with: its own, unless caches are shared, and never another's."""
-        if self.share_cache or tenant == ANONYMOUS:
-            return salt
-        return hashlib.blake2b(salt, digest_size=32, person=b"baton tenant", key=tenant.encode()).digest()
-
 
 def new_key() -> str:
     return KEY_PREFIX + secrets.token_urlsafe(32)
@@ -94,6 +106,11 @@ def new_key() -> str:
 def hash_of(key: str) -> str:
     """As a roster holds it. Keys are compared by their hashes, so that no comparison's time tells anything of a key."""
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+def is_name(name: str) -> bool:
+    """Can a tenant be called so?"""
+    return _NAME.fullmatch(name) is not None
 
 
 def read_roster(path: Path) -> Roster:
@@ -114,7 +131,7 @@ def read_roster(path: Path) -> Roster:
     tenants: dict[str, Tenant] = {}
     by_key: dict[str, Tenant] = {}
     for name, table in tables.items():
-        tenant, keys = _tenant(name, table)
+        tenant, keys = _tenant(name, table, share_cache)
         tenants[name] = tenant
         for key in keys:
             if key in by_key:
@@ -135,12 +152,12 @@ def read_roster(path: Path) -> Roster:
             "(`baton key --admin` makes one)",
             param="admin_keys",
         )
-    return Roster(tenants=tenants, by_key=by_key, admin_keys=frozenset(admin_keys), share_cache=share_cache)
+    return Roster(tenants=tenants, by_key=by_key, admin_keys=frozenset(admin_keys))
 
 
-def _tenant(name: str, table: Any) -> tuple[Tenant, list[str]]:
+def _tenant(name: str, table: Any, shares_cache: bool) -> tuple[Tenant, list[str]]:
     where = f"tenants.{name}"
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise Misconfigured(
             f"tenants: the name {name[:80]!r}: give 1 to 64 letters, digits, '_', '.', '@' or '-'", param="tenants"
         )
@@ -158,7 +175,8 @@ def _tenant(name: str, table: Any) -> tuple[Tenant, list[str]]:
                 f"{where}.{setting} = {value!r}: give {kind} from {least:g} to {greatest:g}", param=f"{where}.{setting}"
             )
         settings[setting] = value
-    return Tenant(name=name, **settings), _hashes(f"{where}.keys", table.get("keys", []))
+    tenant = Tenant(name=name, shares_cache=shares_cache, **settings)
+    return tenant, _hashes(f"{where}.keys", table.get("keys", []))
 
 
 def _hashes(where: str, given: Any) -> list[str]:

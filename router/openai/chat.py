@@ -9,13 +9,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.asgi import name_of
+from router.asgi import name_of, tenant_of
 from router.gateway import Gateway, new_id
 from router.metrics import Track
 from router.openai.errors import json_response
 from router.openai.logprobs import chat_logprobs, prompt_logprobs
 from router.openai.reply import reply_head, usage_body
-from router.openai.schema import ChatBody, read_body
+from router.openai.schema import ChatBody, read_body, with_bound
 from router.openai.sse import DONE, EventStream, event, while_connected
 from router.text.answer import Piece, Tally, collect
 from router.text.asking import Ask, make_ask
@@ -24,7 +24,7 @@ from router.text.asking import Ask, make_ask
 async def chat_completions(gateway: Gateway, request: Request, track: Track) -> Response:
     body = await read_body(request, ChatBody, gateway.card)
     gateway.check_model(body.model)
-    asked = body.asked()
+    asked = with_bound(body.asked(), request)
     prompt = await gateway.encode_chat(
         [message.model_dump(exclude_none=True) for message in body.messages],
         add_generation_prompt=body.add_generation_prompt,
@@ -37,6 +37,7 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
         gateway.card,
         request_id=new_id("chatcmpl"),
         group_id=name_of(request),
+        tenant=tenant_of(request),
         default_max_tokens=None,
     )
     chat = _Chat(gateway, body, ask)

@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.values import Logprobs
-from router.asgi import name_of
+from router.asgi import name_of, tenant_of
 from router.gateway import Gateway, new_id
 from router.metrics import Track
 from router.openai.errors import json_response
 from router.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from router.openai.reply import reply_head, usage_body
-from router.openai.schema import CompletionBody, read_body
+from router.openai.schema import CompletionBody, read_body, with_bound
 from router.openai.sse import DONE, EventStream, event, while_connected
 from router.text.answer import Piece, Tally, collect
 from router.text.asking import Ask, make_ask
@@ -28,7 +28,7 @@ from router.text.tokenizer import Tokenizer
 async def completions(gateway: Gateway, request: Request, track: Track) -> Response:
     body = await read_body(request, CompletionBody, gateway.card)
     gateway.check_model(body.model)
-    asked = body.asked()
+    asked = with_bound(body.asked(), request)
     prompts = await _prompts(gateway, body)
     ask = make_ask(
         asked,
@@ -36,6 +36,7 @@ async def completions(gateway: Gateway, request: Request, track: Track) -> Respo
         gateway.card,
         request_id=new_id("cmpl"),
         group_id=name_of(request),
+        tenant=tenant_of(request),
     )
     completion = _Completion(gateway, body, ask, prompts)
     if body.stream:

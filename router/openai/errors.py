@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from protos.errors import BatonError, Internal
+from protos.errors import BatonError, Internal, Unauthenticated
 
 _TYPES = {429: "rate_limit_error", 499: "cancelled", 504: "timeout_error"}
 
@@ -19,8 +19,10 @@ def error_body(error: BatonError) -> dict[str, Any]:
 
 
 def error_response(error: BatonError) -> Response:
-    """With Retry-After, in whole seconds, where the error knows when to come again."""
+    """With Retry-After, in whole seconds, where the error knows when to come again; a 401 says what it wants."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     return json_response(error_body(error), status=error.http_status, headers=headers)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
@@ -20,6 +21,7 @@ from router.text.asking import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS, RANGES, A
 from router.text.model_card import ModelCard
 
 MAX_OPTIONS = 64  # of a chat template
+MAX_TTFT_MS = "x-baton-max-ttft-ms"
 MAX_NAME_CHARS = 100  # of a client's own word in an answer
 
 
@@ -103,6 +105,7 @@ class SamplingBody(Body):
     return_token_ids: bool | None = Field(default=None, description="true or false")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
     priority: int | None = _ranged("priority", "an integer")
+    max_ttft_ms: float | None = _ranged("max_ttft_ms", "a number of milliseconds")
 
     @property
     def include_usage(self) -> bool:
@@ -129,7 +132,7 @@ class SamplingBody(Body):
 _ASKED = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p",
     "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
-    "prompt_logprobs", "cache_salt", "priority",
+    "prompt_logprobs", "cache_salt", "priority", "max_ttft_ms",
 )  # fmt: skip
 
 
@@ -254,6 +257,21 @@ async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Bo
         raise InvalidRequest(f"The body must be a JSON object, not {_told(found)}")
     check_sizes(found, kind.model_fields, card)
     return parse_body(found, kind)
+
+
+def with_bound(asked: Asked, request: Request) -> Asked:
+    """With the header's `max_ttft_ms`, for clients that cannot put one into the body; the body's wins."""
+    told = request.headers.get(MAX_TTFT_MS)
+    if told is None or asked.max_ttft_ms is not None:
+        return asked
+    low, high = RANGES["max_ttft_ms"]
+    try:
+        return replace(asked, max_ttft_ms=float(told))
+    except ValueError:
+        raise InvalidRequest(
+            f"The header '{MAX_TTFT_MS}' is {told[:60]!r}: it must be a number of milliseconds from {low} to {high}",
+            param="max_ttft_ms",
+        ) from None
 
 
 def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:

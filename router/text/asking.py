@@ -15,6 +15,7 @@ from typing import Any
 
 from protos.errors import ContextLengthExceeded, InvalidRequest
 from protos.values import SamplingParams
+from router.admission.tenants import NOBODY, Tenant
 from router.generation import Job
 from router.text.model_card import ModelCard
 
@@ -40,6 +41,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "min_tokens": (0, 2**31 - 1),
     "max_tokens": (1, 2**31 - 1),
     "priority": (-(2**31), 2**31 - 1),
+    "max_ttft_ms": (1, 3_600_000),
 }
 
 
@@ -71,6 +73,7 @@ class Asked:
     include_stop_str_in_output: bool = False
     cache_salt: str = ""
     priority: int = 0
+    max_ttft_ms: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -81,6 +84,7 @@ class Ask:
     request_id: str
     jobs: tuple[Job, ...]
     n: int
+    tenant: Tenant = NOBODY
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     include_stop_str_in_output: bool = False
@@ -100,12 +104,14 @@ def make_ask(
     request_id: str,
     group_id: str = "",
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
+    tenant: Tenant = NOBODY,
 ) -> Ask:
     """Raises InvalidRequest or ContextLengthExceeded. `default_max_tokens` None: as many as the context holds.
 
     `request_id` is the answer's name, `group_id` the request's, where it has another one.
     """
     _check(asked, prompts, card)
+    tenant.check_priority(asked.priority)
     seed = secrets.randbits(63) if asked.seed is None else asked.seed % 2**64
     sampling = _sampling(asked, card)
     jobs = tuple(
@@ -118,8 +124,10 @@ def make_ask(
                 seed=_seed(seed, choice),
                 max_tokens=_max_tokens(asked, len(prompt), card.max_model_len, default_max_tokens),
             ),
-            cache_salt=asked.cache_salt.encode(),
+            cache_salt=tenant.cache_salt(asked.cache_salt.encode()),
             priority=asked.priority,
+            tenant=tenant.name,
+            max_ttft_s=None if asked.max_ttft_ms is None else asked.max_ttft_ms / 1000,
         )
         for number, prompt in enumerate(prompts)
         for choice in range(asked.n)
@@ -128,6 +136,7 @@ def make_ask(
         request_id=request_id,
         jobs=jobs,
         n=asked.n,
+        tenant=tenant,
         stop=asked.stop,
         stop_token_ids=frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else card.eos_token_ids),
         include_stop_str_in_output=asked.include_stop_str_in_output,

@@ -43,13 +43,14 @@ def test_without_a_roster_everybody_may_ask() -> None:
     assert Roster().is_admin("")
 
 
-def test_tenants_have_caches_of_their_own_unless_they_share_them() -> None:
-    apart, together = Roster(), Roster(share_cache=True)
-    assert apart.cache_salt("a", b"x") != apart.cache_salt("b", b"x")
-    assert apart.cache_salt("a", b"x") != apart.cache_salt("a", b"y")
-    assert apart.cache_salt("a", b"x") == apart.cache_salt("a", b"x")
-    assert apart.cache_salt("", b"x") == b"x"
-    assert together.cache_salt("a", b"x") == together.cache_salt("b", b"x") == b"x"
+def test_tenants_have_caches_of_their_own_unless_they_share_them(tmp_path: Path) -> None:
+    a, b, nobody = Tenant(name="a"), Tenant(name="b"), Tenant()
+    assert a.cache_salt(b"x") != b.cache_salt(b"x")
+    assert a.cache_salt(b"x") != a.cache_salt(b"y")
+    assert a.cache_salt(b"x") == Tenant(name="a", weight=2.0).cache_salt(b"x")
+    assert nobody.cache_salt(b"x") == b"x"
+    text = f"share_cache = true\nadmin_keys = ['{hash_of(ADMIN)}']\n[tenants.a]\n[tenants.b]"
+    assert {tenant.cache_salt(b"x") for tenant in roster_of(tmp_path, text).tenants.values()} == {b"x"}
 
 
 @pytest.mark.parametrize(
