@@ -5,6 +5,7 @@ Units: `_s` seconds, `num_` counts, `_bytes` bytes. Token ids are plain ints; a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -206,13 +207,13 @@ class SequenceUpdate:
 class BlockStored:
     """Blocks that became a cached prefix, in prompt order; `parent` is the block before the first, b"" at the root."""
 
-    hashes: tuple[BlockHash, ...]
+    hashes: Sequence[BlockHash]
     parent: BlockHash = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRemoved:
-    hashes: tuple[BlockHash, ...]
+    hashes: Sequence[BlockHash]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

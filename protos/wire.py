@@ -17,6 +17,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from google.protobuf.message import Message
 
 from protos import kv_pb2, values, worker_pb2
+from protos.chain import Chain
 from protos.errors import BatonError, Internal, error_from_code
 
 Value = TypeVar("Value")
@@ -85,15 +86,6 @@ def raised(info: values.ErrorInfo) -> BatonError:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _pack_hashes(hashes: Iterable[bytes]) -> bytes:
-    return b"".join(hashes)
-
-
-def _unpack_hashes(packed: bytes) -> tuple[bytes, ...]:
-    width = values.BLOCK_HASH_BYTES
-    return tuple(packed[i : i + width] for i in range(0, len(packed), width))
-
-
 def _encode_update(update: values.SequenceUpdate) -> worker_pb2.SequenceUpdate:
     """Leaves out what is at its default: most updates are an id and a token."""
     message = worker_pb2.SequenceUpdate(request_id=update.request_id, token_ids=update.token_ids)
@@ -147,9 +139,9 @@ def _decode_bias(messages: Iterable[Any]) -> tuple[tuple[int, float], ...]:
 
 
 _SPECIAL: dict[tuple[type, str], tuple[Encode, Decode]] = {
-    (values.BlockStored, "hashes"): (_pack_hashes, _unpack_hashes),
-    (values.BlockRemoved, "hashes"): (_pack_hashes, _unpack_hashes),
-    (values.ShareRequest, "hashes"): (_pack_hashes, _unpack_hashes),
+    (values.BlockStored, "hashes"): (lambda hashes: Chain.of(hashes).packed, Chain),
+    (values.BlockRemoved, "hashes"): (lambda hashes: Chain.of(hashes).packed, Chain),
+    (values.ShareRequest, "hashes"): (lambda hashes: Chain.of(hashes).packed, lambda packed: tuple(Chain(packed))),
     (values.KVEvents, "events"): (_encode_events, _decode_events),
     (values.SamplingParams, "logit_bias"): (_encode_bias, _decode_bias),
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtransfer.hashing import chain_hashes
-from protos.values import BlockHash, GenerateRequest, SequenceUpdate, Ticket
+from protos.chain import Chain
+from protos.values import GenerateRequest, SequenceUpdate, Ticket
 from router.generation import Job, TokenDelta
 
 
@@ -25,14 +26,14 @@ class Journal:
         self._num_attempts = 0
         self._num_prompt_logprobs = 0  # emitted to the client
         self._num_heard = 0  # of them, said by the present attempt
-        self._hashes: tuple[int, int, list[BlockHash]] = (0, 0, [])
+        self._hashes: tuple[int, int, Chain] = (0, 0, Chain())
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Everything that must be in a KV cache before the next token."""
         return (*self.job.prompt_ids, *self.output_ids)
 
-    def hashes(self, block_size: int) -> list[BlockHash]:
+    def hashes(self, block_size: int) -> Chain:
         """Of the full blocks of `token_ids`, under the tenant's salt."""
         key = (block_size, len(self.output_ids))
         if self._hashes[:2] != key:

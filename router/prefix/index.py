@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from protos.values import BlockHash, KVEvent
+from protos.values import BlockHash, BlockStored, KVEvent
 
 
 class PrefixIndex(Protocol):
@@ -20,11 +20,11 @@ class PrefixIndex(Protocol):
         ...
 
     def drop(self, worker_id: str) -> None:
-        """Forgets a worker. An unknown one is no error."""
+        """Forgets a worker, what it holds and what was expected of it. An unknown one is no error."""
         ...
 
     def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, until: float) -> None:
-        """Counts blocks as held until then: the worker was just given this prompt and will say so itself soon.
+        """Counts a whole chain as held until then: the worker was just given this prompt and will say so itself soon.
 
         A `BlockRemoved` or `Cleared` of the worker ends the expectation as well.
         """
@@ -32,4 +32,9 @@ class PrefixIndex(Protocol):
 
     def num_blocks(self, worker_id: str) -> int:
         """Blocks the worker has said it holds."""
+        ...
+
+    def blocks(self, worker_id: str) -> tuple[BlockStored, ...]:
+        """What the worker has said it holds, as chains, every parent before its children: applied to an empty index,
+        they say the same."""
         ...

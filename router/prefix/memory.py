@@ -2,7 +2,7 @@
 
     bit of a worker     _slots["d0"] = 2                 a bit is given to the next worker once its own is gone
     who holds a block   _held[hash] = 0b101              held by slots 0 and 2
-    what a worker holds _blocks["d0"] = {hash, ...}      so that a worker's end costs its own blocks, not everybody's
+    what a worker holds _blocks["d0"] = {hash: parent}   so that a worker's end costs its own blocks, not everybody's
 
 A match walks down the chain and keeps the mask of workers that held every block so far: one dictionary look-up and one
 AND per block, whatever the number of workers.
@@ -13,17 +13,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from protos.chain import Chain
 from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent
 
 
 class MemoryPrefixIndex:
-    """`PrefixIndex` for one router, fed by its own streams."""
+    """`PrefixIndex` in plain Python: what the tables of table.py mean, and what serves where no compiler is."""
 
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._held: dict[BlockHash, int] = {}
-        self._blocks: dict[str, set[BlockHash]] = {}
+        self._blocks: dict[str, dict[BlockHash, BlockHash]] = {}
         self._expected = _Expected()
 
     def match(self, hashes: Sequence[BlockHash], *, now: float) -> Mapping[str, int]:
@@ -50,7 +51,7 @@ class MemoryPrefixIndex:
         for event in events:
             match event:
                 case BlockStored():
-                    self._store(worker_id, event.hashes)
+                    self._store(worker_id, event.hashes, event.parent)
                 case BlockRemoved():
                     self._remove(worker_id, event.hashes)
                 case Cleared():
@@ -69,34 +70,48 @@ class MemoryPrefixIndex:
     def num_blocks(self, worker_id: str) -> int:
         return len(self._blocks.get(worker_id, ()))
 
+    def blocks(self, worker_id: str) -> tuple[BlockStored, ...]:
+        parents = self._blocks.get(worker_id, {})
+        chains: list[BlockStored] = []
+        seen: set[BlockHash] = set()
+        for block in parents:
+            path = []
+            while block in parents and block not in seen:
+                seen.add(block)
+                path.append(block)
+                block = parents[block]
+            if path:
+                chains.append(BlockStored(hashes=Chain.of(path[::-1]), parent=block))
+        return tuple(chains)
+
     def _slot(self, worker_id: str) -> int:
         slot = self._slots.get(worker_id)
         if slot is None:
             slot = next(free for free in range(len(self._names) + 1) if free not in self._names)
-            self._slots[worker_id], self._names[slot], self._blocks[worker_id] = slot, worker_id, set()
+            self._slots[worker_id], self._names[slot], self._blocks[worker_id] = slot, worker_id, {}
         return slot
 
-    def _store(self, worker_id: str, hashes: Iterable[BlockHash]) -> None:
+    def _store(self, worker_id: str, hashes: Iterable[BlockHash], parent: BlockHash) -> None:
         bit = 1 << self._slot(worker_id)
         held, blocks = self._held, self._blocks[worker_id]
         for block in hashes:
             held[block] = held.get(block, 0) | bit
-            blocks.add(block)
+            blocks[block] = parent
+            parent = block
 
     def _remove(self, worker_id: str, hashes: Iterable[BlockHash]) -> None:
         slot = self._slot(worker_id)
         blocks = self._blocks[worker_id]
         for block in hashes:
             self._expected.remove(slot, block)
-            if block in blocks:
-                blocks.remove(block)
+            if blocks.pop(block, None) is not None:
                 self._unset(block, slot)
 
     def _clear(self, worker_id: str) -> None:
         slot = self._slot(worker_id)
         for block in self._blocks[worker_id]:
             self._unset(block, slot)
-        self._blocks[worker_id] = set()
+        self._blocks[worker_id] = {}
         self._expected.forget(slot)
 
     def _unset(self, block: BlockHash, slot: int) -> None:

@@ -1,4 +1,8 @@
-"""Every PrefixIndex behaves like a dictionary of sets: random histories of events, against that dictionary."""
+"""Every PrefixIndex behaves like a dictionary of sets: random histories of events, against that dictionary.
+
+Blocks form a tree, for a block's hash says what came before it, and events tell the truth about parents. Everything
+else is arbitrary: blocks without their parents, parents removed before their children, events that repeat.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,14 @@ from hypothesis import strategies as st
 from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent
 from router.prefix.index import PrefixIndex
 from router.prefix.memory import MemoryPrefixIndex
+from router.prefix.table import TablePrefixIndex
 
-BACKENDS: list[Callable[[], PrefixIndex]] = [MemoryPrefixIndex]
+BACKENDS: list[Callable[[], PrefixIndex]] = [MemoryPrefixIndex, TablePrefixIndex]
 WORKERS = ("p0", "p1", "d0")
-BLOCKS = tuple(bytes([number]) * 16 for number in range(6))
+BLOCKS = tuple(bytes([number + 1]) * 16 for number in range(6))
+TWIGS = tuple(bytes([number + 101]) * 16 for number in range(3))
+PATHS = (BLOCKS, (*BLOCKS[:2], *TWIGS[:2]), (*BLOCKS[:2], TWIGS[2]), (bytes([200]) * 16, bytes([201]) * 16))
+QUERIES = ([], *(list(path) for path in PATHS), [*BLOCKS[:4], bytes([99]) * 16], list(BLOCKS[:3]))
 
 
 class Naive:
@@ -58,17 +66,22 @@ class Naive:
             self.until[worker, block] = max(until, self.until.get((worker, block), until))
 
 
-blocks = st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=4).map(tuple)
-events = st.one_of(
-    blocks.map(lambda hashes: BlockStored(hashes=hashes)),
-    blocks.map(lambda hashes: BlockRemoved(hashes=hashes)),
-    st.just(Cleared()),
-)
+@st.composite
+def stored(draw: st.DrawFn) -> BlockStored:
+    path = draw(st.sampled_from(PATHS))
+    start = draw(st.integers(0, len(path) - 1))
+    stop = draw(st.integers(start + 1, len(path)))
+    return BlockStored(hashes=path[start:stop], parent=path[start - 1] if start else b"")
+
+
+some = st.lists(st.sampled_from(sorted({block for path in PATHS for block in path})), max_size=4).map(tuple)
+beginnings = st.sampled_from(PATHS).flatmap(lambda path: st.integers(1, len(path)).map(lambda stop: path[:stop]))
+events = st.one_of(stored(), some.map(lambda hashes: BlockRemoved(hashes=hashes)), st.just(Cleared()))
 workers = st.sampled_from(WORKERS)
 steps = st.one_of(
     st.tuples(st.just("apply"), workers, st.lists(events, max_size=3).map(tuple)),
     st.tuples(st.just("drop"), workers, st.none()),
-    st.tuples(st.just("expect"), workers, st.tuples(blocks, st.integers(0, 8))),
+    st.tuples(st.just("expect"), workers, st.tuples(beginnings, st.integers(0, 8))),
     st.tuples(st.just("wait"), workers, st.integers(1, 4)),
 )
 
@@ -93,10 +106,19 @@ def test_matches_what_a_dictionary_of_sets_would(
             naive.expect(worker, hashes, now + ahead)
         else:
             now += detail
-        for chain in ([], list(BLOCKS), list(BLOCKS[::-1]), list(BLOCKS[2:4])):
+        for chain in QUERIES:
             assert dict(index.match(chain, now=now)) == naive.match(chain, now)
         for name in WORKERS:
             assert index.num_blocks(name) == len(naive.held.get(name, ()))
+        if isinstance(index, TablePrefixIndex):
+            index.check_integrity()
+    copy = backend()
+    for name in WORKERS:
+        copy.apply(name, index.blocks(name))
+        assert copy.num_blocks(name) == index.num_blocks(name)
+    naive.until.clear()
+    for chain in QUERIES:
+        assert dict(copy.match(chain, now=now)) == naive.match(chain, now)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -104,7 +126,7 @@ def test_a_chain_counts_up_to_its_first_hole(backend: Callable[[], PrefixIndex])
     index = backend()
     index.apply("p0", (BlockStored(hashes=BLOCKS),))
     index.apply("p1", (BlockStored(hashes=BLOCKS), BlockRemoved(hashes=(BLOCKS[2],))))
-    index.apply("d0", (BlockStored(hashes=BLOCKS[1:]),))
+    index.apply("d0", (BlockStored(hashes=BLOCKS[1:], parent=BLOCKS[0]),))
     assert index.match(BLOCKS, now=0.0) == {"p0": 6, "p1": 2}
 
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.hashing import chain_hashes, root_hash
+from kvtransfer.hashing import chain_hashes, fastest, in_python, root_hash
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -58,3 +59,9 @@ def test_a_salt_may_be_long() -> None:
 def test_a_token_id_beyond_32_bits_is_not_hashed_to_something_else(token_id: int) -> None:
     with pytest.raises(OverflowError):
         chain_hashes([token_id], 1)
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(1, 100), st.integers(0, 9), st.randoms(use_true_random=False))
+def test_compiled_code_and_hashlib_give_the_same(parent: bytes, words: int, num_blocks: int, rng: Random) -> None:
+    data = rng.randbytes(4 * words * num_blocks)
+    assert fastest()(parent, data, 4 * words) == in_python(parent, data, 4 * words)

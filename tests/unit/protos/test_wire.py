@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from protos import errors, values
+from protos.chain import Chain
 from protos.wire import _MESSAGES, error_info, from_proto, raised, to_proto
 
 LAYOUT = values.KVLayout(num_layers=2, num_kv_heads=4, head_dim=16, block_size=16, dtype="bfloat16", tp=2)
@@ -37,9 +38,9 @@ EVENTS = values.KVEvents(
     incarnation=7,
     first_seq=4,
     events=(
-        values.BlockStored(hashes=HASHES, parent=bytes(16)),
-        values.BlockStored(hashes=HASHES),
-        values.BlockRemoved(hashes=HASHES[:1]),
+        values.BlockStored(hashes=Chain.of(HASHES), parent=bytes(16)),
+        values.BlockStored(hashes=Chain.of(HASHES)),
+        values.BlockRemoved(hashes=Chain.of(HASHES[:1])),
         values.Cleared(),
     ),
     snapshot=True,

@@ -1,0 +1,68 @@
+"""C and C++ beside the Python that calls it: compiled when first wanted, for this very processor, and then kept.
+
+Nothing is downloaded. Without a compiler, or where the cache cannot be written, `load` says so once and gives None:
+every caller has a twin in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_FLAGS = "-std=c11 -O2 -march=native -fPIC -shared".split()
+_TIMEOUT_S = 60.0
+
+
+@cache
+def load(source: Path) -> ctypes.PyDLL | None:
+    """The library of one C file, compiled at the first call on a machine (half a second). Calls keep Python's lock."""
+    try:
+        return ctypes.PyDLL(str(compile_c(source, cache_folder())))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home folder
+        reason = getattr(error, "stderr", "") or error
+        log.warning("%s is not compiled, Python does its work, more slowly: %s", source.name, reason)
+        return None
+
+
+def compile_c(source: Path, folder: Path) -> Path:
+    """The library in `folder`, compiled unless it is there. Raises OSError or SubprocessError.
+
+    Its name tells source, flags, compiler and processor, so that a folder shared by different machines is safe.
+    """
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler: install gcc, or name one with CC")
+    told = hashlib.sha256(" ".join((compiler, *_FLAGS, _processor())).encode() + source.read_bytes())
+    told.update(subprocess.check_output([compiler, "--version"], timeout=_TIMEOUT_S))
+    path = folder / f"{source.stem}-{told.hexdigest()[:16]}.so"
+    if not path.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / path.name
+            command = [compiler, *_FLAGS, str(source), "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+            made.replace(path)  # at once: processes that start together may all have compiled it
+    return path
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "baton"
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    told = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(told)])

@@ -1,0 +1,587 @@
+/* The prefix index as tables: see table.py for what it means, and docs/adr/0009 for why it is built so.
+
+   Entry   one block that somebody holds, or that is the parent of one: its hash, its parent, its children (a list),
+           and the number of a set of workers. Entries are found through buckets that are split one at a time
+           (linear hashing), so that no insertion pays for all others.
+   set     a bit a worker; equal sets are stored once and counted, for the blocks of a chain mostly have the same.
+   Worker  ids of its blocks (with stale ones, dropped when they are half), and how many of its blocks are orphans:
+           their parent is not held by the worker. Without orphans, holding block i means holding all before it, and a
+           match is a bisection. With orphans, or more children to look at than MAX_CHILDREN, the worker is walked.
+
+   Not thread-safe. Out of memory: functions that insert return -1 and leave a table that may only be freed. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define ROOT 0u
+#define UNKNOWN 0xffffffffu
+#define MAX_CHILDREN 4096
+#define MAX_WORDS 64 /* of a set: 4,096 workers */
+#define AHEAD 16     /* blocks whose memory is asked for before it is read */
+
+typedef uint32_t u32;
+typedef uint64_t u64;
+
+typedef struct { u64 key[2]; u32 parent, set, next, child, left, right; } Entry;
+typedef struct { u32 *ids, num_ids, cap, live, held, orphans; int unsure; } Worker;
+typedef struct { u64 key; double until; } Until;
+typedef struct { double until; u32 slot, num; u32 *ids; } Batch;
+
+typedef struct {
+    Entry *entries; u32 num_entries, cap_entries, free_entry, num_live;
+    u32 *heads, num_heads, cap_heads, half; /* half: the largest power of two that is not above num_heads */
+    u64 *bits; u32 *refs, *set_next, num_sets, cap_sets, free_set, words;
+    u32 *set_heads, num_set_heads;
+    u32 memo_from, memo_to, memo_slot; int memo_on;
+    Worker workers[MAX_WORDS * 64];
+    u64 irregular[MAX_WORDS]; u32 num_irregular;
+    Until *untils; u32 num_untils, cap_untils;
+    Batch *batches; u32 num_batches, cap_batches;
+    u64 mix[2];
+} Table;
+
+static int grow(void **array, u32 *cap, u32 wanted, size_t size) {
+    if (wanted <= *cap) return 0;
+    u64 larger = *cap ? (u64)*cap * 2 : 64;
+    while (larger < wanted) larger *= 2;
+    if (larger >= UNKNOWN) larger = UNKNOWN - 1;
+    void *moved = larger < wanted ? NULL : realloc(*array, larger * size);
+    if (!moved) return -1;
+    *array = moved; *cap = (u32)larger;
+    return 0;
+}
+
+/* -- sets ---------------------------------------------------------------------------------------------------------- */
+
+static u64 *set_bits(const Table *t, u32 set) { return t->bits + (u64)set * t->words; }
+static int has(const Table *t, u32 set, u32 slot) { return (int)(set_bits(t, set)[slot / 64] >> (slot % 64) & 1); }
+
+static u32 set_bucket(const Table *t, const u64 *bits) {
+    u64 mixed = t->mix[0];
+    for (u32 i = 0; i < t->words; i++) mixed = (mixed ^ bits[i]) * 0x9E3779B97F4A7C15ull, mixed ^= mixed >> 29;
+    return (u32)(mixed >> 7) & (t->num_set_heads - 1);
+}
+
+static void set_unlink(Table *t, u32 set) {
+    u32 *link = &t->set_heads[set_bucket(t, set_bits(t, set))];
+    while (*link != set) link = &t->set_next[*link];
+    *link = t->set_next[set];
+}
+
+static void set_link(Table *t, u32 set) {
+    u32 *head = &t->set_heads[set_bucket(t, set_bits(t, set))];
+    t->set_next[set] = *head; *head = set;
+}
+
+static int set_resize(Table *t, u32 num_heads) {
+    u32 *heads = calloc(num_heads, sizeof *heads);
+    if (!heads) return -1;
+    free(t->set_heads);
+    t->set_heads = heads; t->num_set_heads = num_heads;
+    for (u32 set = 1; set < t->num_sets; set++) if (t->refs[set]) set_link(t, set);
+    return 0;
+}
+
+static int sets_grow(Table *t, u32 wanted) {
+    u32 cap = t->cap_sets, also = t->cap_sets, too = t->cap_sets;
+    if (wanted <= cap) return 0;
+    if (grow((void **)&t->bits, &cap, wanted, t->words * sizeof(u64)) || grow((void **)&t->refs, &also, wanted, 4)
+        || grow((void **)&t->set_next, &too, wanted, 4)) return -1;
+    t->cap_sets = cap;
+    return 0;
+}
+
+/* Makes room for workers up to `slot` in every set. */
+static int sets_widen(Table *t, u32 slot) {
+    u32 words = t->words;
+    while (slot >= words * 64) words *= 2;
+    if (words == t->words) return 0;
+    u64 *wide = calloc((size_t)t->cap_sets * words, sizeof *wide);
+    if (!wide) return -1;
+    for (u32 set = 0; set < t->num_sets; set++)
+        memcpy(wide + (u64)set * words, set_bits(t, set), t->words * sizeof *wide);
+    free(t->bits);
+    t->bits = wide; t->words = words; t->memo_from = UNKNOWN;
+    return set_resize(t, t->num_set_heads);
+}
+
+static void set_drop(Table *t, u32 set) {
+    if (set == 0 || --t->refs[set]) return;
+    set_unlink(t, set);
+    t->set_next[set] = t->free_set; t->free_set = set;
+    if (t->memo_to == set || t->memo_from == set) t->memo_from = UNKNOWN;
+}
+
+/* The set with one worker more or less, counted once more; UNKNOWN without memory. */
+static u32 set_changed(Table *t, u32 from, u32 slot, int on) {
+    if (t->memo_from == from && t->memo_slot == slot && t->memo_on == on) {
+        if (t->memo_to) t->refs[t->memo_to]++;
+        return t->memo_to;
+    }
+    u64 bits[MAX_WORDS], any = 0;
+    memcpy(bits, set_bits(t, from), t->words * sizeof *bits);
+    if (on) bits[slot / 64] |= 1ull << (slot % 64);
+    else bits[slot / 64] &= ~(1ull << (slot % 64));
+    for (u32 i = 0; i < t->words; i++) any |= bits[i];
+    u32 set = 0;
+    if (any) {
+        set = t->set_heads[set_bucket(t, bits)];
+        while (set && memcmp(set_bits(t, set), bits, t->words * sizeof *bits)) set = t->set_next[set];
+        if (!set) {
+            if ((set = t->free_set)) t->free_set = t->set_next[set];
+            else {
+                if (sets_grow(t, t->num_sets + 1)) return UNKNOWN;
+                set = t->num_sets++;
+                t->refs[set] = 0;
+                if (t->num_sets > t->num_set_heads && set_resize(t, t->num_set_heads * 2)) return UNKNOWN;
+            }
+            memcpy(set_bits(t, set), bits, t->words * sizeof *bits);
+            set_link(t, set);
+            t->refs[set] = 0;
+        }
+        t->refs[set]++;
+    }
+    t->memo_from = from; t->memo_to = set; t->memo_slot = slot; t->memo_on = on;
+    return set;
+}
+
+/* -- entries ------------------------------------------------------------------------------------------------------- */
+
+static u32 bucket(const Table *t, const u64 key[2]) {
+    u32 mixed = (u32)((key[0] * t->mix[0] + key[1] * t->mix[1]) >> 32), place = mixed & (2 * t->half - 1);
+    return place < t->num_heads ? place : mixed & (t->half - 1);
+}
+
+static u32 find_in(const Table *t, u32 place, const u64 key[2]) {
+    u32 id = t->heads[place];
+    while (id && (t->entries[id].key[0] != key[0] || t->entries[id].key[1] != key[1])) id = t->entries[id].next;
+    return id;
+}
+
+static u32 find(const Table *t, const u64 key[2]) { return find_in(t, bucket(t, key), key); }
+
+/* One bucket more: the blocks of one bucket are shared between it and the new one. */
+static int split(Table *t) {
+    if (grow((void **)&t->heads, &t->cap_heads, t->num_heads + 1, sizeof *t->heads)) return -1;
+    u32 fresh = t->num_heads++, id;
+    if (t->num_heads > 2 * t->half) t->half *= 2;
+    u32 old = fresh - t->half;
+    id = t->heads[old]; t->heads[old] = t->heads[fresh] = 0;
+    while (id) {
+        u32 next = t->entries[id].next, *head = &t->heads[bucket(t, t->entries[id].key)];
+        t->entries[id].next = *head; *head = id;
+        id = next;
+    }
+    return 0;
+}
+
+static u32 obtain(Table *t, const u64 key[2]) {
+    u32 id = find(t, key);
+    if (id) return id;
+    if (t->num_live >= t->num_heads && split(t)) return UNKNOWN;
+    if ((id = t->free_entry)) t->free_entry = t->entries[id].next;
+    else {
+        if (grow((void **)&t->entries, &t->cap_entries, t->num_entries + 1, sizeof *t->entries)) return UNKNOWN;
+        id = t->num_entries++;
+    }
+    u32 *head = &t->heads[bucket(t, key)];
+    t->entries[id] = (Entry){.key = {key[0], key[1]}, .parent = UNKNOWN, .next = *head};
+    *head = id; t->num_live++;
+    return id;
+}
+
+static void adopt(Table *t, u32 id, u32 parent) {
+    Entry *e = t->entries + id;
+    if (e->parent != UNKNOWN || parent == id) return; /* a hash has one parent: the first that was told stays */
+    e->parent = parent;
+    if (parent == ROOT) return;
+    e->left = 0; e->right = t->entries[parent].child;
+    if (e->right) t->entries[e->right].left = id;
+    t->entries[parent].child = id;
+}
+
+/* Frees an entry that nobody holds and that has no children, and then perhaps its parent. */
+static void forget(Table *t, u32 id) {
+    while (id != ROOT && id != UNKNOWN && t->entries[id].set == 0 && t->entries[id].child == 0) {
+        Entry *e = t->entries + id;
+        u32 parent = e->parent, *link = &t->heads[bucket(t, e->key)];
+        if (parent != ROOT && parent != UNKNOWN) {
+            if (e->left) t->entries[e->left].right = e->right;
+            else t->entries[parent].child = e->right;
+            if (e->right) t->entries[e->right].left = e->left;
+        }
+        while (*link != id) link = &t->entries[*link].next;
+        *link = e->next;
+        e->next = t->free_entry; t->free_entry = id; t->num_live--;
+        id = parent;
+    }
+}
+
+/* -- expectations: (worker, block) -> until, and what ends when ---------------------------------------------------- */
+
+static u64 until_key(u32 slot, u32 id) { return ((u64)slot << 32 | id) + 1; }
+static u32 until_home(const Table *t, u64 key) { return (u32)(key * t->mix[1] >> 32) & (t->cap_untils - 1); }
+
+static Until *until_of(const Table *t, u32 slot, u32 id) {
+    if (!t->num_untils) return NULL;
+    u64 key = until_key(slot, id);
+    for (u32 i = until_home(t, key); t->untils[i].key; i = (i + 1) & (t->cap_untils - 1))
+        if (t->untils[i].key == key) return t->untils + i;
+    return NULL;
+}
+
+static int until_add(Table *t, u32 slot, u32 id, double until) {
+    if (t->num_untils * 2 >= t->cap_untils) {
+        u32 old_cap = t->cap_untils;
+        Until *old = t->untils, *larger = calloc(old_cap ? (size_t)old_cap * 2 : 1024, sizeof *larger);
+        if (!larger) return -1;
+        t->untils = larger; t->cap_untils = old_cap ? old_cap * 2 : 1024;
+        for (u32 i = 0; i < old_cap; i++) if (old[i].key) {
+            u32 place = until_home(t, old[i].key);
+            while (t->untils[place].key) place = (place + 1) & (t->cap_untils - 1);
+            t->untils[place] = old[i];
+        }
+        free(old);
+    }
+    u32 place = until_home(t, until_key(slot, id));
+    while (t->untils[place].key) place = (place + 1) & (t->cap_untils - 1);
+    t->untils[place] = (Until){until_key(slot, id), until};
+    t->num_untils++;
+    return 0;
+}
+
+static void until_remove(Table *t, Until *gone) {
+    u32 mask = t->cap_untils - 1, hole = (u32)(gone - t->untils);
+    for (u32 i = (hole + 1) & mask; t->untils[i].key; i = (i + 1) & mask) {
+        u32 home = until_home(t, t->untils[i].key);
+        if (((i - home) & mask) >= ((i - hole) & mask)) { t->untils[hole] = t->untils[i]; hole = i; }
+    }
+    t->untils[hole].key = 0; t->num_untils--;
+}
+
+static void batch_down(Table *t, u32 i) {
+    for (u32 c; (c = 2 * i + 1) < t->num_batches; i = c) {
+        if (c + 1 < t->num_batches && t->batches[c + 1].until < t->batches[c].until) c++;
+        if (t->batches[i].until <= t->batches[c].until) return;
+        Batch swapped = t->batches[i]; t->batches[i] = t->batches[c]; t->batches[c] = swapped;
+    }
+}
+
+static int batch_push(Table *t, Batch batch) {
+    if (grow((void **)&t->batches, &t->cap_batches, t->num_batches + 1, sizeof batch)) return -1;
+    u32 i = t->num_batches++;
+    for (; i && t->batches[(i - 1) / 2].until > batch.until; i = (i - 1) / 2) t->batches[i] = t->batches[(i - 1) / 2];
+    t->batches[i] = batch;
+    return 0;
+}
+
+/* -- who holds what ------------------------------------------------------------------------------------------------ */
+
+static void note_regular(Table *t, u32 slot) {
+    u64 bit = 1ull << (slot % 64), *word = t->irregular + slot / 64;
+    int irregular = t->workers[slot].orphans || t->workers[slot].unsure;
+    if (irregular == !!(*word & bit)) return;
+    *word ^= bit;
+    t->num_irregular += irregular ? 1 : -1;
+}
+
+/* How many children of a block the worker holds. */
+static u32 held_children(Table *t, u32 slot, u32 id) {
+    u32 held = 0, looked = 0;
+    for (u32 c = t->entries[id].child; c; c = t->entries[c].right) {
+        if (++looked > MAX_CHILDREN) { t->workers[slot].unsure = 1; break; }
+        held += has(t, t->entries[c].set, slot);
+    }
+    return held;
+}
+
+static int is_orphan(const Table *t, u32 slot, u32 id) {
+    u32 parent = t->entries[id].parent;
+    return parent != ROOT && (parent == UNKNOWN || !has(t, t->entries[parent].set, slot));
+}
+
+static int compact(Table *t, Worker *w, u32 slot) {
+    unsigned char *seen = calloc(t->num_entries / 8 + 1, 1);
+    if (!seen) return -1;
+    u32 kept = 0;
+    for (u32 i = 0; i < w->num_ids; i++) {
+        u32 id = w->ids[i];
+        if (seen[id / 8] >> (id % 8) & 1 || !has(t, t->entries[id].set, slot)) continue;
+        seen[id / 8] |= (unsigned char)(1 << (id % 8));
+        w->ids[kept++] = id;
+    }
+    w->num_ids = kept;
+    free(seen);
+    return 0;
+}
+
+static int hold(Table *t, u32 slot, u32 id) {
+    Worker *w = t->workers + slot;
+    u32 set = set_changed(t, t->entries[id].set, slot, 1);
+    if (set == UNKNOWN) return -1;
+    if (w->orphans) w->orphans -= held_children(t, slot, id); /* without orphans, no child is held */
+    set_drop(t, t->entries[id].set);
+    t->entries[id].set = set;
+    if (is_orphan(t, slot, id)) w->orphans++;
+    note_regular(t, slot);
+    w->live++;
+    if (w->num_ids > 2 * w->live + 1024 && compact(t, w, slot)) return -1;
+    if (grow((void **)&w->ids, &w->cap, w->num_ids + 1, sizeof *w->ids)) return -1;
+    w->ids[w->num_ids++] = id;
+    return 0;
+}
+
+static void release(Table *t, u32 slot, u32 id) {
+    Worker *w = t->workers + slot;
+    u32 before = t->entries[id].set, set = set_changed(t, before, slot, 0);
+    if (set == UNKNOWN) return; /* only without memory for a set: the block stays, which costs a detour */
+    if (is_orphan(t, slot, id)) w->orphans--;
+    t->entries[id].set = set;
+    set_drop(t, before);
+    w->orphans += held_children(t, slot, id);
+    w->live--;
+    note_regular(t, slot);
+    forget(t, id);
+}
+
+/* -- what table.py calls ------------------------------------------------------------------------------------------- */
+
+void table_free(Table *t) {
+    if (!t) return;
+    for (u32 i = 0; i < MAX_WORDS * 64; i++) free(t->workers[i].ids);
+    for (u32 i = 0; i < t->num_batches; i++) free(t->batches[i].ids);
+    free(t->entries); free(t->heads); free(t->bits); free(t->refs); free(t->set_next); free(t->set_heads);
+    free(t->untils); free(t->batches); free(t);
+}
+
+Table *table_new(u64 first, u64 second) {
+    Table *t = calloc(1, sizeof *t);
+    if (!t) return NULL;
+    t->mix[0] = first | 1; t->mix[1] = second | 1;
+    t->words = 1; t->half = 1; t->num_entries = 1; t->memo_from = UNKNOWN;
+    if (grow((void **)&t->entries, &t->cap_entries, 1, sizeof *t->entries)
+        || grow((void **)&t->heads, &t->cap_heads, 1, sizeof *t->heads) || sets_grow(t, 1) || set_resize(t, 64)) {
+        table_free(t);
+        return NULL;
+    }
+    t->heads[0] = 0; t->num_heads = 1;
+    t->bits[0] = 0; t->refs[0] = 1; t->num_sets = 1;
+    return t;
+}
+
+int table_store(Table *t, u32 slot, const u64 *keys, u32 num, const u64 *parent) {
+    if (sets_widen(t, slot)) return -1;
+    Worker *w = t->workers + slot;
+    u32 above = num && parent ? obtain(t, parent) : ROOT;
+    if (above == UNKNOWN) return -1;
+    for (u32 i = 0; i < num; i++) {
+        u32 id = obtain(t, keys + 2 * i);
+        if (id == UNKNOWN) return -1;
+        adopt(t, id, above);
+        above = id;
+        if (has(t, t->entries[id].set, slot)) {
+            Until *expected = until_of(t, slot, id);
+            if (!expected) continue;
+            until_remove(t, expected);
+        } else if (hold(t, slot, id)) return -1;
+        w->held++;
+    }
+    if (num && parent) forget(t, find(t, parent)); /* the first block may have had another parent */
+    return 0;
+}
+
+void table_remove(Table *t, u32 slot, const u64 *keys, u32 num) {
+    if (slot >= t->words * 64) return;
+    for (u32 i = 0; i < num; i++) {
+        u32 id = find(t, keys + 2 * i);
+        if (!id || !has(t, t->entries[id].set, slot)) continue;
+        Until *expected = until_of(t, slot, id);
+        if (expected) until_remove(t, expected);
+        else t->workers[slot].held--;
+        release(t, slot, id);
+    }
+}
+
+void table_clear(Table *t, u32 slot) {
+    Worker *w = t->workers + slot;
+    for (u32 i = 0; i < w->num_ids; i++) {
+        u32 id = w->ids[i], before = t->entries[id].set;
+        if (!has(t, before, slot)) continue;
+        Until *expected = until_of(t, slot, id);
+        if (expected) until_remove(t, expected);
+        u32 set = set_changed(t, before, slot, 0);
+        if (set == UNKNOWN) continue;
+        t->entries[id].set = set;
+        set_drop(t, before);
+        forget(t, id);
+    }
+    free(w->ids);
+    *w = (Worker){0};
+    note_regular(t, slot);
+}
+
+int table_expect(Table *t, u32 slot, const u64 *keys, u32 num, double until) {
+    if (sets_widen(t, slot)) return -1;
+    Batch batch = {until, slot, 0, malloc((num ? num : 1) * sizeof(u32))};
+    u32 above = ROOT;
+    if (!batch.ids) return -1;
+    for (u32 i = 0; i < num; i++) {
+        u32 id = obtain(t, keys + 2 * i);
+        if (id == UNKNOWN) { free(batch.ids); return -1; }
+        adopt(t, id, above);
+        above = id;
+        if (has(t, t->entries[id].set, slot)) {
+            Until *expected = until_of(t, slot, id);
+            if (!expected || expected->until >= until) continue; /* held, or expected for longer */
+            expected->until = until;
+        } else if (hold(t, slot, id) || until_add(t, slot, id, until)) { free(batch.ids); return -1; }
+        batch.ids[batch.num++] = id;
+    }
+    if (batch.num) {
+        u32 *fitting = realloc(batch.ids, batch.num * sizeof(u32));
+        if (fitting) batch.ids = fitting;
+        return batch_push(t, batch);
+    }
+    free(batch.ids);
+    return 0;
+}
+
+void table_expire(Table *t, double now) {
+    while (t->num_batches && t->batches[0].until <= now) {
+        Batch due = t->batches[0];
+        t->batches[0] = t->batches[--t->num_batches];
+        batch_down(t, 0);
+        for (u32 i = due.num; i--;) { /* the tail first, so that no child is left an orphan on the way */
+            Until *expected = until_of(t, due.slot, due.ids[i]);
+            if (!expected || expected->until > now) continue;
+            until_remove(t, expected);
+            release(t, due.slot, due.ids[i]);
+        }
+        free(due.ids);
+    }
+}
+
+typedef struct { u32 *slots, *depths, num; } Found;
+
+static void ended(const Table *t, const u64 *bits, u32 depth, Found *found) {
+    for (u32 word = 0; word < t->words; word++)
+        for (u64 left = bits[word]; left; left &= left - 1) {
+            found->slots[found->num] = word * 64 + (u32)__builtin_ctzll(left);
+            found->depths[found->num++] = depth;
+        }
+}
+
+/* Workers whose blocks may have holes: block after block, until none is left. */
+static void walk(const Table *t, const u64 *keys, u32 num, u64 *alive, Found *found) {
+    u32 places[AHEAD];
+    for (u32 i = 0; i < num; i++) {
+        if (i % AHEAD == 0) {
+            u32 many = num - i < AHEAD ? num - i : AHEAD;
+            for (u32 j = 0; j < many; j++) {
+                places[j] = bucket(t, keys + 2 * (i + j));
+                __builtin_prefetch(t->heads + places[j]);
+            }
+            for (u32 j = 0; j < many; j++) __builtin_prefetch(t->entries + t->heads[places[j]]);
+        }
+        u32 id = find_in(t, places[i % AHEAD], keys + 2 * i);
+        const u64 *bits = set_bits(t, id ? t->entries[id].set : 0);
+        u64 gone[MAX_WORDS], left = 0;
+        for (u32 k = 0; k < t->words; k++) { gone[k] = alive[k] & ~bits[k]; alive[k] &= bits[k]; left |= alive[k]; }
+        if (i) ended(t, gone, i, found);
+        if (!left) return;
+    }
+    ended(t, alive, num, found);
+}
+
+/* Workers that hold at least one block of the chain, and how many from its beginning; returns how many workers. */
+u32 table_match(const Table *t, const u64 *keys, u32 num, u32 *slots, u32 *depths) {
+    Found found = {slots, depths, 0};
+    if (!num) return 0;
+    u32 first = find(t, keys);
+    if (!first || !t->entries[first].set) return 0;
+    u64 alive[MAX_WORDS], some = 0;
+    struct { u32 low, high, low_set, high_set; } todo[40];
+    u32 last = num > 1 ? find(t, keys + 2 * (num - 1)) : first, depth = 0, one = t->entries[first].set;
+    u32 end = last ? t->entries[last].set : 0;
+    for (u32 k = 0; k < t->words; k++) alive[k] = set_bits(t, end)[k] & ~t->irregular[k];
+    ended(t, alive, num, &found);
+    todo[depth].low = 0; todo[depth].high = num - 1; todo[depth].low_set = one; todo[depth++].high_set = end;
+    while (depth--) { /* workers of the low set that are not in the high one end in between */
+        u32 low = todo[depth].low, high = todo[depth].high, low_set = todo[depth].low_set;
+        u32 high_set = todo[depth].high_set;
+        if (low_set == high_set) continue;
+        u64 differ = 0;
+        for (u32 k = 0; k < t->words; k++) {
+            alive[k] = set_bits(t, low_set)[k] & ~set_bits(t, high_set)[k] & ~t->irregular[k];
+            differ |= alive[k];
+        }
+        if (!differ) continue;
+        if (high - low == 1) { ended(t, alive, high, &found); continue; }
+        u32 middle = low + (high - low) / 2, id = find(t, keys + 2 * middle), set = id ? t->entries[id].set : 0;
+        todo[depth].low = middle; todo[depth].high = high; todo[depth].low_set = set; todo[depth++].high_set = high_set;
+        todo[depth].low = low; todo[depth].high = middle; todo[depth].low_set = low_set; todo[depth++].high_set = set;
+    }
+    for (u32 k = 0; k < t->words; k++) some |= alive[k] = set_bits(t, one)[k] & t->irregular[k];
+    if (some) walk(t, keys, num, alive, &found);
+    return found.num;
+}
+
+u32 table_held(const Table *t, u32 slot) { return t->workers[slot].held; }
+u32 table_entries(const Table *t) { return t->num_live; }
+u32 table_irregular(const Table *t) { return t->num_irregular; }
+
+/* A worker's blocks as chains, parents first. `keys` has room for all it holds, `starts` and `parents` (a key each) for
+   as many chains; a chain at the root has a parent of zeros. Returns the number of chains, or UNKNOWN. */
+u32 table_export(Table *t, u32 slot, u64 *keys, u32 *starts, u64 *parents) {
+    Worker *w = t->workers + slot;
+    unsigned char *seen = calloc(t->num_entries / 8 + 1, 1);
+    u32 *path = malloc((w->live + 1) * sizeof *path), chains = 0, num = 0;
+    if (!seen || !path) { free(seen); free(path); return UNKNOWN; }
+    for (u32 i = 0; i < w->num_ids; i++) {
+        u32 length = 0, id = w->ids[i];
+        while (id != ROOT && id != UNKNOWN && !(seen[id / 8] >> (id % 8) & 1) && has(t, t->entries[id].set, slot)
+               && !until_of(t, slot, id)) {
+            seen[id / 8] |= (unsigned char)(1 << (id % 8));
+            path[length++] = id;
+            id = t->entries[id].parent;
+        }
+        if (!length) continue;
+        static const u64 none[2];
+        starts[chains] = num;
+        memcpy(parents + 2 * chains++, id == ROOT || id == UNKNOWN ? none : t->entries[id].key, sizeof none);
+        while (length) memcpy(keys + 2 * (u64)num++, t->entries[path[--length]].key, sizeof none);
+    }
+    free(seen); free(path);
+    return chains;
+}
+
+/* Every counter agrees with what it counts; the line of the first that does not, or 0. For tests. */
+u32 table_check(const Table *t) {
+    u32 live = 0, *counted = calloc(t->num_sets, sizeof *counted), wrong = 0;
+    if (!counted) return __LINE__;
+    for (u32 place = 0; place < t->num_heads && !wrong; place++)
+        for (u32 id = t->heads[place]; id && !wrong; id = t->entries[id].next) {
+            const Entry *e = t->entries + id;
+            live++; counted[e->set]++;
+            if (bucket(t, e->key) != place) wrong = __LINE__;
+            if (!e->set && !e->child) wrong = __LINE__;
+            if (e->child && t->entries[e->child].parent != id) wrong = __LINE__;
+        }
+    if (!wrong && live != t->num_live) wrong = __LINE__;
+    for (u32 set = 1; set < t->num_sets && !wrong; set++) if (t->refs[set] != counted[set]) {
+        u32 freed = t->free_set;
+        while (freed && freed != set) freed = t->set_next[freed];
+        if (!freed || counted[set]) wrong = __LINE__;
+    }
+    for (u32 slot = 0; slot < t->words * 64 && !wrong; slot++) {
+        u32 held = 0, orphans = 0;
+        for (u32 place = 0; place < t->num_heads; place++)
+            for (u32 id = t->heads[place]; id; id = t->entries[id].next)
+                if (has(t, t->entries[id].set, slot)) { held++; orphans += is_orphan(t, slot, id); }
+        if (held != t->workers[slot].live) wrong = __LINE__;
+        if (!t->workers[slot].unsure && orphans != t->workers[slot].orphans) wrong = __LINE__;
+    }
+    free(counted);
+    return wrong;
+}
