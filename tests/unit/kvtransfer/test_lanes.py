@@ -1,0 +1,69 @@
+"""Which lanes are given up: the idle ones, the least recently used ones beyond the bound, and never one in use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.config import LaneConfig
+from kvtransfer.lanes import require_room, superfluous
+from protos.errors import Misconfigured, Overloaded
+from protos.values import LaneStats
+
+CONFIG = LaneConfig(max_lanes=3, idle_s=60.0)
+
+
+def lanes(idle: Mapping[str, float]) -> list[LaneStats]:
+    return [
+        LaneStats(peer=peer, transport="gloo", state="open", num_bytes=0, busy_s=0.0, idle_s=idle_s)
+        for peer, idle_s in idle.items()
+    ]
+
+
+def test_a_lane_that_idles_too_long_goes() -> None:
+    assert superfluous(lanes({"a": 61.0, "b": 59.0}), (), CONFIG) == ("a",)
+
+
+def test_beyond_the_bound_the_least_recently_used_goes() -> None:
+    assert superfluous(lanes({"a": 1.0, "b": 4.0, "c": 2.0, "d": 3.0}), (), CONFIG) == ("b",)
+
+
+def test_a_lane_in_use_stays_however_long_it_waits() -> None:
+    assert superfluous(lanes({"a": 1000.0, "b": 4.0, "c": 2.0, "d": 3.0}), {"a"}, CONFIG) == ("b",)
+    assert not superfluous(lanes(dict.fromkeys("abcd", 1000.0)), set("abcd"), CONFIG)
+
+
+@given(
+    idle=st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 120)),
+    needed=st.sets(st.sampled_from("abcdefgh")),
+    bound=st.integers(1, 8),
+)
+def test_what_is_left_is_within_bounds_and_the_best_used(
+    idle: Mapping[str, float], needed: set[str], bound: int
+) -> None:
+    gone = set(superfluous(lanes(idle), needed, LaneConfig(max_lanes=bound, idle_s=60.0)))
+    kept = idle.keys() - gone
+    assert not gone & needed
+    assert len(kept) <= max(bound, len(needed & idle.keys()))
+    assert all(idle[peer] <= 60.0 for peer in kept - needed)
+    for peer in gone:
+        assert all(idle[other] <= idle[peer] for other in kept - needed), "one used less recently was kept instead"
+
+
+def test_a_ticket_is_refused_that_would_need_one_lane_too_many() -> None:
+    require_room("d", {"a", "b"}, CONFIG)
+    require_room("a", {"a", "b", "c"}, CONFIG)
+    with pytest.raises(Overloaded, match=r"3 lanes are in use, of at most 3: a lane to d .*lanes\.max_lanes"):
+        require_room("d", {"a", "b", "c"}, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_lanes", 0), ("idle_s", 0.0), ("beat_s", -1.0), ("message_bytes", 0), ("transport", "pigeon")],
+)
+def test_settings_that_cannot_be_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(Misconfigured, match=name):
+        LaneConfig(**{name: value})  # type: ignore[arg-type]
