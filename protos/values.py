@@ -236,6 +236,21 @@ class KVEvents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaneLoad:
+    """The lanes of a worker that go over one transport for one reason: why it is not a faster one, "" for the fastest.
+    All but `num_open` count since the worker's start. Of those lost, some were stuck (nothing moved, though the peer
+    had not hung up), and some corrupt (a checksum was wrong)."""
+
+    transport: str
+    reason: str = ""
+    num_open: int = 0
+    num_opened: int = 0
+    num_lost: int = 0
+    num_stuck: int = 0
+    num_corrupt: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """A worker's load after a step. `num_free_blocks` counts evictable cached blocks as free."""
 
@@ -254,6 +269,7 @@ class WorkerLoad:
     num_pulled_tokens: int = 0
     num_failed_pulls: int = 0
     num_moved: int = 0
+    lanes: tuple[LaneLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +322,8 @@ class TicketStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneStats:
-    """One lane to one peer. `busy_s` was spent moving bytes; `idle_s` has passed since the last progress."""
+    """One lane to one peer. `busy_s` was spent moving bytes; `idle_s` has passed since the last progress. `reason` says
+    why its transport is not a faster one, or why it is in quarantine."""
 
     peer: str
     transport: str
@@ -314,6 +331,7 @@ class LaneStats:
     num_bytes: int
     busy_s: float
     idle_s: float
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

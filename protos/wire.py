@@ -41,6 +41,7 @@ _MESSAGES: dict[type, type[Message]] = {
     values.BlockRemoved: kv_pb2.BlockRemoved,
     values.Cleared: kv_pb2.Cleared,
     values.KVEvents: kv_pb2.KVEvents,
+    values.LaneLoad: worker_pb2.LaneLoad,
     values.WorkerLoad: worker_pb2.WorkerLoad,
     values.StepMessage: worker_pb2.FromWorker,
     values.Hello: worker_pb2.Hello,

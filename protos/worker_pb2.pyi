@@ -368,6 +368,7 @@ class WorkerLoad(_message.Message):
     NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_FAILED_PULLS_FIELD_NUMBER: _builtins.int
     NUM_MOVED_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -389,6 +390,8 @@ class WorkerLoad(_message.Message):
     """computed here instead"""
     num_moved: _builtins.int
     """running sequences that went on elsewhere"""
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneLoad]: ...
     def __init__(
         self,
         *,
@@ -407,14 +410,58 @@ class WorkerLoad(_message.Message):
         num_pulled_tokens: _builtins.int = ...,
         num_failed_pulls: _builtins.int = ...,
         num_moved: _builtins.int = ...,
+        lanes: _abc.Iterable[Global___LaneLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "lanes", b"lanes", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class LaneLoad(_message.Message):
+    """The lanes of a worker that go over one transport for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    NUM_OPEN_FIELD_NUMBER: _builtins.int
+    NUM_OPENED_FIELD_NUMBER: _builtins.int
+    NUM_LOST_FIELD_NUMBER: _builtins.int
+    NUM_STUCK_FIELD_NUMBER: _builtins.int
+    NUM_CORRUPT_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    reason: _builtins.str
+    """why it is not a faster one; empty for the fastest"""
+    num_open: _builtins.int
+    num_opened: _builtins.int
+    """since start, as are the next three"""
+    num_lost: _builtins.int
+    num_stuck: _builtins.int
+    """of those lost: nothing moved, though the peer had not hung up"""
+    num_corrupt: _builtins.int
+    """of those lost: a checksum was wrong"""
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        num_open: _builtins.int = ...,
+        num_opened: _builtins.int = ...,
+        num_lost: _builtins.int = ...,
+        num_stuck: _builtins.int = ...,
+        num_corrupt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_corrupt", b"num_corrupt", "num_lost", b"num_lost", "num_open", b"num_open", "num_opened", b"num_opened", "num_stuck", b"num_stuck", "reason", b"reason", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneLoad: _TypeAlias = LaneLoad  # noqa: Y015
 
 @_typing.final
 class FromWorker(_message.Message):
@@ -774,12 +821,15 @@ class LaneStats(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     transport: _builtins.str
     state: _builtins.str
     num_bytes: _builtins.int
     busy_s: _builtins.float
     idle_s: _builtins.float
+    reason: _builtins.str
+    """of its transport, or of its quarantine"""
     def __init__(
         self,
         *,
@@ -789,10 +839,11 @@ class LaneStats(_message.Message):
         num_bytes: _builtins.int = ...,
         busy_s: _builtins.float = ...,
         idle_s: _builtins.float = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "idle_s", b"idle_s", "num_bytes", b"num_bytes", "peer", b"peer", "state", b"state", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "idle_s", b"idle_s", "num_bytes", b"num_bytes", "peer", b"peer", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,7 +21,8 @@ SAMPLING = values.SamplingParams(
 LOGPROBS = values.Logprobs(
     chosen=values.TokenLogprob(token_id=1, logprob=-0.5), top=(values.TokenLogprob(token_id=1, logprob=-0.5),)
 )
-LOAD = values.WorkerLoad(step=3, num_running=2, num_blocks=10, draining=True)
+LANES = values.LaneLoad(transport="gloo", reason="another host", num_open=2, num_opened=7, num_lost=5, num_corrupt=1)
+LOAD = values.WorkerLoad(step=3, num_running=2, num_blocks=10, draining=True, lanes=(LANES,))
 INFO = values.WorkerInfo(
     worker_id="decode-0",
     incarnation=7,
@@ -71,13 +72,14 @@ SAMPLES = [
     *UPDATES,
     *EVENTS.events,
     EVENTS,
+    LANES,
     LOAD,
     values.StepMessage(updates=UPDATES, events=(EVENTS,), load=LOAD),
     values.StepMessage(),
     values.Hello(gateway_id="g", incarnation=1, next_seq=2),
     INFO,
     values.TicketStats(ticket_id="t", generation=1, state="reserved", owner="prefill-0", age_s=0.5, num_bytes=4096),
-    values.LaneStats(peer="p", transport="inproc", state="open", num_bytes=1, busy_s=0.5, idle_s=0.25),
+    values.LaneStats(peer="p", transport="inproc", state="open", num_bytes=1, busy_s=0.5, idle_s=0.25, reason="why"),
     values.WorkerStats(info=INFO, load=LOAD),
     values.Health(healthy=False, reason="stuck", since_last_step_s=9.5),
 ]
