@@ -19,13 +19,16 @@ import grpc
 from protos import worker_pb2, worker_pb2_grpc
 from protos.errors import BatonError, DeadlineExceeded, InvalidRequest, WorkerLost
 from protos.status import error_of, peer_error
+from protos.tls import WORKER_NAME, PeerTls
 from protos.values import (
     FinishReason,
     GenerateRequest,
     Health,
     Hello,
+    MoveRequest,
     ReserveRequest,
     SequenceUpdate,
+    ShareRequest,
     StepMessage,
     Ticket,
     WorkerInfo,
@@ -58,6 +61,15 @@ OpenChannel = Callable[[str], Any]
 
 def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+
+
+def channels_of(peers: PeerTls) -> OpenChannel:
+    """How a member of the cluster opens its channels. Raises Misconfigured for certificates that cannot be read."""
+    credentials = peers.channel_credentials()
+    if credentials is None:
+        return open_channel
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", WORKER_NAME)]
+    return lambda address: grpc.aio.secure_channel(address, credentials, options=options)
 
 
 class Updates:
@@ -184,6 +196,11 @@ class WorkerClient:
         if self._lost is None:
             self._outbox.put_nowait(worker_pb2.ToWorker(abort=worker_pb2.AbortRequest(request_ids=[request_id])))
 
+    def move(self, request: MoveRequest) -> None:
+        """A running request is to go on elsewhere: its updates will say that it has MOVED, or why it stays."""
+        if self._lost is None:
+            self._outbox.put_nowait(worker_pb2.ToWorker(move=to_proto(request)))
+
     def lose(self, error: WorkerLost) -> None:
         """Gives the connection up: every open request fails with this error at once."""
         if self._lost is not None:
@@ -212,9 +229,14 @@ class WorkerClient:
         """Asks again for what `reserve` got, which renews its lease. Cancelled, it leaves the reservation alone."""
         await self._call(self._stub.Reserve, to_proto(request), self._control_timeout_s)
 
-    async def drain(self) -> int:
-        """No new work from now on; how many requests still run."""
-        reply = await self._call(self._stub.Drain, worker_pb2.DrainRequest(), self._control_timeout_s)
+    async def share(self, request: ShareRequest) -> int:
+        """Has cached blocks pushed to a ticket: how many of its blocks they are."""
+        reply = await self._call(self._stub.Share, to_proto(request), self._control_timeout_s)
+        return int(reply.num_blocks)
+
+    async def drain(self, *, exit: bool = False) -> int:
+        """No new work from now on; how many requests still run. With `exit` the worker ends after the last of them."""
+        reply = await self._call(self._stub.Drain, worker_pb2.DrainRequest(exit=exit), self._control_timeout_s)
         return int(reply.num_running)
 
     async def stats(self) -> WorkerStats:

@@ -6,6 +6,7 @@
         │                                             p: submit(ticket) ─▶ first token ─────────▶ token of p
         │                                             d: submit(ticket, first token) ───────────▶ tokens of d
         │                                                 KV travels p ══▶ d meanwhile
+        │   d drains: its sequences go on elsewhere, with their KV (`router.moving`)
         └── worker lost, KV lost, draining: prompt + emitted tokens go to another pair; the client sees a pause
             no worker, or no room: wait for the fleet to change, for `max_queue_s` at most
 
@@ -30,7 +31,8 @@ from router.fleet import Fleet
 from router.generation import Job, TokenDelta
 from router.journal import Journal
 from router.member import Member
-from router.policies.base import Decision, Policy, RequestView
+from router.moving import Moves, Place
+from router.policies.base import Candidate, Decision, Policy, RequestView
 from router.policies.limits import avoiding
 from router.policies.pair import decodes
 
@@ -73,6 +75,7 @@ class Dispatcher:
         self._num_decided = 0
         self._decisions: OrderedDict[str, deque[Decision]] = OrderedDict()
         self._line = asyncio.Lock()
+        self.moves = Moves(self._elsewhere, gateway_id=fleet.gateway_id, config=config)
         self.num_resumed = 0
 
     async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
@@ -103,19 +106,11 @@ class Dispatcher:
 
     def _decide(self, journal: Journal) -> Attempt:
         """Raises NoWorkers. The load the decision brings to its workers counts from now on."""
-        fleet, job = self._fleet, journal.job
-        block_size = fleet.block_size or 1
-        num_tokens = len(job.prompt_ids) + len(journal.output_ids)
-        hashes = journal.hashes(block_size)
-        candidates = fleet.candidates(fleet.index.match(hashes, now=_now()), num_tokens)
+        fleet = self._fleet
+        candidates = self._candidates(journal)
         if not any(decodes(candidate) for candidate in candidates):
             raise NoWorkers("no decode worker is ready")
-        view = RequestView(
-            request_id=job.request_id, num_tokens=num_tokens, block_size=block_size, num_decided=self._num_decided
-        )
-        decision = avoiding(self._policy, journal.failed | journal.full)(view, candidates)
-        self._num_decided += 1
-        self._keep(job.request_id, decision)
+        decision = self._choose(journal, candidates)
         request_id, generation = journal.next_attempt()
         attempt = Attempt(
             request_id=request_id,
@@ -125,11 +120,40 @@ class Dispatcher:
         )
         cached = {candidate.worker_id: candidate.num_cached_tokens for candidate in candidates}
         attempt.decode.route(request_id, 0)
-        attempt.reader.route(request_id, num_tokens - cached[attempt.reader.worker_id])
+        attempt.reader.route(request_id, len(journal.token_ids) - cached[attempt.reader.worker_id])
         # The decode worker of a pair is not expected to hold anything yet: a sibling would stay there as a short
         # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
+        hashes = journal.hashes(fleet.block_size or 1)
         fleet.index.expect(attempt.reader.worker_id, hashes, until=_now() + self._config.sibling_s)
         return attempt
+
+    def _elsewhere(self, journal: Journal, besides: Member) -> Member:
+        """Where a sequence that is written by a worker had better go on. Raises NoWorkers."""
+        candidates = [
+            candidate
+            for candidate in self._candidates(journal)
+            if decodes(candidate) and candidate.worker_id != besides.worker_id
+        ]
+        if not candidates:
+            raise NoWorkers(f"no other worker than {besides.worker_id} can write")
+        return self._fleet.member(self._choose(journal, candidates).decode)
+
+    def _candidates(self, journal: Journal) -> list[Candidate]:
+        fleet = self._fleet
+        matched = fleet.index.match(journal.hashes(fleet.block_size or 1), now=_now())
+        return fleet.candidates(matched, len(journal.token_ids))
+
+    def _choose(self, journal: Journal, candidates: list[Candidate]) -> Decision:
+        view = RequestView(
+            request_id=journal.job.request_id,
+            num_tokens=len(journal.token_ids),
+            block_size=self._fleet.block_size or 1,
+            num_decided=self._num_decided,
+        )
+        decision = avoiding(self._policy, journal.failed | journal.full)(view, candidates)
+        self._num_decided += 1
+        self._keep(journal.job.request_id, decision)
+        return decision
 
     def _keep(self, request_id: str, decision: Decision) -> None:
         self._decisions.setdefault(request_id, deque(maxlen=MAX_DECISIONS_OF_A_JOB)).append(decision)
@@ -150,9 +174,12 @@ class Dispatcher:
         finished = False
         try:
             journal.read_since_s = _now()
-            async for update in worker.submit(journal.request(request_id)):
-                finished = update.finish_reason is not None
-                yield update
+            answer = worker.submit(journal.request(request_id))
+            place = Place(worker=worker, request_id=request_id, updates=answer)
+            async with aclosing(self.moves.follow(journal, place)) as updates:
+                async for update in updates:
+                    finished = update.finish_reason is not None
+                    yield update
         finally:
             (worker.release if finished else worker.abort)(request_id)
 
@@ -179,12 +206,14 @@ class Dispatcher:
                     yield update
             if answer is None:
                 return  # the first token was the last: `finally` gives the reservation back
-            async for update in answer:
-                if not arrived:  # then prefill has nothing more to do, or to fail with
-                    arrived = True
-                    prefill.abort(request_id)
-                finished = update.finish_reason is not None
-                yield update
+            place = Place(worker=decode, request_id=request_id, updates=answer)
+            async with aclosing(self.moves.follow(journal, place)) as updates:
+                async for update in updates:
+                    if not arrived:  # then prefill has nothing more to do, or to fail with
+                        arrived = True
+                        prefill.abort(request_id)
+                    finished = update.finish_reason is not None
+                    yield update
         finally:
             (prefill.release if finished else prefill.abort)(request_id)
             (decode.release if finished and answer is not None else decode.abort)(request_id)

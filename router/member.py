@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from protos.errors import WorkerLost
-from protos.values import GenerateRequest, ReserveRequest, StepMessage, Ticket, WorkerInfo, WorkerLoad, WorkerRole
+from protos.values import (
+    GenerateRequest,
+    MoveRequest,
+    ReserveRequest,
+    StepMessage,
+    Ticket,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerRole,
+)
 from router.client import Updates, WorkerClient
 from router.policies.base import Candidate
 
@@ -70,6 +79,11 @@ class Member:
     def takes_work(self) -> bool:
         return self.state is WorkerState.READY and self.client is not None and not self.client.lost
 
+    @property
+    def drains(self) -> bool:
+        """Should what runs here go on elsewhere?"""
+        return self.state is WorkerState.DRAINING
+
     def connection(self) -> WorkerClient:
         """Raises WorkerLost when there is none."""
         if self.client is None:
@@ -109,6 +123,10 @@ class Member:
         updates = self.connection().submit(request)
         self._told(request.request_id)
         return updates
+
+    def move(self, request: MoveRequest) -> None:
+        """Raises WorkerLost when there is no connection; what comes of it is told in the request's updates."""
+        self.connection().move(request)
 
     def release(self, request_id: str) -> None:
         """Nothing more is expected from a request, and nothing has to be ended."""

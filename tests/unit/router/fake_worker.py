@@ -26,6 +26,7 @@ from protos.values import (
     KVLayout,
     LaneAddress,
     Logprobs,
+    MoveRequest,
     ReserveRequest,
     SequenceUpdate,
     StepMessage,
@@ -64,8 +65,8 @@ class FakeWorker:
     """`peers` maps worker ids to workers, so that a fake prefill worker can push. What a test may set:
 
     `pause_after` tokens of every request, no step is made until `go()`; `refuse` ends Reserve with an error and
-    `reserving` keeps it open; `loses_kv` makes pushes fail; `skips` drops the next message with events; `cached` is
-    what prompts find; `draining` and `healthy` are what they say.
+    `reserving` keeps it open; `loses_kv` makes pushes fail, and `clings` moves; `skips` drops the next message with
+    events; `cached` is what prompts find; `draining` and `healthy` are what they say.
     """
 
     def __init__(self, worker_id: str, role: WorkerRole, peers: dict[str, FakeWorker], /, **info: Any) -> None:
@@ -80,6 +81,7 @@ class FakeWorker:
         self.refuse: BatonError | None = None
         self.reserving: asyncio.Event | None = None
         self.loses_kv = False
+        self.clings = False
         self.skips = 0
         self.cached = 0
         self.draining = False
@@ -88,6 +90,7 @@ class FakeWorker:
         self.submitted: list[GenerateRequest] = []
         self.reserved: list[ReserveRequest] = []
         self.aborted: list[str] = []
+        self.moved: list[MoveRequest] = []
         self.hellos: list[Hello] = []
         self._fresh()
 
@@ -125,8 +128,8 @@ class FakeWorker:
         """The same worker at the same address, in its next life."""
         await self.start(int(self.address.rpartition(":")[2]))
 
-    def go(self) -> None:
-        self.pause_after = None
+    def go(self, pause_after: int | None = None) -> None:
+        self.pause_after = pause_after
         self._work.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -169,7 +172,8 @@ class FakeWorker:
         if reason is not None:
             del self.running[request.request_id]
         if reason is FinishReason.PREFILLED:
-            self._push(request)
+            assert request.ticket is not None
+            self._push(request.ticket)
         asked = request.sampling.prompt_logprobs is not None and first
         return sequence, SequenceUpdate(
             request_id=request.request_id,
@@ -187,17 +191,31 @@ class FakeWorker:
                 self.blocks[block] = None
                 self._events.append(BlockStored(hashes=(block,)))
 
-    def _push(self, request: GenerateRequest) -> None:
-        assert request.ticket is not None
-        writer = self.peers[request.ticket.destination.worker_id]
-        if request.ticket.ticket_id not in writer.tickets:
+    def _push(self, ticket: Ticket) -> None:
+        writer, _, request_id = ticket.ticket_id.partition("/")
+        destination = self.peers[writer]
+        if ticket.ticket_id not in destination.tickets:
             return  # given back, or the writer is in another life: fenced
         if self.loses_kv:
             lost = error_info(TransferFailed("the lane is gone"))
-            writer.fail(request.request_id, lost)
+            destination.fail(request_id, lost)
         else:
-            writer.arrived.add(request.ticket.ticket_id)
-            writer.adopt(request.request_id)
+            destination.arrived.add(ticket.ticket_id)
+            destination.adopt(request_id)
+
+    def move(self, asked: MoveRequest) -> None:
+        """The sequence stops here at once, or stays."""
+        self.moved.append(asked)
+        sequence = self.running.get(asked.request_id)
+        if sequence is None:
+            return
+        if self.clings:
+            error = error_info(TransferFailed("the lane is gone"))
+            self.say([(sequence, SequenceUpdate(request_id=asked.request_id, error=error))])
+            return
+        del self.running[asked.request_id]
+        self.say([(sequence, SequenceUpdate(request_id=asked.request_id, finish_reason=FinishReason.MOVED))])
+        self._push(asked.ticket)
 
     def adopt(self, request_id: str) -> None:
         """The KV of a submitted request is there: it may run."""
@@ -339,6 +357,8 @@ class Life(worker_pb2_grpc.WorkerServicer):
                 self.worker.greet(from_proto(Hello, message.hello), gateway)
             elif kind == "submit":
                 self.worker.submit(from_proto(GenerateRequest, message.submit), gateway)
+            elif kind == "move":
+                self.worker.move(from_proto(MoveRequest, message.move))
             else:
                 for request_id in message.abort.request_ids:
                     self.worker.abort(request_id)

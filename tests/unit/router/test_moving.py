@@ -1,0 +1,204 @@
+"""A worker drains: its sequences go on elsewhere, with their KV, and their clients read on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from protos.errors import Overloaded
+from router.generation import TokenDelta
+from tests.unit.router.fake_cluster import PROMPT, Cluster, job, tokens
+from tests.unit.router.fake_worker import FakeWorker, expected_tokens
+
+NUM_TOKENS = 12
+EXPECTED = expected_tokens(PROMPT, NUM_TOKENS)
+
+
+class Client:
+    """Reads one answer; the worker that writes it stops after `pause_after` tokens until it is told to go on."""
+
+    def __init__(self, cluster: Cluster, *, pause_after: int = 3) -> None:
+        self.cluster = cluster
+        self.deltas: list[TokenDelta] = []
+        for worker in cluster.workers.values():
+            worker.pause_after = pause_after
+        self.reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for delta in self.cluster.generate(job(max_tokens=NUM_TOKENS)):
+            self.deltas.append(delta)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        clock = asyncio.get_running_loop().time
+        async with asyncio.timeout(10):
+            while not condition():
+                await self.cluster.fleet.wait(until=clock() + 0.01)
+
+    async def paused(self) -> str:
+        """The id of the worker that has stopped with the sequence."""
+        await self.until(lambda: any(map(_stands, self.cluster.workers.values())))
+        return next(worker.worker_id for worker in self.cluster.workers.values() if _stands(worker))
+
+    async def stayed(self) -> None:
+        await self.until(lambda: self.cluster.generate.moves.num_stayed > 0)
+
+    async def done(self) -> list[int]:
+        async with asyncio.timeout(10):
+            await self.reading
+        return tokens(self.deltas)
+
+
+def _stands(worker: FakeWorker) -> bool:
+    return any(sequence.num_made == worker.pause_after for sequence in worker.running.values())
+
+
+def drain(cluster: Cluster, worker_id: str) -> None:
+    """It says so, and makes one token more: the router looks where to go when a token comes."""
+    worker = cluster[worker_id]
+    worker.draining = True
+    worker.say()
+    worker.go(None if worker.pause_after is None else worker.pause_after + 1)
+
+
+def go(cluster: Cluster) -> None:
+    for worker in cluster.workers.values():
+        worker.go()
+
+
+def other(cluster: Cluster, worker_id: str) -> str:
+    return next(one for one in cluster.workers if one[0] != "p" and one != worker_id)
+
+
+@pytest.mark.parametrize("workers", [("p0", "d0", "d1"), ("d0", "d1"), ("c0", "c1")])
+async def test_the_sequence_goes_on_elsewhere_and_no_token_is_lost_or_doubled(
+    make: Callable[..., Cluster], workers: tuple[str, ...]
+) -> None:
+    cluster = make(local_prefill_tokens=0)
+    await cluster.add(*workers)
+    client = Client(cluster)
+    first = await client.paused()
+    second = other(cluster, first)
+    drain(cluster, first)
+    await cluster[first].until(lambda: bool(cluster[first].moved))
+    go(cluster)
+    assert await client.done() == EXPECTED
+    assert cluster.generate.moves.num_moved == 1
+    assert cluster.generate.num_resumed == 0, "nothing was computed again"
+    taken = cluster[second].submitted[-1]
+    assert taken.ticket is not None
+    assert list(taken.output_ids) == EXPECTED[: len(taken.output_ids)]
+    assert len(taken.output_ids) > 3
+    assert (
+        cluster[second].reserved[-1].prompt_ids == (*PROMPT, *EXPECTED)[: len(cluster[second].reserved[-1].prompt_ids)]
+    )
+    await client.until(lambda: not any(w.running or w.tickets for w in cluster.workers.values()))
+
+
+async def test_with_nowhere_to_go_it_finishes_where_it_is(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0")
+    client = Client(cluster)
+    drain(cluster, await client.paused())
+    await client.stayed()
+    go(cluster)
+    assert await client.done() == EXPECTED
+    assert cluster.generate.moves.num_moved == 0
+    assert cluster.generate.moves.num_stayed >= 1
+
+
+async def test_with_no_room_elsewhere_it_finishes_where_it_is(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    client = Client(cluster)
+    first = await client.paused()
+    cluster[other(cluster, first)].refuse = Overloaded("full")
+    drain(cluster, first)
+    await client.stayed()
+    go(cluster)
+    assert await client.done() == EXPECTED
+    assert cluster.generate.moves.num_moved == 0
+
+
+async def test_a_worker_that_cannot_let_go_keeps_it_and_the_room_is_given_back(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    client = Client(cluster)
+    first = await client.paused()
+    second = other(cluster, first)
+    cluster[first].clings = True
+    drain(cluster, first)
+    await cluster[first].until(lambda: bool(cluster[first].moved))
+    await cluster[second].until(lambda: bool(cluster[second].aborted))
+    assert not cluster[second].tickets
+    go(cluster)
+    assert await client.done() == EXPECTED
+    assert not cluster[second].submitted
+
+
+async def test_kv_that_is_lost_on_the_way_is_computed_again(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1", "c2")
+    client = Client(cluster)
+    first = await client.paused()
+    cluster[first].loses_kv = True
+    drain(cluster, first)
+    await cluster[first].until(lambda: bool(cluster[first].moved))
+    go(cluster)
+    assert await client.done() == EXPECTED
+    assert cluster.generate.num_resumed == 1
+
+
+async def test_a_worker_that_dies_while_its_sequence_leaves_costs_a_pause(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    client = Client(cluster)
+    first = await client.paused()
+    second = other(cluster, first)
+    cluster[second].reserving = asyncio.Event()
+    drain(cluster, first)
+    await cluster[second].until(lambda: bool(cluster[second].reserved))
+    await cluster[first].die()
+    cluster[second].reserving.set()
+    go(cluster)
+    assert await client.done() == EXPECTED
+    assert cluster.generate.num_resumed == 1
+    await client.until(lambda: not cluster[second].tickets)
+
+
+async def test_a_client_that_leaves_while_its_sequence_moves_leaves_nothing_behind(
+    make: Callable[..., Cluster],
+) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    client = Client(cluster)
+    first = await client.paused()
+    second = other(cluster, first)
+    cluster[second].reserving = asyncio.Event()
+    drain(cluster, first)
+    await cluster[second].until(lambda: bool(cluster[second].reserved))
+    client.reading.cancel()
+    await asyncio.wait([client.reading])
+    cluster[second].reserving.set()
+    await cluster[first].until(lambda: not cluster[first].running)
+    await cluster[second].until(lambda: bool(cluster[second].aborted) and not cluster[second].tickets)
+    assert not cluster[first].moved
+
+
+async def test_a_sequence_whose_new_worker_drains_too_moves_again(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1", "c2")
+    client = Client(cluster)
+    first = await client.paused()
+    for worker_id in set(cluster.workers) - {first}:
+        cluster[worker_id].pause_after = 2  # of what it makes itself
+    drain(cluster, first)
+    await cluster[first].until(lambda: bool(cluster[first].moved))
+    second = await client.paused()
+    assert second != first
+    drain(cluster, second)
+    await cluster[second].until(lambda: bool(cluster[second].moved))
+    go(cluster)
+    assert await client.done() == EXPECTED
+    assert cluster.generate.moves.num_moved == 2
