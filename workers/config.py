@@ -9,6 +9,7 @@ from protos.errors import Misconfigured
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
+MAX_STEPS_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class WorkerConfig:
     `block_size` tokens; by default as many as fit into `memory_fraction`: of a GPU's memory, model and activations
     included (default 0.9), or of the RAM free at the start, the cache alone (default 0.2: workers share a host).
     Beyond `max_waiting` requests that have not begun, new ones are refused (Overloaded).
+    `steps_in_flight` are launched before the oldest one is told of (default 1 on a GPU, 0 on a CPU).
     `collective_timeout_s` bounds how long a rank waits for another in the middle of a step.
     """
 
@@ -36,6 +38,7 @@ class WorkerConfig:
     max_num_seqs: int = 64
     prefill_chunk: int = 512
     max_waiting: int = 1024
+    steps_in_flight: int | None = None
     collective_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -50,6 +53,12 @@ class WorkerConfig:
         for name in (*counts, "max_num_batched_tokens", "max_num_seqs", "prefill_chunk", "max_waiting"):
             _at_least_1(name, getattr(self, name))
         _seats_fit(self.max_num_seqs, self.max_num_batched_tokens)
+        if self.steps_in_flight is not None and not 0 <= self.steps_in_flight <= MAX_STEPS_IN_FLIGHT:
+            raise Misconfigured(
+                f"steps_in_flight is {self.steps_in_flight}: it must be 0 to {MAX_STEPS_IN_FLIGHT}; each delays the "
+                f"notice of a stop by a step",
+                param="steps_in_flight",
+            )
         if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
             raise Misconfigured(
                 f"memory_fraction is {self.memory_fraction}: it must be above 0 and at most 1", param="memory_fraction"

@@ -16,6 +16,7 @@ from workers.attention.base import AttentionInputs, CosSin
 from workers.kernels.paged_decode import DecodePlan, paged_decode, plan_decode
 from workers.kernels.prefill import PrefillPlan, plan_prefill, prefill, prefill_tile
 from workers.kernels.rope_kv_write import rope_kv_write
+from workers.kernels.staging import overwrite, to_device
 from workers.kv.storage import KVStorage
 
 
@@ -95,7 +96,7 @@ class PagedAttention:
         if key in self._decode_plans:
             plan = self._decode_plans[key]
             for target, array in zip((plan.items_W6, plan.parts_R3), arrays, strict=True):
-                target.copy_(_pinned(array, self._device), non_blocking=True)
+                overwrite(target, array)
         else:
             items_W6, parts_R3 = map(self._move, arrays)
             self._decode_plans[key] = DecodePlan(items_W6=items_W6, parts_R3=parts_R3)
@@ -109,13 +110,7 @@ class PagedAttention:
         return PrefillPlan(work_W4=self._move(work_W4), tile=tile)
 
     def _move(self, array: np.ndarray) -> torch.Tensor:
-        return _pinned(array, self._device).to(self._device, non_blocking=True)
-
-
-def _pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Host memory that a device reads by itself: the copy is queued and nobody waits."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+        return to_device(array, self._device)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -52,6 +52,7 @@ class Rank:
     group: TensorParallel
     storage: KVStorage
     runner: TorchRunner
+    steps_in_flight: int
 
 
 def device_of(config: WorkerConfig) -> str:
@@ -68,6 +69,14 @@ def dtype_of(config: WorkerConfig, model: ModelConfig) -> str:
     if config.dtype != "auto":
         return config.dtype
     return "float32" if model.dtype == "float32" else "bfloat16"
+
+
+def steps_in_flight_of(config: WorkerConfig) -> int:
+    """How many steps are launched ahead of the one that is told of: 1 where a device computes beside the host, 0 where
+    they share their cores (docs/adr/0010)."""
+    if config.steps_in_flight is not None:
+        return config.steps_in_flight
+    return 1 if device_of(config) == "cuda" else 0
 
 
 def open_rank(config: WorkerConfig, group: TensorParallel, *, on_progress: Progress | None = None) -> Rank:
@@ -95,7 +104,8 @@ def build_engine(
     events = EventLog(incarnation)
     pool = BlockPool(rank.storage.num_blocks, rank.layout.block_size, events.record)
     scheduler = Scheduler(rank.scheduler, pool, make_role(pool), prefix_key=rank.model.prefix_key)
-    return Engine(scheduler, LeadingRunner(leader, rank.runner), events=events, clock=clock)
+    runner = LeadingRunner(leader, rank.runner)
+    return Engine(scheduler, runner, events=events, clock=clock, depth=rank.steps_in_flight)
 
 
 def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:
@@ -109,7 +119,7 @@ def follow_rank0(rank: Rank, dock: Dock[torch.Tensor]) -> None:
     Raises WorkerLost when a rank is gone, and whatever this rank fails with.
     """
     operations: dict[str, Callable[..., object]] = {name: getattr(dock, name) for name in Dock.OPERATIONS}
-    operations["run"] = rank.runner.run
+    operations["launch"] = rank.runner.launch
     try:
         follow(rank.group, operations, settle=dock.settle)
     finally:
@@ -119,6 +129,7 @@ def follow_rank0(rank: Rank, dock: Dock[torch.Tensor]) -> None:
 def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progress | None) -> Rank:
     assert group.size == config.tp, f"a group of {group.size} ranks for tp {config.tp}"
     device = device_of(config)
+    steps_in_flight = steps_in_flight_of(config)
     model = read_config(config.model)
     check_parallel(model, config.tp)
     layout = model.kv_layout(block_size=config.block_size, dtype=dtype_of(config, model), tp=config.tp)
@@ -143,7 +154,10 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         scheduler=_scheduler_config(config, model, min(max_model_len, capacity)),
         group=group,
         storage=storage,
-        runner=TorchRunner(decoder, attention_for(storage), block_size=config.block_size),
+        runner=TorchRunner(
+            decoder, attention_for(storage), block_size=config.block_size, shares_tokens=steps_in_flight > 0
+        ),
+        steps_in_flight=steps_in_flight,
     )
 
 

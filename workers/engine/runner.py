@@ -1,110 +1,121 @@
-"""Runs a batch on a model: packs its rows into tensors, one forward pass, then sampling on rank 0.
+"""Runs batches on a model: one forward pass, then sampling on rank 0. On a GPU `launch` queues all of it and returns.
 
-Legend: T tokens of the batch (rows packed), S rows, B blocks of the longest row, R positions with logits, V vocabulary.
+    launch n      pack ── pinned, queued ──▶ forward ──▶ sample ──▶ ids ── queued ──▶ pinned ── fetch n
+    launch n + 1  pack ────────────────────▶ forward  ◀── tokens that follow ──┘
+
+CPU and CUDA share every line. Legend: T tokens of the batch (rows packed), R positions with logits, V vocabulary.
 """
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from protos.values import Logprobs
 from workers.attention.base import AttentionBackend, AttentionInputs
-from workers.engine.batch import Batch, Row, RowOutput, StepOutput
-from workers.engine.sampler import sample, score
+from workers.engine.batch import Batch, Done, Pending, RowOutput, StepOutput
+from workers.engine.logprobs import Scores
+from workers.engine.packing import Packed, pack, sampled_rows
+from workers.engine.sampler import Drawn, sample
+from workers.kernels.staging import to_device
 from workers.models.decoder import Decoder, ModelInputs
 
 
 class TorchRunner:
-    """One rank's runner. All ranks must run the same batches; only rank 0 samples, the others return no rows.
+    """One rank's runner: a pipeline. All ranks must launch the same batches; only rank 0 samples.
 
-    CPU and CUDA share every line: tensors are packed on the host and moved once.
+    `shares_tokens` gives sampled ids to the other ranks, for rows that follow: needed where steps are in flight.
     """
 
-    def __init__(self, decoder: Decoder, attention: AttentionBackend, *, block_size: int) -> None:
+    def __init__(
+        self, decoder: Decoder, attention: AttentionBackend, *, block_size: int, shares_tokens: bool = False
+    ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._block_size = block_size
         self._device = decoder.place.device
-        self._rank = decoder.place.parallel.rank
+        self._parallel = decoder.place.parallel
+        self._shares_tokens = shares_tokens and self._parallel.size > 1
+        self._sampled: Mapping[int, int] = {}
+        self._ids_R = torch.zeros(0, dtype=torch.int64, device=self._device)
+
+    def run(self, batch: Batch) -> StepOutput:
+        """A step by itself. Raises as `launch` does."""
+        return self.launch(batch).fetch()
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> StepOutput:
+    def launch(self, batch: Batch) -> Pending:
         """Raises WorkerLost when a rank has gone, and torch's own error when memory runs out."""
-        inputs = pack(batch, block_size=self._block_size, device=self._device)
-        logits_RV = self._decoder.forward(inputs, self._attention)
-        if self._rank:
-            return StepOutput(rows=())
-        return read(batch, logits_RV)
+        packed = pack(batch, block_size=self._block_size, sampled=self._sampled)
+        self._sampled = sampled_rows(batch)
+        logits_RV = self._decoder.forward(self._inputs(packed), self._attention)
+        if self._parallel.rank:
+            self._ids_R = torch.zeros(len(self._sampled), dtype=torch.int64, device=self._device)
+            self._share()
+            return Done(output=StepOutput(rows=()))
+        step = Sampling(batch, logits_RV)
+        if step.drawn is not None:
+            self._ids_R = step.drawn.ids_R
+            self._share()
+        return step
+
+    def _share(self) -> None:
+        if self._shares_tokens and len(self._ids_R):
+            self._parallel.share(self._ids_R)
+
+    def _inputs(self, packed: Packed) -> ModelInputs:
+        """On the device, with the tokens that the step before sampled there."""
+        numbers_4T = np.stack((packed.token_ids_T, packed.follows_T, packed.positions_T, packed.slots_T))
+        token_ids_T, follows_T, positions_T, slots_T = to_device(numbers_4T, self._device)
+        if packed.follows_T.max() >= 0:
+            token_ids_T = torch.where(follows_T < 0, token_ids_T, self._ids_R[follows_T.clamp(min=0)])
+        return ModelInputs(
+            token_ids_T=token_ids_T,
+            attention=AttentionInputs(
+                positions_T=positions_T,
+                slots_T=slots_T,
+                query_starts=packed.query_starts,
+                context_lens=packed.context_lens,
+                block_tables_SB=to_device(packed.tables_SB, self._device),
+                max_query=packed.max_query,
+                max_context=max(packed.context_lens),
+            ),
+            logit_rows=to_device(packed.logit_rows_R, self._device),
+            prompt_lens=packed.prompt_lens,
+        )
 
 
-def pack(batch: Batch, *, block_size: int, device: str) -> ModelInputs:
-    """The batch as tensors on `device`. Logits are asked for in the order in which `read` takes them."""
-    rows = batch.rows
-    lens_S = np.array([len(row.token_ids) for row in rows])
-    starts_S = np.array([row.start for row in rows])
-    query_starts = np.concatenate(([0], np.cumsum(lens_S)))
-    num_tokens = int(query_starts[-1])
-    positions_T = np.arange(num_tokens) + np.repeat(starts_S - query_starts[:-1], lens_S)
-    tables_SB = np.zeros((len(rows), max(len(row.block_ids) for row in rows)), dtype=np.int32)
-    for table_B, row in zip(tables_SB, rows, strict=True):
-        table_B[: len(row.block_ids)] = row.block_ids
-    blocks_T = tables_SB[np.repeat(np.arange(len(rows)), lens_S), positions_T // block_size].astype(np.int64)
-    context_lens = (starts_S + lens_S).tolist()
-    attention = AttentionInputs(
-        positions_T=_move(positions_T, device),
-        slots_T=_move(blocks_T * block_size + positions_T % block_size, device),
-        query_starts=tuple(query_starts.tolist()),
-        context_lens=tuple(context_lens),
-        block_tables_SB=_move(tables_SB, device),
-        max_query=int(lens_S.max()),
-        max_context=max(context_lens),
-    )
-    logit_rows = list(chain.from_iterable(map(_wanted, rows, query_starts.tolist())))
-    token_ids_T = np.fromiter(chain.from_iterable(row.token_ids for row in rows), dtype=np.int64, count=num_tokens)
-    return ModelInputs(
-        token_ids_T=_move(token_ids_T, device),
-        attention=attention,
-        logit_rows=_move(np.array(logit_rows, dtype=np.int64), device),
-        prompt_lens=tuple(row.prompt_len for row in rows),
-    )
+class Sampling:
+    """A step whose logits are queued: samples where rows ask for it and scores the prompt tokens they name."""
+
+    def __init__(self, batch: Batch, logits_RV: torch.Tensor) -> None:
+        self._batch = batch
+        self._scored: dict[int, Scores] = {}
+        samples, positions, position = [], [], 0
+        for index, row in enumerate(batch.rows):
+            if row.prompt_targets:
+                targets_T = to_device(np.array(row.prompt_targets), logits_RV.device)
+                nums_top = [row.num_prompt_logprobs] * len(targets_T)
+                part_TV = logits_RV[position : position + len(targets_T)]
+                self._scored[index] = Scores(part_TV, targets_T, nums_top)
+                position += len(targets_T)
+            if row.sample is not None:
+                samples.append(row.sample)
+                positions.append(position)
+                position += 1
+        if self._scored and samples:
+            logits_RV = logits_RV.index_select(0, to_device(np.array(positions), logits_RV.device))
+        self.drawn: Drawn | None = sample(logits_RV, samples) if samples else None
+
+    def fetch(self) -> StepOutput:
+        drawn = iter(self.drawn.fetch() if self.drawn is not None else ())
+        rows = [next(drawn) if row.sample is not None else RowOutput() for row in self._batch.rows]
+        for index, scores in self._scored.items():
+            rows[index] = _with_prompt(rows[index], scores.fetch())
+        return StepOutput(rows=tuple(rows))
 
 
-def read(batch: Batch, logits_RV: torch.Tensor) -> StepOutput:
-    """Samples where rows ask for it and scores the prompt tokens they name."""
-    sampled, positions, scored = [], [], {}
-    position = 0
-    for index, row in enumerate(batch.rows):
-        if row.prompt_targets:
-            scored[index] = _score_prompt(row, logits_RV[position : position + len(row.prompt_targets)])
-            position += len(row.prompt_targets)
-        if row.sample is not None:
-            sampled.append(row.sample)
-            positions.append(position)
-            position += 1
-    chosen = iter(sample(logits_RV[positions] if scored else logits_RV, sampled) if sampled else ())
-    outputs = []
-    for index, row in enumerate(batch.rows):
-        output = next(chosen) if row.sample is not None else RowOutput()
-        if index in scored:
-            output = RowOutput(token_id=output.token_id, logprobs=output.logprobs, prompt_logprobs=scored[index])
-        outputs.append(output)
-    return StepOutput(rows=tuple(outputs))
-
-
-def _wanted(row: Row, start: int) -> list[int]:
-    """Indices into T of a row that starts there: first the positions that predict its targets, then the sampled."""
-    wanted = list(range(start, start + len(row.prompt_targets)))
-    if row.sample is not None:
-        wanted.append(start + len(row.token_ids) - 1)
-    return wanted
-
-
-def _score_prompt(row: Row, logits_RV: torch.Tensor) -> tuple[Logprobs, ...]:
-    return tuple(score(logits_RV, row.prompt_targets, [row.num_prompt_logprobs] * len(row.prompt_targets)))
-
-
-def _move(array: np.ndarray, device: str) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)
+def _with_prompt(output: RowOutput, prompt_logprobs: list[Logprobs]) -> RowOutput:
+    return RowOutput(token_id=output.token_id, logprobs=output.logprobs, prompt_logprobs=tuple(prompt_logprobs))

@@ -5,66 +5,61 @@ penalty (over prompt and output, as in transformers); frequency and presence pen
 then argmax when the temperature is 0, or temperature, min-p, top-k, top-p and one draw by inverse CDF.
 
 Tokens are ranked by logit, equal logits by lower id first: everywhere, so that top-k 1 is greedy.
-Legend: R rows, V vocabulary, P penalised (row, id) pairs, T positions. Probabilities are float64.
+Legend: R rows, V vocabulary, P adjusted (row, id) pairs, T rows with logprobs. Probabilities are float64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from itertools import islice
 
 import numpy as np
 import torch
 
-from protos.values import Logprobs, SamplingParams, TokenLogprob
+from protos.values import SamplingParams
 from workers.engine.batch import RowOutput, Sample
+from workers.engine.logprobs import Scores
 from workers.engine.philox import uniforms
+from workers.kernels.staging import Landing, to_device
 
 _NUCLEUS = 1024
 """Top-p looks at this many best tokens before it sorts the whole vocabulary."""
 
 
-def sample(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> list[RowOutput]:
-    """One token per row of the float32 logits, with the logprobs its parameters ask for.
+class Drawn:
+    """One token per row, on their way to the host; `ids_R` are those on the device, for the step that follows."""
+
+    def __init__(self, ids_R: torch.Tensor, logprobs: Mapping[int, int], scores: Scores | None) -> None:
+        self.ids_R = ids_R
+        self._logprobs = logprobs
+        self._scores = scores
+        self._landing = Landing(ids_R)
+
+    def fetch(self) -> list[RowOutput]:
+        """Waits for the device."""
+        (ids_R,) = self._landing.wait()
+        logprobs = self._scores.fetch() if self._scores is not None else []
+        return [
+            RowOutput(token_id=token_id, logprobs=logprobs[self._logprobs[row]] if row in self._logprobs else None)
+            for row, token_id in enumerate(ids_R.tolist())
+        ]
+
+
+def sample(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> Drawn:
+    """One token per row of the float32 logits, with the logprobs its parameters ask for. On a GPU nobody waits.
 
     Logprobs are those of the model: the log-softmax of the logits before penalties, bias, temperature and filters.
     """
     adjusted_RV = _adjust(logits_RV, samples)
-    choose = _choose_on_gpu if logits_RV.is_cuda else _choose
-    token_ids = choose(adjusted_RV, samples)
-    reported = [(row, one.params.logprobs) for row, one in enumerate(samples) if one.params.logprobs is not None]
-    outputs = [RowOutput(token_id=token_id) for token_id in token_ids]
-    if reported:
-        rows, nums_top = zip(*reported, strict=True)
-        found = score(logits_RV[list(rows)], [token_ids[row] for row in rows], nums_top)
-        for row, logprobs in zip(rows, found, strict=True):
-            outputs[row] = RowOutput(token_id=token_ids[row], logprobs=logprobs)
-    return outputs
-
-
-def score(logits_TV: torch.Tensor, token_ids: Sequence[int], nums_top: Sequence[int]) -> list[Logprobs]:
-    """Logprobs of one given token at each position, and of the `nums_top` most likely ones there."""
-    logprobs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
-    chosen = logprobs_TV.gather(1, torch.tensor(token_ids, device=logits_TV.device).unsqueeze(1)).squeeze(1).tolist()
-    tops = _top(logprobs_TV, nums_top) if any(nums_top) else [()] * len(token_ids)
-    return [
-        Logprobs(chosen=TokenLogprob(token_id=token_id, logprob=value), top=top)
-        for token_id, value, top in zip(token_ids, chosen, tops, strict=True)
-    ]
-
-
-def _top(logprobs_TV: torch.Tensor, nums_top: Sequence[int]) -> list[tuple[TokenLogprob, ...]]:
-    """The `nums_top` most likely tokens of each position, best first."""
-    counts_T = torch.tensor(nums_top, device=logprobs_TV.device).clamp(min=1, max=logprobs_TV.shape[1])
-    kept_TV = _best(logprobs_TV, counts_T)
-    found = iter(zip(kept_TV.nonzero()[:, 1].tolist(), logprobs_TV[kept_TV].tolist(), strict=True))
-    tops = []
-    for num_top, count in zip(nums_top, counts_T.tolist(), strict=True):
-        best = sorted(islice(found, count), key=lambda pair: (-pair[1], pair[0]))
-        tops.append(tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in best[:num_top]))
-    return tops
+    ids_R = _choose_on_gpu(adjusted_RV, samples) if logits_RV.is_cuda else _choose(adjusted_RV, samples)
+    asked = [(row, one.params.logprobs) for row, one in enumerate(samples) if one.params.logprobs is not None]
+    if not asked:
+        return Drawn(ids_R, {}, None)
+    rows, nums_top = zip(*asked, strict=True)
+    rows_T = to_device(np.array(rows), logits_RV.device)
+    scores = Scores(logits_RV.index_select(0, rows_T), ids_R.index_select(0, rows_T), nums_top)
+    return Drawn(ids_R, {row: place for place, row in enumerate(rows)}, scores)
 
 
 def _adjust(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
@@ -119,23 +114,22 @@ def _columns(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, ids, values = zip(*pairs, strict=True)
     return (
-        torch.tensor(rows, device=device),
-        torch.tensor(ids, device=device),
-        torch.tensor(values, dtype=torch.float32, device=device),
+        to_device(np.array(rows), device),
+        to_device(np.array(ids), device),
+        to_device(np.array(values, dtype=np.float32), device),
     )
 
 
-def _choose(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
-    token_ids: list[int] = logits_RV.argmax(dim=-1).tolist()  # documented to return the first of equal maxima
+def _choose(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+    ids_R = logits_RV.argmax(dim=-1)  # documented to return the first of equal maxima
     drawn = [row for row, one in enumerate(samples) if one.params.temperature > 0]
     if drawn:
-        for row, token_id in zip(drawn, _draw(logits_RV[drawn], [samples[row] for row in drawn]), strict=True):
-            token_ids[row] = token_id
-    return token_ids
+        ids_R[drawn] = _draw(logits_RV[drawn], [samples[row] for row in drawn])
+    return ids_R
 
 
-def _choose_on_gpu(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
-    """The same tokens from one kernel: the host waits once, for the ids."""
+def _choose_on_gpu(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+    """The same tokens from one kernel."""
     kernel = import_module("workers.kernels.draw")  # imports triton
     params = [one.params for one in samples]
     draws = kernel.Draws.pack(
@@ -148,11 +142,11 @@ def _choose_on_gpu(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> list[i
         vocab_size=logits_RV.shape[1],
         device=logits_RV.device,
     )
-    token_ids: list[int] = kernel.draw(logits_RV, draws).tolist()
-    return token_ids
+    ids_R: torch.Tensor = kernel.draw(logits_RV, draws)
+    return ids_R
 
 
-def _draw(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
+def _draw(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     """Temperature, filters, then the first token in vocabulary order whose cumulative probability exceeds the
     row's random number."""
     device = logits_RV.device
@@ -168,8 +162,7 @@ def _draw(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
     target_R1 = uniform_R.to(device).unsqueeze(1) * total_R1
     chosen_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(1)
     last_R = (cdf_RV < total_R1).sum(dim=-1)  # the last token with any probability, should target round up to total
-    ids: list[int] = torch.minimum(chosen_R, last_R).tolist()
-    return ids
+    return torch.minimum(chosen_R, last_R)
 
 
 def _filter(scaled_RV: torch.Tensor, params: Sequence[SamplingParams]) -> None:

@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from workers.kernels.staging import to_device
+
 # One program a row: 16 warps, to hide L2's latency behind arithmetic in float64, with 4 logits a thread: 16 bytes, and
 # few enough registers (114, compiled for 9.0) that nothing spills. Chosen by reasoning, not measured yet.
 _BLOCK = 2048
@@ -201,7 +203,7 @@ class Draws:
         kept = [min(top_k or vocab_size, vocab_size) for top_k in top_ks]
         words = [[number % 2**64 for number in numbers] for numbers in (seeds, indices)]
         whole = np.array([kept, *words], dtype=np.uint64).view(np.int64)
-        reals, wholes = (_to_device(array, torch.device(device)) for array in (real, whole))
+        reals, wholes = (to_device(array, device) for array in (real, whole))
         return cls(
             temperature_R=reals[0],
             floor_R=reals[1],
@@ -210,11 +212,6 @@ class Draws:
             seed_R=wholes[1],
             index_R=wholes[2],
         )
-
-
-def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def draw(logits_RV: torch.Tensor, draws: Draws) -> torch.Tensor:

@@ -36,6 +36,10 @@ class TensorParallel(Protocol):
         """The ranks' tensors (all of one shape) side by side along the last dimension, in rank order."""
         ...
 
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor, in `x` itself, on every rank."""
+        ...
+
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank. Waits for rank 0 as long as it takes: a follower rests in here."""
         ...
@@ -53,6 +57,9 @@ class Solo:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def broadcast(self, value: T) -> T:
@@ -88,6 +95,10 @@ class RankGroup:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         self._call(self._tensors, "allgather", [parts], [x.contiguous()])
         return torch.cat(parts, dim=-1)
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        self._call(self._tensors, "broadcast", x, 0)
+        return x
 
     def broadcast(self, value: T) -> T:
         # A step's batch nearly always fits the first message: one round trip.

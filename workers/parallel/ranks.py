@@ -1,7 +1,7 @@
 """How rank 0 leads the ranks of one worker: every operation it is about to do, it first tells the others to do too.
 
-    rank 0    Leader.tell("run", batch) ── broadcast ──▶ rank 1, 2 ...   Follower.serve: operations["run"](batch)
-              runner.run(batch) ◀═════════ collectives of the layers ═════════▶ runner.run(batch)
+    rank 0    Leader.tell("launch", batch) ── broadcast ──▶ rank 1, 2 ...   follow: operations["launch"](batch)
+              runner.launch(batch) ◀═══════ collectives of the layers ═══════▶ runner.launch(batch)
 
 So all ranks do the same operations in the same order. A rank that fails leaves the group, and whoever is in a
 collective, or comes into one, gets WorkerLost: at once when a process died, after the group's timeout when it hangs.
@@ -20,7 +20,7 @@ from torch.distributed import DistError
 
 from protos.errors import BatonError, WorkerLost
 from protos.values import SamplingParams
-from workers.engine.batch import Batch, Row, Runner, Sample, StepOutput
+from workers.engine.batch import Batch, Pending, Pipeline, Row, Sample
 from workers.parallel.group import RankGroup, Solo, TensorParallel
 
 log = logging.getLogger(__name__)
@@ -55,14 +55,14 @@ class Leader:
 class LeadingRunner:
     """The runner of a whole worker: rank 0's own, with the other ranks in step."""
 
-    def __init__(self, leader: Leader, runner: Runner) -> None:
+    def __init__(self, leader: Leader, runner: Pipeline) -> None:
         self._leader = leader
         self._runner = runner
 
-    def run(self, batch: Batch) -> StepOutput:
+    def launch(self, batch: Batch) -> Pending:
         if not self._leader.alone:
-            self._leader.tell("run", for_followers(batch))
-        return self._runner.run(batch)
+            self._leader.tell("launch", for_followers(batch))
+        return self._runner.launch(batch)
 
 
 def for_followers(batch: Batch) -> Batch:

@@ -13,12 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.values import SamplingParams
+from protos.values import Logprobs, SamplingParams
 from workers.engine.batch import RowOutput, Sample
+from workers.engine.logprobs import Scores
 from workers.engine.philox import uniforms
-from workers.engine.sampler import sample, score
+from workers.engine.sampler import sample as begin
 
 VOCAB = 24
+
+
+def sample(logits: torch.Tensor, samples: Sequence[Sample]) -> list[RowOutput]:
+    return begin(logits, samples).fetch()
+
+
+def score(logits: torch.Tensor, token_ids: Sequence[int], nums_top: Sequence[int]) -> list[Logprobs]:
+    return Scores(logits, torch.tensor(token_ids), nums_top).fetch()
 
 
 def make(index: int = 0, *, prompt: Sequence[int] = (), output: Sequence[int] = (), ban: Sequence[int] = (),

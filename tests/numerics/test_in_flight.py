@@ -1,0 +1,113 @@
+"""Steps in flight on a real model: tokens go from step to step without the host, and stay the oracle's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protos.values import SamplingParams
+from tests.numerics.conftest import Checkpoint, random_tokens
+from tests.numerics.engines import answer, colocated, oracle_answers
+from workers.attention.base import AttentionInputs, CosSin
+from workers.config import WorkerConfig
+from workers.engine.batch import Batch, Row, Sample
+from workers.engine.runner import TorchRunner
+from workers.kernels import reference
+from workers.models.config import read_config
+from workers.models.decoder import Decoder
+from workers.models.layers.slots import Place
+from workers.parallel.group import Solo
+
+PROMPTS = [random_tokens(length, seed=length) for length in (1, 5, 16, 33, 100)]
+NUM_TOKENS = sum(map(len, PROMPTS)) + 64 * len(PROMPTS)
+PLENTY, SCARCE = 2 * NUM_TOKENS // 16, NUM_TOKENS // 16 // 2
+
+
+def config_of(folder: Path, **settings: Any) -> WorkerConfig:
+    return WorkerConfig(
+        **({"model": str(folder), "device": "cpu", "prefill_chunk": 16, "num_blocks": PLENTY} | settings)
+    )
+
+
+@pytest.mark.parametrize("num_blocks", [PLENTY, SCARCE], ids=["plenty", "scarce"])
+@pytest.mark.parametrize(("steps", "tp"), [(1, 1), (2, 1), (1, 2)])
+def test_greedy_tokens_are_the_oracles(checkpoint: Checkpoint, steps: int, tp: int, num_blocks: int) -> None:
+    folder, model = checkpoint("qwen3")
+    with colocated(config_of(folder, steps_in_flight=steps, tp=tp, num_blocks=num_blocks)) as engine:
+        assert [one.token_ids for one in answer(engine, PROMPTS)] == oracle_answers(model, PROMPTS)
+        assert (engine.scheduler.num_preemptions > 0) == (num_blocks == SCARCE)
+
+
+def test_whatever_is_asked_for_is_told_as_without(checkpoint: Checkpoint) -> None:
+    """Penalties, stops, logprobs of prompt and answer, seeds, a banned end: side by side in one batch."""
+    folder, _ = checkpoint("llama")
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=20, repetition_penalty=1.3, logprobs=3),
+        SamplingParams(temperature=1.0, max_tokens=24, seed=5, prompt_logprobs=2),
+        SamplingParams(temperature=0.7, max_tokens=12, seed=6, top_p=0.8, logprobs=0),
+        SamplingParams(temperature=0.0, max_tokens=30, min_tokens=10, stop_token_ids=tuple(range(60))),
+        SamplingParams(temperature=1.2, max_tokens=9, frequency_penalty=0.5, logit_bias=((7, 5.0),)),
+    ]
+    told = []
+    for steps in (0, 1):
+        with colocated(config_of(folder, steps_in_flight=steps)) as engine:
+            told.append(answer(engine, PROMPTS, asked))
+    for without, with_ in zip(*told, strict=True):
+        assert with_.token_ids == without.token_ids
+        assert with_.finish_reason is without.finish_reason
+        for field in ("logprobs", "prompt_logprobs"):
+            ours, theirs = (
+                [one for update in told.updates for one in getattr(update, field)] for told in (with_, without)
+            )
+            assert [one.chosen.token_id for one in ours] == [one.chosen.token_id for one in theirs]
+            assert [one.chosen.logprob for one in ours] == pytest.approx(
+                [one.chosen.logprob for one in theirs], abs=1e-5
+            )
+
+
+class Valueless:
+    """Stands where a GPU is missing: tensors on torch's meta device have shapes and no values, so that whoever looks
+    at one, and on a GPU would wait for it, raises. Its kernels are the reference's; attention only keeps its shapes."""
+
+    def __init__(self) -> None:
+        self.num_attended = 0
+
+    def begin(self, inputs: AttentionInputs) -> None:
+        assert inputs.block_tables_SB.is_meta
+
+    def write(
+        self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
+    ) -> torch.Tensor:
+        return reference.rope(q_TND, *rotation)
+
+    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+        self.num_attended += 1
+        return torch.empty_like(q_TND)
+
+
+def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one with penalties, bias, bans and logprobs; only the fetch does."""
+    folder, _ = checkpoint("llama")
+    config = read_config(folder)
+    monkeypatch.setattr("workers.engine.sampler._choose", lambda logits_RV, samples: logits_RV.argmax(dim=-1))
+    place = Place(device="meta", dtype=torch.float32, parallel=Solo(), kernels=reference)
+    attention = Valueless()
+    runner = TorchRunner(Decoder(config, place), attention, block_size=16)
+    plain = SamplingParams(temperature=0.0)
+    busy = SamplingParams(seed=1, logprobs=4, frequency_penalty=0.2, repetition_penalty=1.1, logit_bias=((3, 1.0),))
+
+    def row(name: str, params: SamplingParams, **place: Any) -> Row:
+        known = {"prompt_ids": (5, 6), "output_ids": (7,), "banned_ids": (2,)} if params is busy else {}
+        return Row(request_id=name, block_ids=(0, 1), sample=Sample(params=params, index=1, **known), **place)
+
+    prompts = (row("a", plain, token_ids=(5, 6, 7), start=0), row("b", busy, token_ids=(5, 6), start=0))
+    runner.launch(Batch(rows=prompts))
+    for start in (3, 4, 5):
+        following = row("a", plain, token_ids=(), start=start, follows=0), row("b", busy, token_ids=(9,), start=start)
+        step = runner.launch(Batch(rows=following))
+    assert attention.num_attended == 4 * config.num_layers
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        step.fetch()

@@ -1,0 +1,52 @@
+"""Numbers between host and device that nobody waits for: pinned memory, and copies queued on the current stream.
+
+torch keeps pinned memory for the next copy, and hands it out again only when the copy that reads it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+_cuda: Any = torch.cuda
+
+
+def to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    """The array on the device, once the copies queued before this one are over. The host may change it at once."""
+    return _pinned(array, torch.device(device)).to(device, non_blocking=True)
+
+
+def overwrite(target: torch.Tensor, array: np.ndarray) -> None:
+    """The same into a tensor that has its place, and the array's shape."""
+    target.copy_(_pinned(array, target.device), non_blocking=True)
+
+
+class Landing:
+    """Tensors of one device on their way to the host, as they are when all that is queued before is done."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._landed = None
+        self._tensors = list(tensors)
+        if any(tensor.is_cuda for tensor in tensors):
+            self._tensors = [_land(tensor) for tensor in tensors]
+            self._landed = _cuda.Event()
+            self._landed.record()
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """On the host. The only place in which a step waits for its device."""
+        if self._landed is not None:
+            self._landed.synchronize()
+        return self._tensors
+
+
+def _pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def _land(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
