@@ -12,6 +12,7 @@ from pathlib import Path
 from decode_pool.config import DecodeConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import BadCheckpoint, Misconfigured
+from protos.tls import FaceTls, PeerTls
 from protos.values import WorkerRole
 from router.config import RouterConfig
 from workers.config import WorkerConfig
@@ -106,6 +107,8 @@ class ClusterConfig:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+    tls: FaceTls = field(default_factory=FaceTls)
+    peers: PeerTls = field(default_factory=PeerTls)
     index: str = MEMORY
     discovery: str = ""
 

@@ -60,6 +60,7 @@ def worker(
             host=host,
         ),
         port=port,
+        peers=config.peers,
     )
     asyncio.run(run_worker(config, orders, console))
 

@@ -13,10 +13,12 @@ from pathlib import Path
 import uvicorn
 
 from cluster.cutoff import Cutoff
+from protos.tls import FaceTls, PeerTls
 from router.admission.admission import Admission
 from router.admission.metrics import AdmissionCollector
 from router.admission.reception import Reception
 from router.app import create_app
+from router.client import channels_of
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
@@ -44,9 +46,24 @@ class Front:
     Raises Misconfigured or BadCheckpoint when the model's tokenizer cannot be read or the policy does not exist.
     """
 
-    def __init__(self, config: RouterConfig, listening: socket.socket, *, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        listening: socket.socket,
+        *,
+        max_model_len: int | None = None,
+        tls: FaceTls,
+        peers: PeerTls,
+    ) -> None:
         policy = policy_of(config)
-        self.fleet = Fleet(index=MemoryPrefixIndex(), config=config, gateway_id=f"gateway-{uuid.uuid4().hex[:12]}")
+        tls.check()
+        self._scheme = "https" if tls.cert else "http"
+        self.fleet = Fleet(
+            index=MemoryPrefixIndex(),
+            config=config,
+            gateway_id=f"gateway-{uuid.uuid4().hex[:12]}",
+            open_channel=channels_of(peers),
+        )
         metrics = RequestMetrics()
         self.registry = metrics.registry
         self.registry.register(FleetCollector(self.fleet))
@@ -71,10 +88,11 @@ class Front:
         self._has_chat = gateway.template is not None
         self._listening = listening
         settings = uvicorn.Config(
-            create_app(gateway), http="httptools", ws="none", lifespan="off", access_log=False, log_config=None
-        )
+            create_app(gateway), http="httptools", ws="none", lifespan="off", access_log=False, log_config=None,
+            ssl_certfile=tls.cert or None, ssl_keyfile=tls.key or None,
+        )  # fmt: skip
         self._http = _Server(settings)
-        self._grpc = GrpcFace(gateway, host=config.host, port=config.grpc_port)
+        self._grpc = GrpcFace(gateway, host=config.host, port=config.grpc_port, tls=tls)
         self._serving: asyncio.Task[None] | None = None
         self.grpc_port = config.grpc_port
 
@@ -86,7 +104,7 @@ class Front:
     def url(self) -> str:
         host = str(self._listening.getsockname()[0])
         reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-        return f"http://{reachable}:{self.port}"
+        return f"{self._scheme}://{reachable}:{self.port}"
 
     def example(self) -> str:
         """A request to try."""

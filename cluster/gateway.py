@@ -75,7 +75,9 @@ async def run_gateway(config: ClusterConfig, addresses: tuple[str, ...], console
 def _open_front(config: ClusterConfig, listening: socket.socket) -> Front:
     from cluster.front import Front
 
-    return Front(config.router, listening, max_model_len=config.worker.max_model_len)
+    return Front(
+        config.router, listening, max_model_len=config.worker.max_model_len, tls=config.tls, peers=config.peers
+    )
 
 
 async def _serve(front: Front, found: Discovery) -> None:
@@ -92,10 +94,12 @@ async def _serve(front: Front, found: Discovery) -> None:
 
 
 async def _discovery(config: ClusterConfig, addresses: tuple[str, ...]) -> Discovery:
-    from router.client import WorkerClient
+    from router.client import WorkerClient, channels_of
+
+    channels = channels_of(config.peers)
 
     async def identify(address: str) -> str:
-        client = WorkerClient(address, connect_timeout_s=2.0, control_timeout_s=2.0)
+        client = WorkerClient(address, connect_timeout_s=2.0, control_timeout_s=2.0, open_channel=channels)
         try:
             return (await client.describe()).worker_id
         finally:

@@ -106,6 +106,7 @@ class RayLauncher:
                 worker=replace(self._worker, device=plan.device),
                 prefill=config.prefill,
                 decode=config.decode,
+                peers=config.peers,
                 seat=Seat(
                     worker_id=plan.worker_id,
                     incarnation=incarnation,

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from cluster.config import ClusterConfig
 from cluster.discovery import Announcer
@@ -15,7 +16,7 @@ from cluster.placement import Node, WorkerPlan, check_fits, plan, why_not_gpus
 from cluster.progress import Bars
 from cluster.supervisor import Supervisor
 from protos.errors import BatonError, WorkerLost
-from router.client import WorkerClient
+from router.client import OpenChannel, WorkerClient, channels_of
 
 log = logging.getLogger("baton.cluster")
 
@@ -55,7 +56,7 @@ class Pools:
             self.plans,
             launcher=RayLauncher(config, self._machines),
             announcer=announcer,
-            check_health=_check_health,
+            check_health=partial(_check_health, channels_of(config.peers)),
             config=config.supervision,
             first_incarnation=time.time_ns() // 1_000_000,
             watch=self._bars.show,
@@ -83,9 +84,10 @@ class Pools:
     async def drain(self, grace_s: float) -> None:
         """No new work for any worker; returns when what runs has finished, at the latest after `grace_s`."""
         if self._supervisor is not None:
+            channels = channels_of(self._config.peers)
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
-                    await asyncio.gather(*(_drain(address) for address in self._supervisor.addresses()))
+                    await asyncio.gather(*(_drain(channels, address) for address in self._supervisor.addresses()))
 
     async def stop(self) -> None:
         """Ends the workers; cancelled, it leaves that to `end`."""
@@ -106,8 +108,13 @@ class Pools:
             log.warning("running on CPUs: %s", why_not_gpus(config.pools, nodes, tp=config.worker.tp))
 
 
-async def _check_health(address: str) -> None:
-    client = WorkerClient(address, connect_timeout_s=HEALTH_TIMEOUT_S, control_timeout_s=HEALTH_TIMEOUT_S)
+async def _check_health(open_channel: OpenChannel, address: str) -> None:
+    client = WorkerClient(
+        address,
+        connect_timeout_s=HEALTH_TIMEOUT_S,
+        control_timeout_s=HEALTH_TIMEOUT_S,
+        open_channel=open_channel,
+    )
     try:
         health = await client.health()
     finally:
@@ -116,8 +123,8 @@ async def _check_health(address: str) -> None:
         raise WorkerLost(health.reason)
 
 
-async def _drain(address: str) -> None:
-    client = WorkerClient(address, connect_timeout_s=2.0, control_timeout_s=2.0)
+async def _drain(open_channel: OpenChannel, address: str) -> None:
+    client = WorkerClient(address, connect_timeout_s=2.0, control_timeout_s=2.0, open_channel=open_channel)
     try:
         while True:
             if not await client.drain():

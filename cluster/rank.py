@@ -9,12 +9,13 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from decode_pool.config import DecodeConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import BatonError
+from protos.tls import PeerTls
 from protos.values import ErrorInfo, WorkerInfo, WorkerRole
 from protos.wire import error_info
 from workers.config import Seat, WorkerConfig
@@ -40,6 +41,7 @@ class Orders:
     decode: DecodeConfig
     seat: Seat
     port: int = 0
+    peers: PeerTls = field(default_factory=PeerTls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,7 @@ class Rank:
 
         worker = Worker(opening.result())
         try:
-            self._note(Serving(info=await worker.start(orders.seat.host, orders.port)))
+            self._note(Serving(info=await worker.start(orders.seat.host, orders.port, peers=orders.peers)))
             serving = asyncio.ensure_future(worker.wait())
             if await self._before_stop(serving):
                 serving.result()

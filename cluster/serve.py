@@ -86,7 +86,14 @@ class Deployment:
     def _open_front(self) -> Front:
         from cluster.front import Front  # a second of imports, while Ray starts
 
-        return Front(self._config.router, self._listening, max_model_len=self._config.worker.max_model_len)
+        config = self._config
+        return Front(
+            config.router,
+            self._listening,
+            max_model_len=config.worker.max_model_len,
+            tls=config.tls,
+            peers=config.peers,
+        )
 
     def _greet(self, front: Front) -> None:
         if not self._console.is_terminal:

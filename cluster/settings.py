@@ -19,6 +19,7 @@ from cluster.config import ClusterConfig, PoolsConfig, RayConfig, SupervisionCon
 from decode_pool.config import DecodeConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import Misconfigured
+from protos.tls import FaceTls, PeerTls
 from protos.values import WorkerRole
 from router.config import RouterConfig
 from workers.config import WorkerConfig
@@ -33,6 +34,8 @@ TABLES: Mapping[str, type[Any]] = {
     "router": RouterConfig,
     "ray": RayConfig,
     "supervision": SupervisionConfig,
+    "tls": FaceTls,
+    "peers": PeerTls,
 }
 # At the top of the file, outside every table: they concern more than one part.
 TOP: Mapping[str, Any] = {
@@ -94,6 +97,8 @@ def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
         decode=DecodeConfig(**tables["decode"]),
         ray=RayConfig(**tables["ray"]),
         supervision=SupervisionConfig(**tables["supervision"]),
+        tls=FaceTls(**tables["tls"]),
+        peers=PeerTls(**tables["peers"]),
         **{name: top[name] for name in ("index", "discovery") if name in top},
     )
 

@@ -15,6 +15,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from protos.errors import InvalidRequest, Misconfigured
 from protos.status import abort_with
+from protos.tls import FaceTls, listen
 from protos.values import Logprobs, TokenLogprob
 from router.admission.tenants import Tenant
 from router.asgi import REQUEST_ID, request_name
@@ -30,9 +31,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class GrpcFace:
     """A server on one address. `health_period_s`: how often a health watcher is looked after."""
 
-    def __init__(self, gateway: Gateway, *, host: str, port: int, health_period_s: float = 1.0) -> None:
+    def __init__(
+        self, gateway: Gateway, *, host: str, port: int, health_period_s: float = 1.0, tls: FaceTls | None = None
+    ) -> None:
         """`port` 0 takes a free one. To be made on the event loop it shall run on."""
         self._address = f"{host}:{port}"
+        self._credentials = tls.server_credentials() if tls is not None else None
         limits = [("grpc.max_receive_message_length", gateway.max_body_bytes), ("grpc.so_reuseport", 0)]
         self._server = grpc.aio.server(options=limits)
         pb_grpc.add_InferenceServicer_to_server(_Inference(gateway), self._server)
@@ -43,7 +47,7 @@ class GrpcFace:
     async def start(self) -> int:
         """Listens; returns the port. Raises Misconfigured when the address is taken or not ours."""
         try:
-            port = self._server.add_insecure_port(self._address)
+            port = listen(self._server, self._address, self._credentials)
         except RuntimeError as error:
             raise Misconfigured(
                 f"gRPC cannot listen on {self._address}: {error}; choose another --grpc-port"

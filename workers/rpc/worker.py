@@ -11,6 +11,7 @@ import grpc
 
 from protos import worker_pb2_grpc
 from protos.errors import Misconfigured, WorkerLost
+from protos.tls import PeerTls, listen
 from protos.values import LaneStats, TicketStats, WorkerInfo, WorkerStats
 from workers.engine.engine import Engine
 from workers.rpc.loop import EngineLoop
@@ -60,11 +61,13 @@ class Worker:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.info = parts.info
 
-    async def start(self, host: str, port: int = 0) -> WorkerInfo:
-        """Serves on host:port (0: any free one) and says where. Raises Misconfigured when the port is taken."""
+    async def start(self, host: str, port: int = 0, *, peers: PeerTls | None = None) -> WorkerInfo:
+        """Serves on host:port (0: any free one) and says where. Raises Misconfigured when the port is taken, or the
+        certificates by which `peers` know each other cannot be read."""
+        credentials = peers.server_credentials() if peers is not None else None
         server = new_server()
         try:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = listen(server, f"{host}:{port}", credentials)
         except RuntimeError as error:
             raise Misconfigured(
                 f"cannot listen on {host}:{port}: {error}; choose another port", param="port"

@@ -1,0 +1,102 @@
+"""Certificates, for clients at the door and between a cluster's members: read once, refused with the file's name."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from protos.errors import Misconfigured
+
+WORKER_NAME = "baton-worker"
+"""What every worker's certificate is for (a DNS name of its subjectAltName). Workers come and go at changing addresses,
+so the name is one for all, and an address is not looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTls:
+    """Files (PEM) by which gateways and workers know each other: each shows `cert`, and takes what `ca` has signed.
+
+    All three or none: without them calls between members are in the clear and anybody's.
+    """
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in ("ca", "cert", "key")}
+        missing = [name for name, path in given.items() if not path]
+        if missing and len(missing) < len(given):
+            raise Misconfigured(
+                f"peers: {missing[0]} is missing: give ca, cert and key, or none of them", param=f"peers.{missing[0]}"
+            )
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """What a worker listens with: it asks for its callers' certificates. Raises Misconfigured."""
+        if not self.ca:
+            return None
+        return grpc.ssl_server_credentials(
+            [(_read("peers.key", self.key), _read("peers.cert", self.cert))],
+            root_certificates=_read("peers.ca", self.ca),
+            require_client_auth=True,
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """What a gateway calls with. Raises Misconfigured."""
+        if not self.ca:
+            return None
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read("peers.ca", self.ca),
+            private_key=_read("peers.key", self.key),
+            certificate_chain=_read("peers.cert", self.cert),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaceTls:
+    """Files (PEM) that the gateway shows its clients, over HTTP and gRPC. Both or none."""
+
+    cert: str = ""
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.cert) != bool(self.key):
+            missing = "key" if self.cert else "cert"
+            raise Misconfigured(
+                f"tls: {missing} is missing: give cert and key, or none of them", param=f"tls.{missing}"
+            )
+
+    def check(self) -> None:
+        """Raises Misconfigured for files that cannot be read, or are no certificate and its key."""
+        if not self.cert:
+            return
+        _read("tls.cert", self.cert), _read("tls.key", self.key)
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.cert, self.key)
+        except ssl.SSLError as error:
+            raise Misconfigured(
+                f"tls: {self.cert} and {self.key} are no certificate and its key (PEM): {error}", param="tls"
+            ) from error
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """Raises Misconfigured."""
+        if not self.cert:
+            return None
+        return grpc.ssl_server_credentials([(_read("tls.key", self.key), _read("tls.cert", self.cert))])
+
+
+def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """Opens a port, in the clear without credentials; which one it is. Raises RuntimeError when it is taken."""
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)
+
+
+def _read(setting: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise Misconfigured(f"{setting}: {path}: {error.strerror}", param=setting) from error
