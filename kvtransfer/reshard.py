@@ -56,20 +56,6 @@ def require_compatible(source: str, source_layout: KVLayout, destination: str, l
         )
 
 
-def require_same_layout(source: str, source_layout: KVLayout, destination: str, layout: KVLayout) -> None:
-    """What the lanes of today can do: equal ranks and blocks only."""
-    require_compatible(source, source_layout, destination, layout)
-    differing = [
-        f"{name} is {theirs} there and {ours} here"
-        for name in ("block_size", "tp")
-        if (theirs := getattr(source_layout, name)) != (ours := getattr(layout, name))
-    ]
-    if differing:
-        raise IncompatibleWorkers(
-            f"KV cannot go from worker {source} to worker {destination}: {'; '.join(differing)}", param="source_layout"
-        )
-
-
 def shares_heads(layout: KVLayout) -> bool:
     """Can the ranks of such a worker share its heads evenly, or each have one?"""
     tp, heads = layout.tp, layout.num_kv_heads

@@ -1,12 +1,14 @@
 """How KV blocks travel: the seam between an engine and whatever moves bytes. Pure: no torch, payloads are opaque.
 
-A push is cut into chunks; a chunk is some consecutive blocks of a ticket, all layers. Everything here is called from
-the engine's thread and returns at once; threads of a transport's own do the waiting. On a tensor-parallel worker every
-rank has its own Sender or Receiver and moves its own heads.
+A push is cut into chunks; a chunk is some consecutive blocks of a ticket, of all layers or some. Everything here is
+called from the engine's thread and returns at once; threads of a transport's own do the waiting. On a tensor-parallel
+worker every rank has its own Sender or Receiver and moves its own heads (`kvtransfer.reshard`).
 
     prefill engine                                                                          decode engine
     Sender.offer(chunk, payload) ──▶ lane thread ══ wire ══▶ lane thread ──▶ Receiver.poll()
     Sender.poll() ◀── Sent, LaneLost                                      Receiver.take(chunk) -> payload
+
+A payload is flat: the pieces that the plan of the two layouts gives this rank, one after the other.
 
 Safety: a payload is a copy (staging) on both sides. The source may free its blocks when `offer` has returned; at the
 destination nothing is written into a block before the engine itself lands a payload whose ticket and generation the
@@ -19,14 +21,15 @@ offered, on every rank alike: so ranks that take in rank 0's order never wait fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from enum import IntEnum
+from typing import Any, Protocol, TypeVar
 
 from protos.values import KVLayout, LaneAddress, LaneStats, Ticket
 
 PayloadIn = TypeVar("PayloadIn", contravariant=True)
-PayloadOut = TypeVar("PayloadOut", covariant=True)
+PayloadOut = TypeVar("PayloadOut")
 
 
 MAX_TICKET_ID_BYTES = 256
@@ -57,7 +60,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """The chunk has left this host for good. `elapsed_s` is the time on the lane."""
+    """The chunk has left this host for good: `num_bytes` in all, in `elapsed_s` on the lane."""
 
     chunk: Chunk
     num_bytes: int
@@ -66,7 +69,8 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """The chunk's payload waits to be taken (or dropped) on this rank. `source` is the sender's `peer_name`."""
+    """The chunk's payload waits to be taken (or dropped) on this rank, or has turned out to be void: then `num_bytes`
+    is 0. `source` is the sender's `peer_name`."""
 
     chunk: Chunk
     source: str
@@ -83,6 +87,14 @@ class LaneLost:
     reason: str
 
 
+class Presence(IntEnum):
+    """Of a chunk on one rank. Of a worker's ranks the least counts."""
+
+    VOID = 0  # its source has cancelled it
+    COMING = 1  # or never known here
+    HERE = 2
+
+
 class Sender(Protocol[PayloadIn]):
     """The prefill side. A lane to a peer is opened by `open`, or else by the first `offer`."""
 
@@ -97,6 +109,10 @@ class Sender(Protocol[PayloadIn]):
 
     def can_offer(self, ticket: Ticket) -> bool:
         """Is there staging room left on the ticket's lane? One chunk may overshoot it."""
+        ...
+
+    def stage(self, num_bytes: int) -> Any:
+        """Memory for a payload, that was used before if possible: uint8 [num_bytes]. It ends its use with `offer`."""
         ...
 
     def offer(self, ticket: Ticket, chunk: Chunk, payload: PayloadIn) -> None:
@@ -132,12 +148,24 @@ class Receiver(Protocol[PayloadOut]):
         ...
 
     def poll(self) -> Sequence[Arrived | LaneLost]: ...
+    def look(self, chunk: Chunk) -> Presence:
+        """What `take` would find now on this rank."""
+        ...
+
     def take(self, chunk: Chunk, timeout_s: float) -> PayloadOut:
         """The payload of a chunk, once. Waits for it on ranks where it has not come in yet. Raises TransferFailed."""
         ...
 
+    def give_back(self, payload: PayloadOut) -> None:
+        """What was taken has been landed: its memory may be used again."""
+        ...
+
     def drop(self, chunk: Chunk) -> None:
         """Forgets a chunk: its payload if it is here, or else as soon as it comes."""
+        ...
+
+    def forget(self, source: str, kept: Collection[Chunk]) -> None:
+        """Drops what waits to be taken from a peer that was lost, but for these chunks."""
         ...
 
     def busy(self) -> bool:

@@ -7,11 +7,12 @@ came from elsewhere shows as a wrong token. Pools with different weights leave t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.reshard import Cut
 from protos.values import Logprobs, SamplingParams, TokenLogprob
 from workers.engine.batch import Batch, Row, RowOutput, Sample, StepOutput
 
@@ -96,6 +97,15 @@ class ToyRunner:
         """Overwrites blocks with what `gather` gave, there or elsewhere."""
         for block_id, content in zip(block_ids, payload, strict=True):
             self._block(block_id)[:] = content
+
+    def read(self, cut: Cut, stage: Callable[[int], object]) -> Payload:
+        """A copy of the cut's units, [units, positions of a unit]: there are no layers and no heads here."""
+        positions = self.gather(cut.block_ids).reshape(-1, cut.unit)
+        return positions[np.minimum(cut.units, len(positions) - 1)]
+
+    def write(self, cut: Cut, payload: Payload) -> None:
+        """Overwrites the cut's blocks with what `read` gave."""
+        self.scatter(cut.block_ids, payload.reshape(len(cut.block_ids), self._block_size))
 
     def _block(self, block_id: int) -> Payload:
         if block_id not in self._blocks:

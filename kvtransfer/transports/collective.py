@@ -1,29 +1,31 @@
-"""Lanes over torch.distributed: one small process group per pair of workers, made on demand, gloo or NCCL alike.
+"""Lanes over torch.distributed: one small group per pair of workers, made on demand, that spans all ranks of both.
 
-    engine thread    offer ─▶ queue            poll ◀─ events      take ◀─ staged
-    lane thread               └▶ send header, payload ══ wire ══▶ receive header, payload ─▶┘
+    engine thread    stage, offer ─▶ queue     poll ◀─ events      take ◀─ staged ── give_back
+    lane threads                     └▶ send headers, pieces ══ wire ══▶ receive headers, pieces ─▶┘
 
-Each lane has a thread at either end, which alone waits for the network. An idle sender says so now and then: that is
-how its peer tells idle from hung, and how it finds out itself that nobody listens any more.
+Each lane has a thread at the sending end, and one for each source rank at the receiving end: they alone wait for the
+network. An idle sender says so now and then: that is how its peer tells idle from hung, and how it finds out itself
+that nobody listens any more.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from kvtransfer.config import LaneConfig
-from kvtransfer.reshard import require_same_layout
-from kvtransfer.transport import Arrived, Chunk, LaneLost, Sent, peer_name
-from kvtransfer.transports.lane import Closing, Lane, end_all
+from kvtransfer.reshard import incoming, outgoing, require_compatible
+from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Sent, peer_name
+from kvtransfer.transports.lane import Lane, end_all
+from kvtransfer.transports.receiving import Inbox, Parcel
+from kvtransfer.transports.sending import Load, Outbox
+from kvtransfer.transports.staging import Staging
 from kvtransfer.transports.store import Board
-from kvtransfer.transports.wire import Header, Rendezvous, Wire, WireBroken
+from kvtransfer.transports.wire import Rendezvous, Wire
 from protos.errors import TransferFailed
 from protos.values import KVLayout, LaneAddress, LaneStats, Ticket
 
@@ -55,64 +57,6 @@ class CollectiveTransport:
         return CollectiveReceiver(self, address, layout, wake)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Load:
-    """`ready` is the CUDA event after which the payload is complete."""
-
-    chunk: Chunk
-    payload: torch.Tensor
-    ready: Any
-
-
-class _Outgoing:
-    """The sending end of one lane."""
-
-    def __init__(self, lane: Lane, config: LaneConfig, changed: threading.Condition) -> None:
-        self.lane = lane
-        self.queue: deque[_Load] = deque()
-        self.on_wire = 0
-        self._config = config
-        self._changed = changed
-        self._looked_s = time.monotonic()
-
-    def put(self, load: _Load) -> None:
-        with self._changed:
-            self.queue.append(load)
-            self.lane.num_staged_bytes += load.payload.nbytes
-            self._changed.notify_all()
-
-    def remove(self, ticket_id: str) -> None:
-        with self._changed:
-            for load in [load for load in self.queue if load.chunk.ticket_id == ticket_id]:
-                self.queue.remove(load)
-                self.lane.num_staged_bytes -= load.payload.nbytes
-
-    def work(self, wire: Wire) -> Sent | None:
-        """Sends the next payload, or a beat if there is none for a while."""
-        if time.monotonic() - self._looked_s > self._config.beat_s:
-            self._looked_s = time.monotonic()
-            if self.lane.meeting.moved_on():
-                raise WireBroken("another rank has left this lane")
-        with self._changed:
-            self._changed.wait_for(lambda: self.queue or self.lane.closing.is_set(), self._config.beat_s)
-            if self.lane.closing.is_set():
-                raise Closing
-            load = self.queue.popleft() if self.queue else None
-            self.on_wire = 1 if load else 0
-        if load is None:
-            wire.send(Header())
-            return None
-        start_s = time.monotonic()
-        wire.send(
-            Header(chunk=load.chunk, dtype=load.payload.dtype, shape=tuple(load.payload.shape)),
-            load.payload,
-            load.ready,
-        )
-        elapsed_s = time.monotonic() - start_s
-        self.lane.moved(load.payload.nbytes, elapsed_s)
-        return Sent(chunk=load.chunk, num_bytes=load.payload.nbytes, elapsed_s=elapsed_s)
-
-
 class CollectiveSender:
     def __init__(
         self, transport: CollectiveTransport, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]
@@ -121,19 +65,23 @@ class CollectiveSender:
         self._transport = transport
         self._layout = layout
         self._wake = wake
+        self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)
         self._changed = threading.Condition(threading.RLock())
-        self._lanes: dict[str, _Outgoing] = {}
+        self._lanes: dict[str, Outbox] = {}
         self._threads: list[Lane] = []  # of lost lanes too, until they have ended
         self._events: deque[Sent | LaneLost] = deque()
 
     def open(self, ticket: Ticket) -> None:
-        require_same_layout(self.address.worker_id, self._layout, ticket.destination.worker_id, ticket.layout)
-        self._lane(ticket.destination)
+        require_compatible(self.address.worker_id, self._layout, ticket.destination.worker_id, ticket.layout)
+        self._lane(ticket)
 
     def can_offer(self, ticket: Ticket) -> bool:
         with self._changed:
-            outgoing = self._lanes.get(peer_name(ticket.destination))
-            return outgoing is None or outgoing.lane.num_staged_bytes < self._transport.config.max_staged_bytes
+            outbox = self._lanes.get(peer_name(ticket.destination))
+            return outbox is None or outbox.lane.num_staged_bytes < self._transport.config.max_staged_bytes
+
+    def stage(self, num_bytes: int) -> torch.Tensor:
+        return self._staging.take(num_bytes)
 
     def offer(self, ticket: Ticket, chunk: Chunk, payload: torch.Tensor) -> None:
         ready = None
@@ -141,7 +89,7 @@ class CollectiveSender:
             ready = _cuda.Event()
             ready.record()
         with self._changed:
-            self._lane(ticket.destination).put(_Load(chunk=chunk, payload=payload.contiguous(), ready=ready))
+            self._lane(ticket).put(Load(chunk=chunk, payload=payload.reshape(-1), ready=ready))
 
     def poll(self) -> Sequence[Sent | LaneLost]:
         with self._changed:
@@ -151,16 +99,16 @@ class CollectiveSender:
 
     def cancel(self, ticket_id: str) -> None:
         with self._changed:
-            for outgoing in self._lanes.values():
-                outgoing.remove(ticket_id)
+            for outbox in self._lanes.values():
+                outbox.remove(ticket_id)
 
     def busy(self) -> bool:
         with self._changed:
-            return bool(self._events) or any(outgoing.queue or outgoing.on_wire for outgoing in self._lanes.values())
+            return bool(self._events) or any(outbox.queue or outbox.on_wire for outbox in self._lanes.values())
 
     def lanes(self) -> Sequence[LaneStats]:
         with self._changed:
-            return [outgoing.lane.stats() for outgoing in self._lanes.values()]
+            return [outbox.lane.stats() for outbox in self._lanes.values()]
 
     def close(self) -> None:
         with self._changed:
@@ -170,42 +118,46 @@ class CollectiveSender:
             self._changed.notify_all()
         end_all(ending)
 
-    def _lane(self, destination: LaneAddress) -> _Outgoing:
-        peer = peer_name(destination)
+    def _lane(self, ticket: Ticket) -> Outbox:
+        peer = peer_name(ticket.destination)
         with self._changed:
             if peer in self._lanes:
                 return self._lanes[peer]
-            transport = self._transport
+            transport, config, source_tp = self._transport, self._transport.config, self._layout.tp
+            slices = outgoing(self._layout, ticket.layout, transport.rank)
             meeting = Rendezvous(
                 self.address,
-                destination,
+                ticket.destination,
                 rank=transport.rank,
-                tp=self._layout.tp,
+                size=source_tp + ticket.layout.tp,
+                peer_ranks=[source_tp + part.destination for part in slices],
+                sends=True,
                 bind_host=self.address.host,
                 device=transport.device,
-                config=transport.config,
+                config=config,
             )
-            lane = Lane(peer, meeting, stall_s=transport.config.stall_s, wait_s=transport.config.stall_s)
-            self._lanes[peer] = outgoing = _Outgoing(lane, transport.config, self._changed)
+            lane = Lane(peer, meeting, stall_s=config.stall_s, wait_s=config.stall_s)
+            self._lanes[peer] = outbox = Outbox(
+                lane, slices, source_tp=source_tp, changed=self._changed, staging=self._staging, config=config
+            )
             self._threads = [*(other for other in self._threads if not other.ended()), lane]
-            lane.start(lambda wire: self._work(outgoing, wire), lambda reason: self._lost(outgoing, reason))
-            return outgoing
+            lane.start([lambda wire: self._work(outbox, wire)], lambda reason: self._lost(outbox, reason))
+            return outbox
 
-    def _work(self, outgoing: _Outgoing, wire: Wire) -> None:
-        sent = outgoing.work(wire)
+    def _work(self, outbox: Outbox, wire: Wire) -> None:
+        sent = outbox.work(wire)
         if sent is not None:
             with self._changed:
-                outgoing.on_wire = 0
-                outgoing.lane.num_staged_bytes -= sent.num_bytes
                 self._events.append(sent)
             self._wake()
 
-    def _lost(self, outgoing: _Outgoing, reason: str | None) -> None:
+    def _lost(self, outbox: Outbox, reason: str | None) -> None:
         with self._changed:
-            if self._lanes.get(outgoing.lane.peer) is outgoing:
-                del self._lanes[outgoing.lane.peer]
+            outbox.clear()
+            if self._lanes.get(outbox.lane.peer) is outbox:
+                del self._lanes[outbox.lane.peer]
             if reason is not None:
-                self._events.append(LaneLost(peer=outgoing.lane.peer, reason=reason))
+                self._events.append(LaneLost(peer=outbox.lane.peer, reason=reason))
         self._wake()
 
 
@@ -226,37 +178,25 @@ class CollectiveReceiver:
                 port=self._board.port,
             )
         self.address = address
+        self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)
         self._changed = threading.Condition(threading.RLock())
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, Inbox] = {}
         self._threads: list[Lane] = []  # of lost lanes too, until they have ended
         self._events: deque[Arrived | LaneLost] = deque()
-        self._staged: dict[Chunk, deque[tuple[Lane, torch.Tensor]]] = {}
+        self._staged: dict[Chunk, deque[Parcel]] = {}
         self._unwanted: Counter[Chunk] = Counter()
 
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
-        require_same_layout(source.worker_id, source_layout, self.address.worker_id, self._layout)
+        require_compatible(source.worker_id, source_layout, self.address.worker_id, self._layout)
         peer = peer_name(source)
         with self._changed:
             if peer in self._lanes:
-                self._lanes[peer].still_wanted()
+                self._lanes[peer].lane.still_wanted()
                 return
             stale = [old for name, old in self._lanes.items() if name.rpartition("#")[0] == source.worker_id]
-            transport = self._transport
-            meeting = Rendezvous(
-                source,
-                self.address,
-                rank=self._layout.tp + transport.rank,
-                tp=self._layout.tp,
-                bind_host=self.address.host,
-                device=transport.device,
-                config=transport.config,
-            )
-            lane = Lane(peer, meeting, stall_s=transport.config.stall_s, wait_s=transport.config.expect_s)
-            self._lanes[peer] = lane
-            self._threads = [*(other for other in self._threads if not other.ended()), lane]
-            lane.start(lambda wire: self._work(lane, source_layout, wire), lambda reason: self._lost(lane, reason))
+            self._lanes[peer] = self._open(source, source_layout)
         for old in stale:
-            old.end()
+            old.lane.end()
             self._report(old, f"{source.worker_id} has been restarted")
 
     def poll(self) -> Sequence[Arrived | LaneLost]:
@@ -264,6 +204,12 @@ class CollectiveReceiver:
             events = list(self._events)
             self._events.clear()
             return events
+
+    def look(self, chunk: Chunk) -> Presence:
+        with self._changed:
+            if chunk not in self._staged:
+                return Presence.COMING
+            return Presence.VOID if self._staged[chunk][0].void else Presence.HERE
 
     def take(self, chunk: Chunk, timeout_s: float) -> torch.Tensor:
         with self._changed:
@@ -273,16 +219,25 @@ class CollectiveReceiver:
                     f"{self._transport.rank} within {timeout_s:g} s"
                 )
             payload = self._pop(chunk)
-        if payload.is_cuda:
-            payload.record_stream(_cuda.current_stream())  # it was made on the lane's
+        if payload is None:
+            raise TransferFailed(f"blocks from {chunk.first_block} of ticket {chunk.ticket_id} were cancelled")
         return payload
+
+    def give_back(self, payload: torch.Tensor) -> None:
+        self._staging.give(payload)
 
     def drop(self, chunk: Chunk) -> None:
         with self._changed:
-            if chunk in self._staged:
-                self._pop(chunk)
-            else:
+            if chunk not in self._staged:
                 self._unwanted[chunk] += 1
+            elif (payload := self._pop(chunk)) is not None:
+                self._staging.give(payload)
+
+    def forget(self, source: str, kept: Collection[Chunk]) -> None:
+        with self._changed:
+            for chunk, parcels in tuple(self._staged.items()):
+                if chunk not in kept and parcels[0].lane.peer == source:
+                    self.drop(chunk)
 
     def busy(self) -> bool:
         with self._changed:
@@ -290,7 +245,7 @@ class CollectiveReceiver:
 
     def lanes(self) -> Sequence[LaneStats]:
         with self._changed:
-            return [lane.stats() for lane in self._lanes.values()]
+            return [inbox.lane.stats() for inbox in self._lanes.values()]
 
     def close(self) -> None:
         with self._changed:
@@ -303,58 +258,73 @@ class CollectiveReceiver:
         if self._board is not None:
             self._board.close()
 
-    def _work(self, lane: Lane, layout: KVLayout, wire: Wire) -> None:
-        header = wire.receive_header()
-        if header.chunk is None:
+    def _open(self, source: LaneAddress, source_layout: KVLayout) -> Inbox:
+        transport, config = self._transport, self._transport.config
+        slices = incoming(source_layout, self._layout, transport.rank)
+        meeting = Rendezvous(
+            source,
+            self.address,
+            rank=source_layout.tp + transport.rank,
+            size=source_layout.tp + self._layout.tp,
+            peer_ranks=[part.source for part in slices],
+            sends=False,
+            bind_host=self.address.host,
+            device=transport.device,
+            config=config,
+        )
+        lane = Lane(peer_name(source), meeting, stall_s=config.stall_s, wait_s=config.expect_s)
+        inbox = Inbox(
+            lane,
+            slices,
+            self._layout,
+            changed=self._changed,
+            staging=self._staging,
+            max_staged_bytes=config.max_staged_bytes,
+            arrived=self._arrived,
+            wake=self._wake,
+        )
+        self._threads = [*(other for other in self._threads if not other.ended()), lane]
+        lane.start(inbox.works(), lambda reason: self._lost(inbox, reason))
+        return inbox
+
+    def _arrived(self, parcel: Parcel, elapsed_s: float) -> None:
+        chunk = parcel.chunk
+        if self._unwanted[chunk]:
+            self._unwanted -= Counter({chunk: 1})  # and forgets those at 0
+            self._settle(parcel)
+            if parcel.payload is not None:
+                self._staging.give(parcel.payload)
             return
-        allowed = header.chunk.num_blocks * layout.block_bytes
-        if header.num_bytes > allowed:
-            raise WireBroken(f"{lane.peer} announced {header.num_bytes} bytes for blocks of {allowed}")
-        self._wait_for_room(lane)
-        start_s = time.monotonic()
-        payload = wire.receive(header)
-        elapsed_s = time.monotonic() - start_s
-        lane.moved(payload.nbytes, elapsed_s)
-        arrived = Arrived(chunk=header.chunk, source=lane.peer, num_bytes=payload.nbytes, elapsed_s=elapsed_s)
-        with self._changed:
-            if self._unwanted[header.chunk]:
-                self._unwanted[header.chunk] -= 1
-                if not self._unwanted[header.chunk]:
-                    del self._unwanted[header.chunk]
-                return
-            lane.num_staged_bytes += payload.nbytes
-            self._staged.setdefault(header.chunk, deque()).append((lane, payload))
-            self._events.append(arrived)
-            self._changed.notify_all()
-        self._wake()
+        self._staged.setdefault(chunk, deque()).append(parcel)
+        self._events.append(
+            Arrived(chunk=chunk, source=parcel.lane.peer, num_bytes=parcel.num_bytes, elapsed_s=elapsed_s)
+        )
+        self._changed.notify_all()
 
-    def _wait_for_room(self, lane: Lane) -> None:
-        """One payload may always come, however large."""
-        limit = self._transport.config.max_staged_bytes
-        with self._changed:
-            self._changed.wait_for(lambda: lane.closing.is_set() or lane.num_staged_bytes < limit)
-        if lane.closing.is_set():
-            raise Closing
-
-    def _pop(self, chunk: Chunk) -> torch.Tensor:
+    def _pop(self, chunk: Chunk) -> torch.Tensor | None:
         waiting = self._staged[chunk]
-        lane, payload = waiting.popleft()
+        parcel = waiting.popleft()
         if not waiting:
             del self._staged[chunk]
-        lane.num_staged_bytes -= payload.nbytes
+        self._settle(parcel)
+        return parcel.payload
+
+    def _settle(self, parcel: Parcel) -> None:
+        parcel.lane.num_staged_bytes -= parcel.num_bytes
         self._changed.notify_all()
-        return payload
 
-    def _lost(self, lane: Lane, reason: str | None) -> None:
+    def _lost(self, inbox: Inbox, reason: str | None) -> None:
+        inbox.clear()
         if reason is not None:
-            self._report(lane, reason)
+            self._report(inbox, reason)
 
-    def _report(self, lane: Lane, reason: str) -> None:
-        """What has arrived stays: it may still be landed."""
+    def _report(self, inbox: Inbox, reason: str) -> None:
+        """What has arrived in full stays: it may still be landed."""
+        peer = inbox.lane.peer
         with self._changed:
-            if self._lanes.get(lane.peer) is lane:
-                del self._lanes[lane.peer]
-                self._events.append(LaneLost(peer=lane.peer, reason=reason))
+            if self._lanes.get(peer) is inbox:
+                del self._lanes[peer]
+                self._events.append(LaneLost(peer=peer, reason=reason))
             if not self._lanes:
                 self._unwanted.clear()
         self._wake()

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtransfer.reshard import require_same_layout
-from kvtransfer.transport import Arrived, Chunk, LaneLost, Sent, peer_name
+from kvtransfer.reshard import require_compatible
+from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Sent, peer_name
 from protos.errors import TransferFailed
 from protos.values import KVLayout, LaneAddress, LaneStats, Ticket
 
@@ -109,13 +109,16 @@ class InprocSender:
 
     def open(self, ticket: Ticket) -> None:
         destination = ticket.destination
-        require_same_layout(self.address.worker_id, self._layout, destination.worker_id, ticket.layout)
+        require_compatible(self.address.worker_id, self._layout, destination.worker_id, ticket.layout)
         with self._exchange._lock:
             self._lane(peer_name(destination))
 
     def can_offer(self, ticket: Ticket) -> bool:
         lane = self._lanes.get(peer_name(ticket.destination))
         return lane is None or lane.num_staged_bytes < self._exchange.max_staged_bytes
+
+    def stage(self, num_bytes: int) -> Any:
+        return bytearray(num_bytes)
 
     def offer(self, ticket: Ticket, chunk: Chunk, payload: Any) -> None:
         with self._exchange._lock:
@@ -206,7 +209,7 @@ class InprocReceiver:
         self._staged: dict[Chunk, deque[Any]] = {}
 
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
-        require_same_layout(source.worker_id, source_layout, self.address.worker_id, self._layout)
+        require_compatible(source.worker_id, source_layout, self.address.worker_id, self._layout)
         with self._exchange._lock:
             name = peer_name(source)
             for peer in tuple(self._lanes):
@@ -220,16 +223,25 @@ class InprocReceiver:
             self._events.clear()
             return events
 
+    def look(self, chunk: Chunk) -> Presence:
+        return Presence.HERE if chunk in self._staged else Presence.COMING
+
     def take(self, chunk: Chunk, timeout_s: float) -> Any:
         with self._exchange._lock:
             if chunk not in self._staged:
                 raise TransferFailed(f"blocks {chunk.first_block}... of ticket {chunk.ticket_id} are not here")
             return self._pop(chunk)
 
+    def give_back(self, payload: Any) -> None:
+        pass
+
     def drop(self, chunk: Chunk) -> None:
         with self._exchange._lock:
             if chunk in self._staged:
                 self._pop(chunk)
+
+    def forget(self, source: str, kept: Collection[Chunk]) -> None:
+        """There is one rank: what has come in has come in everywhere."""
 
     def busy(self) -> bool:
         return bool(self._events or self._staged)

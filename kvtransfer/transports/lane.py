@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvtransfer.transports.wire import Rendezvous, Wire, WireBroken
 from protos.values import LaneStats
@@ -18,7 +19,7 @@ class Closing(Exception):
 
 
 class Lane:
-    """One end of a lane: its thread, its clock of progress, and how it ends. `work` moves bytes until it raises."""
+    """One end of a lane: its threads, its clock of progress, and how it ends. Works move bytes until one raises."""
 
     def __init__(self, peer: str, meeting: Rendezvous, *, stall_s: float, wait_s: float) -> None:
         self.peer = peer
@@ -36,9 +37,10 @@ class Lane:
         self._thread: threading.Thread | None = None
         self.still_wanted()
 
-    def start(self, work: Callable[[Wire], None], lost: Callable[[str | None], None]) -> None:
-        """`lost` is called once, at the very end: with a reason, or None if the lane was asked to end."""
-        self._thread = threading.Thread(target=self._run, args=(work, lost), name=f"lane {self.peer}", daemon=True)
+    def start(self, works: Sequence[Callable[[Wire], None]], lost: Callable[[str | None], None]) -> None:
+        """Calls each of `works` again and again, on a thread of its own. `lost` is called once, at the very end: with
+        a reason, or None if the lane was asked to end."""
+        self._thread = self._make_thread(self._run, works, lost)
         self._thread.start()
 
     def still_wanted(self) -> None:
@@ -79,26 +81,49 @@ class Lane:
             idle_s=time.monotonic() - self._progress_s,
         )
 
-    def _run(self, work: Callable[[Wire], None], lost: Callable[[str | None], None]) -> None:
-        reason: str | None = None
-        try:
+    def _run(self, works: Sequence[Callable[[Wire], None]], lost: Callable[[str | None], None]) -> None:
+        reasons: list[str] = []
+        with self._reasons_for_the_end(reasons):
             wire = self.meeting.meet(self._keep_waiting)
             with self._wire_lock:
                 self._wire = wire
             self._progress_s = time.monotonic()
-            while not self.closing.is_set():
+            first, *others = works
+            beside = [self._make_thread(self._work, work, wire, reasons) for work in others]
+            for thread in beside:
+                thread.start()
+            self._work(first, wire, reasons)
+            for thread in beside:
+                thread.join()
+        self.meeting.leave()
+        with self._wire_lock:
+            broken, self._wire = self._wire, None  # and with it go the connections, which the peer notices
+        if broken is not None:
+            broken.close()
+        lost(None if self.closing.is_set() or not reasons else reasons[0])
+
+    def _work(self, work: Callable[[Wire], None], wire: Wire, reasons: list[str]) -> None:
+        """Whichever ends first ends the others."""
+        with self._reasons_for_the_end(reasons):
+            while not (self.closing.is_set() or reasons):
                 work(wire)
+        if reasons:
+            wire.sever()
+
+    @contextmanager
+    def _reasons_for_the_end(self, reasons: list[str]) -> Iterator[None]:
+        try:
+            yield
         except Closing:
             pass
         except WireBroken as error:
-            reason = str(error)
+            reasons.append(str(error))
         except Exception as error:  # the thread must always say how it ended, or tickets would hang until their lease
             log.exception("the lane to %s failed", self.peer)
-            reason = f"{type(error).__name__}: {error}"
-        self.meeting.leave()
-        with self._wire_lock:
-            self._wire = None  # and with its groups go the connections, which the peer notices
-        lost(None if self.closing.is_set() else reason)
+            reasons.append(f"{type(error).__name__}: {error}")
+
+    def _make_thread(self, target: Callable[..., None], *args: object) -> threading.Thread:
+        return threading.Thread(target=target, args=args, name=f"lane {self.peer}", daemon=True)
 
     def _keep_waiting(self, seconds: float) -> None:
         if self.closing.wait(seconds):

@@ -1,6 +1,6 @@
 """One lane's process groups: how its ranks meet, and how a header and a payload go from one to another.
 
-    source ranks 0 .. tp-1, destination ranks tp .. 2 tp-1, meeting at the destination's board under
+    source ranks 0 .. m-1, destination ranks m .. m+n-1, meeting at the destination's board under
 
         <source peer>><destination peer>/epoch     an integer; whoever leaves a lane moves it on
         <source peer>><destination peer>/<epoch>/  here/<rank> of everybody who has come, then the groups' own keys
@@ -24,15 +24,17 @@ import torch
 
 from kvtransfer.config import LaneConfig
 from kvtransfer.transport import MAX_TICKET_ID_BYTES, Chunk, peer_name
-from kvtransfer.transports.links import Links, Meeting, open_collective
+from kvtransfer.transports.choice import open_links
+from kvtransfer.transports.links import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
 from kvtransfer.transports.store import BoardStore
 from protos.values import LaneAddress
 
-_MAGIC = 0x4241544F4E4B5631  # "BATONKV1"
-_MAX_DIMS = 8
-_HEADER = struct.Struct(f"<Q6I{_MAX_DIMS}QI{MAX_TICKET_ID_BYTES}s")
+_MAGIC = 0x4241544F4E4B5632  # "BATONKV2"
+_HEADER = struct.Struct(f"<Q8IQI{MAX_TICKET_ID_BYTES}s")
+_ALL_LAYERS = 2**32 - 1
 _BEAT = 0
 _CHUNK = 1
+_VOID = 2
 _DTYPES = (
     torch.bfloat16,
     torch.float16,
@@ -43,9 +45,6 @@ _DTYPES = (
     torch.int32,
     torch.int64,
 )
-_HEADER_TAG = 1
-_PAYLOAD_TAG = 2
-_SEVER_TAG = 3
 _LONGEST_POLL_S = 0.02
 _GPU_POLL_S = 0.0002
 
@@ -58,32 +57,34 @@ class WireBroken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Announces a payload; without a chunk it only says that the sender is alive."""
+    """Announces a piece of a chunk's payload; a void one says that it will never come, and one without a chunk only
+    that the sender is alive."""
 
     chunk: Chunk | None = None
     dtype: torch.dtype = torch.uint8
-    shape: tuple[int, ...] = ()
+    num_elements: int = 0
+    void: bool = False
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize if self.chunk else 0
+        return self.num_elements * self.dtype.itemsize
 
     def pack(self) -> torch.Tensor:
         """uint8 of always the same length."""
         chunk = self.chunk or Chunk(ticket_id="", generation=0, first_block=0, num_blocks=0)
         ticket_id = chunk.ticket_id.encode()
         assert len(ticket_id) <= MAX_TICKET_ID_BYTES, "reserve() refuses longer ids"
-        assert len(self.shape) <= _MAX_DIMS, f"{len(self.shape)} dimensions do not fit a header"
         packed = _HEADER.pack(
             _MAGIC,
-            _CHUNK if self.chunk else _BEAT,
+            _BEAT if self.chunk is None else _VOID if self.void else _CHUNK,
             chunk.generation,
             chunk.first_block,
             chunk.num_blocks,
+            chunk.first_layer,
+            _ALL_LAYERS if chunk.num_layers is None else chunk.num_layers,
             _DTYPES.index(self.dtype),
-            len(self.shape),
-            *self.shape,
-            *(0,) * (_MAX_DIMS - len(self.shape)),
+            0,
+            self.num_elements,
             len(ticket_id),
             ticket_id,
         )
@@ -92,91 +93,116 @@ class Header:
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Header:
         """Raises WireBroken for anything that `pack` did not make."""
-        magic, kind, generation, first, count, dtype, num_dims, *rest = _HEADER.unpack(packed.numpy().tobytes())
-        if magic != _MAGIC or kind not in (_BEAT, _CHUNK) or dtype >= len(_DTYPES) or num_dims > _MAX_DIMS:
+        magic, kind, *numbers, num_elements, length, ticket_id = _HEADER.unpack(packed.numpy().tobytes())
+        generation, first_block, num_blocks, first_layer, num_layers, dtype, _ = numbers
+        if magic != _MAGIC or kind not in (_BEAT, _CHUNK, _VOID) or dtype >= len(_DTYPES):
             raise WireBroken("the peer speaks another protocol: run the same version of Baton on both")
         if kind == _BEAT:
             return cls()
-        length, ticket_id = rest[_MAX_DIMS:]
-        chunk = Chunk(ticket_id=ticket_id[:length].decode(), generation=generation, first_block=first, num_blocks=count)
-        return cls(chunk=chunk, dtype=_DTYPES[dtype], shape=tuple(rest[:num_dims]))
+        chunk = Chunk(
+            ticket_id=ticket_id[:length].decode(),
+            generation=generation,
+            first_block=first_block,
+            num_blocks=num_blocks,
+            first_layer=first_layer,
+            num_layers=None if num_layers == _ALL_LAYERS else num_layers,
+        )
+        return cls(chunk=chunk, dtype=_DTYPES[dtype], num_elements=num_elements, void=kind == _VOID)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """For one rank of the lane: a header, and the piece it announces, if it does."""
+
+    rank: int
+    header: Header
+    piece: torch.Tensor | None = None
 
 
 class Wire:
-    """A header or a payload at a time, from or to one peer rank. Raises WireBroken; all waits end after `stall_s`.
+    """Headers and pieces, to or from the ranks that this one exchanges KV with, by their rank in the lane. Raises
+    WireBroken; all waits end after `stall_s`.
 
-    One thread uses it; `sever` may be called from any other.
+    One thread sends; each peer is received from by a thread of its own; `sever` may be called from any.
     """
 
-    def __init__(self, links: Links, store: BoardStore, *, peer_rank: int, device: str, config: LaneConfig) -> None:
+    def __init__(
+        self, links: Links, store: BoardStore, *, peer_ranks: Sequence[int], device: str, config: LaneConfig
+    ) -> None:
         self.transport = links.transport
+        self._links = links
         self._control = links.control
         self._payloads = links.payloads
         self._store = store  # the groups hold only torch's half of it
-        self._peer_rank = peer_rank
-        self._device = device
+        self._peer_ranks = peer_ranks
         self._stall = timedelta(seconds=config.stall_s)
         self._config = config
-        self._stream = _cuda.Stream(device) if torch.device(device).type == "cuda" else None
+        on_gpu = torch.device(device).type == "cuda"
+        self._streams = {rank: _cuda.Stream(device) for rank in peer_ranks} if on_gpu else {}
         self._severed = False
 
-    def send(self, header: Header, payload: torch.Tensor | None = None, ready: Any = None) -> None:
-        """Returns when the payload's memory may be reused. `ready` is the CUDA event after which it is complete."""
-        self._move(self._control.send, [header.pack()], _HEADER_TAG)
-        if payload is None:
+    def send(self, messages: Sequence[Message], ready: Any = None) -> None:
+        """Returns when the pieces' memory may be reused. `ready` is the CUDA event after which they are complete."""
+        works = [
+            self._start(self._control.send, message.header.pack(), message.rank, HEADER_TAG) for message in messages
+        ]
+        pieces = [(message.rank, message.piece) for message in messages if message.piece is not None]
+        if not self._streams or not pieces:
+            works += [work for rank, piece in pieces for work in self._start_parts(self._payloads.send, piece, rank)]
+            self._wait(works)
             return
-        if self._stream is None:
-            self._move(self._payloads.send, self._parts(payload), _PAYLOAD_TAG)
-            return
-        with _cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            payload.record_stream(self._stream)
-            self._move(self._payloads.send, self._parts(payload), _PAYLOAD_TAG)
-            self._wait_for_stream()
+        self._wait(works)
+        stream = self._streams[self._peer_ranks[0]]
+        with _cuda.stream(stream):
+            stream.wait_event(ready)
+            self._wait([work for rank, piece in pieces for work in self._start_parts(self._payloads.send, piece, rank)])
+            self._wait_for(stream)
 
-    def receive_header(self) -> Header:
+    def receive_header(self, rank: int) -> Header:
         packed = torch.empty(_HEADER.size, dtype=torch.uint8)
-        self._move(self._control.recv, [packed], _HEADER_TAG)
+        self._wait([self._start(self._control.recv, packed, rank, HEADER_TAG)])
         return Header.unpack(packed)
 
-    def receive(self, header: Header) -> torch.Tensor:
-        """The payload that the header announced, complete, on this rank's device."""
-        if self._stream is None:
-            payload = torch.empty(header.shape, dtype=header.dtype)
-            self._move(self._payloads.recv, self._parts(payload), _PAYLOAD_TAG)
-            return payload
-        with _cuda.stream(self._stream):
-            payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
-            self._move(self._payloads.recv, self._parts(payload), _PAYLOAD_TAG)
-            self._wait_for_stream()
-        return payload
+    def receive(self, rank: int, piece: torch.Tensor) -> None:
+        """Fills `piece` with what the rank's last header announced; it is complete when this returns."""
+        if not self._streams:
+            self._wait(self._start_parts(self._payloads.recv, piece, rank))
+            return
+        stream = self._streams[rank]
+        with _cuda.stream(stream):
+            self._wait(self._start_parts(self._payloads.recv, piece, rank))
+            self._wait_for(stream)
 
     def sever(self) -> None:
-        """Makes whatever waits on this wire fail now. gloo has no abort: but an operation that times out closes its
-        context's connections, and that is heard by all who wait on them, on both sides."""
+        """Makes whatever waits on this wire fail now, at both ends. Callable from any thread."""
         self._severed = True
-        with contextlib.suppress(RuntimeError):  # as intended, or it was broken before
-            never = self._control.recv([torch.empty(1, dtype=torch.uint8)], self._peer_rank, _SEVER_TAG)
-            never.wait(timedelta(milliseconds=1))
-        if self._payloads is not self._control:
-            self._payloads.abort()
+        self._links.sever()
 
-    def _parts(self, payload: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.split(payload.view(-1).view(torch.uint8), self._config.message_bytes)
+    def close(self) -> None:
+        self._links.close()
 
-    def _move(self, operation: Any, parts: Sequence[torch.Tensor], tag: int) -> None:
+    def _start_parts(self, operation: Any, piece: torch.Tensor, rank: int) -> list[Any]:
         """All parts are under way before the first is waited for."""
+        parts = torch.split(piece.view(torch.uint8), self._config.message_bytes)
+        return [self._start(operation, part, rank, PAYLOAD_TAG) for part in parts]
+
+    def _start(self, operation: Any, part: torch.Tensor, rank: int, tag: int) -> Any:
         try:
-            for work in [operation([part], self._peer_rank, tag) for part in parts]:
+            return operation([part], rank, tag)
+        except RuntimeError as error:
+            raise WireBroken(_first_line(error)) from error
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        try:
+            for work in works:
                 work.wait(self._stall)
         except RuntimeError as error:
             raise WireBroken(_first_line(error)) from error
 
-    def _wait_for_stream(self) -> None:
+    def _wait_for(self, stream: Any) -> None:
         """NCCL notices no dead peer by itself: wait with an eye on the clock, then give the communicator up."""
-        assert self._stream is not None
         done = _cuda.Event()
-        done.record(self._stream)
+        done.record(stream)
         deadline_s = time.monotonic() + self._config.stall_s
         while not done.query():
             if self._severed or time.monotonic() > deadline_s:
@@ -186,7 +212,8 @@ class Wire:
 
 
 class Rendezvous:
-    """Where the ranks of one lane meet, again and again if need be. `rank` counts over both workers."""
+    """Where all ranks of both workers meet, again and again if need be. `rank`, `size` and `peer_ranks` count over
+    both: first the source's ranks, then the destination's. Peers are those that KV goes to, or comes from."""
 
     def __init__(
         self,
@@ -194,7 +221,9 @@ class Rendezvous:
         destination: LaneAddress,
         *,
         rank: int,
-        tp: int,
+        size: int,
+        peer_ranks: Sequence[int],
+        sends: bool,
         bind_host: str,
         device: str,
         config: LaneConfig,
@@ -202,8 +231,9 @@ class Rendezvous:
         self._meeting_place = (destination.host, destination.port)
         self._name = f"{peer_name(source)}>{peer_name(destination)}"
         self._rank = rank
-        self._size = 2 * tp
-        self._peer_rank = (rank + tp) % self._size
+        self._size = size
+        self._peer_ranks = tuple(peer_ranks)
+        self._sends = sends
         self._bind_host = bind_host
         self._device = device
         self._config = config
@@ -256,19 +286,20 @@ class Rendezvous:
             raise WireBroken(f"the board of the destination is gone: {error}") from error
 
     def _wire(self, store: BoardStore) -> Wire:
-        links = open_collective(
+        links = open_links(
             Meeting(
                 store=store,
                 epoch=self._epoch,
                 rank=self._rank,
                 size=self._size,
-                peer_ranks=(self._peer_rank,),
+                peer_ranks=self._peer_ranks,
+                sends=self._sends,
                 bind_host=self._bind_host,
                 device=self._device,
                 config=self._config,
             )
         )
-        return Wire(links, store, peer_rank=self._peer_rank, device=self._device, config=self._config)
+        return Wire(links, store, peer_ranks=self._peer_ranks, device=self._device, config=self._config)
 
 
 def _first_line(error: Exception) -> str:

@@ -40,7 +40,7 @@ def chunk(index: int) -> Chunk:
 
 
 def payload(index: int) -> torch.Tensor:
-    return torch.full((2, 2, 1, 2, 4, 4), float(index))
+    return torch.full((2 * 2 * 1 * 2 * 4 * 4,), float(index))
 
 
 def send(incarnation: int, port: int, destination_incarnation: int) -> None:

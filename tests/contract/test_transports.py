@@ -105,9 +105,13 @@ def chunk_of(ticket: Ticket, first_block: int, num_blocks: int = 1) -> Chunk:
 
 
 def kv(num_blocks: int = 1, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[layers, 2, blocks, heads, block size, head dim]"""
+    """[layers, 2, blocks, heads, block size, head dim], flat."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn((2, 2, num_blocks, 2, 4, 4), generator=generator).to(dtype)
+    return torch.randn(2 * 2 * num_blocks * 2 * 4 * 4, generator=generator).to(dtype)
+
+
+def one_head(seed: int) -> torch.Tensor:
+    return kv(seed=seed)[: BLOCK_BYTES // 2 // 4]
 
 
 def meet(site: Site) -> tuple[Sender[Any], Receiver[Any], Ticket]:
@@ -140,7 +144,7 @@ def test_a_payload_arrives_as_it_was_offered(site: Site) -> None:
 def test_every_bit_of_every_dtype_travels(site: Site, dtype: torch.dtype) -> None:
     sender, receiver, ticket = meet(site)
     chunk, payload = chunk_of(ticket, 0), kv(dtype=dtype)
-    payload[0, 0, 0, 0, 0] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-30]).to(dtype)
+    payload[:4] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-30]).to(dtype)
     push(site, sender, ticket, [(chunk, payload)])
     site.events(receiver, 1)
     taken = receiver.take(chunk, 1.0)
@@ -217,8 +221,10 @@ def test_one_sender_reaches_two_receivers(site: Site) -> None:
 
 def test_other_layouts_are_refused_by_both_ends(site: Site) -> None:
     sender, receiver = site.sender(address("p0")), site.receiver(address("d0"))
-    other = replace(LAYOUT, tp=2, block_size=16)
-    with pytest.raises(IncompatibleWorkers, match=r"p0.*d0.*block_size is 16 there and 4 here.*tp is 2 there and 1"):
+    other = replace(LAYOUT, num_layers=3, block_size=6)
+    with pytest.raises(
+        IncompatibleWorkers, match=r"p0.*d0.*num_layers is 3 there and 2 here.*block_size is 6 there and 4"
+    ):
         receiver.expect(sender.address, other)
     with pytest.raises(IncompatibleWorkers, match=r"block_size"):
         sender.open(replace(ticket_for(receiver), layout=other))
@@ -332,7 +338,7 @@ def test_cancelled_chunks_are_not_sent(site: Site) -> None:
 
 def test_staging_is_bounded_at_both_ends() -> None:
     """Two payloads here and two there: then offers are not welcome until somebody takes, and nothing is lost."""
-    site = Site("collective", LaneConfig(beat_s=0.05, max_staged_bytes=2 * BLOCK_BYTES))
+    site = Site("collective", LaneConfig(transport="collective", beat_s=0.05, max_staged_bytes=2 * BLOCK_BYTES))
     sender, receiver, ticket = meet(site)
     arrived: list[Any] = []
     num_offered = 0
@@ -390,11 +396,9 @@ def test_ranks_that_wait_meet_those_that_come_after_one_has_left() -> None:
         threading.Event().wait(0.01)
     lonely.close()
     for rank in range(2):
-        site.sender(address("p0"), rank=rank, layout=layout).offer(
-            ticket, chunk_of(ticket, 0), kv(seed=rank)[:, :, :, :1].contiguous()
-        )
+        site.sender(address("p0"), rank=rank, layout=layout).offer(ticket, chunk_of(ticket, 0), one_head(rank))
     for rank, receiver in enumerate(receivers):
-        assert torch.equal(receiver.take(chunk_of(ticket, 0), PATIENCE_S), kv(seed=rank)[:, :, :, :1])
+        assert torch.equal(receiver.take(chunk_of(ticket, 0), PATIENCE_S), one_head(rank))
     site.close()
 
 
@@ -409,9 +413,9 @@ def test_tensor_parallel_ranks_pair_up() -> None:
     for receiver in receivers:
         receiver.expect(senders[0].address, layout)
     for rank, sender in enumerate(senders):
-        sender.offer(ticket, chunk_of(ticket, 0), kv(seed=rank)[:, :, :, :1].contiguous())
+        sender.offer(ticket, chunk_of(ticket, 0), one_head(rank))
     for rank, receiver in enumerate(receivers):
-        assert torch.equal(receiver.take(chunk_of(ticket, 0), PATIENCE_S), kv(seed=rank)[:, :, :, :1])
+        assert torch.equal(receiver.take(chunk_of(ticket, 0), PATIENCE_S), one_head(rank))
     receivers[1].close()
     assert any(isinstance(event, LaneLost) for event in site.events(senders[1], 2))
     assert any(isinstance(event, LaneLost) for event in site.events(senders[0], 2)), "all ranks leave a broken lane"

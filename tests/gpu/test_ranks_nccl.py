@@ -9,26 +9,26 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from workers.parallel.ranks import agree, find_store, meet, open_store
+from workers.parallel.ranks import find_store, least, meet, open_store
 
 pytestmark = pytest.mark.gpu
 
 
-def _sum_over_nccl(rank: int, port: int) -> tuple[float, bool]:
+def _sum_over_nccl(rank: int, port: int) -> tuple[float, list[int]]:
     # NCCL takes two processes on one GPU only for two hosts'.
     os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
     torch.cuda.set_device(rank % torch.cuda.device_count())
     store = open_store("127.0.0.1", port) if rank == 0 else find_store("127.0.0.1", port)
     group = meet(store, rank=rank, size=2, name="w0", device="cuda", timeout_s=60.0)
     total = group.all_reduce(torch.full((4,), rank + 1.0, device="cuda")).sum().item()
-    agreed = agree(group, rank == 0, "cuda")
+    lowest = least(group, [rank, -rank], "cuda")
     group.broadcast("done")
     group.close()
-    return total, agreed
+    return total, lowest
 
 
 def test_two_ranks_meet_over_nccl() -> None:
     port = open_store("127.0.0.1").port
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         results = list(pool.map(_sum_over_nccl, range(2), [port, port]))
-    assert results == [(12.0, False), (12.0, False)]
+    assert results == [(12.0, [0, -1]), (12.0, [0, -1])]

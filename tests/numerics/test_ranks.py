@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.transport import Chunk
+from kvtransfer.reshard import Cut
+from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence
 from protos.errors import IncompatibleWorkers, TransferFailed, WorkerLost
 from protos.values import KVLayout, LaneAddress, SamplingParams, Ticket
 from workers.engine.batch import Batch, Row, Sample
 from workers.kv.mover import Dock, Mover
 from workers.parallel.group import TensorParallel
-from workers.parallel.ranks import Leader, agree, find_store, follow, for_followers, meet, open_store
+from workers.parallel.ranks import Leader, find_store, follow, for_followers, least, meet, open_store
 
 CHUNK = Chunk(ticket_id="t", generation=1, first_block=0, num_blocks=2)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32", tp=2)
@@ -81,8 +82,7 @@ def test_a_leader_alone_tells_nobody() -> None:
     group = meet(None, rank=0, size=1, name="test", device="cpu", timeout_s=1.0)
     leader = Leader(group)
     leader.tell("run", object())  # what cannot travel does not have to
-    assert agree(group, True, "cpu")
-    assert not agree(group, False, "cpu")
+    assert least(group, [3, 1], "cpu") == [3, 1]
     leader.close()
 
 
@@ -181,11 +181,11 @@ class Shelf:
     def __init__(self, rank: int) -> None:
         self.values = [rank * 100 + block for block in range(8)]
 
-    def gather(self, block_ids: Sequence[int]) -> list[int]:
-        return [self.values[block] for block in block_ids]
+    def read(self, cut: Cut, stage: Callable[[int], Any]) -> list[int]:
+        return [self.values[block] for block in cut.block_ids]
 
-    def scatter(self, block_ids: Sequence[int], payload: list[int]) -> None:
-        for block, value in zip(block_ids, payload, strict=True):
+    def write(self, cut: Cut, payload: list[int]) -> None:
+        for block, value in zip(cut.block_ids, payload, strict=True):
             self.values[block] = value
 
 
@@ -200,12 +200,27 @@ class Wire:
         self.cancelled: list[str] = []
         self.opened: list[str] = []
         self.closed = False
+        self.late = False
+        self.arrived: list[Arrived | LaneLost] = []
 
     def open(self, ticket: Ticket) -> None:
         self.opened.append(ticket.ticket_id)
 
     def offer(self, ticket: Ticket, chunk: Chunk, payload: list[int]) -> None:
         self.under_way[chunk] = payload
+        self.arrived.append(Arrived(chunk=chunk, source=SOURCE, num_bytes=8, elapsed_s=0.0))
+
+    def stage(self, num_bytes: int) -> None:
+        """Numbers need no memory."""
+
+    def look(self, chunk: Chunk) -> Presence:
+        return Presence.HERE if chunk in self.under_way and not self.late else Presence.COMING
+
+    def give_back(self, payload: list[int]) -> None:
+        """Nor do they leave any."""
+
+    def forget(self, source: str, kept: Collection[Chunk]) -> None:
+        self.under_way = {chunk: payload for chunk, payload in self.under_way.items() if chunk in kept}
 
     def take(self, chunk: Chunk, timeout_s: float) -> list[int]:
         if chunk not in self.under_way:
@@ -221,8 +236,9 @@ class Wire:
     def cancel(self, ticket_id: str) -> None:
         self.cancelled.append(ticket_id)
 
-    def poll(self) -> list[object]:
-        return []
+    def poll(self) -> list[Arrived | LaneLost]:
+        events, self.arrived = self.arrived, []
+        return events
 
     def busy(self) -> bool:
         return bool(self.under_way)
@@ -234,10 +250,22 @@ class Wire:
         self.closed = True
 
 
+SOURCE = "d0#1"
+"""Where what is offered comes from: here."""
+
+
 def make_dock(group: TensorParallel) -> tuple[Dock[list[int]], Shelf, Wire]:
     shelf, wire = Shelf(group.rank), Wire()
     ends: Any = wire
-    return Dock(shelf, sender=ends, receiver=ends, agree=lambda flag: agree(group, flag, "cpu")), shelf, wire
+    dock = Dock(
+        shelf,
+        LAYOUT,
+        rank=group.rank,
+        sender=ends,
+        receiver=ends,
+        least=lambda values: least(group, values, "cpu"),
+    )
+    return dock, shelf, wire
 
 
 def operations_of(dock: Dock[list[int]]) -> dict[str, Callable[..., object]]:
@@ -254,9 +282,12 @@ def test_every_rank_moves_its_own_heads() -> None:
             mover.open(TICKET)
             mover.push(TICKET, CHUNK, [1, 2])
             assert mover.busy()
-            assert mover.land(CHUNK, [6, 7])
+            (arrived,) = mover.poll_arrived()
+            assert isinstance(arrived, Arrived)
+            mover.land(arrived.chunk, [6, 7])
             mover.cancel("t")
             mover.push(TICKET, CHUNK, [0, 1])
+            assert mover.poll_arrived()
             mover.drop(CHUNK)
             assert not mover.busy()
             leader.close()
@@ -266,19 +297,35 @@ def test_every_rank_moves_its_own_heads() -> None:
             assert (one.expected, one.opened, one.cancelled, one.under_way) == ([ADDRESS], ["t"], ["t"], {})
 
 
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_chunk_that_one_rank_lacks_is_landed_by_none(missing: int) -> None:
+def test_a_chunk_is_told_of_when_every_rank_has_it() -> None:
+    """Rank 0 never waits for the others: it asks again."""
+    with groups(2) as made:
+        (dock, shelf, _), (_, far_shelf, far_wire) = docks = [make_dock(group) for group in made]
+        with following(made[1], operations_of(docks[1][0])):
+            leader = Leader(made[0])
+            mover = Mover(dock, leader.tell)
+            mover.expect(ADDRESS, LAYOUT)
+            far_wire.late = True
+            mover.push(TICKET, CHUNK, [1, 2])
+            assert not mover.poll_arrived()
+            assert not mover.poll_arrived()
+            far_wire.late = False
+            (arrived,) = mover.poll_arrived()
+            assert isinstance(arrived, Arrived)
+            mover.land(CHUNK, [6, 7])
+            leader.close()
+        assert (shelf.values[6:], far_shelf.values[6:]) == ([1, 2], [101, 102])
+
+
+def test_what_only_some_ranks_got_of_a_lost_lane_is_forgotten_by_all() -> None:
     with groups(2) as made:
         docks = [make_dock(group) for group in made]
-        before = [list(shelf.values) for _, shelf, _ in docks]
         with following(made[1], operations_of(docks[1][0])):
             leader = Leader(made[0])
             mover = Mover(docks[0][0], leader.tell)
+            mover.expect(ADDRESS, LAYOUT)
             mover.push(TICKET, CHUNK, [1, 2])
-            if missing == 0:
-                docks[0][2].drop(CHUNK)
-            else:
-                leader.tell("drop", CHUNK)
-            assert not mover.land(CHUNK, [6, 7])
+            docks[0][2].arrived = [LaneLost(peer=SOURCE, reason="cut")]
+            assert [type(event) for event in mover.poll_arrived()] == [LaneLost]
             leader.close()
-        assert [shelf.values for _, shelf, _ in docks] == before
+        assert [wire.under_way for _, _, wire in docks] == [{}, {}]

@@ -32,7 +32,7 @@ from workers.models.config import ModelConfig, read_config
 from workers.models.decoder import Decoder, check_parallel
 from workers.models.loader import Progress, load_model
 from workers.parallel.group import TensorParallel
-from workers.parallel.ranks import Leader, LeadingRunner, agree, follow
+from workers.parallel.ranks import Leader, LeadingRunner, follow, least
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +109,16 @@ def build_engine(
 
 
 def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:
-    """This rank's end of the worker's lanes; `ends` are Dock's `sender`, `receiver` and `take_timeout_s`."""
-    return Dock(rank.storage, agree=lambda flag: agree(rank.group, flag, rank.device), **ends)
+    """This rank's end of the worker's lanes; `ends` are Dock's `sender` and `receiver`."""
+    return Dock(
+        rank.storage,
+        rank.layout,
+        rank=rank.group.rank,
+        least=lambda values: least(rank.group, values, rank.device),
+        aside=rank.storage.aside,
+        rejoin=rank.storage.rejoin,
+        **ends,
+    )
 
 
 def follow_rank0(rank: Rank, dock: Dock[torch.Tensor]) -> None:

@@ -34,10 +34,13 @@ def _copy_runs(
         tl.store(in_cache, tl.load(in_payload, mask=inside), mask=inside)
 
 
-def gather(cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """`reference.gather`: blocks of a contiguous [L, 2, NB, K, BS, D], copied to [L, 2, ids, K, BS, D]."""
+def gather(cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`reference.gather`: blocks of a contiguous [L, 2, NB, K, BS, D], copied to [L, 2, ids, K, BS, D]. Whatever the
+    dimensions after NB are, they are copied as one run."""
     shape = (*cache.shape[:2], len(block_ids), *cache.shape[3:])
-    payload = torch.empty(shape, dtype=cache.dtype, device=cache.device)
+    payload = torch.empty(shape, dtype=cache.dtype, device=cache.device) if out is None else out
+    assert payload.shape == shape, f"out is {tuple(payload.shape)}, the blocks are {shape}"
+    assert payload.is_contiguous(), f"out has strides {payload.stride()}"
     _launch(cache, block_ids, payload, out=True)
     return payload
 

@@ -97,9 +97,11 @@ def paged_attention(
     return out_TND
 
 
-def gather(cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """Staging before a transfer: blocks of [layers, 2, NB, K, BS, D], copied to [layers, 2, ids, K, BS, D]."""
-    return cache.index_select(2, block_ids)
+def gather(cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Staging before a transfer: blocks of [layers, 2, NB, ...], copied to [layers, 2, ids, ...], which is `out`."""
+    if out is None:
+        return cache.index_select(2, block_ids)
+    return torch.index_select(cache, 2, block_ids, out=out)
 
 
 def scatter(cache: torch.Tensor, block_ids: torch.Tensor, payload: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from kvtransfer.hashing import chain_hashes
 from kvtransfer.ledger import Ledger, Reservation, TicketState
-from kvtransfer.reshard import require_same_layout
+from kvtransfer.reshard import require_compatible
 from kvtransfer.transport import MAX_TICKET_ID_BYTES, Arrived, LaneLost, peer_name
 from protos.errors import (
     BatonError,
@@ -119,7 +119,7 @@ class Incoming:
 
     def _check(self, request: ReserveRequest) -> None:
         here = self._mover.address.worker_id
-        require_same_layout(request.source.worker_id, request.source_layout, here, self._layout)
+        require_compatible(request.source.worker_id, request.source_layout, here, self._layout)
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty: there is no KV to reserve blocks for", param="prompt")
         if not 0 < len(request.request_id.encode()) <= MAX_TICKET_ID_BYTES:
@@ -296,12 +296,11 @@ class Incoming:
         block_ids = self.ledger.blocks_for(chunk, event.source)
         if not block_ids:
             self._mover.drop(chunk)
-        elif self._mover.land(chunk, block_ids):
+        else:
+            self._mover.land(chunk, block_ids)
             self.ledger.landed(chunk, now)
             self._num_bytes += event.num_bytes
             self._busy_s += event.elapsed_s
-        else:
-            self._abort(chunk.ticket_id, "a part of it never reached all ranks")
 
     def _lost(self, event: LaneLost) -> None:
         for reservation in self.ledger.abort_source(event.peer, f"the lane from {event.peer} was lost: {event.reason}"):

@@ -3,26 +3,30 @@
     pool role ──▶ Mover (rank 0) ──▶ Leader.tell ══▶ Dock of every follower rank
                        └───────────────────────────▶ Dock of rank 0
 
-Everything returns at once, except `land`, which may wait for a rank whose bytes are a moment behind.
+Everything returns at once: a chunk is told of when every rank has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvtransfer.transport import Arrived, Chunk, LaneLost, Receiver, Sender, Sent
-from protos.errors import TransferFailed
+from kvtransfer.reshard import Cut, cut_in, cut_out
+from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Receiver, Sender, Sent, peer_name
 from protos.values import KVLayout, LaneAddress, LaneStats, Ticket
 
 Payload = TypeVar("Payload")
 
 
 class Blocks(Protocol[Payload]):
-    """One rank's KV cache as a mover sees it: a payload is a copy of some blocks, all layers, this rank's heads."""
+    """One rank's KV cache as a mover sees it."""
 
-    def gather(self, block_ids: Sequence[int]) -> Payload: ...
-    def scatter(self, block_ids: Sequence[int], payload: Payload) -> None: ...
+    def read(self, cut: Cut, stage: Callable[[int], Any]) -> Payload:
+        """A copy of the cut, in memory that `stage(num_bytes)` gives."""
+        ...
+
+    def write(self, cut: Cut, payload: Payload) -> None: ...
 
 
 class Tell(Protocol):
@@ -31,61 +35,98 @@ class Tell(Protocol):
     def __call__(self, name: str, *arguments: object) -> None: ...
 
 
-class Dock(Generic[Payload]):
-    """One rank's end of its worker's lanes. `agree` is the minimum of a flag over all ranks, or the flag itself.
+def _alone(values: Sequence[int]) -> Sequence[int]:
+    return values
 
-    `sender` serves a worker that pushes, `receiver` one that is pushed to; a worker may have either or both.
+
+def _nothing() -> None:
+    """Where all that is asked for is done when the call returns."""
+
+
+class Dock(Generic[Payload]):
+    """One rank's end of its worker's lanes. `least` gives, for each of some numbers, the least over all ranks.
+
+    `sender` serves a worker that pushes, `receiver` one that is pushed to; a worker may have either or both. Within
+    `aside` the blocks are read without holding the computation up, until `rejoin` lets it write into blocks again.
     """
 
-    OPERATIONS = ("open", "push", "land", "drop", "expect", "cancel")
+    OPERATIONS = ("open", "push", "arm", "look", "land", "drop", "forget", "expect", "cancel")
     """What rank 0 tells the others to do: all that `Mover` ever tells."""
 
     def __init__(
         self,
         blocks: Blocks[Payload],
+        layout: KVLayout,
         *,
+        rank: int = 0,
         sender: Sender[Payload] | None = None,
         receiver: Receiver[Payload] | None = None,
-        agree: Callable[[bool], bool] = bool,
-        take_timeout_s: float = 5.0,
+        least: Callable[[Sequence[int]], Sequence[int]] = _alone,
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        rejoin: Callable[[], None] = _nothing,
     ) -> None:
         self.blocks = blocks
+        self.layout = layout
         self.sender = sender
         self.receiver = receiver
-        self._agree = agree
-        self._take_timeout_s = take_timeout_s
+        self._rank = rank
+        self._least = least
+        self._aside = aside
+        self._rejoin = rejoin
+        self._sources: dict[str, KVLayout] = {}  # by peer name
+        self._armed: list[tuple[Ticket, Chunk, Sequence[int]]] = []
 
     def open(self, ticket: Ticket) -> None:
         self.sending().open(ticket)
 
     def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
-        self.sending().offer(ticket, chunk, self.blocks.gather(block_ids))
+        self._offer(ticket, chunk, block_ids)
+        self._rejoin()
 
-    def land(self, chunk: Chunk, block_ids: Sequence[int]) -> bool:
-        """All ranks write the payload into their blocks, or none does."""
-        try:
-            payload = self.receiving().take(chunk, self._take_timeout_s)
-        except TransferFailed:
-            self.drop(chunk)  # should it still come
-            self._agree(False)
-            return False
-        if not self._agree(True):
-            return False
-        self.blocks.scatter(block_ids, payload)
-        return True
+    def arm(self, ticket: Ticket, chunks: Sequence[Chunk], block_ids: Sequence[int]) -> None:
+        """The next step computes the rest of these: each is pushed as soon as the last of its layers is written."""
+        self._armed += [(ticket, chunk, block_ids) for chunk in chunks]
+
+    def after_layer(self, layer: int) -> None:
+        """A step has written the KV of a layer, or will have before anything that is asked of the device now."""
+        if not self._armed:
+            return
+        due = [armed for armed in self._armed if armed[1].layers(self.layout.num_layers).stop <= layer + 1]
+        for armed in due:
+            self._offer(*armed)
+            self._armed.remove(armed)
+        if due and not self._armed:
+            self._rejoin()
+
+    def look(self, chunks: Sequence[Chunk]) -> Sequence[Presence]:
+        """What all ranks have of each."""
+        receiver = self.receiving()
+        return [Presence(value) for value in self._least([receiver.look(chunk) for chunk in chunks])]
+
+    def land(self, chunk: Chunk, block_ids: Sequence[int], source: str) -> None:
+        """Only for what is here, on every rank."""
+        receiver = self.receiving()
+        payload = receiver.take(chunk, 0.0)
+        self.blocks.write(cut_in(self.layout, self._rank, self._sources[source], chunk, block_ids), payload)
+        receiver.give_back(payload)
 
     def drop(self, chunk: Chunk) -> None:
         self.receiving().drop(chunk)
 
+    def forget(self, source: str, kept: Collection[Chunk]) -> None:
+        self.receiving().forget(source, kept)
+
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
         self.receiving().expect(source, source_layout)
+        self._sources[peer_name(source)] = source_layout
 
     def cancel(self, ticket_id: str) -> None:
+        self._armed = [armed for armed in self._armed if armed[0].ticket_id != ticket_id]
         self.sending().cancel(ticket_id)
 
     def settle(self) -> None:
-        """Followers call it after every operation. What they would report is not needed: a chunk that some rank
-        lacks is found out when it is landed."""
+        """Followers call it after every operation. What they would report is not needed: rank 0 asks them to look
+        for what has come to itself."""
         for end in (self.sender, self.receiver):
             if end is not None:
                 end.poll()
@@ -103,16 +144,27 @@ class Dock(Generic[Payload]):
         assert self.receiver is not None, "a worker without a receiver was asked to land"
         return self.receiver
 
+    def _offer(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
+        cut = cut_out(self.layout, self._rank, ticket, chunk, block_ids)
+        if not cut.pieces:
+            return  # other ranks have copies of this one's heads, and send them
+        sender = self.sending()
+        with self._aside():
+            sender.offer(ticket, chunk, self.blocks.read(cut, sender.stage))
+
 
 class Mover:
     """What a pool role moves KV with. Lives at rank 0 and is called between two steps, from the engine's thread.
 
-    Block ids are this worker's own, one per block of the chunk, in the chunk's order.
+    Block ids are this worker's own, in the prompt's order: to push, those that hold the chunk's tokens, as far as they
+    were written (`kvtransfer.reshard.covering`); to land, one for each block of the chunk.
     """
 
     def __init__(self, dock: Dock[Any], tell: Tell) -> None:
         self._dock = dock
         self._tell = tell
+        self._coming: list[Arrived] = []  # at rank 0, and not everywhere yet
+        self._sources: dict[Chunk, str] = {}  # of what was told of, and not landed or dropped yet
 
     @property
     def address(self) -> LaneAddress:
@@ -130,19 +182,25 @@ class Mover:
 
     def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
         """Copies the blocks and sends them to the ticket's destination. They may be freed once this returns."""
-        assert len(block_ids) == chunk.num_blocks
         self._tell("push", ticket, chunk, tuple(block_ids))
         self._dock.push(ticket, chunk, block_ids)
 
-    def land(self, chunk: Chunk, block_ids: Sequence[int]) -> bool:
-        """Writes an arrived chunk into these blocks, on every rank or on none. False: some rank never got it, and
-        the chunk is gone. The only call that may wait: for at most the dock's `take_timeout_s`."""
+    def arm(self, ticket: Ticket, chunks: Sequence[Chunk], block_ids: Sequence[int]) -> None:
+        """The same for chunks of some layers each, that the next step will complete, and while it does so: from its
+        launch on the blocks may be freed as far as pushing goes. To be called right before the launch."""
+        self._tell("arm", ticket, tuple(chunks), tuple(block_ids))
+        self._dock.arm(ticket, chunks, block_ids)
+
+    def land(self, chunk: Chunk, block_ids: Sequence[int]) -> None:
+        """Writes a chunk that `poll_arrived` has told of into these blocks, on every rank."""
         assert len(block_ids) == chunk.num_blocks
-        self._tell("land", chunk, tuple(block_ids))
-        return self._dock.land(chunk, block_ids)
+        source = self._sources.pop(chunk)
+        self._tell("land", chunk, tuple(block_ids), source)
+        self._dock.land(chunk, block_ids, source)
 
     def drop(self, chunk: Chunk) -> None:
         """Forgets an arrived chunk that nobody wants any more."""
+        self._sources.pop(chunk, None)
         self._tell("drop", chunk)
         self._dock.drop(chunk)
 
@@ -161,8 +219,41 @@ class Mover:
         return self._dock.sender.poll() if self._dock.sender else ()
 
     def poll_arrived(self) -> Sequence[Arrived | LaneLost]:
-        """What has arrived at rank 0 since the last call. The other ranks' parts may be a moment behind."""
-        return self._dock.receiver.poll() if self._dock.receiver else ()
+        """What has arrived on every rank since the last call, each to be landed or dropped, and what rank 0 has lost.
+        A chunk that is cancelled on its way is not told of: its ticket ends by itself."""
+        events = self._dock.receiver.poll() if self._dock.receiver else ()
+        self._coming += [event for event in events if isinstance(event, Arrived)]
+        told: list[Arrived | LaneLost] = list(self._everywhere())
+        for event in events:
+            if isinstance(event, LaneLost):
+                self._forget(event.peer)
+                told.append(event)
+        return told
+
+    def _everywhere(self) -> Sequence[Arrived]:
+        """A chunk that came twice is looked for once at a time: that is what each rank can answer."""
+        asked: dict[Chunk, Arrived] = {}
+        for event in self._coming:
+            if event.chunk not in self._sources:
+                asked.setdefault(event.chunk, event)
+        if not asked:
+            return ()
+        self._tell("look", tuple(asked))
+        found = list(zip(asked.values(), self._dock.look(tuple(asked)), strict=True))
+        here = [event for event, presence in found if presence is Presence.HERE]
+        void = [event for event, presence in found if presence is Presence.VOID]
+        self._coming = [event for event in self._coming if not any(event is done for done in (*here, *void))]
+        self._sources.update((event.chunk, event.source) for event in here)
+        for event in void:
+            self.drop(event.chunk)
+        return here
+
+    def _forget(self, peer: str) -> None:
+        """What came from a lost peer to some ranks only never will to the others."""
+        self._coming = [event for event in self._coming if event.source != peer]
+        kept = tuple(chunk for chunk, source in self._sources.items() if source == peer)
+        self._tell("forget", peer, kept)
+        self._dock.forget(peer, kept)
 
     def busy(self) -> bool:
         """Is anything on its way at rank 0?"""

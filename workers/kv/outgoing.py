@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kvtransfer.reshard import require_same_layout
+from kvtransfer.reshard import covering, require_compatible
 from kvtransfer.session import Session
 from kvtransfer.transport import Chunk, LaneLost, Sent, peer_name
 from protos.errors import BatonError, InvalidRequest, TransferFailed
@@ -67,7 +67,7 @@ class Outgoing:
         self._mover = mover
         self._pool = pool
         self._layout = layout
-        self._max_chunk_blocks = max(1, chunk_bytes // layout.block_bytes)
+        self._chunk_bytes = chunk_bytes
         self._pushes: dict[str, Push] = {}  # by ticket
         self._released: list[str] = []
         self._failed: dict[str, BatonError] = {}
@@ -136,7 +136,7 @@ class Outgoing:
 
     def _open(self, ticket: Ticket, now: float) -> Session:
         destination = ticket.destination
-        require_same_layout(self._mover.address.worker_id, self._layout, destination.worker_id, ticket.layout)
+        require_compatible(self._mover.address.worker_id, self._layout, destination.worker_id, ticket.layout)
         older = self._pushes.get(ticket.ticket_id)
         if older is not None and older.session.ticket.generation >= ticket.generation:
             raise InvalidRequest(
@@ -144,7 +144,7 @@ class Outgoing:
             )
         if older is not None:
             self._fail(older, f"generation {ticket.generation} of the ticket took its place")
-        return Session(ticket, max_chunk_blocks=self._max_chunk_blocks)
+        return Session(ticket, max_chunk_blocks=max(1, self._chunk_bytes // ticket.layout.block_bytes))
 
     def _add(self, push: Push) -> None:
         self._mover.open(push.session.ticket)
@@ -237,7 +237,7 @@ class Outgoing:
             chunk = session.next_chunk(push.source.num_computed, complete=push.complete)
             if chunk is None:
                 break
-            self._mover.push(session.ticket, chunk, _blocks_of(push, chunk))
+            self._mover.push(session.ticket, chunk, _blocks_of(push, chunk, self._layout.block_size))
             session.offered(chunk, now)
 
     def _sent(self, event: Sent, now: float) -> None:
@@ -279,9 +279,9 @@ class Outgoing:
         return next((push for push in self._pushes.values() if push.source is request), None)
 
 
-def _blocks_of(push: Push, chunk: Chunk) -> Sequence[int]:
-    first = push.session.first_block + chunk.first_block
-    return push.source.block_ids[first : first + chunk.num_blocks]
+def _blocks_of(push: Push, chunk: Chunk, block_size: int) -> Sequence[int]:
+    held = covering(push.session.ticket, chunk, block_size)
+    return push.source.block_ids[held.start : held.stop]
 
 
 def push_stats(push: Push, now: float) -> TicketStats:

@@ -1,19 +1,27 @@
-"""The tensors behind the block ids: one rank's share of a worker's KV cache. Who owns which block is not known here."""
+"""The tensors behind the block ids: one rank's share of a worker's KV cache. Who owns which block is not known here.
+
+Legend: L layers, NB blocks, K key/value heads of this rank, BS positions of a block, D head dim.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from kvtransfer.reshard import Cut, heads_of
 from protos.values import KVLayout
 from workers.kernels.base import kernels_for
+
+_cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
 DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class KVStorage:
-    """Keys and values of one rank, [layers, 2, blocks, heads, block size, head dim].
+    """Keys and values of one rank, [L, 2, NB, K, BS, D].
 
     Heads stand before positions: a range of a block's heads, which is what a worker with another degree of tensor
     parallelism needs, is contiguous. Zeroed at the start, so that what was never written is finite.
@@ -29,6 +37,7 @@ class KVStorage:
             dtype=DTYPES[layout.dtype],
             device=device,
         )
+        self._aside = _cuda.Stream(device) if self.data.is_cuda else None
 
     @property
     def block_bytes(self) -> int:
@@ -57,10 +66,69 @@ class KVStorage:
         assert payload.dtype == self.data.dtype, f"payload is {payload.dtype}, the cache {self.data.dtype}"
         self._kernels.scatter(self.data, self._ids(block_ids), payload.to(self.data.device))
 
+    def read(self, cut: Cut, stage: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """The payload of a cut (`kvtransfer.reshard`), flat, in memory that `stage(num_bytes)` gives."""
+        payload = stage(self._num_elements(cut) * self.data.element_size()).view(self.data.dtype)
+        for part, view, rows in self._pieces(cut, payload):
+            self._kernels.gather(view, rows, part)
+        return payload
+
+    def write(self, cut: Cut, payload: torch.Tensor) -> None:
+        """Puts the payload of a cut into this cache's blocks."""
+        assert payload.dtype == self.data.dtype, f"payload is {payload.dtype}, the cache {self.data.dtype}"
+        assert payload.numel() == self._num_elements(cut), f"payload of {payload.numel()} does not fit {cut}"
+        for part, view, rows in self._pieces(cut, payload):
+            self._kernels.scatter(view, rows, part)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """On CUDA, reads go on a stream of their own beside the computation, after all that is queued there now.
+        Until `rejoin` the computation does not wait for them."""
+        if self._aside is None:
+            yield
+            return
+        self._aside.wait_stream(_cuda.current_stream())
+        with _cuda.stream(self._aside):
+            yield
+
+    def rejoin(self) -> None:
+        """What is computed from here on may write into blocks that were read aside."""
+        if self._aside is not None:
+            _cuda.current_stream().wait_stream(self._aside)
+
+    def _num_elements(self, cut: Cut) -> int:
+        return len(cut.layers) * 2 * len(cut.units) * cut.num_heads * cut.unit * self.layout.head_dim
+
+    def _pieces(self, cut: Cut, payload: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """For each piece: its part of the payload, the cache, and the rows of the one in the other; a row is a unit
+        of one head, or a whole block where that is what is wanted. Cache and part are [L, 2, rows, elements]."""
+        layers = self.data[cut.layers.start : cut.layers.stop]
+        per_block = self.layout.block_size // cut.unit
+        whole = range(self.num_heads)
+        for piece, part in zip(cut.pieces, self._split(cut, payload), strict=True):
+            view = layers.view(len(layers), 2, self.num_blocks * self.num_heads * per_block, -1)
+            if per_block == 1 and piece == whole:
+                view, rows = layers.view(len(layers), 2, self.num_blocks, -1), self._ids(cut.block_ids)
+            else:
+                rows = self._rows(cut, piece, per_block)
+            yield part.view(len(layers), 2, len(rows), -1), view, rows
+
+    def _split(self, cut: Cut, payload: torch.Tensor) -> Sequence[torch.Tensor]:
+        per_head = payload.numel() // cut.num_heads
+        return torch.split(payload, [per_head * len(piece) for piece in cut.pieces])
+
+    def _rows(self, cut: Cut, piece: range, per_block: int) -> torch.Tensor:
+        last = len(cut.block_ids) * per_block - 1
+        units = torch.arange(cut.units.start, cut.units.stop).clamp_(max=last)
+        blocks = torch.tensor(cut.block_ids)[units // per_block]
+        heads = torch.arange(piece.start, piece.stop)
+        rows = (blocks[:, None] * self.num_heads + heads) * per_block + (units % per_block)[:, None]
+        return rows.flatten().to(self.data.device)
+
     def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(block_ids, dtype=torch.int64, device=self.data.device)
 
 
 def heads_of_rank(layout: KVLayout) -> int:
     """KV heads that each rank holds: its share, or one (a copy) when there are more ranks than heads."""
-    return max(1, layout.num_kv_heads // layout.tp)
+    return len(heads_of(layout, 0))

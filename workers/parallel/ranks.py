@@ -10,7 +10,7 @@ collective, or comes into one, gets WorkerLost: at once when a process died, aft
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -100,12 +100,12 @@ def follow(
         group.close()
 
 
-def agree(group: TensorParallel, flag: bool, device: str) -> bool:
-    """True where all ranks said True. Raises WorkerLost."""
+def least(group: TensorParallel, values: Sequence[int], device: str) -> list[int]:
+    """Of each number the least that any rank has. All give equally many. Raises WorkerLost."""
     if group.size == 1:
-        return flag
-    votes = group.all_reduce(torch.tensor([float(flag)], device=device))
-    return int(votes.item()) == group.size
+        return list(values)
+    gathered = group.all_gather(torch.tensor(values, device=device))
+    return gathered.view(group.size, -1).amin(0).tolist()
 
 
 def open_store(host: str, port: int = 0, *, timeout_s: float = 60.0) -> TCPStore:

@@ -139,7 +139,7 @@ class Pair:
     def mover(self, side: Side, address: LaneAddress) -> Mover:
         """A worker's ends of its lanes, both ways."""
         sender, receiver = self.exchange.sender(address, LAYOUT), self.exchange.receiver(address, LAYOUT)
-        return Mover(Dock(side.runner, sender=sender, receiver=receiver), told)
+        return Mover(Dock(side.runner, LAYOUT, sender=sender, receiver=receiver), told)
 
     @property
     def prefill_role(self) -> PrefillRole:

@@ -51,7 +51,7 @@ class Pool:
 
         def role(address: LaneAddress, side: Side) -> DecodeRole:
             sender, receiver = exchange.sender(address, LAYOUT), exchange.receiver(address, LAYOUT)
-            mover = Mover(Dock(side.runner, sender=sender, receiver=receiver), told)
+            mover = Mover(Dock(side.runner, LAYOUT, sender=sender, receiver=receiver), told)
             return DecodeRole(mover, side.pool, LAYOUT, chunk_bytes=2 * LAYOUT.block_bytes)
 
         self.old = Side(OLD_WEIGHT, old_blocks, lambda side: role(OLD, side))

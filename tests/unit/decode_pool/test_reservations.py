@@ -92,7 +92,7 @@ def test_a_cached_block_under_a_ticket_is_not_evicted() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_layers", 2), ("num_kv_heads", 4), ("head_dim", 3), ("block_size", 8), ("dtype", "bfloat16"), ("tp", 2)],
+    [("num_layers", 2), ("num_kv_heads", 4), ("head_dim", 3), ("block_size", 6), ("dtype", "bfloat16"), ("model", "b")],
 )
 def test_another_layout_is_refused_by_field(field: str, value: object) -> None:
     pair = Pair()

@@ -1,0 +1,73 @@
+"""Memory for payloads on their way, used again and again: a fresh page costs more than what is copied into it.
+
+stage: take(num_bytes) ──▶ payload ──▶ ... on the wire, or waiting to be landed ... ──▶ give(payload)
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+_LEAST_BYTES = 64 * 2**10
+
+_cuda: Any = torch.cuda
+
+
+class Staging:
+    """Buffers of one end of a rank's lanes. Any thread may call. Up to `max_bytes` are kept while nobody uses them.
+
+    On CUDA they are device memory: what is still queued there on a buffer given back is waited for by whoever takes it
+    next.
+    """
+
+    def __init__(self, *, device: str, max_bytes: int) -> None:
+        self._device = device
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._free: list[tuple[torch.Tensor, Any]] = []  # with the event after which it may be written into
+        self._taken: dict[int, torch.Tensor] = {}  # by address
+        self._num_free_bytes = 0
+
+    @property
+    def num_taken(self) -> int:
+        return len(self._taken)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes]. The caller owns it until it is given back."""
+        with self._lock:
+            fitting = [entry for entry in self._free if entry[0].numel() >= num_bytes]
+            if fitting:
+                buffer, ready = min(fitting, key=lambda entry: entry[0].numel())
+                self._free = [entry for entry in self._free if entry[0] is not buffer]
+                self._num_free_bytes -= buffer.numel()
+            else:
+                capacity = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+                buffer, ready = torch.empty(capacity, dtype=torch.uint8, device=self._device), None
+            self._taken[buffer.data_ptr()] = buffer
+        if ready is not None:
+            ready.synchronize()
+        return buffer[:num_bytes]
+
+    def give(self, payload: torch.Tensor) -> None:
+        """Ends the use of what `take` gave, or of any view of its beginning. Memory of others is left alone."""
+        with self._lock:
+            buffer = self._taken.pop(payload.data_ptr(), None)
+            if buffer is None:
+                return
+            ready = None
+            if buffer.is_cuda:
+                ready = _cuda.Event()
+                ready.record()
+            self._free.append((buffer, ready))
+            self._num_free_bytes += buffer.numel()
+            while self._num_free_bytes > self._max_bytes:
+                smallest = min(self._free, key=lambda entry: entry[0].numel())
+                self._free = [entry for entry in self._free if entry is not smallest]
+                self._num_free_bytes -= smallest[0].numel()
+
+    def forget(self, payload: torch.Tensor) -> None:
+        """What `take` gave is never to be used again: somebody may still write into it."""
+        with self._lock:
+            self._taken.pop(payload.data_ptr(), None)
