@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from kvtransfer.config import LaneConfig
 from protos.errors import Misconfigured
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -22,7 +23,9 @@ class WorkerConfig:
     included (default 0.9), or of the RAM free at the start, the cache alone (default 0.2: workers share a host).
     Beyond `max_waiting` requests that have not begun, new ones are refused (Overloaded).
     `steps_in_flight` are launched before the oldest one is told of (default 1 on a GPU, 0 on a CPU).
-    `collective_timeout_s` bounds how long a rank waits for another in the middle of a step.
+    On a GPU, decode steps are captured as CUDA graphs at the start unless `cuda_graphs` is off.
+    `collective_timeout_s` bounds how long a rank waits for another in the middle of a step. `lanes` are those that KV
+    comes and goes by.
     """
 
     model: str
@@ -39,7 +42,9 @@ class WorkerConfig:
     prefill_chunk: int = 512
     max_waiting: int = 1024
     steps_in_flight: int | None = None
+    cuda_graphs: bool = True
     collective_timeout_s: float = 60.0
+    lanes: LaneConfig = field(default_factory=LaneConfig)
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -57,6 +57,14 @@ def test_greedy_tokens_are_the_oracles(oracle: Oracle, family: str, prefill_chun
         assert [one.token_ids for one in answer(engine, PROMPTS)] == expected
 
 
+@pytest.mark.parametrize("settings", [{"cuda_graphs": False}, {"steps_in_flight": 0}, {"steps_in_flight": 2}])
+def test_neither_graphs_nor_steps_in_flight_change_a_token(oracle: Oracle, settings: dict[str, Any]) -> None:
+    folder, expected = oracle("qwen3")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with colocated(cuda(folder, num_blocks=200, **settings)) as engine:
+        assert [one.token_ids for one in answer(engine, PROMPTS)] == expected
+
+
 def test_the_cache_takes_what_the_card_has_left(oracle: Oracle) -> None:
     folder, expected = oracle("llama")
     with colocated(cuda(folder, memory_fraction=0.5)) as engine:

@@ -21,6 +21,7 @@ from workers.attention.registry import attention_for
 from workers.config import SchedulerConfig, WorkerConfig
 from workers.engine.batch import Batch, Row, Sample
 from workers.engine.engine import Engine
+from workers.engine.graphs import CudaRecorder, why_eager
 from workers.engine.role import Role
 from workers.engine.runner import TorchRunner
 from workers.engine.scheduler import Scheduler
@@ -154,6 +155,11 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
                 param="max_model_len",
             )
         log.warning("max_model_len is lowered from %d to %d: more does not fit the KV cache", max_model_len, capacity)
+    runner = TorchRunner(
+        decoder, attention_for(storage), block_size=config.block_size, shares_tokens=steps_in_flight > 0
+    )
+    if device == "cuda":
+        _capture(config, runner, decoder, max_blocks=-(-min(max_model_len, capacity) // config.block_size))
     return Rank(
         model=model,
         name=config.served_name or Path(config.model).resolve().name,
@@ -162,11 +168,17 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         scheduler=_scheduler_config(config, model, min(max_model_len, capacity)),
         group=group,
         storage=storage,
-        runner=TorchRunner(
-            decoder, attention_for(storage), block_size=config.block_size, shares_tokens=steps_in_flight > 0
-        ),
+        runner=runner,
         steps_in_flight=steps_in_flight,
     )
+
+
+def _capture(config: WorkerConfig, runner: TorchRunner, decoder: Decoder, *, max_blocks: int) -> None:
+    reason = why_eager(decoder) if config.cuda_graphs else "cuda_graphs is off"
+    if reason:
+        log.warning("decode steps run without CUDA graphs: %s", reason)
+    else:
+        runner.capture(CudaRecorder(), max_rows=config.max_num_seqs, max_blocks=max_blocks)
 
 
 def _asked_model_len(config: WorkerConfig, model: ModelConfig) -> int:

@@ -16,8 +16,10 @@ import torch
 from protos.values import Logprobs
 from workers.attention.base import AttentionBackend, AttentionInputs
 from workers.engine.batch import Batch, Done, Pending, RowOutput, StepOutput
+from workers.engine.graphs import DecodeGraphs, Recorder
 from workers.engine.logprobs import Scores
 from workers.engine.packing import Packed, pack, sampled_rows
+from workers.engine.padding import padded
 from workers.engine.sampler import Drawn, sample
 from workers.kernels.staging import to_device
 from workers.models.decoder import Decoder, ModelInputs
@@ -40,6 +42,7 @@ class TorchRunner:
         self._shares_tokens = shares_tokens and self._parallel.size > 1
         self._sampled: Mapping[int, int] = {}
         self._ids_R = torch.zeros(0, dtype=torch.int64, device=self._device)
+        self.graphs: DecodeGraphs | None = None
 
     def run(self, batch: Batch) -> StepOutput:
         """A step by itself. Raises as `launch` does."""
@@ -50,7 +53,7 @@ class TorchRunner:
         """Raises WorkerLost when a rank has gone, and torch's own error when memory runs out."""
         packed = pack(batch, block_size=self._block_size, sampled=self._sampled)
         self._sampled = sampled_rows(batch)
-        logits_RV = self._decoder.forward(self._inputs(packed), self._attention)
+        logits_RV = self._forward(packed)
         if self._parallel.rank:
             self._ids_R = torch.zeros(len(self._sampled), dtype=torch.int64, device=self._device)
             self._share()
@@ -60,6 +63,18 @@ class TorchRunner:
             self._ids_R = step.drawn.ids_R
             self._share()
         return step
+
+    def capture(self, recorder: Recorder, *, max_rows: int, max_blocks: int) -> None:
+        """From now on steps that only decode are replayed. To be called once, by all ranks at the same time."""
+        self.graphs = DecodeGraphs(self._decoder, self._attention, recorder, max_rows=max_rows, max_blocks=max_blocks)
+        self.graphs.capture(self._inputs)
+
+    def _forward(self, packed: Packed) -> torch.Tensor:
+        """[R, V], queued."""
+        size = self.graphs.size_for(packed) if self.graphs is not None else None
+        if self.graphs is None or size is None:
+            return self._decoder.forward(self._inputs(packed), self._attention)
+        return self.graphs.replay(self._inputs(padded(packed, size)), size)[: len(packed.logit_rows_R)]
 
     def _share(self) -> None:
         if self._shares_tokens and len(self._ids_R):

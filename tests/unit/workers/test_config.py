@@ -31,6 +31,8 @@ def test_the_defaults_serve() -> None:
         ("collective_timeout_s", 0.0, "above 0"),
         ("collective_timeout_s", float("nan"), "above 0"),
         ("max_num_seqs", 4096, "max_num_batched_tokens"),
+        ("steps_in_flight", -1, "0 to 4"),
+        ("steps_in_flight", 5, "0 to 4"),
     ],
 )
 def test_a_bad_value_is_named_with_its_range(setting: str, value: Any, told: str) -> None:
