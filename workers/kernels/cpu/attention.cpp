@@ -180,17 +180,16 @@ template <typename Operands, int vectors>
 void multiply_rows(int num_rows, const typename Operands::Unit* left, int left_stride,
                    const typename Operands::Unit* right, int right_stride, int depth, float* out, int out_stride,
                    const float* factors) {
-    for (int row = 0; row < num_rows;) {
-        const int left_over = num_rows - row;
-        const int take = left_over >= 6 ? 6 : left_over >= 4 ? 4 : left_over >= 2 ? 2 : 1;
-        auto* multiply_some = take == 6   ? multiply<Operands, 6, vectors>
-                              : take == 4 ? multiply<Operands, 4, vectors>
-                              : take == 2 ? multiply<Operands, 2, vectors>
-                                          : multiply<Operands, 1, vectors>;
-        multiply_some(left + row * left_stride, right, right_stride, depth, left_stride, out + row * out_stride,
-                      out_stride, factors ? factors + row : nullptr);
-        row += take;
-    }
+    int row = 0;
+    const auto take = [&](auto* multiply_some, int num) {
+        for (; row + num <= num_rows; row += num)
+            multiply_some(left + row * left_stride, right, right_stride, depth, left_stride, out + row * out_stride,
+                          out_stride, factors ? factors + row : nullptr);
+    };
+    take(multiply<Operands, 6, vectors>, 6);
+    take(multiply<Operands, 4, vectors>, 4);
+    take(multiply<Operands, 2, vectors>, 2);
+    take(multiply<Operands, 1, vectors>, 1);
 }
 
 struct Shape {
@@ -304,16 +303,15 @@ class Worker {
             weigh(row, int(first), int(std::max<int64_t>(0, last)));
         }
         constexpr int depth = chunk / Operands::per_unit;
-        for (int d = 0; d < width_;) {
-            const int left_over = (width_ - d) / lanes;
-            const int take = left_over >= 4 ? 4 : left_over >= 2 ? 2 : 1;
-            auto* multiply_some = take == 4   ? multiply_rows<Operands, 4>
-                                  : take == 2 ? multiply_rows<Operands, 2>
-                                              : multiply_rows<Operands, 1>;
-            multiply_some(num_rows, weights_.data(), depth, values_.data() + d, width_, depth, sums_.data() + d, width_,
-                          factors_.data());
-            d += take * lanes;
-        }
+        int d = 0;
+        const auto take = [&](auto* multiply_some, int num_columns) {
+            for (; d + num_columns <= width_; d += num_columns)
+                multiply_some(num_rows, weights_.data(), depth, values_.data() + d, width_, depth, sums_.data() + d,
+                              width_, factors_.data());
+        };
+        take(multiply_rows<Operands, 4>, 4 * lanes);
+        take(multiply_rows<Operands, 2>, 2 * lanes);
+        take(multiply_rows<Operands, 1>, lanes);
     }
 
     // Scores [first, last) of a row become weights relative to the best score so far, the others 0.

@@ -26,6 +26,7 @@ _FLAGS = "-std=c++20 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-ma
 _SOURCES = {
     "elementwise.cpp": "-ffp-contract=off",  # rounded where torch rounds, to be equal to it
     "attention.cpp": "-ffp-contract=fast",
+    "products.cpp": "-ffp-contract=fast",
 }
 _TIMEOUT_S = 120.0
 
@@ -36,6 +37,10 @@ _ARGUMENTS = {
     "silu_mul": (*[_P] * 2, *[_N] * 2, _I),
     "rope_kv_write": (*[_P] * 3, *[_N] * 3, *[_P] * 6, *[_N] * 5, _I),
     "attend": (*[_P] * 7, *[_N] * 7, _F, _I),
+}
+_OF_TILES = {
+    "pack_product": (*[_P] * 3, *[_N] * 2, _I),
+    "product": (*[_P] * 4, *[_N] * 5, *[_I] * 2),
 }
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -55,6 +60,24 @@ class Native:
         self.silu_mul = getattr(library, f"silu_mul_{dtype}")
         self.rope_kv_write = getattr(library, f"rope_kv_write_{dtype}")
         self.attend = getattr(library, f"attend_{dtype}")
+
+
+class Tiles:
+    """The compiled functions for processors with AMX, on bfloat16: products.cpp has their arguments."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _OF_TILES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self.pack_product = library.pack_product
+        self.product = library.product
+
+
+@cache
+def native_tiles() -> Tiles | None:
+    """None where the processor has no AMX, the system does not lend it, or nothing can be compiled."""
+    library = _library()
+    return Tiles(library) if library is not None and library.has_tiles() else None
 
 
 @cache

@@ -5,7 +5,7 @@ Legend: T tokens, I and O the full input and output sizes; a rank holds its shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +27,20 @@ class Columns:
 class ColumnParallel:
     """y = x W^T + b with the outputs cut over the ranks. Several projections of the same input stand side by side."""
 
-    def __init__(self, place: Place, parts: Sequence[Columns], num_inputs: int, *, bias: bool) -> None:
+    def __init__(
+        self,
+        place: Place,
+        parts: Sequence[Columns],
+        num_inputs: int,
+        *,
+        bias: bool,
+        matrix: Callable[[torch.Tensor], Matrix] = Matrix,
+    ) -> None:
         self._parts = tuple(parts)
         self._num_inputs = num_inputs
         num_outputs = sum(part.size for part in parts)
         self.sizes = [part.size for part in parts]
-        self._weight = Matrix(place.empty(num_outputs, num_inputs))
+        self._weight = matrix(place.empty(num_outputs, num_inputs))
         self.bias_O = place.empty(num_outputs) if bias else None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:

@@ -6,11 +6,13 @@ Legend: T tokens, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from workers.models.config import ModelConfig
 from workers.models.layers.linear import ColumnParallel, Columns, RowParallel
+from workers.models.layers.matrix import GatedMatrix
 from workers.models.layers.slots import Place, Slot
 
 
@@ -22,12 +24,13 @@ class GatedMLP:
         parts = [
             Columns(name=f"{prefix}.{name}", total=total, start=start, size=size) for name in ("gate_proj", "up_proj")
         ]
-        self._kernels = place.kernels
-        self._gate_up = ColumnParallel(place, parts, config.hidden_size, bias=config.mlp_bias)
+        self._gate_up = ColumnParallel(
+            place, parts, config.hidden_size, bias=config.mlp_bias, matrix=partial(GatedMatrix, kernels=place.kernels)
+        )
         self._down = RowParallel(place, f"{prefix}.down_proj", total, config.hidden_size, bias=config.mlp_bias)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        return self._down(self._kernels.silu_mul(self._gate_up(x_TE)))
+        return self._down(self._gate_up(x_TE))
 
     def pack(self) -> None:
         self._gate_up.pack()

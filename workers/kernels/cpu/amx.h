@@ -1,0 +1,93 @@
+// Tiles of AMX: eight registers of 16 rows of 64 bytes, and one instruction that multiplies two of them
+// (Intel's Architecture Instruction Set Extensions Programming Reference, chapter 3).
+//
+// The sum in a tile [16][16 floats] grows by left [16][32 bfloat16] times right [16 pairs of rows][16 columns x 2].
+// The compiler does not know that tile instructions read and write memory: `fence` keeps its own loads and stores, of
+// what they touch, on their side.
+#pragma once
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && \
+    defined(__linux__)
+#define HAS_TILES 1
+
+#include <immintrin.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdlib>
+
+#include "numbers.h"
+
+namespace tiles {
+
+constexpr int rows = 16;         // of a tile
+constexpr int depth = 32;        // bfloat16 in a row of a left operand
+constexpr int size = 16 * 32;    // bfloat16 in a tile
+
+inline void fence() { asm volatile("" ::: "memory"); }
+
+// May this process use them? Linux wants to be asked first; threads that it starts afterwards may as well.
+inline bool allowed() {
+    constexpr int request_permission = 0x1023, tile_data = 18;
+    static const bool granted = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+    return granted;
+}
+
+struct alignas(64) Shapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_of_row[16] = {};
+    uint8_t num_rows[16] = {};
+};
+
+// All eight tiles as large as they get, but for the left operands and sums of blocks with fewer rows. What is in the
+// tiles is lost. A thread has them until it calls `release`, which also spares the kernel saving them.
+class Registers {
+  public:
+    Registers() { shape(rows, rows); }
+    ~Registers() { _tile_release(); }
+    Registers(const Registers&) = delete;
+
+    // Rows of tiles 0, 1 and 4 (`upper`), and of 2, 3 and 5 (`lower`).
+    void shape(int upper, int lower) {
+        if (upper == upper_ && lower == lower_) return;
+        upper_ = upper, lower_ = lower;
+        Shapes shapes;
+        for (int tile = 0; tile < 8; tile++) {
+            const bool is_lower = tile == 2 || tile == 3 || tile == 5;
+            shapes.num_rows[tile] = uint8_t(tile >= 6 ? rows : is_lower ? lower : upper);
+            shapes.bytes_of_row[tile] = 64;
+        }
+        asm volatile("ldtilecfg %0" ::"m"(shapes));
+    }
+
+  private:
+    int upper_ = 0, lower_ = 0;
+};
+
+// A thread's own memory, kept from one call to the next, on pages so large that no access waits for their addresses.
+template <typename T>
+class Scratch {
+  public:
+    T* at_least(int64_t count) {
+        constexpr int64_t page = int64_t(1) << 21;
+        const int64_t num_bytes = (count * int64_t(sizeof(T)) + page - 1) / page * page;
+        if (num_bytes > num_bytes_) {
+            std::free(data_);
+            data_ = static_cast<T*>(std::aligned_alloc(page, num_bytes));
+            if (data_ == nullptr) std::abort();  // as the kernel would do when the memory is touched
+            madvise(data_, num_bytes, MADV_HUGEPAGE);
+            num_bytes_ = num_bytes;
+        }
+        return data_;
+    }
+    ~Scratch() { std::free(data_); }
+
+  private:
+    T* data_ = nullptr;
+    int64_t num_bytes_ = 0;
+};
+
+}  // namespace tiles
+#endif

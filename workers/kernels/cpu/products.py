@@ -1,0 +1,77 @@
+"""Products with weights that were packed once for the processor's tiles (AMX): `products.cpp`.
+
+Legend: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from workers.kernels.cpu.build import Tiles, native_tiles
+from workers.kernels.cpu.memory import roomy_zeros
+
+_PANEL = 32
+_DEPTH = 32
+
+
+def can_tile(weight_OI: torch.Tensor) -> bool:
+    """Has this machine tiles, and do they take this weight?"""
+    plain = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.bfloat16
+    return plain and weight_OI.shape[1] % _DEPTH == 0 and min(weight_OI.shape) > 0 and native_tiles() is not None
+
+
+class TiledWeight:
+    """y = x W^T (+ b), or, gated, silu(gate) * up of the two halves of y. Packs a copy of the weight."""
+
+    def __init__(self, weight_OI: torch.Tensor, *, gated: bool = False) -> None:
+        tiles = native_tiles()
+        assert tiles is not None
+        assert can_tile(weight_OI)
+        self._tiles: Tiles = tiles
+        self._num_outputs, self._num_inputs = weight_OI.shape
+        self._gated = gated
+        self._order = _order(self._num_outputs, gated)
+        self._packed = roomy_zeros(len(self._order), self._num_inputs, dtype=torch.bfloat16)
+        self._bias_O: torch.Tensor | None = None
+        self._packed_bias = torch.empty(0)
+        weight_OI = weight_OI.contiguous()
+        sizes = len(self._order), self._num_inputs, torch.get_num_threads()
+        tiles.pack_product(weight_OI.data_ptr(), self._packed.data_ptr(), self._order.data_ptr(), *sizes)
+
+    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, O], or [T, O / 2] when gated."""
+        assert x_TI.dtype == torch.bfloat16
+        assert x_TI.shape[1] == self._num_inputs
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        if bias_O is not None and bias_O is not self._bias_O:
+            self._bias_O, self._packed_bias = bias_O, bias_O.float()[self._order.clamp(min=0)]
+        width = self._num_outputs // 2 if self._gated else self._num_outputs
+        out_TO = torch.empty(x_TI.shape[0], width, dtype=torch.bfloat16)
+        self._tiles.product(
+            x_TI.data_ptr(),
+            self._packed.data_ptr(),
+            None if bias_O is None else self._packed_bias.data_ptr(),
+            out_TO.data_ptr(),
+            x_TI.shape[0],
+            self._num_outputs,
+            self._num_inputs,
+            x_TI.stride(0),
+            width,
+            self._gated,
+            torch.get_num_threads(),
+        )
+        return out_TO
+
+
+def _order(num_outputs: int, gated: bool) -> torch.Tensor:
+    """Which output stands where in the panels, -1 where none does. Gated: 16 of the gate, then their 16 of up."""
+    if not gated:
+        order = torch.full((-(-num_outputs // _PANEL) * _PANEL,), -1)
+        order[:num_outputs] = torch.arange(num_outputs)
+        return order
+    half = num_outputs // 2
+    width = _PANEL // 2
+    columns = torch.arange(-(-half // width) * width).view(-1, 1, width)
+    pairs = torch.cat([columns, columns + half], dim=1)
+    return torch.where(columns < half, pairs, -1).flatten()
