@@ -1,20 +1,26 @@
-"""The other process of test_collective_lanes: one end of a lane, told by its arguments what to do, until it is killed.
+"""The other process of tests of lanes: one end of a lane, told by its arguments what to do, until it is killed.
 
 lane_peer.py send INCARNATION PORT DESTINATION_INCARNATION     offers block after block
 lane_peer.py receive INCARNATION                               says its port, then takes whatever comes
+lane_peer.py push RANK TP SIZE PORT TP_THERE SIZE_THERE        one rank's part of a prompt, out of blocks of so many
+                                                               tokens; SIZE_THERE and so on are the destination's
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 
 import torch
 
 from kvtransfer.config import LaneConfig
+from kvtransfer.reshard import covering, heads_of
 from kvtransfer.transport import Arrived, Chunk
 from kvtransfer.transports.collective import CollectiveTransport
 from protos.values import KVLayout, LaneAddress, Ticket
+from workers.kv.mover import Dock
+from workers.kv.storage import KVStorage
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 
@@ -72,6 +78,53 @@ def receive(incarnation: int) -> None:
                 print(int(receiver.take(event.chunk, 1.0).max()), flush=True)
 
 
+HEADS, LAYERS, TOKENS = 2, 3, 29
+CACHED = 8  # tokens that the destination has already
+PROMPT = KVLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=4, block_size=4, dtype="float32")
+
+
+def prompt_kv() -> torch.Tensor:
+    """[layers, 2, tokens, heads, head dim] of a prompt, every number another one."""
+    shape = (LAYERS, 2, TOKENS, HEADS, PROMPT.head_dim)
+    return torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
+
+
+def blocks_of(num_tokens: int, size: int) -> tuple[int, ...]:
+    """Where a worker with blocks of this size keeps a prompt: not in the order of the blocks."""
+    return tuple((7 * index + 3) % 16 for index in range(-(-num_tokens // size)))
+
+
+def prompt_ticket(destination: LaneAddress, layout: KVLayout) -> Ticket:
+    blocks = blocks_of(TOKENS, layout.block_size)[CACHED // layout.block_size :]
+    return replace(ticket_to(destination), block_ids=blocks, num_cached_tokens=CACHED, layout=layout)
+
+
+def prompt_chunks(ticket: Ticket) -> list[Chunk]:
+    """The first block at once, the others layer by layer."""
+    rest = len(ticket.block_ids) - 1
+    by_layer = [
+        Chunk(ticket_id="r1", generation=1, first_block=1, num_blocks=rest, first_layer=layer, num_layers=1)
+        for layer in range(LAYERS)
+    ]
+    return [Chunk(ticket_id="r1", generation=1, first_block=0, num_blocks=1), *by_layer]
+
+
+def push(rank: int, tp: int, size: int, port: int, tp_there: int, size_there: int) -> None:
+    layout, there = replace(PROMPT, tp=tp, block_size=size), replace(PROMPT, tp=tp_there, block_size=size_there)
+    storage, kv, blocks = KVStorage(layout, num_blocks=16), prompt_kv(), blocks_of(TOKENS, size)
+    mine = heads_of(layout, rank)
+    for token in range(TOKENS):
+        storage.data[:, :, blocks[token // size], :, token % size] = kv[:, :, token, mine.start : mine.stop]
+    config = LaneConfig(transport="collective", message_bytes=100)
+    sender = CollectiveTransport(rank=rank, config=config).sender(address("p0", 1), layout)
+    dock = Dock(storage, layout, rank=rank, sender=sender)
+    ticket = prompt_ticket(address("d0", 1, port), there)
+    for chunk in prompt_chunks(ticket):
+        held = covering(ticket, chunk, size)
+        dock.push(ticket, chunk, blocks[held.start : held.stop])
+    threading.Event().wait()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"send": send, "receive": receive}[sys.argv[1]](*map(int, sys.argv[2:]))
+    {"send": send, "receive": receive, "push": push}[sys.argv[1]](*map(int, sys.argv[2:]))

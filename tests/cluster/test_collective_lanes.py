@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,25 @@ import pytest
 import torch
 
 from kvtransfer.config import LaneConfig
+from kvtransfer.reshard import heads_of
 from kvtransfer.transport import Arrived, LaneLost, Sent
 from kvtransfer.transports.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
-from tests.cluster.lane_peer import LAYOUT, address, chunk, payload, ticket_to
+from tests.cluster.lane_peer import (
+    CACHED,
+    LAYOUT,
+    PROMPT,
+    TOKENS,
+    address,
+    blocks_of,
+    chunk,
+    payload,
+    prompt_chunks,
+    prompt_kv,
+    prompt_ticket,
+    ticket_to,
+)
+from workers.kv.mover import Dock
+from workers.kv.storage import KVStorage
 
 pytestmark = pytest.mark.cluster
 
@@ -57,6 +74,16 @@ class Peers:
         end = CollectiveTransport(config=config).receiver(address("d0", 1), LAYOUT, wake=self._ring)
         self._ends.append(end)
         return end
+
+    def ranks(self, tp: int, size: int, config: LaneConfig) -> list[CollectiveReceiver]:
+        """All ranks of a destination, in this process."""
+        layout, ends = replace(PROMPT, tp=tp, block_size=size), self._ends
+        who = address("d0", 1)
+        for rank in range(tp):
+            end = CollectiveTransport(rank=rank, config=config).receiver(who, layout, wake=self._ring)
+            who = end.address
+            ends.append(end)
+        return [end for end in ends if isinstance(end, CollectiveReceiver)]
 
     def wait_for(self, end: CollectiveSender | CollectiveReceiver, kind: type, *, count: int = 1) -> list[Any]:
         """The first `count` events of a kind; others are dropped on the way."""
@@ -196,3 +223,42 @@ def test_closing_does_not_wait_for_a_frozen_peer(peers: Peers, frozen: str) -> N
         sender.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane p0")]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane d0")]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [((1, 4), (2, 4)), ((2, 4), (1, 8)), ((2, 8), (4, 4))],
+    ids=["1 to 2", "2 to 1, larger blocks", "2 to 4, smaller blocks"],
+)
+def test_any_tensor_parallelism_meets_any_other(
+    peers: Peers, source: tuple[int, int], destination: tuple[int, int]
+) -> None:
+    """(ranks, tokens of a block) at both ends. Every rank of the destination has its heads of every token, bit for
+    bit, and nothing else: of a block that one source rank has sent, and of layers that came one by one."""
+    (tp, size), (tp_here, size_here) = source, destination
+    receivers = peers.ranks(tp_here, size_here, LaneConfig(transport="collective", message_bytes=100))
+    layout = replace(PROMPT, tp=tp_here, block_size=size_here)
+    docks = [
+        Dock(KVStorage(layout, num_blocks=16), layout, rank=rank, receiver=receiver)
+        for rank, receiver in enumerate(receivers)
+    ]
+    for dock in docks:
+        dock.expect(address("p0", 1), replace(PROMPT, tp=tp, block_size=size))
+    for rank in range(tp):
+        peers.start("push", rank, tp, size, receivers[0].address.port, tp_here, size_here)
+    ticket = prompt_ticket(receivers[0].address, layout)
+    for receiver in receivers:
+        peers.wait_for(receiver, Arrived, count=4)
+    for part in prompt_chunks(ticket):
+        blocks = ticket.block_ids[part.first_block : part.first_block + part.num_blocks]
+        for dock in docks:
+            dock.land(part, blocks, "p0#1")
+    kv, blocks = prompt_kv(), blocks_of(TOKENS, size_here)
+    for rank, dock in enumerate(docks):
+        heads, data = heads_of(layout, rank), dock.blocks.data  # type: ignore[attr-defined]
+        for token in range(TOKENS):
+            landed = data[:, :, blocks[token // size_here], :, token % size_here]
+            expected = kv[:, :, token, heads.start : heads.stop] * (token >= CACHED)
+            assert torch.equal(landed, expected), f"token {token} on rank {rank}"
+        others = [block for block in range(16) if block not in ticket.block_ids]
+        assert not data[:, :, others].any()
