@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decode_pool.config import DecodeConfig
+from kvtransfer.config import LaneConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import BadCheckpoint, Misconfigured
 from protos.tls import FaceTls, PeerTls
@@ -127,6 +128,10 @@ class ClusterConfig:
             raise Misconfigured(
                 f"port and grpc_port are both {self.router.port}: give two, or 0 for any free one", param="grpc_port"
             )
+
+    @property
+    def lanes(self) -> LaneConfig:
+        return self.worker.lanes
 
     def check_model(self) -> None:
         """Raises BadCheckpoint when there is no checkpoint where the model should be on this machine."""

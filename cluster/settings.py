@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from cluster.config import ClusterConfig, PoolsConfig, RayConfig, SupervisionConfig
 from decode_pool.config import DecodeConfig
+from kvtransfer.config import LaneConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import Misconfigured
 from protos.tls import FaceTls, PeerTls
@@ -29,6 +30,7 @@ Table = dict[str, Any]
 TABLES: Mapping[str, type[Any]] = {
     "pools": PoolsConfig,
     "worker": WorkerConfig,
+    "lanes": LaneConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
     "router": RouterConfig,
@@ -42,7 +44,7 @@ TOP: Mapping[str, Any] = {
     "model": str, "served_name": str, "host": str, "port": int, "grpc_port": int, "index": str, "discovery": str,
 }  # fmt: skip
 _ELSEWHERE = {
-    "worker": {"model", "served_name"},
+    "worker": {"model", "served_name", "lanes"},
     "router": {"model_path", "model_name", "host", "port", "grpc_port"},
 }
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -86,7 +88,8 @@ def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
     top = {name: _checked(name, value, TOP[name]) for name, value in settings.items() if _is_top(name)}
     tables = {name: _table(name, settings.get(name, {})) for name in TABLES}
     model = top.get("model", "")
-    worker = WorkerConfig(model=model, served_name=top.get("served_name", ""), **tables["worker"])
+    lanes = LaneConfig(**tables["lanes"])
+    worker = WorkerConfig(model=model, served_name=top.get("served_name", ""), lanes=lanes, **tables["worker"])
     faces = {name: top[name] for name in ("host", "port", "grpc_port") if name in top}
     name = worker.served_name or Path(model).resolve().name
     return ClusterConfig(

@@ -32,7 +32,7 @@ def open_worker(
         config,
         seat,
         kind=kind,
-        make_ends=assembly.lane_ends,
+        make_ends=partial(assembly.lane_ends, config.lanes),
         make_role=partial(_role, pool or DecodeConfig()),
         on_progress=on_progress,
     )
@@ -41,7 +41,7 @@ def open_worker(
 
 def follow(config: WorkerConfig, seat: Seat) -> None:
     """Ranks above 0: until rank 0 stops, or WorkerLost."""
-    assembly.follow(config, seat, make_ends=assembly.lane_ends)
+    assembly.follow(config, seat, make_ends=partial(assembly.lane_ends, config.lanes))
 
 
 def _role(settings: DecodeConfig, rank: Rank, mover: Mover, pool: BlockPool) -> DecodeRole:

@@ -26,7 +26,7 @@ def open_worker(
         config,
         seat,
         kind=WorkerRole.PREFILL,
-        make_ends=assembly.lane_ends,
+        make_ends=partial(assembly.lane_ends, config.lanes),
         make_role=partial(_role, pool or PrefillConfig()),
         on_progress=on_progress,
     )
@@ -35,7 +35,7 @@ def open_worker(
 
 def follow(config: WorkerConfig, seat: Seat) -> None:
     """Ranks above 0: until rank 0 stops, or WorkerLost."""
-    assembly.follow(config, seat, make_ends=assembly.lane_ends)
+    assembly.follow(config, seat, make_ends=partial(assembly.lane_ends, config.lanes))
 
 
 def _role(settings: PrefillConfig, rank: Rank, mover: Mover, pool: BlockPool) -> PrefillRole:

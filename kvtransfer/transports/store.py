@@ -22,7 +22,7 @@ _REQUEST = struct.Struct("<BII")  # what, bytes of the key, bytes of the value
 _REPLY = struct.Struct("<BI")  # found?, bytes of the value
 _COUNT = struct.Struct("<q")
 _MAX_BYTES = 2**20
-_LONGEST_POLL_S = 0.02
+_LONGEST_POLL_S = 0.005
 
 
 class _What(IntEnum):

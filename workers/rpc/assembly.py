@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
+from kvtransfer.config import LaneConfig
 from kvtransfer.transport import Receiver, Sender
 from kvtransfer.transports.collective import CollectiveTransport
 from protos.values import LaneAddress, WorkerInfo, WorkerRole
@@ -84,10 +85,10 @@ def follow(config: WorkerConfig, seat: Seat, *, make_ends: MakeEnds) -> None:
     follow_rank0(rank, make_dock(rank, sender=ends.sender, receiver=ends.receiver))
 
 
-def lane_ends(rank: Rank, seat: Seat, bell: Bell) -> Ends:
+def lane_ends(config: LaneConfig, rank: Rank, seat: Seat, bell: Bell) -> Ends:
     """Of a worker that pushes and is pushed to. Rank 0 opens the meeting place of the lanes and tells the others where
     it is."""
-    transport = CollectiveTransport(rank=seat.rank, device=rank.device)
+    transport = CollectiveTransport(rank=seat.rank, device=rank.device, config=config)
     if seat.rank == 0:
         receiver = transport.receiver(lane_address(seat), rank.layout, wake=bell.ring)
         rank.group.broadcast(receiver.address)

@@ -25,6 +25,12 @@ def test_a_model_is_all_it_takes() -> None:
     assert config.worker.model == "models/tiny"
 
 
+def test_workers_get_the_settings_of_lanes() -> None:
+    config = config_of(lanes={"transport": "collective", "max_lanes": 8})
+    assert (config.worker.lanes.transport, config.worker.lanes.max_lanes) == ("collective", 8)
+    assert config.lanes is config.worker.lanes
+
+
 def test_gateway_and_workers_call_the_model_alike(tmp_path: Path) -> None:
     folder = tmp_path / "llama"
     assert make_config({"model": f"{folder}/"}).router.model_name == "llama"
@@ -48,6 +54,8 @@ def test_no_model_is_refused() -> None:
         ({"worker": {"tp": "two"}}, "worker.tp = 'two': give a whole number"),
         ({"worker": {"tp": True}}, "worker.tp = True: give a whole number"),
         ({"worker": {"tp": 0}}, "tp is 0: it must be at least 1"),
+        ({"lanes": {"transport": "smh"}}, r"lanes.transport = 'smh': did you mean 'shm'\?"),
+        ({"lanes": {"stall_s": 0.1}}, "stall_s is 0.1: it must be at least twice beat_s"),
         ({"worker": {"device": "cdua"}}, r"worker.device = 'cdua': did you mean 'cuda'\?"),
         ({"worker": {"device": "nvidia"}}, "worker.device = 'nvidia': choose one of auto, cpu, cuda"),
         ({"worker": 3}, r"worker = 3: it is a table, write \[worker\]"),

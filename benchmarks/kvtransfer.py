@@ -1,0 +1,357 @@
+"""Measures lanes beside what bounds them, in the same run: raw gloo for the network, memcpy for shared memory.
+
+    python -m benchmarks.kvtransfer --json figures.json --plot figures.svg
+
+Blocks are those of Llama 3.1 8B (2 MiB each, 16 tokens), in chunks of 16 as a prefill worker pushes them, between two
+processes. The time is that from the first offer until the other process has taken the last payload, in the best of
+several rounds, taken in turn, so that what else the machine does hits all of them alike. It should do nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.kv_destination import (
+    CHUNK_BLOCKS,
+    LAYOUT,
+    Order,
+    chunk_sizes,
+    move_raw,
+    raw_group,
+    rss_bytes,
+    serve,
+)
+from cluster.bench.hardware import find_hardware, find_versions
+from kvtransfer.config import LaneConfig, Preference
+from kvtransfer.registry import transport
+from kvtransfer.transport import Chunk, LaneLost
+from protos.values import LaneAddress, Ticket
+
+BLOCKS = (1, 4, 16, 64, 256, 512)
+NUM_ROUNDS = 5
+NUM_SETUPS = 20
+NUM_BUFFERS = 4  # memcpy goes round as many, as a lane's staging does
+PROMPTS = (2048, 8192, 32768)
+BOUNDS = {"gloo lane": "raw gloo", "shm lane": "memcpy"}
+LANES: dict[str, Preference] = {"gloo lane": "collective", "shm lane": "shm"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One way of moving so many blocks: seconds of the best round, and of the cores (both processes') in it."""
+
+    way: str
+    num_blocks: int
+    seconds: float
+    cpu_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * LAYOUT.block_bytes
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.num_bytes / self.seconds / 1e9
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        return self.cpu_s / self.num_bytes * 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Of one lane: median seconds from the first call to both ends open, resident bytes it adds at either end."""
+
+    way: str
+    seconds: float
+    source_bytes: float
+    destination_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What a prompt's KV costs beside its computation at a stated speed. All but the last chunk travel while a later
+    one is computed; `exposed_s` is what that one takes, after the prompt's last token."""
+
+    way: str
+    num_tokens: int
+    transfer_s: float
+    exposed_s: float
+    prefill_s: float
+
+    @property
+    def share(self) -> float:
+        return self.exposed_s / (self.prefill_s + self.exposed_s)
+
+
+def source(index: int = 0) -> LaneAddress:
+    return LaneAddress(worker_id=f"p{index}", incarnation=1, host="127.0.0.1", port=0)
+
+
+def ticket_to(destination: LaneAddress) -> Ticket:
+    return Ticket(
+        ticket_id="t",
+        generation=1,
+        lease_s=60.0,
+        block_ids=tuple(range(max(BLOCKS))),
+        num_cached_tokens=0,
+        layout=LAYOUT,
+        destination=destination,
+    )
+
+
+@contextmanager
+def destination() -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(there,), daemon=True)
+    process.start()
+    yield here
+    here.send(Order(what="end"))
+    process.join()
+
+
+class Sending:
+    """The source's end of one lane."""
+
+    def __init__(self, other: Connection, preference: Preference, rounds: Sequence[tuple[int, ...]]) -> None:
+        self._other = other
+        self._bell = threading.Event()
+        made = transport("collective")(config=LaneConfig(transport=preference))
+        self._sender = made.sender(source(), LAYOUT, wake=self._bell.set)
+        other.send(Order(what="lanes", preference=preference, sources=(source(),), rounds=tuple(rounds)))
+        self._ticket = ticket_to(other.recv())
+
+    def move(self, sizes: Sequence[int]) -> tuple[float, float]:
+        """Seconds, and those of the cores."""
+        cpu_s, start_s, first = time.process_time(), time.perf_counter(), 0
+        for size in sizes:
+            while not self._sender.can_offer(self._ticket):
+                self._wait()
+            count = size // LAYOUT.block_bytes
+            chunk = Chunk(ticket_id="t", generation=1, first_block=first, num_blocks=count)
+            self._sender.offer(self._ticket, chunk, self._sender.stage(size).view(torch.bfloat16))
+            first += count
+        theirs = self._other.recv()
+        seconds, ours = time.perf_counter() - start_s, time.process_time() - cpu_s
+        while self._sender.busy():
+            self._wait()
+        return seconds, ours + theirs
+
+    def close(self) -> None:
+        self._other.send("enough")
+        self._other.recv()
+        self._sender.close()
+
+    def _wait(self) -> None:
+        self._bell.wait(1.0)
+        self._bell.clear()
+        assert not any(isinstance(event, LaneLost) for event in self._sender.poll()), "the lane was lost"
+
+
+class SendingRaw:
+    def __init__(self, other: Connection, rounds: Sequence[tuple[int, ...]]) -> None:
+        self._other = other
+        self._buffer_B = torch.ones(max(map(max, rounds)), dtype=torch.uint8)
+        other.send(Order(what="raw", rounds=tuple(rounds)))
+        self._group, self._store = raw_group(other.recv(), 0)
+
+    def move(self, sizes: Sequence[int]) -> tuple[float, float]:
+        cpu_s, start_s = time.process_time(), time.perf_counter()
+        for size in sizes:
+            move_raw(self._group.send, self._buffer_B[:size], 1)
+        theirs = self._other.recv()
+        return time.perf_counter() - start_s, time.process_time() - cpu_s + theirs
+
+    def close(self) -> None:
+        del self._group
+        self._store.close()
+
+
+class Copying:
+    def __init__(self, rounds: Sequence[tuple[int, ...]]) -> None:
+        size = max(map(max, rounds))
+        self._from_B = [torch.ones(size, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
+        self._to_B = [torch.ones(size, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
+
+    def move(self, sizes: Sequence[int]) -> tuple[float, float]:
+        cpu_s, start_s = time.process_time(), time.perf_counter()
+        for index, size in enumerate(sizes):
+            target, origin = self._to_B[index % NUM_BUFFERS], self._from_B[index % NUM_BUFFERS]
+            ctypes.memmove(target.data_ptr(), origin.data_ptr(), size)
+        return time.perf_counter() - start_s, time.process_time() - cpu_s
+
+    def close(self) -> None:
+        pass
+
+
+def throughput(way: str, num_rounds: int) -> list[Figure]:
+    """All numbers of blocks, each as often as there are rounds, over one lane."""
+    rounds = [chunk_sizes(count) for count in BLOCKS for _ in range(num_rounds + 1)]  # the first warms up
+    with destination() as other:
+        mover: Any = (
+            Sending(other, LANES[way], rounds)
+            if way in LANES
+            else SendingRaw(other, rounds)
+            if way == "raw gloo"
+            else Copying(rounds)
+        )
+        taken = [mover.move(sizes) for sizes in rounds]
+        mover.close()
+    figures = []
+    for index, count in enumerate(BLOCKS):
+        own = taken[index * (num_rounds + 1) + 1 : (index + 1) * (num_rounds + 1)]
+        seconds, cpu_s = min(own)
+        figures.append(Figure(way=way, num_blocks=count, seconds=seconds, cpu_s=cpu_s))
+    return figures
+
+
+def best(figures: Sequence[Figure]) -> list[Figure]:
+    """Of several runs, the best of each way and number of blocks."""
+    found: dict[tuple[str, int], Figure] = {}
+    for figure in figures:
+        key = (figure.way, figure.num_blocks)
+        if key not in found or figure.seconds < found[key].seconds:
+            found[key] = figure
+    return list(found.values())
+
+
+def set_up(way: str) -> Setup:
+    """Lanes from many sources of this process to one destination, opened one after the other."""
+    made = transport("collective")(config=LaneConfig(transport=LANES[way]))
+    sources = tuple(source(index) for index in range(NUM_SETUPS))
+    with destination() as other:
+        other.send(Order(what="lanes", preference=LANES[way], sources=sources))
+        ticket = ticket_to(other.recv())
+        senders = [made.sender(who, LAYOUT) for who in sources]
+        seconds, before = [], rss_bytes()
+        for sender in senders:
+            start_s = time.perf_counter()
+            sender.open(ticket)
+            while [lane.state for lane in sender.lanes()] == ["opening"]:
+                time.sleep(0.0002)
+            seconds.append(time.perf_counter() - start_s)
+        grown = rss_bytes() - before
+        other.send("enough")
+        theirs = other.recv()
+        for sender in senders:
+            sender.close()
+    return Setup(
+        way=way,
+        seconds=statistics.median(seconds),
+        source_bytes=grown / NUM_SETUPS,
+        destination_bytes=theirs / NUM_SETUPS,
+    )
+
+
+def prompts(figures: Sequence[Figure], tokens_per_s: float) -> list[Prompt]:
+    of = {(figure.way, figure.num_blocks): figure.seconds for figure in figures}
+    return [
+        Prompt(
+            way=way,
+            num_tokens=num_tokens,
+            transfer_s=of[way, max(BLOCKS)] / max(BLOCKS) * num_tokens / LAYOUT.block_size,
+            exposed_s=of[way, CHUNK_BLOCKS],
+            prefill_s=num_tokens / tokens_per_s,
+        )
+        for way in LANES
+        for num_tokens in PROMPTS
+    ]
+
+
+def throughput_table(figures: Sequence[Figure]) -> Table:
+    table = Table(
+        title="blocks from one process to another: GB/s, CPU seconds a GB (both processes'), share of the bound"
+    )
+    for head in ("blocks", "MiB", *(way for lane, bound in BOUNDS.items() for way in (lane, bound, "share"))):
+        table.add_column(head, justify="right")
+    of = {(figure.way, figure.num_blocks): figure for figure in figures}
+    for count in BLOCKS:
+        cells = []
+        for lane, bound in BOUNDS.items():
+            ours, theirs = of[lane, count], of[bound, count]
+            cells += [f"{f.gb_per_s:.2f}  {f.cpu_s_per_gb:.2f} s" for f in (ours, theirs)]
+            cells.append(f"{ours.gb_per_s / theirs.gb_per_s:.0%}")
+        table.add_row(str(count), f"{count * LAYOUT.block_bytes >> 20:,}", *cells)
+    return table
+
+
+def setup_table(setups: Sequence[Setup]) -> Table:
+    table = Table(title=f"one lane of {NUM_SETUPS}")
+    for head in ("lane", "open after", "memory at the source", "at the destination"):
+        table.add_column(head, justify="right")
+    for one in setups:
+        memory = (f"{num / 2**20:.2f} MiB" for num in (one.source_bytes, one.destination_bytes))
+        table.add_row(one.way, f"{one.seconds * 1000:.1f} ms", *memory)
+    return table
+
+
+def prompt_table(found: Sequence[Prompt], tokens_per_s: float) -> Table:
+    table = Table(title=f"a prompt's KV beside its computation at {tokens_per_s:,.0f} tokens/s (stated, not measured)")
+    for head in ("tokens", "lane", "prefill", "transfer", "after the last token", "share of both"):
+        table.add_column(head, justify="right")
+    for one in found:
+        times = (f"{seconds * 1000:,.0f} ms" for seconds in (one.prefill_s, one.transfer_s, one.exposed_s))
+        table.add_row(f"{one.num_tokens:,}", one.way, *times, f"{one.share:.1%}")
+    return table
+
+
+def draw(figures: Sequence[Figure], path: Path) -> None:
+    from matplotlib import pyplot
+
+    canvas, axis = pyplot.subplots(figsize=(8, 5))
+    for way in (way for pair in BOUNDS.items() for way in pair):
+        own = [figure for figure in figures if figure.way == way]
+        style = "-o" if way in BOUNDS else "--"
+        axis.plot([f.num_blocks for f in own], [f.gb_per_s for f in own], style, label=way)
+    axis.set(xscale="log", xlabel="blocks of 2 MiB", ylabel="GB/s", ylim=(0, None), title=find_hardware().cpu)
+    axis.set_xticks(BLOCKS, map(str, BLOCKS))
+    axis.legend()
+    canvas.savefig(path, bbox_inches="tight")
+
+
+def main(
+    runs: Annotated[int, typer.Option(help="How often all ways are taken in turn.")] = 2,
+    tokens_per_s: Annotated[float, typer.Option(help="Prefill speed that prompts are set beside.")] = 10_000.0,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
+) -> None:
+    torch.set_num_threads(1)
+    ways = [way for pair in BOUNDS.items() for way in pair]
+    figures = best([figure for _ in range(runs) for way in ways for figure in throughput(way, NUM_ROUNDS)])
+    setups = [set_up(way) for way in LANES]
+    beside = prompts(figures, tokens_per_s)
+    console = Console(width=130)
+    for table in (throughput_table(figures), setup_table(setups), prompt_table(beside, tokens_per_s)):
+        console.print(table)
+    if as_json is not None:
+        told = {
+            "hardware": asdict(find_hardware()),
+            "versions": dict(find_versions()),
+            "throughput": [asdict(figure) for figure in figures],
+            "setup": [asdict(one) for one in setups],
+            "prompts": [asdict(one) for one in beside],
+        }
+        as_json.write_text(json.dumps(told, indent=2) + "\n")
+    if plot is not None:
+        draw(figures, plot)
+
+
+if __name__ == "__main__":
+    typer.run(main)
