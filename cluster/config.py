@@ -28,13 +28,20 @@ _LEAST = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolsConfig:
     """How many workers each pool has: prefill and decode (1 each unless said otherwise), or colocated ones that do
-    both. `decode` workers without `prefill` ones read their prompts themselves."""
+    both. `decode` workers without `prefill` ones read their prompts themselves. A worker of a pool has `prefill_tp` or
+    `decode_tp` tensor-parallel ranks, or as many as all workers have (`worker.tp`)."""
 
     prefill: int | None = None
     decode: int | None = None
     colocated: int = 0
+    prefill_tp: int | None = None
+    decode_tp: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("prefill_tp", "decode_tp"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise Misconfigured(f"pools: {name} = {value}: give 1 or more", param=name)
         for name in ("prefill", "decode", "colocated"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_WORKERS:
@@ -49,6 +56,11 @@ class PoolsConfig:
             raise Misconfigured(
                 "pools: decode = 0: somebody must write the answers, so give at least 1", param="decode"
             )
+
+    def tp(self, role: WorkerRole, otherwise: int) -> int:
+        """Ranks of a pool's workers, where it is not said for this pool alone: `otherwise`."""
+        asked = {WorkerRole.PREFILL: self.prefill_tp, WorkerRole.DECODE: self.decode_tp}.get(role)
+        return otherwise if asked is None else asked
 
     def counts(self) -> Mapping[WorkerRole, int]:
         if self.colocated:

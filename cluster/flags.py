@@ -33,6 +33,8 @@ Decode = Annotated[int | None, typer.Option("--decode", help="Number of decode w
 Colocated = Annotated[bool, typer.Option("--colocated", help="Workers that prefill and decode, instead of two pools.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="Number of workers, with --colocated. Default: 1.")]
 Tp = Annotated[int | None, typer.Option("--tp", help="Tensor parallel ranks of every worker. Default: 1.")]
+PrefillTp = Annotated[int | None, typer.Option("--prefill-tp", help="Ranks of a prefill worker. Default: --tp.")]
+DecodeTp = Annotated[int | None, typer.Option("--decode-tp", help="Ranks of a decode worker. Default: --tp.")]
 OnDevice = Annotated[Device | None, typer.Option("--device", help="Default: auto, GPUs if there are enough.")]
 InDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Default: auto, that of the checkpoint.")]
 Index = Annotated[str | None, typer.Option("--index", help="Where the prefix index lives. Default: memory.")]

@@ -103,7 +103,7 @@ class RayLauncher:
         orders = [
             Orders(
                 role=plan.role,
-                worker=replace(self._worker, device=plan.device),
+                worker=replace(self._worker, device=plan.device, tp=plan.num_ranks),
                 prefill=config.prefill,
                 decode=config.decode,
                 peers=config.peers,

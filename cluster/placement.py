@@ -57,9 +57,9 @@ def plan(
     `device` auto means GPUs where there is one for every rank, and CPUs where there are fewer.
     Raises Misconfigured when the GPUs that were asked for are not there.
     """
-    counts = pools.counts()
-    num_ranks = sum(counts.values()) * tp
-    resolved = _device(device, nodes, num_ranks=num_ranks, tp=tp)
+    sizes = _sizes(pools, tp)
+    num_ranks = sum(sizes)
+    resolved = _device(device, nodes, sizes)
     cpus = sum(node.cpus for node in nodes) or 1.0
     # Rounded down: Ray counts in ten-thousandths, and the shares must not add up to more than there is.
     share = max(0.0001, math.floor(min(MAX_CPUS_PER_RANK, cpus / num_ranks) * 10_000) / 10_000)
@@ -70,34 +70,53 @@ def plan(
             worker_id=f"{role}-{number}",
             role=role,
             device=resolved,
-            num_ranks=tp,
+            num_ranks=pools.tp(role, tp),
             cpus_per_rank=share,
             gpus_per_rank=1 if resolved == "cuda" else 0,
             num_threads=threads,
             pool_resource=str(role) if pool_resources else "",
         )
-        for role, count in counts.items()
+        for role, count in pools.counts().items()
         for number in range(count)
     )
 
 
 def why_not_gpus(pools: PoolsConfig, nodes: Sequence[Node], *, tp: int) -> str:
     """What is missing for every rank to have a GPU of its own; "" when nothing is."""
-    num_ranks = sum(pools.counts().values()) * tp
-    gpus = sum(int(node.gpus) for node in nodes)
-    groups = sum(int(node.gpus) // tp for node in nodes)
-    if groups * tp >= num_ranks:
+    sizes = _sizes(pools, tp)
+    if (num_placed := _num_placed(sizes, nodes)) == len(sizes):
         return ""
-    workers = ", ".join(f"{count} {role}" for role, count in pools.counts().items() if count)
-    spread = f", {groups} times {tp} of them on one machine" if gpus >= num_ranks else ""
-    return f"{workers} with tp {tp} need {num_ranks} GPUs, and there are {gpus}{spread}"
+    gpus, counts = sum(int(node.gpus) for node in nodes), pools.counts()
+    same = len(set(sizes)) == 1
+    workers = ", ".join(
+        f"{count} {role}" + ("" if same else f" with tp {pools.tp(role, tp)}")
+        for role, count in counts.items()
+        if count
+    )
+    spread = f", but on one machine each for {num_placed} of them only" if gpus >= sum(sizes) else ""
+    return f"{workers}{f' with tp {sizes[0]}' if same else ''} need {sum(sizes)} GPUs, and there are {gpus}{spread}"
 
 
-def _device(device: Device, nodes: Sequence[Node], *, num_ranks: int, tp: int) -> Literal["cpu", "cuda"]:
-    groups = sum(int(node.gpus) // tp for node in nodes)
+def _sizes(pools: PoolsConfig, tp: int) -> list[int]:
+    """The ranks of each worker."""
+    return [pools.tp(role, tp) for role, count in pools.counts().items() for _ in range(count)]
+
+
+def _num_placed(sizes: Sequence[int], nodes: Sequence[Node]) -> int:
+    """How many workers, the largest first, find a machine with a GPU for every rank: the one with the most left."""
+    left = sorted(int(node.gpus) for node in nodes)
+    for number, size in enumerate(sorted(sizes, reverse=True)):
+        if not left or left[-1] < size:
+            return number
+        left[-1] -= size
+        left.sort()
+    return len(sizes)
+
+
+def _device(device: Device, nodes: Sequence[Node], sizes: Sequence[int]) -> Literal["cpu", "cuda"]:
     if device != "auto":
         return device
-    return "cuda" if groups * tp >= num_ranks else "cpu"
+    return "cuda" if _num_placed(sizes, nodes) == len(sizes) else "cpu"
 
 
 def check_fits(pools: PoolsConfig, nodes: Sequence[Node], *, tp: int, device: Device) -> None:

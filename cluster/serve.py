@@ -130,6 +130,8 @@ def serve(
     colocated: flags.Colocated = False,
     workers: flags.Workers = None,
     tp: flags.Tp = None,
+    prefill_tp: flags.PrefillTp = None,
+    decode_tp: flags.DecodeTp = None,
     device: flags.OnDevice = None,
     dtype: flags.InDtype = None,
     host: flags.Host = None,
@@ -145,7 +147,7 @@ def serve(
     """Serves a model until Ctrl-C: a gateway, and prefill and decode workers that Ray places and Baton supervises."""
     given = {
         "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
-        "pools": flags.pools(prefill, decode, colocated, workers),
+        "pools": flags.pools(prefill, decode, colocated, workers) | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
         "worker": {"tp": tp, "device": device, "dtype": dtype},
         "ray": {"address": ray_address},
     }  # fmt: skip
@@ -158,6 +160,8 @@ def up(
     colocated: flags.Colocated = False,
     workers: flags.Workers = None,
     tp: flags.Tp = None,
+    prefill_tp: flags.PrefillTp = None,
+    decode_tp: flags.DecodeTp = None,
     device: flags.OnDevice = None,
     dtype: flags.InDtype = None,
     host: flags.Host = None,

@@ -114,6 +114,7 @@ def to_toml(config: ClusterConfig) -> str:
         *(_line(config.router, "grpc_port"), _line(config, "index"), _line(config, "discovery")),
     ]
     lines += ["", "[pools]", *(f"{role} = {config.pools.counts().get(role, 0)}" for role in WorkerRole)]
+    lines += [_line(config.pools, name) for name in ("prefill_tp", "decode_tp")]
     for table, cls in TABLES.items():
         if table == "pools":
             continue

@@ -35,6 +35,8 @@ def pools(
     colocated: flags.Colocated = False,
     workers: flags.Workers = None,
     tp: flags.Tp = None,
+    prefill_tp: flags.PrefillTp = None,
+    decode_tp: flags.DecodeTp = None,
     device: flags.OnDevice = None,
     dtype: flags.InDtype = None,
     served_name: flags.Name = None,
@@ -47,7 +49,7 @@ def pools(
     """Runs and supervises workers until Ctrl-C, for every `baton gateway` with the same --discovery."""
     given = {
         "model": model, "served_name": served_name, "discovery": discovery,
-        "pools": flags.pools(prefill, decode, colocated, workers),
+        "pools": flags.pools(prefill, decode, colocated, workers) | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
         "worker": {"tp": tp, "device": device, "dtype": dtype},
         "ray": {"address": ray_address},
     }  # fmt: skip

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvtransfer.reshard import require_compatible
 from protos.errors import BatonError, IncompatibleWorkers, WorkerLost
 from protos.values import StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from router.client import OpenChannel, WorkerClient, open_channel
@@ -206,11 +207,7 @@ class Fleet:
         for name, theirs, ours in (
             ("model", info.model, reference.model),
             ("vocab_size", info.vocab_size, reference.vocab_size),
-            ("num_layers", info.layout.num_layers, reference.layout.num_layers),
-            ("num_kv_heads", info.layout.num_kv_heads, reference.layout.num_kv_heads),
-            ("head_dim", info.layout.head_dim, reference.layout.head_dim),
-            ("block_size", info.layout.block_size, reference.layout.block_size),
-            ("dtype", info.layout.dtype, reference.layout.dtype),
+            ("block_size", info.layout.block_size, reference.layout.block_size),  # prompts are hashed in one size
         ):
             if theirs != ours:
                 raise IncompatibleWorkers(
@@ -218,6 +215,7 @@ class Fleet:
                     "start both with the same setting",
                     param=name,
                 )
+        require_compatible(info.worker_id, info.layout, reference.worker_id, reference.layout)
 
     def _reference(self, besides: Member | None = None) -> WorkerInfo | None:
         """Who newcomers are compared with: the first that is here."""

@@ -51,7 +51,26 @@ def test_auto_takes_cpus_when_gpus_are_too_few() -> None:
 def test_ranks_of_a_worker_share_a_machine() -> None:
     apart = (Node(cpus=8.0, gpus=1.0), Node(cpus=8.0, gpus=1.0))
     assert {worker.device for worker in plan(PoolsConfig(colocated=1), apart, tp=2, device="auto")} == {"cpu"}
-    assert "0 times 2 of them on one machine" in why_not_gpus(PoolsConfig(colocated=1), apart, tp=2)
+    assert "but on one machine each for 0 of them only" in why_not_gpus(PoolsConfig(colocated=1), apart, tp=2)
+
+
+def test_pools_may_have_workers_of_different_sizes() -> None:
+    pools = PoolsConfig(prefill=2, decode=1, prefill_tp=1, decode_tp=2)
+    workers = plan(pools, (Node(cpus=4.0, gpus=2.0), Node(cpus=4.0, gpus=2.0)), tp=4, device="auto")
+    assert [(worker.worker_id, worker.num_ranks) for worker in workers] == [
+        ("prefill-0", 1), ("prefill-1", 1), ("decode-0", 2),
+    ]  # fmt: skip
+    assert all(worker.device == "cuda" for worker in workers)
+    scattered = (Node(cpus=4.0, gpus=3.0), Node(cpus=4.0, gpus=1.0))
+    assert why_not_gpus(pools, scattered, tp=4) == ""
+    alone = tuple(Node(cpus=1.0, gpus=1.0) for _ in range(4))
+    missing = "2 prefill with tp 1, 1 decode with tp 2 need 4 GPUs, and there are 4, but on one machine each for 0 of"
+    assert why_not_gpus(pools, alone, tp=4).startswith(missing)
+
+
+def test_a_pool_of_no_ranks_is_refused() -> None:
+    with pytest.raises(Misconfigured, match="prefill_tp = 0"):
+        PoolsConfig(prefill_tp=0)
 
 
 def test_gpus_that_were_asked_for_and_are_not_there_are_refused() -> None:

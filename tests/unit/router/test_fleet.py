@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
@@ -55,10 +56,12 @@ async def test_a_worker_that_does_not_fit_is_named_and_never_used(make: Callable
     other = type(LAYOUT)(num_layers=2, num_kv_heads=2, head_dim=8, block_size=8, dtype="float32")
     await cluster.add("d0", wait=False, layout=other)
     await cluster.add("d1", wait=False, model="another")
-    for worker_id in ("d0", "d1"):
+    await cluster.add("d3", wait=False, layout=replace(LAYOUT, num_layers=7))
+    for worker_id in ("d0", "d1", "d3"):
         await cluster.until_state(worker_id, WorkerState.INCOMPATIBLE)
     assert reason(cluster, "d0").startswith("worker d0 has block_size 8, but p0 has 4")
     assert "model another, but p0 has toy" in reason(cluster, "d1")
+    assert "from worker d3 to worker p0: num_layers is 7 there and" in reason(cluster, "d3")
     assert not cluster.fleet.ready()
     await cluster.add("d2")
     assert tokens(await collect(cluster, job())) == expected_tokens(PROMPT, 8)
