@@ -58,7 +58,8 @@ class Candidate:
 
     What is expected of it (`router.predict`): `reading` are the seconds to a first token, by the tokens to be read
     before it; `stepping` those between tokens, by the sequences it writes at a time; `receiving` those that KV is
-    awaited, by its bytes, from a reader that no lane of the view comes from.
+    awaited, by its bytes, from a reader that no lane of the view comes from. `recent_tokens` were sent there to be
+    computed lately: the older, the less they count.
     """
 
     worker_id: str
@@ -74,6 +75,7 @@ class Candidate:
     reading: Line = UNKNOWN
     stepping: Line = UNKNOWN
     receiving: Line = UNKNOWN
+    recent_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +121,10 @@ def score(candidate: Candidate, **terms: float) -> Score:
     )
 
 
-def cheapest(scores: Sequence[Score], view: RequestView) -> Score:
-    """Equals take turns, so that an idle pool fills all of its caches."""
+def cheapest(scores: Sequence[Score], view: RequestView, *, tolerance: float = 0.0) -> Score:
+    """Equals take turns, so that an idle pool fills all of its caches. Equal are totals that exceed the lowest by no
+    more than this share of it."""
     turn, count = view.num_decided, len(scores)
-    return min(enumerate(scores), key=lambda entry: (entry[1].total, (entry[0] - turn) % count))[1]
+    most = min(scored.total for scored in scores) * (1 + tolerance)
+    equals = (entry for entry in enumerate(scores) if entry[1].total <= most)
+    return min(equals, key=lambda entry: (entry[0] - turn) % count)[1]

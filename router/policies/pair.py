@@ -1,7 +1,7 @@
 """The joint choice of who reads a prompt and who writes its answer.
 
-    for each decode worker d:   cost(d) = writing(d) + reading by d itself               if d works alone
-                                          writing(d) + reading by the best prefill p     else
+    for each decode worker d:   cost(d) = writing(d) + reading by d itself                            if d works alone
+                                          writing(d) + reading by p + KV from p to d, the best p      else
 
 d works alone when it serves both halves anyway, when there is no prefill worker, or when so little of the prompt is
 missing on it that handing KV over would not pay (conditional disaggregation).
@@ -9,8 +9,9 @@ missing on it that handing KV over would not pay (conditional disaggregation).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from protos.values import WorkerRole
 from router.policies.base import Alone, Candidate, Decision, Policy, Rank, RequestView, Score, cheapest, score
@@ -28,28 +29,47 @@ class ShortRemainder:
         return missing < self.max_tokens and missing < self.max_share * view.num_tokens
 
 
-def pair(name: str, *, read: Rank, write: Rank, short: ShortRemainder) -> Policy:
+Between = Callable[[RequestView, Candidate, Candidate], float]
+"""The cost of handing KV over from a reader to a writer."""
+
+NEAR_READERS = 8  # that may win by a better lane; those behind them would have to be better by far
+
+
+def pair(
+    name: str, *, read: Rank, write: Rank, short: ShortRemainder, between: Between | None = None, tolerance: float = 0.0
+) -> Policy:
     """A policy called `name`, from a rank of readers and a rank of writers whose costs can be added up."""
 
     def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
-        readers = [candidate for candidate in candidates if candidate.role is WorkerRole.PREFILL]
+        readers = {one.worker_id: one for one in candidates if one.role is WorkerRole.PREFILL}
         writers = {candidate.worker_id: candidate for candidate in candidates if decodes(candidate)}
         assert writers, "the dispatcher waits until somebody can decode"
-        reading = read(view, readers) if readers else ()
-        reader = cheapest(reading, view) if reading else None
+        reading = read(view, list(readers.values())) if readers else ()
+        best = cheapest(reading, view, tolerance=tolerance) if reading else None
+        near = nsmallest(NEAR_READERS, reading, key=lambda one: one.total) if between is not None else ()
+        writings = write(view, list(writers.values()))
+        own = {one.worker_id: one for one in read(view, [writers[writing.worker_id] for writing in writings])}
         whole: list[Score] = []
-        reasons: dict[str, Alone | None] = {}
-        for writing in write(view, list(writers.values())):
+        by: dict[str, tuple[str, Alone | None]] = {}
+        for writing in writings:
             writer = writers[writing.worker_id]
-            alone = reasons[writer.worker_id] = _alone(view, writer, short, has_readers=reader is not None)
-            by = read(view, [writer])[0] if alone or reader is None else reader
-            whole.append(score(writer, **dict(writing.terms), **{f"reading by {by.worker_id}": by.total}))
-        best = cheapest(whole, view)
-        alone = reasons[best.worker_id]
+            terms = dict(writing.terms)
+            alone = _alone(view, writer, short, has_readers=best is not None)
+            reader = best
+            if alone or reader is None:
+                reader = own[writer.worker_id]
+            elif between is not None:
+                handing = {one.worker_id: between(view, readers[one.worker_id], writer) for one in near}
+                reader = _nearest(reader, near, handing)
+                terms["transfer"] = handing.get(reader.worker_id) or between(view, readers[reader.worker_id], writer)
+            by[writer.worker_id] = (reader.worker_id, alone)
+            whole.append(score(writer, **terms, **{f"reading by {reader.worker_id}": reader.total}))
+        chosen = cheapest(whole, view, tolerance=tolerance)
+        reader_id, alone = by[chosen.worker_id]
         return Decision(
             policy=name,
-            prefill=None if alone or reader is None else reader.worker_id,
-            decode=best.worker_id,
+            prefill=None if alone else reader_id,
+            decode=chosen.worker_id,
             alone=alone,
             scores=(*reading, *whole),
         )
@@ -67,3 +87,12 @@ def _alone(view: RequestView, writer: Candidate, short: ShortRemainder, *, has_r
     if not has_readers:
         return Alone.NO_PREFILL_WORKER
     return Alone.SHORT_REMAINDER if short(view, writer) else None
+
+
+def _nearest(best: Score, near: Sequence[Score], handing: Mapping[str, float]) -> Score:
+    """Of readers with their ways to one writer the cheapest; the best reader unless another is truly better."""
+    found = min(near, key=lambda one: one.total + handing[one.worker_id])
+    if best.worker_id not in handing:
+        return best
+    gain = best.total + handing[best.worker_id] - found.total - handing[found.worker_id]
+    return found if gain > 0 else best

@@ -6,8 +6,9 @@ from difflib import get_close_matches
 
 from protos.errors import Misconfigured
 from router.config import RouterConfig
-from router.policies import basic, prefix_aware
+from router.policies import affinity, basic, longest_prefix, prefix_aware, slo
 from router.policies.base import Policy, Rank
+from router.policies.costs import transfer_s
 from router.policies.limits import balanced
 from router.policies.pair import ShortRemainder, pair
 
@@ -16,16 +17,29 @@ RANKS: dict[str, tuple[Rank, Rank]] = {
     "round_robin": (basic.round_robin, basic.round_robin),
     "least_loaded": (basic.least_loaded, basic.least_loaded),
     "power_of_two": (basic.power_of_two, basic.power_of_two),
+    "session_affinity": (affinity.session_affinity, affinity.session_affinity),
+    "longest_prefix": (longest_prefix.longest_prefix, longest_prefix.longest_prefix),
     "prefix_aware": (balanced(prefix_aware.reading), balanced(prefix_aware.writing)),
 }
 
 
-def policy_of(config: RouterConfig) -> Policy:
-    """The policy a configuration names. Raises Misconfigured for an unknown one, with those there are."""
-    if config.policy not in RANKS:
-        near = get_close_matches(config.policy, RANKS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(RANKS)}"
-        raise Misconfigured(f"router: there is no policy {config.policy!r}: {hint}", param="policy")
-    read, write = RANKS[config.policy]
+NAMES = (*RANKS, "slo")
+
+
+def policy_of(config: RouterConfig, name: str = "") -> Policy:
+    """The policy that a configuration names, or the one of that name under this configuration.
+
+    Raises Misconfigured for an unknown one, with those there are.
+    """
+    name = name or config.policy
     short = ShortRemainder(max_tokens=config.local_prefill_tokens, max_share=config.local_prefill_share)
-    return pair(config.policy, read=read, write=write, short=short)
+    if name == "slo":
+        objectives = slo.Objectives(ttft_s=config.ttft_ms / 1000, tpot_s=config.tpot_ms / 1000)
+        read, write = slo.reading(objectives), slo.writing(objectives)
+        return pair(name, read=read, write=write, short=short, between=transfer_s, tolerance=slo.TOLERANCE)
+    if name in RANKS:
+        read, write = RANKS[name]
+        return pair(name, read=read, write=write, short=short)
+    near = get_close_matches(name, NAMES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(NAMES)}"
+    raise Misconfigured(f"router: there is no policy {name!r}: {hint}", param="policy")

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.config import RouterConfig
-from router.policies.base import Alone, Candidate, Decision, Policy, RequestView
+from router.policies.base import Alone, Candidate, Decision, Line, Policy, RequestView
+from router.policies.costs import outlook
 from router.policies.limits import avoiding
-from router.policies.registry import RANKS, policy_of
+from router.policies.registry import NAMES, policy_of
 
 PREFILL, DECODE, COLOCATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.COLOCATED
 
@@ -39,7 +40,7 @@ def decide(*candidates: Candidate, name: str = "prefix_aware", num_tokens: int =
     return policy(name)(view(num_tokens), candidates)
 
 
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_policy_serves_every_shape_of_cluster(name: str) -> None:
     both = decide(worker("p0"), worker("d0"), name=name)
     assert (both.prefill, both.decode, both.alone) == ("p0", "d0", None)
@@ -50,7 +51,7 @@ def test_every_policy_serves_every_shape_of_cluster(name: str) -> None:
     assert both.policy == name
 
 
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("name", NAMES)
 @given(
     loads=st.lists(st.tuples(st.sampled_from("pdc"), st.integers(0, 99), st.integers(0, 999)), min_size=1, max_size=6),
     num_tokens=st.integers(1, 999),
@@ -148,6 +149,90 @@ def test_a_pool_out_of_balance_takes_the_shortest_queue(requests: tuple[int, int
     full, other = requests
     decision = decide(worker("p0", 992, num_requests=full), worker("p1", num_requests=other), worker("d0"))
     assert decision.prefill == chosen
+
+
+FAST, SLOW = Line(fixed_s=0.01, each_s=1e-4), Line(fixed_s=0.01, each_s=1e-3)
+STEADY = Line(fixed_s=0.02, each_s=1e-4)
+
+
+def known(worker_id: str, cached: int = 0, **kwargs: Any) -> Candidate:
+    return worker(worker_id, cached, **{"reading": FAST, "stepping": STEADY} | kwargs)
+
+
+@pytest.mark.parametrize(
+    ("why", "candidates", "expected"),
+    [
+        ("the longest prefix wins", [known("p0", 320), known("p1", 640), known("d0")], ("p1", "d0")),
+        ("unless its queue is longer than what it saves",
+         [known("p0"), known("p1", 640, queued_prefill_tokens=7000), known("d0")], ("p0", "d0")),
+        ("a slow worker's prefix is worth less",
+         [known("p0"), known("p1", 640, reading=SLOW), known("d0")], ("p0", "d0")),
+        ("a worker that was sent far more than others attracts nothing",
+         [known("p0", recent_tokens=10_000.0), known("p1", 640, recent_tokens=90_000.0), known("d0")], ("p0", "d0")),
+        ("a full batch is slower", [known("p0"), known("d0", num_requests=40), known("d1", num_requests=9)],
+         ("p0", "d1")),
+        ("a slow step is slower", [known("p0"), known("d0", stepping=Line(fixed_s=0.1)), known("d1", num_requests=40)],
+         ("p0", "d1")),
+        ("without blocks one waits for others' ends",
+         [known("p0"), known("d0", num_requests=9, num_free_blocks=10), known("d1", num_requests=9)], ("p0", "d1")),
+        ("a first token in time is worth more than a prefix",
+         [known("p0", 900, queued_prefill_tokens=11_000), known("p1"), known("d0")], ("p1", "d0")),
+    ],
+)  # fmt: skip
+def test_slo_weighs_seconds(why: str, candidates: list[Candidate], expected: tuple[str | None, str]) -> None:
+    decision = decide(*candidates, name="slo")
+    assert (decision.prefill, decision.decode) == expected, why
+
+
+def test_slo_chooses_reader_and_writer_by_the_lane_between_them() -> None:
+    lanes = {("p0", "d0"): Line(each_s=1e-6), ("p1", "d0"): Line(each_s=1e-9)}
+    seen = view(lanes=lanes, block_bytes=2**16)
+    decision = policy("slo")(seen, [known("p0", 160), known("p1"), known("d0", receiving=Line(each_s=1e-6))])
+    assert (decision.prefill, decision.decode) == ("p1", "d0")
+    [whole] = [scored for scored in decision.scores if scored.worker_id == "d0"]
+    assert dict(whole.terms)["transfer"] == pytest.approx(1000 / 16 * 2**16 * 1e-9)
+
+
+def test_slo_names_every_term_in_seconds() -> None:
+    decision = decide(known("p0", 600, queued_prefill_tokens=50), known("d0"), name="slo")
+    reading, whole = decision.scores
+    terms = dict(reading.terms)
+    assert terms.keys() == {"overhead", "queue", "compute", "displaced", "imbalance", "late_ttft"}
+    assert terms["overhead"] + terms["queue"] + terms["compute"] == pytest.approx(FAST(50 + 400))
+    assert dict(whole.terms).keys() == {"decode", "shortage", "late_tpot", "transfer", "reading by p0"}
+
+
+def test_costs_that_differ_by_less_than_predictions_can_tell_take_turns() -> None:
+    near = [known("c0"), known("c1", reading=Line(fixed_s=0.0101, each_s=1e-4))]
+    assert {policy("slo")(view(num_decided=number), near).decode for number in range(2)} == {"c0", "c1"}
+
+
+def test_an_outlook_is_what_the_costs_say_whoever_decided() -> None:
+    candidates = [known("p0", 600, queued_prefill_tokens=50), known("d0", num_requests=3, receiving=Line(each_s=1e-6))]
+    seen = view(block_bytes=1600)
+    expected = outlook(seen, candidates, policy("round_robin")(seen, candidates))
+    assert expected.ttft_s == pytest.approx(FAST(450))
+    assert expected.tpot_s == pytest.approx(STEADY(4))
+    assert expected.transfer_s == pytest.approx(0.1)
+    assert expected.num_cached_tokens == 600
+
+
+def test_a_session_stays_with_its_worker_and_moves_only_with_it() -> None:
+    workers = [worker(f"c{i}") for i in range(5)]
+    sessions = [f"s{i}" for i in range(200)]
+
+    def homes(candidates: list[Candidate]) -> list[str]:
+        return [policy("session_affinity")(view(session=one), candidates).decode for one in sessions]
+
+    before, after = homes(workers), homes(workers[1:])
+    assert min(Counter(before).values()) > 20
+    assert all(old == new for old, new in zip(before, after, strict=True) if old != "c0")
+
+
+def test_a_session_leaves_a_worker_that_is_far_above_the_others() -> None:
+    home = policy("session_affinity")(view(session="s"), [worker("c0"), worker("c1")]).decode
+    loaded = [worker(one, num_requests=50 if one == home else 1) for one in ("c0", "c1")]
+    assert policy("session_affinity")(view(session="s"), loaded).decode != home
 
 
 def test_a_failed_worker_is_avoided_while_there_is_another() -> None:

@@ -1,0 +1,239 @@
+"""What a worker will take, learned from what it took: seconds to a first token, between tokens, and until KV is there.
+
+    measured by the worker (its load) ──▶ prior ─┐
+    observed by the router (its jobs) ──▶ Fit ───┴─▶ Line ──▶ Expectation ──▶ Candidate ──▶ policies
+                                           └─▶ error ──▶ `baton_prediction_*`
+
+A fit is least squares over what was observed lately: an observation counts half after `HALF_LIFE_S` or `HALF_COUNT`
+newer ones, and one far off the line is drawn near before it counts, so that a stall is no lesson and a change of pace
+is one soon. Pure: every time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from protos.values import WorkerLoad, WorkerRole
+from router.policies.base import Line
+
+HALF_LIFE_S = 300.0
+HALF_COUNT = 32
+RECENT_S = 300.0  # after which work sent to a worker counts half
+GUESS, MEASURED = 2.0, 8.0  # observations that outweigh what was believed before: a guess, the worker's own measurement
+SURE = 8.0  # observations after which an outlier is known as one
+OUTLIER = 4.0  # mean errors off the line
+
+# Of a cluster that nothing is known of: neither a laptop nor the largest card, and wrong for a few requests only.
+READING = Line(fixed_s=0.005, each_s=1e-4)
+STEPPING = Line(fixed_s=0.02, each_s=1e-4)
+RECEIVING = Line(fixed_s=0.0, each_s=1e-9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """Of one worker, as `Candidate` has it."""
+
+    reading: Line = READING
+    stepping: Line = STEPPING
+    receiving: Line = RECEIVING
+    recent_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """How far predictions have been off lately, in seconds: on average, and after early and late have cancelled."""
+
+    num_observed: int = 0
+    mean_s: float = 0.0
+    bias_s: float = 0.0
+
+
+class Fit:
+    """seconds = fixed + each x amount, from observations of both. The prior counts like `trust` observations."""
+
+    def __init__(self, trust: float = GUESS) -> None:
+        self._trust = trust
+        self.errors = Errors()
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._observed_s = 0.0
+
+    def observe(self, amount: float, seconds: float, *, prior: Line, now: float) -> None:
+        """What was expected, and counts as predicted, is what `line(prior)` says before this."""
+        self._age(now)
+        expected = self.line(prior)(amount)
+        error = seconds - expected
+        self._judge(error)
+        if self._weight >= SURE:
+            bound = OUTLIER * self.errors.mean_s
+            seconds = expected + min(max(error, -bound), bound)
+        self._weight += 1
+        self._x += amount
+        self._y += seconds
+        self._xx += amount * amount
+        self._xy += amount * seconds
+
+    def line(self, prior: Line) -> Line:
+        """Neither part is negative. The prior's observations are of amounts as seen so far."""
+        if not self._weight:
+            return prior
+        amount = self._x / self._weight or 1.0
+        half = self._trust / 2  # at nothing, and at twice the mean
+        weight, x, xx = self._weight + 2 * half, self._x + half * 2 * amount, self._xx + half * (2 * amount) ** 2
+        y = self._y + half * (prior(0) + prior(2 * amount))
+        xy = self._xy + half * 2 * amount * prior(2 * amount)
+        spread = weight * xx - x * x
+        each = (weight * xy - x * y) / spread if spread > 0 else 0.0
+        fixed = (y - each * x) / weight
+        if each < 0:
+            return Line(fixed_s=y / weight)
+        if fixed < 0:
+            return Line(each_s=xy / xx)
+        return Line(fixed_s=fixed, each_s=each)
+
+    def _age(self, now: float) -> None:
+        keep = 0.5 ** (1 / HALF_COUNT + max(0.0, now - self._observed_s) / HALF_LIFE_S)
+        self._observed_s = now
+        self._weight *= keep
+        self._x *= keep
+        self._y *= keep
+        self._xx *= keep
+        self._xy *= keep
+
+    def _judge(self, error: float) -> None:
+        before = self.errors
+        share = max(1 / (before.num_observed + 1), 1 - 0.5 ** (1 / HALF_COUNT))
+        size = abs(error)
+        if self._weight >= SURE:
+            size = min(size, 2 * OUTLIER * before.mean_s)
+        self.errors = Errors(
+            num_observed=before.num_observed + 1,
+            mean_s=before.mean_s + share * (size - before.mean_s),
+            bias_s=before.bias_s + share * (error - before.bias_s),
+        )
+
+
+class Predictor:
+    """The fits of all workers and lanes. A worker that nobody has measured counts as its pool does."""
+
+    def __init__(self) -> None:
+        self._reading: dict[str, Fit] = {}
+        self._stepping: dict[str, Fit] = {}
+        self._receiving: dict[str, Fit] = {}
+        self._pools: dict[WorkerRole, tuple[Fit, Fit]] = {role: (Fit(), Fit()) for role in WorkerRole}
+        self._all_lanes = Fit()
+        self._fits_of_lanes: dict[tuple[str, str], Fit] = {}
+        self._lanes: dict[tuple[str, str], Line] = {}
+        self._recent: dict[WorkerRole, dict[str, tuple[float, float]]] = {role: {} for role in WorkerRole}
+        self.answer_tokens = 64.0
+
+    # -- what is expected ----------------------------------------------------------------------------------------------
+
+    def expect(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> Expectation:
+        reading, stepping = self._reading.get(worker_id), self._stepping.get(worker_id)
+        receiving = self._receiving.get(worker_id)
+        read, step, receive = self._read_prior(role, load), self._step_prior(role, load), self._lane_prior(load)
+        return Expectation(
+            reading=reading.line(read) if reading else read,
+            stepping=stepping.line(step) if stepping else step,
+            receiving=receiving.line(receive) if receiving else receive,
+            recent_tokens=self._recent_tokens(worker_id, role, now),
+        )
+
+    @property
+    def lanes(self) -> Mapping[tuple[str, str], Line]:
+        """By (reader, writer), of those measured. It goes on changing."""
+        return self._lanes
+
+    def errors(self) -> Mapping[str, tuple[Errors, Errors]]:
+        """By worker: of first tokens, and of the time between tokens."""
+        return {
+            worker_id: (
+                self._reading[worker_id].errors if worker_id in self._reading else Errors(),
+                self._stepping[worker_id].errors if worker_id in self._stepping else Errors(),
+            )
+            for worker_id in self._reading.keys() | self._stepping.keys()
+        }
+
+    def routed(self, worker_id: str, role: WorkerRole, num_tokens: int, *, now: float) -> None:
+        """A worker was given so many tokens to read."""
+        self._recent[role][worker_id] = (self._recent_tokens(worker_id, role, now) + num_tokens, now)
+
+    # -- what was observed ---------------------------------------------------------------------------------------------
+
+    def saw_first_token(
+        self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, num_tokens: float, seconds: float, now: float
+    ) -> None:
+        """A first token came so long after its decision; until then the worker had so many tokens to read."""
+        prior = self._read_prior(role, load)
+        self._reading.setdefault(worker_id, Fit(MEASURED)).observe(num_tokens, seconds, prior=prior, now=now)
+        self._pools[role][0].observe(num_tokens, seconds, prior=READING, now=now)
+
+    def saw_answer(
+        self,
+        worker_id: str,
+        role: WorkerRole,
+        load: WorkerLoad,
+        *,
+        num_sequences: float,
+        num_tokens: int,
+        seconds: float,
+        now: float,
+    ) -> None:
+        """The tokens of an answer, written among so many sequences, were so many seconds apart."""
+        prior = self._step_prior(role, load)
+        self._stepping.setdefault(worker_id, Fit(MEASURED)).observe(num_sequences, seconds, prior=prior, now=now)
+        self._pools[role][1].observe(num_sequences, seconds, prior=STEPPING, now=now)
+        self.answer_tokens += (num_tokens - self.answer_tokens) / HALF_COUNT
+
+    def saw_transfer(
+        self, reader: str, writer: str, load: WorkerLoad, *, num_bytes: float, seconds: float, now: float
+    ) -> None:
+        """An answer was held up by so much, for KV of so many bytes. `load` is the writer's."""
+        prior = self._lane_prior(load)
+        lane = self._fits_of_lanes.setdefault((reader, writer), Fit())
+        lane.observe(num_bytes, seconds, prior=prior, now=now)
+        self._lanes[reader, writer] = lane.line(prior)
+        self._receiving.setdefault(writer, Fit()).observe(num_bytes, seconds, prior=prior, now=now)
+        self._all_lanes.observe(num_bytes, seconds, prior=RECEIVING, now=now)
+
+    def forget(self, worker_id: str) -> None:
+        """A worker has left, with its lanes."""
+        for fits in (self._reading, self._stepping, self._receiving):
+            fits.pop(worker_id, None)
+        for recent in self._recent.values():
+            recent.pop(worker_id, None)
+        for lane in [lane for lane in self._fits_of_lanes if worker_id in lane]:
+            del self._fits_of_lanes[lane], self._lanes[lane]
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _recent_tokens(self, worker_id: str, role: WorkerRole, now: float) -> float:
+        """A newcomer counts as if it had had its pool's mean: it is not owed what others did before it came."""
+        pool = self._recent[role]
+        if worker_id not in pool:
+            others = [num_tokens * _kept(now - since_s) for num_tokens, since_s in pool.values()]
+            pool[worker_id] = (sum(others) / len(others) if others else 0.0, now)
+        num_tokens, since_s = pool[worker_id]
+        return num_tokens * _kept(now - since_s)
+
+    def _read_prior(self, role: WorkerRole, load: WorkerLoad) -> Line:
+        pool = self._pools[role][0].line(READING)
+        if not load.prefill_tokens_per_s:
+            return pool
+        return Line(fixed_s=pool.fixed_s, each_s=1 / load.prefill_tokens_per_s)
+
+    def _step_prior(self, role: WorkerRole, load: WorkerLoad) -> Line:
+        pool = self._pools[role][1].line(STEPPING)
+        if not load.decode_step_s:
+            return pool
+        return Line(fixed_s=max(0.0, load.decode_step_s - pool.each_s * load.num_running), each_s=pool.each_s)
+
+    def _lane_prior(self, load: WorkerLoad) -> Line:
+        if not load.transfer_bytes:
+            return self._all_lanes.line(RECEIVING)
+        return Line(each_s=load.transfer_s / load.transfer_bytes)
+
+
+def _kept(age_s: float) -> float:
+    return float(0.5 ** (age_s / RECENT_S))

@@ -1,0 +1,97 @@
+"""What the router learns of its workers from how its jobs went, and what it believes before."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from protos.values import WorkerLoad, WorkerRole
+from router.policies.base import Line
+from router.predict import READING, Fit, Predictor
+
+DECODE, PREFILL = WorkerRole.DECODE, WorkerRole.PREFILL
+TRUE = Line(fixed_s=0.05, each_s=2e-4)
+
+
+def taught(line: Line = TRUE, count: int = 100, *, stalls: float = 0.0, prior: Line = READING) -> Fit:
+    draw, fit = random.Random(0), Fit()
+    for number in range(count):
+        amount = draw.randrange(100, 4000)
+        stalled = 30.0 if draw.random() < stalls and number > 20 else 0.0
+        fit.observe(amount, line(amount) * draw.uniform(0.9, 1.1) + stalled, prior=prior, now=float(number))
+    return fit
+
+
+def test_nothing_observed_is_what_was_believed() -> None:
+    assert Fit().line(READING) == READING
+
+
+def test_a_line_is_learned_from_noisy_times() -> None:
+    fit = taught()
+    assert fit.line(READING)(2000) == pytest.approx(TRUE(2000), rel=0.1)
+    assert fit.errors.num_observed == 100
+    assert fit.errors.mean_s < 0.05
+
+
+def test_a_few_stalls_teach_little() -> None:
+    assert taught(stalls=0.05).line(READING)(2000) == pytest.approx(TRUE(2000), rel=0.5)
+
+
+def test_a_change_of_pace_is_learned() -> None:
+    fit = taught()
+    for number in range(200):
+        fit.observe(2000, 5 * TRUE(2000), prior=READING, now=100.0 + number)
+    assert fit.line(READING)(2000) == pytest.approx(5 * TRUE(2000), rel=0.15)
+
+
+def test_what_was_learned_long_ago_yields_to_what_is_measured_now() -> None:
+    fit = taught()
+    measured = Line(each_s=1e-3)
+    fit.observe(2000, measured(2000), prior=measured, now=100_000.0)
+    assert fit.line(measured)(2000) == pytest.approx(measured(2000), rel=0.1)
+
+
+def test_no_part_of_a_line_is_negative() -> None:
+    falling, steep = Fit(), Fit()
+    for number in range(50):
+        falling.observe(1000 + number, 1.0 - number / 100, prior=READING, now=float(number))
+        steep.observe(1000 + number, number / 10, prior=READING, now=float(number))
+    for line in (falling.line(READING), steep.line(READING)):
+        assert line.fixed_s >= 0
+        assert line.each_s >= 0
+
+
+def test_a_worker_that_nobody_has_measured_counts_as_its_pool() -> None:
+    predictor = Predictor()
+    for number in range(50):
+        predictor.saw_first_token(
+            "p0", PREFILL, WorkerLoad(), num_tokens=1000, seconds=2.0, now=float(number)
+        )  # fmt: skip
+    assert predictor.expect("p1", PREFILL, WorkerLoad(), now=50.0).reading(1000) == pytest.approx(2.0, rel=0.2)
+    own = WorkerLoad(prefill_tokens_per_s=10_000.0)
+    assert predictor.expect("p2", PREFILL, own, now=50.0).reading.each_s == pytest.approx(1e-4)
+    assert predictor.expect("d0", DECODE, WorkerLoad(), now=50.0).reading == READING
+
+
+def test_a_worker_that_left_is_forgotten_with_its_lanes() -> None:
+    predictor = Predictor()
+    predictor.saw_transfer("p0", "d0", WorkerLoad(), num_bytes=1e6, seconds=0.5, now=0.0)
+    predictor.saw_answer("d0", DECODE, WorkerLoad(), num_sequences=4, num_tokens=100, seconds=0.03, now=1.0)
+    assert predictor.lanes.keys() == {("p0", "d0")}
+    assert predictor.errors()["d0"][1].num_observed == 1
+    predictor.forget("d0")
+    assert not predictor.lanes
+    assert not predictor.errors()
+
+
+def test_a_newcomer_is_not_owed_what_others_did_before_it_came() -> None:
+    predictor = Predictor()
+    for worker_id in ("p0", "p1"):
+        predictor.expect(worker_id, PREFILL, WorkerLoad(), now=0.0)
+    for worker_id in ("p0", "p1"):
+        predictor.routed(worker_id, PREFILL, 10_000, now=0.0)
+    recent = [predictor.expect(one, PREFILL, WorkerLoad(), now=0.0).recent_tokens for one in ("p0", "p1", "p2")]
+    assert recent == [10_000] * 2 + [pytest.approx(10_000)]
+    later = predictor.expect("p0", PREFILL, WorkerLoad(), now=300.0).recent_tokens
+    assert later == pytest.approx(5_000)
