@@ -106,7 +106,8 @@ def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         ready = gateway.fleet.ready()
-        return json_response({"ready": ready, "reason": not_ready(gateway)}, status=200 if ready else 503)
+        told = {"ready": ready, "reason": not_ready(gateway), "degraded": gateway.fleet.degraded()}
+        return json_response(told, status=200 if ready else 503)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -22,7 +22,7 @@ from router.client import OpenChannel, WorkerClient, open_channel
 from router.config import RouterConfig
 from router.member import Member, WorkerState, WorkerStatus
 from router.policies.base import Candidate
-from router.prefix.feed import Feed
+from router.prefix.feed import Feed, Peers
 from router.prefix.index import PrefixIndex
 
 log = logging.getLogger("baton.router")
@@ -52,12 +52,14 @@ class Fleet:
         config: RouterConfig,
         gateway_id: str,
         open_channel: OpenChannel = open_channel,
+        peers: Peers | None = None,
     ) -> None:
         self.index = index
         self._config = config
         self._open_channel = open_channel
         self.gateway_id = gateway_id
-        self._feed = Feed(index, gateway_id=gateway_id)
+        self._peers = peers
+        self._feed = Feed(index, gateway_id=gateway_id, peers=peers)
         self._members: dict[str, Member] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
@@ -127,6 +129,10 @@ class Fleet:
         """Would a request be served?"""
         return any(member.takes_work and member.role is not WorkerRole.PREFILL for member in self._members.values())
 
+    def degraded(self) -> str:
+        """Why requests are routed with less knowledge than there could be; "" when they are not."""
+        return self._peers.trouble if self._peers is not None else ""
+
     async def wait(self, *, until: float) -> None:
         """Returns when a worker's state or load has changed, at the latest at `until` by the loop's clock."""
         with suppress(TimeoutError):
@@ -190,6 +196,7 @@ class Fleet:
             await client.run(hello, lambda step: self._receive(member, client, step))
         finally:
             member.client = None
+            self._feed.lost(member.worker_id)
             if watch is not None:
                 watch.cancel()
             await client.close()

@@ -82,6 +82,10 @@ class FleetView(Protocol):
 
     def ready(self) -> bool: ...
 
+    def degraded(self) -> str:
+        """What is amiss although requests are served; "" when nothing is."""
+        ...
+
     def status(self) -> Sequence[WorkerView]: ...
 
     async def stats(self, worker_id: str) -> WorkerStats:

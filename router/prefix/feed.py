@@ -1,24 +1,59 @@
-"""Keeps a prefix index true to its workers' events: numbered, of one life of the worker, none missing."""
+"""Keeps a prefix index true to its workers' events: numbered, of one life of the worker, none missing.
+
+worker ── its own stream ──────────▶ receive ─┐
+                                              ├─▶ one cursor a worker ─▶ index      whoever comes first is applied
+other gateways ── Redis, if any ───▶ hear_of ─┘
+"""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 from kvtransfer.events import EventCursor, Gap
 from protos.values import Hello, KVEvents
 from router.prefix.index import PrefixIndex
 
 
+class Peers(Protocol):
+    """Other gateways, with whom what workers say is shared. Called on the event loop; never blocks it."""
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is shared at present; "" while it is."""
+        ...
+
+    def join(self, feed: Feed) -> None:
+        """From now on what others heard goes to `feed.hear_of`."""
+        ...
+
+    def met(self, worker_id: str) -> None:
+        """The worker itself is going to say what it has."""
+        ...
+
+    def heard(self, worker_id: str, message: KVEvents) -> None:
+        """The worker itself said this, and it has been applied."""
+        ...
+
+    def lost(self, worker_id: str) -> None:
+        """The worker says nothing any more."""
+        ...
+
+
 class Feed:
     """Applies every worker's events to `index`, and says what to ask a worker for when some are missing.
 
-    `num_gaps` counts the times events were missing.
+    `num_gaps` counts the times events of a worker were missing.
     """
 
-    def __init__(self, index: PrefixIndex, *, gateway_id: str) -> None:
+    def __init__(self, index: PrefixIndex, *, gateway_id: str, peers: Peers | None = None) -> None:
         self.index = index
         self.num_gaps = 0
         self._gateway_id = gateway_id
         self._cursors: dict[str, EventCursor] = {}
         self._asking: set[str] = set()
+        self._peers = peers
+        if peers is not None:
+            peers.join(self)
 
     def hello(self, worker_id: str, incarnation: int) -> Hello:
         """How to greet a worker that has just been met. What a former life of it had cached is forgotten."""
@@ -27,21 +62,50 @@ class Feed:
             self.drop(worker_id)
             cursor = self._cursors[worker_id] = EventCursor()
         self._asking.discard(worker_id)
+        if self._peers is not None:
+            self._peers.met(worker_id)
         return Hello(gateway_id=self._gateway_id, incarnation=cursor.incarnation, next_seq=cursor.next_seq)
 
     def receive(self, worker_id: str, message: KVEvents) -> Hello | None:
-        """Applies a message. Where events are missing, nothing changes and the Hello to close the gap with comes
-        back, once per gap: the worker replays them or sends a snapshot, and what follows fits again."""
+        """Applies what a worker says. Where events are missing, nothing changes and the Hello to close the gap with
+        comes back, once per gap: the worker replays them or sends a snapshot, and what follows fits again."""
         news = self._cursors[worker_id].accept(message)
         if not isinstance(news, Gap):
             self._asking.discard(worker_id)
             self.index.apply(worker_id, news)
+            if self._peers is not None:
+                self._peers.heard(worker_id, message)
             return None
         if worker_id in self._asking:
             return None
         self._asking.add(worker_id)
         self.num_gaps += 1
         return Hello(gateway_id=self._gateway_id, incarnation=news.incarnation, next_seq=news.next_seq)
+
+    def hear_of(self, worker_id: str, message: KVEvents) -> bool:
+        """Applies what a worker said to another gateway. False, and nothing has changed, where events are missing."""
+        cursor = self._cursors.get(worker_id) or EventCursor()
+        news = cursor.accept(message)
+        if isinstance(news, Gap):
+            return False
+        self._cursors[worker_id] = cursor
+        self.index.apply(worker_id, news)
+        return True
+
+    def position(self, worker_id: str) -> tuple[int, int]:
+        """Incarnation of a worker, and number of the event that is expected next; (0, 0) when nothing was heard."""
+        cursor = self._cursors.get(worker_id)
+        return (cursor.incarnation, cursor.next_seq) if cursor is not None else (0, 0)
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """All that something is known of."""
+        return tuple(self._cursors)
+
+    def lost(self, worker_id: str) -> None:
+        """A connection ended. What the worker has cached is kept: it may come back in the same life."""
+        if self._peers is not None:
+            self._peers.lost(worker_id)
 
     def drop(self, worker_id: str) -> None:
         """Forgets a worker that has left."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 from pathlib import Path
 
 
 class RedisServer:
-    """On a port of its own, without files; it can be stopped and started again, empty."""
+    """On a port of its own, without files; it can be stopped and started again, empty, and be paused."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self._folder = folder
+        self._options = options
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = int(probe.getsockname()[1])
         self.url = f"redis://127.0.0.1:{self.port}"
@@ -19,12 +21,32 @@ class RedisServer:
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)],
+            [
+                "redis-server",
+                "--port",
+                str(self.port),
+                "--bind",
+                "127.0.0.1",
+                "--save",
+                "",
+                "--dir",
+                str(self._folder),
+                *self._options,
+            ],
             stdout=subprocess.PIPE,
             text=True,
         )
         assert self._process.stdout is not None
         assert any("Ready to accept connections" in line for line in self._process.stdout)
+
+    def pause(self) -> None:
+        """It answers nobody, and its connections stand."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         if self._process is not None:

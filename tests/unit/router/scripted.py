@@ -86,10 +86,15 @@ class Crew:
     def __init__(self, *workers: Worker) -> None:
         self.workers = workers or (Worker(),)
         self.is_ready = True
+        self.amiss = ""
         self.held: dict[str, WorkerStats] = {}
+        self.drained: list[str] = []
 
     def ready(self) -> bool:
         return self.is_ready
+
+    def degraded(self) -> str:
+        return self.amiss
 
     def status(self) -> Sequence[Worker]:
         return self.workers

@@ -131,8 +131,11 @@ async def test_a_request_has_a_name() -> None:
 async def test_ready_says_why_not() -> None:
     fleet = Crew(Worker(worker_id="decode-0", state="joining", reason="not met yet"))
     async with visiting(fleet=fleet) as (client, _):
-        assert (await client.get("/ready")).status_code == 200
-        fleet.is_ready = False
+        assert (await client.get("/ready")).json() == {"ready": True, "reason": "", "degraded": ""}
+        fleet.amiss = "no Redis"
+        degraded = await client.get("/ready")
+        assert (degraded.status_code, degraded.json()["degraded"]) == (200, "no Redis"), "it serves all the same"
+        fleet.is_ready, fleet.amiss = False, ""
         unready = await client.get("/ready")
         fleet.workers = (Worker(worker_id="prefill-0"),)
         alone = await client.get("/ready")
@@ -140,7 +143,7 @@ async def test_ready_says_why_not() -> None:
         empty = await client.get("/ready")
         assert (await client.get("/health")).status_code == 200, "the process itself is well"
     assert unready.status_code == 503
-    assert unready.json() == {"ready": False, "reason": "decode-0 is joining (not met yet)"}
+    assert unready.json() == {"ready": False, "reason": "decode-0 is joining (not met yet)", "degraded": ""}
     assert alone.json()["reason"] == "no worker that writes answers has joined yet"
     assert empty.json()["reason"] == "no worker has joined yet"
 

@@ -1,0 +1,345 @@
+"""The prefix index that any number of gateways share: matched in this process's memory, told to the others by Redis.
+
+    worker ══ its own stream ══▶ every gateway ──▶ its local index                 the truth, with or without Redis
+                                 the one that has the worker's lease ──▶ Redis     events, and snapshots of its blocks
+    Redis ──▶ every gateway      at its start: all blocks at once; then events it has not heard itself, and what the
+                                 others expect of workers, so that siblings of one burst land together
+
+Which gateway writes for a worker is nobody's decision: the first that takes the worker's lease, until it or the worker
+dies. What was not written while Redis was away is made up for by a snapshot, so nothing is kept for later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from redis.exceptions import RedisError
+
+from protos.values import BlockHash, BlockStored, KVEvent, KVEvents
+from router.prefix.feed import Feed
+from router.prefix.index import PrefixIndex
+from router.prefix.redis_store import Expected, Places, Store, Told, num_blocks
+
+log = logging.getLogger("baton.router")
+
+TICKS_A_LEASE = 3
+PAUSE_S = 0.5
+WARM_S = 3.0
+LEAST_BEFORE_SNAPSHOT = 4096  # blocks told since the last one
+MAX_EXPECTED_WAITING = 256
+NOT_YET = "the prefix index in Redis has not been read yet"
+TROUBLES = (RedisError, OSError, TimeoutError)
+
+
+@dataclass(slots=True)
+class Scribe:
+    """A worker that this gateway hears itself. While `writing`, `told` is what it said and Redis has not got yet;
+    `num_since` blocks were written after the last snapshot, when the stream had `read_then` entries behind it."""
+
+    writing: bool = False
+    snapshot_due: bool = True
+    told: list[KVEvents] = field(default_factory=list)
+    num_since: int = 0
+    read_then: int = 0
+
+
+class RedisPrefixIndex:
+    """`PrefixIndex` and `Peers` of one gateway, on one event loop. `start` and `close` it.
+
+    Without Redis it is its local index, and `trouble` says so. `num_entries` of the stream of events were read;
+    `num_faults` counts times that sharing began again for a reason of our own.
+    """
+
+    def __init__(self, local: PrefixIndex, store: Store) -> None:
+        self.local = local
+        self._store = store
+        self._feed: Feed | None = None
+        self._scribes: dict[str, Scribe] = {}
+        self._expected: list[tuple[str, Sequence[BlockHash], float]] = []
+        self._released: list[str] = []
+        self._unled_since_s: dict[str, float] = {}
+        self._places = Places()
+        self._news = asyncio.Event()
+        self._tick_due = True
+        self._warmed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.warm_s = WARM_S
+        self.num_entries = 0
+        self.num_faults = 0
+        self.trouble = NOT_YET
+
+    # -- the index -----------------------------------------------------------------------------------------------------
+
+    def match(self, hashes: Sequence[BlockHash], *, now: float) -> Mapping[str, int]:
+        return self.local.match(hashes, now=now)
+
+    def apply(self, worker_id: str, events: Sequence[KVEvent]) -> None:
+        self.local.apply(worker_id, events)
+
+    def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, until: float) -> None:
+        self.local.expect(worker_id, hashes, until=until)
+        if not self.trouble and hashes:
+            self._expected.append((worker_id, hashes, until))
+            del self._expected[:-MAX_EXPECTED_WAITING]
+            self._news.set()
+
+    def drop(self, worker_id: str) -> None:
+        self.local.drop(worker_id)
+        scribe = self._scribes.pop(worker_id, None)
+        if scribe is not None and scribe.writing:
+            self._released.append(worker_id)
+            self._news.set()
+
+    def num_blocks(self, worker_id: str) -> int:
+        return self.local.num_blocks(worker_id)
+
+    def blocks(self, worker_id: str) -> tuple[BlockStored, ...]:
+        return self.local.blocks(worker_id)
+
+    # -- what the feed tells -------------------------------------------------------------------------------------------
+
+    def join(self, feed: Feed) -> None:
+        self._feed = feed
+
+    def met(self, worker_id: str) -> None:
+        self._scribes[worker_id] = Scribe()
+        self._unled_since_s.pop(worker_id, None)
+        self._tick_due = True
+        self._news.set()
+
+    def heard(self, worker_id: str, message: KVEvents) -> None:
+        scribe = self._scribes[worker_id]
+        if not scribe.writing or scribe.snapshot_due or not (message.events or message.snapshot):
+            return
+        if message.snapshot:
+            scribe.snapshot_due = True
+            scribe.told.clear()
+        else:
+            scribe.told.append(message)
+        self._news.set()
+
+    def lost(self, worker_id: str) -> None:
+        """Its lease is not renewed any more: it ends, unless the worker comes back before."""
+        self._scribes.pop(worker_id, None)
+
+    def writes_for(self, worker_id: str) -> bool:
+        """Whether Redis has from this gateway all that the worker said, but for what is on its way."""
+        scribe = self._scribes.get(worker_id)
+        return scribe is not None and scribe.writing and not scribe.snapshot_due
+
+    # -- sharing -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Returns when what others know is known here too, or after a few seconds without Redis."""
+        assert self._feed is not None, "somebody must be fed"
+        self._task = asyncio.create_task(self._run(), name="prefix index in Redis")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.warm_s):
+                await self._warmed.wait()
+
+    async def close(self) -> None:
+        """Gives its leases to whoever wants them, if Redis can be told."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        with suppress(*TROUBLES):
+            for worker_id, scribe in self._scribes.items():
+                if scribe.writing:
+                    await self._store.release(worker_id)
+        with suppress(*TROUBLES):
+            await self._store.close()
+
+    async def _run(self) -> NoReturn:
+        while True:
+            _heed_cancellation()
+            try:
+                await self._warm()
+                _heed_cancellation()
+                self._over()
+                await self._share()
+            except TROUBLES as error:
+                self._met_trouble(error)
+            except Exception as error:  # what others wrote must not end this gateway's sharing for good
+                log.exception("the prefix index in Redis: a fault of our own, or of what was written there")
+                self.num_faults += 1
+                self._met_trouble(error)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _share(self) -> NoReturn:
+        """Reads and writes until one of the two fails, with what it fails with."""
+        both = asyncio.create_task(self._follow()), asyncio.create_task(self._write())
+        try:
+            await asyncio.gather(*both)
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.wait(both)
+        raise AssertionError("neither ends by itself")
+
+    def _met_trouble(self, error: BaseException) -> None:
+        if self.trouble in ("", NOT_YET):
+            log.warning("the prefix index in Redis cannot be reached (%s): going on with this gateway's own", error)
+        self.trouble = f"the prefix index in Redis cannot be reached: {str(error) or type(error).__name__}"
+        self._expected.clear()
+        for scribe in self._scribes.values():
+            _begin_again(scribe)
+
+    def _over(self) -> None:
+        assert self._feed is not None
+        if self.trouble:
+            log.info("the prefix index is shared through Redis: %d workers known", len(self._feed.worker_ids))
+        self.trouble = ""
+        self._warmed.set()
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    async def _warm(self) -> None:
+        """Every worker's snapshot, and what was told since."""
+        places = await self._store.ends()
+        first = places.events
+        for worker_id in await self._store.worker_ids():
+            if worker_id not in self._scribes:
+                first = min(first, await self._load(worker_id) or first, key=_order)
+        self._places = Places(events=first, expected=places.expected)
+        while entries := await self._store.read(self._places, wait=False):
+            _heed_cancellation()
+            await self._take(entries)
+
+    async def _load(self, worker_id: str) -> str | None:
+        """A worker's snapshot, unless more is known already; where in the stream it goes on."""
+        assert self._feed is not None
+        found = await self._store.snapshot(worker_id)
+        if found is None:
+            return None
+        snapshot, position = found
+        known = self._feed.position(worker_id)
+        if worker_id not in self._scribes and (snapshot.incarnation, snapshot.first_seq) > known:
+            self._feed.hear_of(worker_id, snapshot)
+        return position
+
+    async def _follow(self) -> NoReturn:
+        while True:
+            _heed_cancellation()
+            await self._take(await self._store.read(self._places, wait=True))
+
+    async def _take(self, entries: Sequence[Told | Expected]) -> None:
+        assert self._feed is not None
+        now = asyncio.get_running_loop().time()
+        for entry in entries:
+            if isinstance(entry, Told):
+                self.num_entries += 1
+            if entry.gateway == self._store.gateway_id:
+                continue
+            if isinstance(entry, Expected):
+                if self._feed.position(entry.worker_id) != (0, 0):
+                    self.local.expect(entry.worker_id, entry.hashes, until=now + entry.for_s)
+                continue
+            if (entry.incarnation, entry.first_seq + entry.num_events) <= self._feed.position(entry.worker_id):
+                continue  # the worker itself has said so
+            if not self._feed.hear_of(entry.worker_id, entry.message()) and entry.worker_id not in self._scribes:
+                await self._load(entry.worker_id)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    async def _write(self) -> NoReturn:
+        clock = asyncio.get_running_loop().time
+        next_s = clock()
+        while True:
+            _heed_cancellation()
+            self._news.clear()
+            if self._tick_due or clock() >= next_s:
+                self._tick_due = False
+                await self._tick()
+                next_s = clock() + self._store.lease_s / TICKS_A_LEASE
+            await self._flush()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(next_s):
+                    await self._news.wait()
+
+    async def _tick(self) -> None:
+        """Renews leases, takes those that are free, and forgets workers that nobody hears any more."""
+        for worker_id in await self._store.renew([name for name, scribe in self._scribes.items() if scribe.writing]):
+            if worker_id in self._scribes:
+                _begin_again(self._scribes[worker_id])
+        waiting = [name for name, scribe in self._scribes.items() if not scribe.writing]
+        for worker_id, holder in (await self._store.holders(waiting)).items():
+            if holder in (None, self._store.gateway_id):
+                await self._acquire(worker_id)
+        await self._bury()
+
+    async def _acquire(self, worker_id: str) -> None:
+        assert self._feed is not None
+        scribe = self._scribes.get(worker_id)
+        incarnation, _ = self._feed.position(worker_id)
+        if scribe is not None and incarnation and await self._store.acquire(worker_id, incarnation):
+            scribe.writing = scribe.snapshot_due = True
+
+    async def _bury(self) -> None:
+        """Removes workers that nobody has written for during a lease: their own has ended, and no successor came."""
+        assert self._feed is not None
+        now = asyncio.get_running_loop().time()
+        known = {*self._feed.worker_ids, *await self._store.worker_ids()} - self._scribes.keys()
+        holders = await self._store.holders(sorted(known))
+        for worker_id, holder in holders.items():
+            if holder is not None:
+                self._unled_since_s.pop(worker_id, None)
+            elif now - self._unled_since_s.setdefault(worker_id, now) >= self._store.lease_s:
+                del self._unled_since_s[worker_id]
+                await self._store.tidy(worker_id)
+                if worker_id not in self._scribes:
+                    self._feed.drop(worker_id)
+
+    async def _flush(self) -> None:
+        expected, self._expected = self._expected, []
+        now = asyncio.get_running_loop().time()
+        for worker_id, hashes, until in expected:
+            if until > now:
+                await self._store.expect(worker_id, hashes, for_s=until - now)
+        released, self._released = self._released, []
+        for worker_id in released:
+            await self._store.release(worker_id)
+        for worker_id, scribe in list(self._scribes.items()):
+            if scribe.writing and not (await self._bring_up_to_date(worker_id, scribe)):
+                _begin_again(scribe)
+                self._tick_due = True
+
+    async def _bring_up_to_date(self, worker_id: str, scribe: Scribe) -> bool:
+        """False when this gateway may not write for the worker any more."""
+        assert self._feed is not None
+        behind = scribe.num_since > max(LEAST_BEFORE_SNAPSHOT, self.local.num_blocks(worker_id))
+        trimmed = scribe.num_since and self.num_entries - scribe.read_then > self._store.max_entries // 2
+        if scribe.snapshot_due or behind or trimmed:
+            incarnation, next_seq = self._feed.position(worker_id)
+            blocks = self.local.blocks(worker_id)
+            scribe.snapshot_due, scribe.num_since, scribe.read_then = False, 0, self.num_entries
+            scribe.told.clear()
+            snapshot = KVEvents(incarnation=incarnation, first_seq=next_seq, events=blocks, snapshot=True)
+            return await self._store.write(worker_id, snapshot)
+        if not scribe.told:
+            return True
+        told, scribe.told = scribe.told, []
+        scribe.num_since += sum(num_blocks(event) for message in told for event in message.events)
+        return await self._store.append(worker_id, told)
+
+
+def _begin_again(scribe: Scribe) -> None:
+    scribe.writing, scribe.snapshot_due = False, True
+    scribe.told.clear()
+
+
+def _order(place: str) -> tuple[int, int]:
+    """Places in a stream, as numbers that can be compared."""
+    milliseconds, _, number = place.partition("-")
+    return int(milliseconds), int(number)
+
+
+def _heed_cancellation() -> None:
+    """redis-py (8.1) loses a cancellation that meets it in the middle of a command; a loop must look for itself."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

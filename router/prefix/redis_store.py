@@ -1,0 +1,305 @@
+"""What gateways keep in Redis for one another, about one model's workers. All its keys live in one slot of a cluster.
+
+    baton:{model}:kv1:lease:<worker>   the gateway that writes for this worker, while the worker lives; expires
+    baton:{model}:kv1:blocks:<worker>  its cache as it was at some event: incarnation, next_seq, position in the stream,
+                                       and the blocks in numbered pieces; expires some leases later
+    baton:{model}:kv1:workers          ids that may have the two above (a set)
+    baton:{model}:kv1:events           what workers said after that (a stream, trimmed)
+    baton:{model}:kv1:expected         prompts just routed (a stream, trimmed)
+
+Every write is one script that looks at the lease first, and at the incarnation: a gateway that was paused, or tells of
+a former life of a worker, changes nothing. `kv1` is the form of all this, block names included: another form gets
+another number, and gateways of two forms do not see one another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protos.chain import Chain
+from protos.kv_pb2 import KVEvents as KVEventsMessage
+from protos.values import BlockHash, Cleared, KVEvent, KVEvents
+from protos.wire import from_proto, to_proto
+
+FORM = "kv1"
+LEASE_S = 5.0
+MAX_ENTRIES = 8192  # of the stream of events, about
+MAX_EXPECTED = 1024  # prompts in the stream of those
+ENTRY_BLOCKS = 1024  # in an entry, unless one event has more
+PIECE_BLOCKS = 65_536  # of a snapshot in one value: a megabyte
+SNAPSHOT_LEASES = 12.0  # how long blocks outlive the last renewal, in leases: a gateway may restart meanwhile
+BLOCK_MS = 500
+READ_COUNT = 128
+
+_ACQUIRE = """
+local holder = redis.call('get', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+local known = redis.call('hget', KEYS[2], 'incarnation')
+if known and known > ARGV[2] then return 0 end
+redis.call('set', KEYS[1], ARGV[1], 'px', ARGV[3])
+return 1
+"""
+_RENEW = """
+local lost = {}
+for i = 1, #KEYS, 2 do
+    if redis.call('get', KEYS[i]) == ARGV[1] then
+        redis.call('pexpire', KEYS[i], ARGV[2])
+        redis.call('pexpire', KEYS[i + 1], ARGV[3])
+    else
+        lost[#lost + 1] = (i - 1) / 2
+    end
+end
+return lost
+"""
+_APPEND = """
+if redis.call('get', KEYS[1]) ~= ARGV[1] then return 0 end
+for i = 5, #ARGV, 3 do
+    redis.call('xadd', KEYS[2], 'maxlen', '~', ARGV[2], '*', 'gateway', ARGV[1], 'worker', ARGV[3],
+        'incarnation', ARGV[4], 'first', ARGV[i], 'num', ARGV[i + 1], 'events', ARGV[i + 2])
+end
+return 1
+"""
+_SNAPSHOT = """
+if redis.call('get', KEYS[1]) ~= ARGV[1] then return 0 end
+local known = redis.call('hget', KEYS[2], 'incarnation')
+if known and known > ARGV[3] then return 0 end
+local last = redis.call('xrevrange', KEYS[4], '+', '-', 'count', 1)
+redis.call('del', KEYS[2])
+redis.call('hset', KEYS[2], 'incarnation', ARGV[3], 'next', ARGV[4], 'position', last[1] and last[1][1] or '0-0')
+for i = 6, #ARGV do redis.call('hset', KEYS[2], i - 6, ARGV[i]) end
+redis.call('pexpire', KEYS[2], ARGV[5])
+redis.call('sadd', KEYS[3], ARGV[2])
+redis.call('xadd', KEYS[4], '*', 'gateway', ARGV[1], 'worker', ARGV[2], 'incarnation', ARGV[3],
+    'first', ARGV[4], 'num', 0, 'events', '')
+return 1
+"""
+_RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then redis.call('del', KEYS[1]) end"
+_TIDY = """
+if redis.call('exists', KEYS[1]) == 0 then
+    redis.call('del', KEYS[2])
+    redis.call('srem', KEYS[3], ARGV[1])
+end
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """An entry of the stream of events: what `gateway` heard from a worker; decoded when it is wanted. One without
+    events says that there is a snapshot."""
+
+    gateway: str
+    worker_id: str
+    incarnation: int
+    first_seq: int
+    num_events: int
+    packed: bytes
+
+    def message(self) -> KVEvents:
+        events = from_proto(KVEvents, KVEventsMessage.FromString(self.packed)).events
+        return KVEvents(incarnation=self.incarnation, first_seq=self.first_seq, events=events)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """An entry of the stream of prompts: `gateway` gave this one to a worker, which will hold it for `for_s`."""
+
+    gateway: str
+    worker_id: str
+    for_s: float
+    hashes: Chain
+
+
+@dataclass(slots=True)
+class Places:
+    """How far the two streams have been read."""
+
+    events: str = "0-0"
+    expected: str = "0-0"
+
+
+class Store:
+    """One gateway's hand on Redis. Everything raises what redis-py does when Redis cannot be reached."""
+
+    def __init__(
+        self, client: Any, *, model: str, gateway_id: str, lease_s: float = LEASE_S, max_entries: int = MAX_ENTRIES
+    ) -> None:
+        self._client = client
+        self.gateway_id = gateway_id
+        self.lease_s = lease_s
+        self.max_entries = max_entries
+        self._lease_ms = int(lease_s * 1000)
+        self._root = f"baton:{{{model}}}:{FORM}:"
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    # -- writing for a worker ------------------------------------------------------------------------------------------
+
+    async def acquire(self, worker_id: str, incarnation: int) -> bool:
+        """Whether this gateway now writes for the worker: nobody else does, nobody has heard of a later life of it."""
+        keys = (self._lease(worker_id), self._blocks(worker_id))
+        return bool(
+            await self._client.eval(_ACQUIRE, 2, *keys, self.gateway_id, _sortable(incarnation), self._lease_ms)
+        )
+
+    async def renew(self, worker_ids: Sequence[str]) -> list[str]:
+        """Those among them for which this gateway does not write any more."""
+        if not worker_ids:
+            return []
+        keys = [key for worker_id in worker_ids for key in (self._lease(worker_id), self._blocks(worker_id))]
+        arguments = (self.gateway_id, self._lease_ms, self._snapshot_ms)
+        lost = await self._client.eval(_RENEW, len(keys), *keys, *arguments)
+        return [worker_ids[int(number)] for number in lost]
+
+    async def append(self, worker_id: str, messages: Sequence[KVEvents]) -> bool:
+        """Events of one life of a worker that follow one another; False when this gateway may not write them."""
+        entries: list[Any] = []
+        for entry in _entries(messages):
+            entries += (entry.first_seq, len(entry.events), to_proto(entry).SerializeToString())
+        keys = (self._lease(worker_id), self._root + "events")
+        arguments = (self.gateway_id, self.max_entries, worker_id, messages[0].incarnation)
+        return bool(await self._client.eval(_APPEND, 2, *keys, *arguments, *entries))
+
+    async def write(self, worker_id: str, snapshot: KVEvents) -> bool:
+        """All of a worker's blocks; False when this gateway may not write them."""
+        keys = (self._lease(worker_id), self._blocks(worker_id), self._root + "workers", self._root + "events")
+        about = (self.gateway_id, worker_id, _sortable(snapshot.incarnation), snapshot.first_seq, self._snapshot_ms)
+        pieces = [to_proto(piece).SerializeToString() for piece in _pieces(snapshot)]
+        return bool(await self._client.eval(_SNAPSHOT, 4, *keys, *about, *pieces))
+
+    async def release(self, worker_id: str) -> None:
+        await self._client.eval(_RELEASE, 1, self._lease(worker_id), self.gateway_id)
+
+    # -- for the others ------------------------------------------------------------------------------------------------
+
+    async def worker_ids(self) -> list[str]:
+        return sorted(worker_id.decode() for worker_id in await self._client.smembers(self._root + "workers"))
+
+    async def holders(self, worker_ids: Sequence[str]) -> dict[str, str | None]:
+        """Who writes for each worker."""
+        if not worker_ids:
+            return {}
+        holders = await self._client.mget([self._lease(worker_id) for worker_id in worker_ids])
+        named = (holder.decode() if holder is not None else None for holder in holders)
+        return dict(zip(worker_ids, named, strict=True))
+
+    async def snapshot(self, worker_id: str) -> tuple[KVEvents, str] | None:
+        """A worker's blocks, and where in the stream what it said later begins."""
+        found: dict[bytes, bytes] = await self._client.hgetall(self._blocks(worker_id))
+        if not found:
+            return None
+        events: list[KVEvent] = []
+        for number in range(len(found) - 3):
+            events += from_proto(KVEvents, KVEventsMessage.FromString(found[b"%d" % number])).events
+        snapshot = KVEvents(
+            incarnation=int(found[b"incarnation"]), first_seq=int(found[b"next"]), events=tuple(events), snapshot=True
+        )
+        return snapshot, found[b"position"].decode()
+
+    async def tidy(self, worker_id: str) -> None:
+        """Forgets a worker that nobody writes for."""
+        keys = (self._lease(worker_id), self._blocks(worker_id), self._root + "workers")
+        await self._client.eval(_TIDY, 3, *keys, worker_id)
+
+    async def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, for_s: float) -> None:
+        await self._client.xadd(
+            self._root + "expected",
+            {"gateway": self.gateway_id, "worker": worker_id, "for_s": for_s, "hashes": Chain.of(hashes).packed},
+            maxlen=MAX_EXPECTED,
+            approximate=True,
+        )
+
+    async def ends(self) -> Places:
+        """Where both streams end now."""
+        last = [
+            await self._client.xrevrange(self._root + name, count=1)
+            for name in ("events", "expected")
+        ]  # fmt: skip
+        events, expected = (entries[0][0].decode() if entries else "0-0" for entries in last)
+        return Places(events=events, expected=expected)
+
+    async def read(self, places: Places, *, wait: bool) -> list[Told | Expected]:
+        """What came after `places`, which move on; waits for half a second at most, or not at all."""
+        names = {self._root + "events": places.events, self._root + "expected": places.expected}
+        found = await self._client.xread(names, count=READ_COUNT, block=BLOCK_MS if wait else None)
+        streams = found.items() if isinstance(found, dict) else found
+        entries: list[Told | Expected] = []
+        for name, told in streams:
+            of_events = name == (self._root + "events").encode()
+            for place, fields in told[0] if isinstance(found, dict) else told:
+                if of_events:
+                    places.events = place.decode()
+                    entries.append(_told(fields))
+                else:
+                    places.expected = place.decode()
+                    entries.append(_expected(fields))
+        return entries
+
+    def _lease(self, worker_id: str) -> str:
+        return f"{self._root}lease:{worker_id}"
+
+    def _blocks(self, worker_id: str) -> str:
+        return f"{self._root}blocks:{worker_id}"
+
+    @property
+    def _snapshot_ms(self) -> int:
+        return int(self._lease_ms * SNAPSHOT_LEASES)
+
+
+def _sortable(incarnation: int) -> str:
+    return f"{incarnation:020d}"
+
+
+def _told(fields: dict[bytes, bytes]) -> Told:
+    return Told(
+        gateway=fields[b"gateway"].decode(),
+        worker_id=fields[b"worker"].decode(),
+        incarnation=int(fields[b"incarnation"]),
+        first_seq=int(fields[b"first"]),
+        num_events=int(fields[b"num"]),
+        packed=fields[b"events"],
+    )
+
+
+def _expected(fields: dict[bytes, bytes]) -> Expected:
+    return Expected(
+        gateway=fields[b"gateway"].decode(),
+        worker_id=fields[b"worker"].decode(),
+        for_s=float(fields[b"for_s"]),
+        hashes=Chain(fields[b"hashes"]),
+    )
+
+
+def num_blocks(event: KVEvent) -> int:
+    return 0 if isinstance(event, Cleared) else len(event.hashes)
+
+
+def _entries(messages: Sequence[KVEvents]) -> Iterator[KVEvents]:
+    """The same events, in messages neither tiny nor huge."""
+    gathered: list[KVEvent] = []
+    size, first_seq = 0, messages[0].first_seq
+    for message in messages:
+        for event in message.events:
+            gathered.append(event)
+            size += num_blocks(event)
+            if size >= ENTRY_BLOCKS:
+                yield KVEvents(incarnation=message.incarnation, first_seq=first_seq, events=tuple(gathered))
+                first_seq += len(gathered)
+                gathered, size = [], 0
+    if gathered:
+        yield KVEvents(incarnation=messages[0].incarnation, first_seq=first_seq, events=tuple(gathered))
+
+
+def _pieces(snapshot: KVEvents) -> Iterator[KVEvents]:
+    gathered: list[KVEvent] = []
+    size = 0
+    for event in snapshot.events:
+        gathered.append(event)
+        size += num_blocks(event)
+        if size >= PIECE_BLOCKS:
+            yield KVEvents(incarnation=snapshot.incarnation, first_seq=0, events=tuple(gathered))
+            gathered, size = [], 0
+    if gathered:
+        yield KVEvents(incarnation=snapshot.incarnation, first_seq=0, events=tuple(gathered))

@@ -1,0 +1,134 @@
+"""From a URL to a Redis client: one server, servers watched by Sentinels, or a cluster; plain or under TLS.
+
+    redis://[[user]:password@]host[:6379][/db]                       rediss://... is the same under TLS
+    redis+sentinel://[[user]:password@]host[:26379],host.../service[/db]    the service's name with the Sentinels
+    redis+cluster://[[user]:password@]host[:6379],host...            any nodes of the cluster
+
+What redis-py takes as an option of a connection may follow as a query: `?ssl_ca_certs=/etc/redis/ca.pem`. The password
+is for the servers; one for the Sentinels themselves is `sentinel_password` in the query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from protos.errors import Misconfigured
+
+SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
+_PORTS = {"": 6379, "sentinel": 26379, "cluster": 6379}
+_FORM = "write it as redis://host:port, redis+sentinel://host:port,host:port/service or redis+cluster://host:port"
+_OPTIONS = (
+    "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "sentinel_username", "sentinel_password",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisUrl:
+    """`kind` is "", "sentinel" or "cluster". `shown` is the URL without its password, for people."""
+
+    kind: str
+    tls: bool
+    hosts: tuple[tuple[str, int], ...]
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    db: int = 0
+    service: str = ""
+    options: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def shown(self) -> str:
+        scheme = f"redis{'s' * self.tls}{'+' * bool(self.kind)}{self.kind}"
+        path = f"/{self.service}" * bool(self.service) + f"/{self.db}" * bool(self.db)
+        return f"{scheme}://{','.join(f'{host}:{port}' for host, port in self.hosts)}{path}"
+
+    def client(self, *, timeout_s: float) -> Redis | RedisCluster:
+        """A client that speaks bytes. Connects when it is first used; a command takes `timeout_s` at most."""
+        told: dict[str, Any] = {
+            name: value for name, value in self.options.items() if not name.startswith("sentinel_")
+        } | {"username": self.username, "password": self.password, "socket_timeout": timeout_s}
+        told |= {"socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}  # who calls has a loop of its own
+        if self.kind == "cluster":
+            nodes = [ClusterNode(host, port) for host, port in self.hosts]
+            return RedisCluster(startup_nodes=nodes, ssl=self.tls, **told)
+        if self.kind == "sentinel":
+            watch = {
+                name.removeprefix("sentinel_"): value
+                for name, value in self.options.items()
+                if name.startswith("sentinel_")
+            } | {name: value for name, value in told.items() if name.startswith(("ssl", "socket"))}
+            make: Any = Sentinel  # redis-py does not say its types
+            sentinel = make(self.hosts, sentinel_kwargs={"ssl": self.tls, **watch}, ssl=self.tls, **told)
+            client: Redis = sentinel.master_for(self.service, db=self.db)
+            return client
+        [(host, port)] = self.hosts
+        return Redis(host=host, port=port, db=self.db, ssl=self.tls, **told)
+
+
+def parse(url: str, *, setting: str) -> RedisUrl:
+    """Raises Misconfigured, which names the setting and never the password."""
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES:
+        raise Misconfigured(f"{setting}: {parts.scheme or url!r} is no kind of Redis URL: {_FORM}", param=setting)
+    secure, _, kind = parts.scheme.partition("+")
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    username, _, password = credentials.partition(":")
+    path = [unquote(part) for part in parts.path.split("/") if part]
+    service = path.pop(0) if kind == "sentinel" and path else ""
+    if kind == "sentinel" and not service:
+        raise Misconfigured(
+            f"{setting}: a Sentinel URL names its service: redis+sentinel://host/service", param=setting
+        )
+    if kind == "cluster" and path:
+        raise Misconfigured(
+            f"{setting}: a Redis Cluster has no numbered databases: leave /{path[0]} out", param=setting
+        )
+    if len(path) > 1 or (path and not path[0].isdecimal()):
+        raise Misconfigured(f"{setting}: {'/'.join(path)!r} is no number of a database: {_FORM}", param=setting)
+    return RedisUrl(
+        kind=kind,
+        tls=secure == "rediss",
+        hosts=_hosts(hosts, kind, setting),
+        username=unquote(username) or None if at else None,
+        password=unquote(password) or None if at else None,
+        db=int(path[0]) if path else 0,
+        service=service,
+        options=_options(parts.query, secure == "rediss", setting),
+    )
+
+
+def _hosts(told: str, kind: str, setting: str) -> tuple[tuple[str, int], ...]:
+    hosts = []
+    for one in told.split(","):
+        parts = urlsplit(f"//{one}")
+        try:
+            host, port = parts.hostname, parts.port or _PORTS[kind]
+        except ValueError as error:
+            raise Misconfigured(f"{setting}: {one!r} is no host and port: {error}", param=setting) from error
+        if not host:
+            raise Misconfigured(f"{setting}: a host is missing: {_FORM}", param=setting)
+        hosts.append((host, port))
+    if len(hosts) > 1 and not kind:
+        raise Misconfigured(
+            f"{setting}: {len(hosts)} hosts: one server has one; for more, say redis+sentinel or redis+cluster",
+            param=setting,
+        )
+    return tuple(hosts)
+
+
+def _options(query: str, tls: bool, setting: str) -> dict[str, str]:
+    options = dict(parse_qsl(query))
+    for name in options:
+        if name not in _OPTIONS:
+            raise Misconfigured(f"{setting}: ?{name}= is unknown: use {', '.join(_OPTIONS)}", param=setting)
+        if name.startswith("ssl") and not tls:
+            raise Misconfigured(f"{setting}: ?{name}= is for TLS: begin the URL with rediss", param=setting)
+    return options

@@ -1,0 +1,307 @@
+"""Gateways that share what workers say through a real Redis, whatever happens to it, to them, or to a worker.
+
+The workers are block pools that speak as the real ones do: numbered events, replay of what is kept, else a snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from redis.asyncio import Redis
+
+from kvtransfer.events import EventLog
+from kvtransfer.hashing import chain_hashes
+from protos.chain import Chain
+from protos.values import BlockStored, Hello, KVEvents
+from router.prefix.feed import Feed
+from router.prefix.redis import RedisPrefixIndex
+from router.prefix.redis_store import Store
+from router.prefix.redis_url import parse
+from router.prefix.table import TablePrefixIndex
+from tests.cluster.redis_server import RedisServer
+from workers.kv.blocks import BlockPool
+
+pytestmark = pytest.mark.cluster
+
+LEASE_S = 0.6
+TIMEOUT_S = 0.8  # of a command: longer than a read waits
+PATIENCE_S = 20.0
+BLOCK_SIZE = 4
+
+
+class Worker:
+    """Reads prompts into its cache and tells whoever has met it."""
+
+    def __init__(self, worker_id: str, *, incarnation: int = 1, num_blocks: int = 64, kept: int = 4096) -> None:
+        self.worker_id = worker_id
+        self.log = EventLog(incarnation, kept)
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE, self.log.record)
+        self._told: dict[str, tuple[Gateway, int]] = {}
+        self.num_snapshots = 0
+
+    def meet(self, gateway: Gateway) -> None:
+        """As a stream begins."""
+        self._answer(gateway, gateway.feed.hello(self.worker_id, self.log.incarnation))
+
+    def read(self, *prompts: range) -> None:
+        for prompt in prompts:
+            hashes = chain(prompt)
+            cached = self.pool.match(hashes)
+            self.pool.acquire(cached)
+            fresh = self.pool.allocate(len(hashes) - len(cached))
+            assert fresh is not None
+            for place, block_id in enumerate(fresh, len(cached)):
+                self.pool.seal(block_id, hashes[place], hashes[place - 1] if place else b"")
+            self.pool.release([*cached, *fresh])
+        self.tell()
+
+    def tell(self) -> None:
+        for gateway, next_seq in list(self._told.values()):
+            news = self.log.since(self.log.incarnation, next_seq)
+            assert news is not None
+            self._send(gateway, news)
+
+    def leave(self, gateway: Gateway) -> None:
+        """As a stream ends."""
+        del self._told[gateway.gateway_id]
+        gateway.feed.lost(self.worker_id)
+
+    def _answer(self, gateway: Gateway, hello: Hello) -> None:
+        news = self.log.since(hello.incarnation, hello.next_seq)
+        if news is None:
+            self.num_snapshots += 1
+            news = self.log.snapshot(self.pool.snapshot())
+        self._send(gateway, news)
+
+    def _send(self, gateway: Gateway, news: KVEvents) -> None:
+        self._told[gateway.gateway_id] = (gateway, self.log.next_seq)
+        hello = gateway.feed.receive(self.worker_id, news)
+        if hello is not None:
+            self._answer(gateway, hello)
+
+
+class Gateway:
+    """What of a gateway has to do with the index."""
+
+    def __init__(self, gateway_id: str, url: str, *, max_entries: int = 8192) -> None:
+        self.gateway_id = gateway_id
+        store = Store(
+            parse(url, setting="index").client(timeout_s=TIMEOUT_S),
+            model="toy",
+            gateway_id=gateway_id,
+            lease_s=LEASE_S,
+            max_entries=max_entries,
+        )
+        self.index = RedisPrefixIndex(TablePrefixIndex(), store)
+        self.feed = Feed(self.index, gateway_id=gateway_id, peers=self.index)
+
+    def matched(self, prompt: range) -> dict[str, int]:
+        return dict(self.index.match(chain(prompt), now=asyncio.get_running_loop().time()))
+
+
+def chain(prompt: range, salt: bytes = b"") -> Chain:
+    return chain_hashes(prompt, BLOCK_SIZE, salt=salt)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():  # noqa: ASYNC110 - what is waited for changes in many places
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def opened(*gateways: Gateway) -> AsyncIterator[None]:
+    async with AsyncExitStack() as stack:
+        for gateway in gateways:
+            stack.push_async_callback(gateway.index.close)
+            await gateway.index.start()
+        yield
+
+
+def knows(gateway: Gateway, prompts: Iterable[range], worker_id: str = "w") -> Callable[[], bool]:
+    wanted = list(prompts)
+    return lambda: all(gateway.matched(one).get(worker_id) == len(one) // BLOCK_SIZE for one in wanted)
+
+
+PROMPTS = [range(start, start + 40) for start in range(0, 500, 100)]
+
+
+async def test_a_gateway_knows_at_its_start_what_others_have_heard(redis: RedisServer) -> None:
+    """From a snapshot and what was told after it; the worker itself then has nothing to repeat."""
+    worker, first, second = Worker("w"), Gateway("g1", redis.url), Gateway("g2", redis.url)
+    worker.read(*PROMPTS[:2])
+    async with opened(first):
+        worker.meet(first)
+        await until(lambda: first.index.writes_for("w"))
+        worker.read(*PROMPTS[2:])
+        await until(lambda: first.index.num_entries > 0)
+        async with opened(second):
+            assert knows(second, PROMPTS)()
+            assert second.feed.position("w") == first.feed.position("w")
+            before = worker.num_snapshots
+            worker.meet(second)
+            assert worker.num_snapshots == before
+            assert second.feed.num_gaps == 0
+            assert knows(second, PROMPTS)()
+
+
+async def test_a_gateway_follows_a_worker_that_only_another_one_hears(redis: RedisServer) -> None:
+    worker, near, far = Worker("w", num_blocks=20), Gateway("near", redis.url), Gateway("far", redis.url)
+    async with opened(near, far):
+        worker.meet(near)
+        for prompt in PROMPTS:  # two of them fit
+            worker.read(prompt)
+        await until(lambda: far.feed.position("w") == worker_position(worker))
+        assert [far.matched(one) for one in PROMPTS] == [near.matched(one) for one in PROMPTS]
+        assert [bool(far.matched(one)) for one in PROMPTS] == [False, False, False, True, True]
+        worker.pool.clear()
+        worker.tell()
+        await until(lambda: not far.matched(PROMPTS[-1]))
+
+
+async def test_siblings_of_a_burst_are_expected_together_at_every_gateway(redis: RedisServer) -> None:
+    worker, first, second = Worker("w"), Gateway("g1", redis.url), Gateway("g2", redis.url)
+    async with opened(first, second):
+        worker.meet(first)
+        worker.meet(second)
+        now = asyncio.get_running_loop().time()
+        first.index.expect("w", chain(PROMPTS[0]), until=now + 60.0)
+        await until(knows(second, PROMPTS[:1]))
+        first.index.expect("w", chain(PROMPTS[1]), until=now + 0.2)
+        await until(lambda: not second.matched(PROMPTS[1]) and asyncio.get_running_loop().time() > now + 0.2)
+
+
+async def test_tenants_share_nothing_through_redis_either(redis: RedisServer) -> None:
+    worker, first, second = Worker("w"), Gateway("g1", redis.url), Gateway("g2", redis.url)
+    async with opened(first, second):
+        worker.meet(first)
+        worker.read(*PROMPTS)
+        await until(knows(second, PROMPTS))
+        salted = chain(PROMPTS[0], salt=b"tenant")
+        assert second.index.match(salted, now=asyncio.get_running_loop().time()) == {}
+
+
+async def test_what_a_dead_worker_held_is_gone_when_its_lease_ends(redis: RedisServer) -> None:
+    worker, near, far = Worker("w"), Gateway("near", redis.url), Gateway("far", redis.url)
+    async with opened(near, far):
+        worker.meet(near)
+        worker.read(*PROMPTS)
+        await until(knows(far, PROMPTS))
+        worker.leave(near)
+        await until(lambda: not far.feed.worker_ids and not near.feed.worker_ids)
+        assert far.matched(PROMPTS[0]) == near.matched(PROMPTS[0]) == {}
+        async with Redis.from_url(redis.url, decode_responses=True) as client:
+            keys = [str(key) for key in await client.keys("*")]
+        assert not [key for key in keys if "blocks:w" in key or "lease:w" in key]
+
+
+async def test_a_gateway_that_died_is_succeeded_by_one_that_hears_the_worker(redis: RedisServer) -> None:
+    worker, first, second = Worker("w"), Gateway("g1", redis.url), Gateway("g2", redis.url)
+    third = Gateway("g3", redis.url)
+    async with opened(second, third):
+        async with opened(first):
+            worker.meet(first)
+            worker.read(*PROMPTS[:2])
+            await until(lambda: first.index.writes_for("w"))
+            worker.meet(second)
+        assert not second.index.writes_for("w")
+        del worker._told["g1"]
+        worker.read(*PROMPTS[2:])
+        await until(lambda: second.index.writes_for("w"))
+        await until(knows(third, PROMPTS))
+
+
+async def test_neither_a_paused_gateway_nor_a_former_life_is_believed(redis: RedisServer) -> None:
+    def store(gateway_id: str) -> Store:
+        client = parse(redis.url, setting="index").client(timeout_s=TIMEOUT_S)
+        return Store(client, model="toy", gateway_id=gateway_id, lease_s=60.0)
+
+    def snapshot(incarnation: int) -> KVEvents:
+        stored = BlockStored(hashes=chain(PROMPTS[0]))
+        return KVEvents(incarnation=incarnation, first_seq=incarnation, events=(stored,), snapshot=True)
+
+    old, new = store("old"), store("new")
+    told = KVEvents(incarnation=9, first_seq=9, events=(BlockStored(hashes=chain(PROMPTS[1])),))
+    try:
+        assert await old.acquire("w", 9)
+        assert await old.write("w", snapshot(9))
+        assert await old.append("w", [told])
+        assert not await new.acquire("w", 10), "one writes for a worker"
+        await old.release("w")  # as if its lease had ended while it was paused
+        assert await new.acquire("w", 10)
+        assert not await old.append("w", [told])
+        assert not await old.write("w", snapshot(9))
+        assert await old.renew(["w"]) == ["w"]
+        assert await new.write("w", snapshot(10))
+        await new.release("w")
+        assert not await old.acquire("w", 9), "a later life of the worker is known"
+        found = await new.snapshot("w")
+        assert found is not None
+        assert found[0] == snapshot(10)
+    finally:
+        await old.close()
+        await new.close()
+
+
+async def test_streams_are_trimmed_and_a_late_gateway_is_warm_all_the_same(redis: RedisServer) -> None:
+    limit = 100
+    worker, first = Worker("w", num_blocks=100), Gateway("g1", redis.url, max_entries=limit)
+    late = Gateway("g2", redis.url, max_entries=limit)
+    async with opened(first):
+        worker.meet(first)
+        await until(lambda: first.index.writes_for("w"))
+        for number in range(260):
+            worker.read(range(number, number + 8))
+            heard = first.index.num_entries
+            await until(lambda heard=heard: first.index.num_entries > heard or bool(first.index.trouble))  # type: ignore[misc]
+        async with Redis.from_url(redis.url) as client:
+            assert await client.xlen("baton:{toy}:kv1:events") <= 2 * limit
+        async with opened(late):
+            assert late.feed.position("w") == worker_position(worker)
+            assert late.index.num_blocks("w") == worker.pool.num_cached
+
+
+@pytest.mark.parametrize("fault", ["killed", "paused", "emptied"])
+async def test_routing_goes_on_without_redis_and_sharing_comes_back(redis: RedisServer, fault: str) -> None:
+    worker, first, second = Worker("w"), Gateway("g1", redis.url), Gateway("g2", redis.url)
+    async with opened(first, second):
+        worker.meet(first)
+        worker.meet(second)
+        worker.read(PROMPTS[0])
+        await until(lambda: first.index.writes_for("w") or second.index.writes_for("w"))
+        if fault == "emptied":
+            async with Redis.from_url(redis.url) as client:
+                await client.flushall()
+        else:
+            (redis.stop if fault == "killed" else redis.pause)()
+            await until(lambda: "cannot be reached" in first.index.trouble and "cannot be" in second.index.trouble)
+        worker.read(*PROMPTS[1:3])
+        for gateway in (first, second):
+            gateway.index.expect("w", chain(PROMPTS[3]), until=asyncio.get_running_loop().time() + 60.0)
+            assert knows(gateway, PROMPTS[:4])()
+        if fault != "emptied":
+            (redis.start if fault == "killed" else redis.resume)()
+        await until(lambda: not first.index.trouble and not second.index.trouble)
+        worker.read(PROMPTS[4])
+        late = Gateway("g3", redis.url)
+        async with opened(late):
+            await until(knows(late, [*PROMPTS[:3], PROMPTS[4]]))
+        assert first.index.num_faults == second.index.num_faults == 0
+
+
+async def test_a_gateway_starts_without_redis_and_says_so(redis: RedisServer) -> None:
+    redis.stop()
+    worker, alone = Worker("w"), Gateway("g1", redis.url)
+    alone.index.warm_s = 0.1
+    async with opened(alone):
+        assert alone.index.trouble
+        worker.meet(alone)
+        worker.read(PROMPTS[0])
+        assert knows(alone, PROMPTS[:1])()
+
+
+def worker_position(worker: Worker) -> tuple[int, int]:
+    return (worker.log.incarnation, worker.log.next_seq)
