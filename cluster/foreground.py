@@ -71,7 +71,7 @@ async def run_worker(config: ClusterConfig, orders: Orders, console: Console) ->
     stop, rank = Stop(), Rank()
     rank.start(orders)
     await stop.before(_tell(rank))
-    await stop.patiently(rank.stop())
+    await stop.patiently(rank.leave(config.supervision.grace_s))
 
 
 async def _tell(rank: Rank) -> None:

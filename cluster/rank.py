@@ -21,7 +21,7 @@ from protos.wire import error_info
 from workers.config import Seat, WorkerConfig
 
 if TYPE_CHECKING:
-    from workers.rpc.worker import Parts
+    from workers.rpc.worker import Parts, Worker
 
 log = logging.getLogger("baton.worker")
 
@@ -81,6 +81,7 @@ class Rank:
         self._news = asyncio.Event()
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._worker: Worker | None = None
 
     def start(self, orders: Orders) -> None:
         assert self._task is None, "a rank starts once"
@@ -92,6 +93,13 @@ class Rank:
         self._news.clear()
         events, self._events = self._events, []
         return events
+
+    async def leave(self, grace_s: float) -> None:
+        """As `stop`, but what runs may finish or go elsewhere first, for `grace_s`."""
+        if self._worker is not None and self._task is not None:
+            self._worker.leave()
+            await asyncio.wait([self._task], timeout=grace_s)
+        await self.stop()
 
     async def stop(self) -> None:
         """Ends the rank; returns when it has ended. A follower that has opened ends only with its rank 0."""
@@ -124,6 +132,7 @@ class Rank:
         from workers.rpc.worker import Worker
 
         worker = Worker(opening.result())
+        self._worker = worker
         try:
             self._note(Serving(info=await worker.start(orders.seat.host, orders.port, peers=orders.peers)))
             serving = asyncio.ensure_future(worker.wait())

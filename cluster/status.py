@@ -27,21 +27,38 @@ Held = Sequence[tuple[str, Mapping[str, Any] | None]]
 def status(
     url: Annotated[str, typer.Option(help="A gateway's root.")] = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Everything the gateway tells, as JSON.")] = False,
+    kv: Annotated[bool, typer.Option("--kv", help="Only who holds KV for whom: every ticket and every lane.")] = False,
     api_key: AdminKey = "",
 ) -> None:
     """Show pools, workers, load, KV use, lanes and tickets of a running cluster."""
-    told = fetch_status(url, api_key)
+    told = fetch_status(url, api_key, "/admin/kv" if kv else "/admin/status")
     if as_json:
         typer.echo(json.dumps(told, indent=2))
     else:
-        Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(status_tables(told, url))
+        shown = kv_tables(told) if kv else status_tables(told, url)
+        Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(shown)
 
 
-def fetch_status(url: str, api_key: str = "") -> dict[str, Any]:
+def fetch_status(url: str, api_key: str = "", path: str = "/admin/status") -> dict[str, Any]:
     """Raises Unavailable when there is no cluster, NotFound when it is something else."""
     with open_client(url, api_key) as client:
-        status: dict[str, Any] = get_json(client, "/admin/status")
+        status: dict[str, Any] = get_json(client, path)
         return status
+
+
+def kv_tables(told: Mapping[str, Any]) -> RenderableType:
+    """Everything /admin/kv tells, for people."""
+    held: Held = [(one["worker_id"], one if one["tickets"] is not None else None) for one in told["workers"]]
+    silent = [worker_id for worker_id, one in held if one is None]
+    reserved, oldest = _bytes(told["num_bytes_reserved"]), _duration(told["oldest_s"])
+    parts: list[RenderableType] = [
+        Text(f"{told['num_tickets']:,} tickets, {reserved} reserved, the oldest for {oldest}"),
+        *([Text(f"no answer from {', '.join(silent)}", "red")] if silent else []),
+    ]
+    for table in (_tickets(held), _lanes(held)):
+        if table.row_count:
+            parts += ["", table]
+    return Group(*parts)
 
 
 def status_tables(status: Mapping[str, Any], url: str) -> RenderableType:
@@ -113,11 +130,11 @@ def _lanes(held: Held) -> Table:
 
 
 def _tickets(held: Held) -> Table:
-    table = _table("Tickets", "worker", "ticket", "state", "owner", "age", "size")
+    table = _table("Tickets", "worker", "ticket", "state", "way", "with", "age", "size")
     for worker_id, ticket in _each(held, "tickets"):
         name = f"{ticket['ticket_id']} (try {ticket['generation']})"
         age, size = _duration(ticket["age_s"]), _bytes(ticket["num_bytes"])
-        table.add_row(worker_id, name, ticket["state"], ticket["owner"], age, size)
+        table.add_row(worker_id, name, ticket["state"], ticket["direction"], ticket["owner"], age, size)
     return table
 
 
@@ -127,7 +144,7 @@ def _each(held: Held, what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
-    words = {"pool", "worker", "state", "address", "on", "peer", "over", "ticket", "owner"}
+    words = {"pool", "worker", "state", "address", "on", "peer", "over", "ticket", "way", "with"}
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", overflow="fold")
     return table

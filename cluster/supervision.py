@@ -4,6 +4,7 @@
 STARTING ─────────▶ SERVING ──────────▶ WAITING ─────────▶ STARTING   (a new incarnation each time)
     │                                      ▲
     └────────────── failed ────────────────┘      failed with nothing to be hoped for: HOPELESS
+                                                  left, as it was told to: STARTING at once
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ def born(now: float) -> Life:
 def opened(life: Life, now: float) -> Life:
     assert life.state is LifeState.STARTING, life.state
     return replace(life, state=LifeState.SERVING, since_s=now, reason="", has_served=True)
+
+
+def left(life: Life, now: float) -> Life:
+    """It was drained, and has ended in order: the next incarnation starts at once."""
+    assert life.state is LifeState.SERVING, life.state
+    return replace(life, state=LifeState.STARTING, since_s=now, num_failures=0)
 
 
 def failed(life: Life, error: BatonError, now: float, config: SupervisionConfig) -> Life:

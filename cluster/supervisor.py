@@ -1,6 +1,7 @@
 """Keeps every worker of a plan alive: starts them all at once, announces who serves, starts again who died.
 
 tend (one task a worker):  launch ─▶ Loading ... ─▶ Serving: announce ─▶ ... ─▶ died: wait, launch again
+                                                                             ├─▶ drained, and left: launch again
                                                                              └─▶ hopeless: everything ends
 """
 
@@ -122,6 +123,10 @@ class Supervisor:
             self._show(WorkerView(worker_id=plan.worker_id, life=life, incarnation=self._incarnation))
             error = await self._live(plan, self._incarnation)
             view = self._views[plan.worker_id]
+            if error is None:
+                log.info("worker %s has left: the next one takes its place", plan.worker_id)
+                life = supervision.left(view.life, self._clock())
+                continue
             life = supervision.failed(view.life, error, self._clock(), self._config)
             self._show(replace(view, life=life, info=None, loaded=0.0))
             if life.state is LifeState.HOPELESS:
@@ -131,8 +136,8 @@ class Supervisor:
             await self._sleep(delay_s)
             life = supervision.restarted(life, self._clock())
 
-    async def _live(self, plan: WorkerPlan, incarnation: int) -> BatonError:
-        """One incarnation, from its launch to its end; what it ended with."""
+    async def _live(self, plan: WorkerPlan, incarnation: int) -> BatonError | None:
+        """One incarnation, from its launch to its end; what it ended with, None if it was told to leave."""
         living = asyncio.create_task(self._follow(plan, incarnation))
         beating = asyncio.create_task(self._beat(plan.worker_id))
         try:
@@ -143,8 +148,8 @@ class Supervisor:
                 task.cancel()
             await asyncio.wait([living, beating])
 
-    async def _follow(self, plan: WorkerPlan, incarnation: int) -> BatonError:
-        """Notes what the worker tells; what it ended with."""
+    async def _follow(self, plan: WorkerPlan, incarnation: int) -> BatonError | None:
+        """Notes what the worker tells; what it ended with, None if it served and then ended in order."""
         try:
             async with aclosing(self._launcher.launch(plan, incarnation)) as events:
                 async for event in events:
@@ -155,7 +160,8 @@ class Supervisor:
             log.exception("worker %s: it could not be launched for a reason of our own", plan.worker_id)
             self.num_faults += 1
             return Internal(f"{type(error).__name__}: {error}")
-        return WorkerLost("it ended by itself")
+        served = self._views[plan.worker_id].life.state is LifeState.SERVING
+        return None if served else WorkerLost("it ended by itself")
 
     async def _beat(self, worker_id: str) -> BatonError:
         """Health means progress: a process that is there and gets nowhere is dead. Begins when the worker serves."""

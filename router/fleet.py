@@ -146,6 +146,13 @@ class Fleet:
         """Tickets and lanes, asked of the worker itself. Raises WorkerLost."""
         return await self.member(worker_id).connection().stats()
 
+    async def drain(self, worker_id: str) -> int:
+        """The worker takes no new work from now on, and ends when nothing runs on it; how many requests do. Raises
+        NotFound for a worker that is not known here, WorkerLost for one that cannot be reached."""
+        if worker_id not in self._members:
+            raise NotFound(f"there is no worker {worker_id}: the fleet is {', '.join(self._members) or 'empty'}")
+        return await self._members[worker_id].connection().drain(exit=True)
+
     def count_read(self, reader: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A prompt has been read: so much of it came from the reader's cache."""
         if reader.role is not None:

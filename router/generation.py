@@ -91,3 +91,8 @@ class FleetView(Protocol):
     async def stats(self, worker_id: str) -> WorkerStats:
         """Tickets and lanes, asked of the worker itself. Raises WorkerLost."""
         ...
+
+    async def drain(self, worker_id: str) -> int:
+        """The worker takes no new work, and ends when nothing runs on it; how many requests do. Raises NotFound or
+        WorkerLost."""
+        ...

@@ -20,8 +20,8 @@ def add(admin: APIRouter, gateway: Gateway) -> None:
     async def status() -> Response:
         told = {"model": gateway.card.name, "ready": gateway.fleet.ready(), "reason": not_ready(gateway)}
         workers = gateway.fleet.status()
-        held = await asyncio.gather(*(_held(gateway, worker.worker_id) for worker in workers))
-        kv = {worker.worker_id: one for worker, one in zip(workers, held, strict=True)}
+        said = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
+        kv = {worker.worker_id: one for worker, one in zip(workers, said, strict=True)}
         return json_response(told | {"workers": workers, "kv": kv})
 
 
@@ -37,7 +37,7 @@ def not_ready(gateway: Gateway) -> str:
     return "; ".join(told) or "no worker has joined yet"
 
 
-async def _held(gateway: Gateway, worker_id: str) -> dict[str, Any] | None:
+async def held(gateway: Gateway, worker_id: str) -> dict[str, Any] | None:
     """What a worker holds for others and its ways to them; None of one that does not say in time."""
     try:
         async with asyncio.timeout(STATS_TIMEOUT_S):

@@ -168,6 +168,24 @@ async def test_a_draining_worker_serves_what_it_has_and_takes_nothing_new(worker
     await gateway.close()
 
 
+async def test_a_worker_that_is_told_to_leave_ends_after_its_last_word(worker: Worker) -> None:
+    gateway = Gateway(worker.info.address, "g")
+    gateway.submit("old", tuple(range(8)), ENDLESS)
+    while not (await gateway.read()).updates:
+        pass
+    left = await gateway.stub.Drain(worker_pb2.DrainRequest(exit=True))
+    assert left.num_running == 1
+    async with asyncio.timeout(10):
+        await worker.wait()
+        stopping = asyncio.create_task(worker.stop())
+        told = [update for message in gateway.messages for update in message.updates]
+        while not told or told[-1].finish_reason is None:
+            told += (await gateway.read()).updates
+        await stopping
+    assert len(tokens(told)) == ENDLESS.max_tokens
+    await gateway.close()
+
+
 async def test_a_stream_must_begin_with_hello(worker: Worker) -> None:
     channel = grpc.aio.insecure_channel(worker.info.address)
     stub: Any = worker_pb2_grpc.WorkerStub(channel)

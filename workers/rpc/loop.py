@@ -68,6 +68,7 @@ class EngineLoop:
         self._fault: BaseException | None = None
         self._last_progress_s = clock()
         self._working = False
+        self._awaiting_idle: list[asyncio.Future[None]] = []
         self._told = engine.load()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -101,6 +102,12 @@ class EngineLoop:
 
         self.post(run)
         return await future
+
+    async def idle(self) -> None:
+        """Returns when nothing runs, and nothing is on its way."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self.post(lambda: self._awaiting_idle.append(future))
+        await future
 
     def post(self, fn: Callable[[], None]) -> None:
         """Runs `fn` on the engine's thread between two steps; it must not raise."""
@@ -136,6 +143,8 @@ class EngineLoop:
         if not engine.has_work():
             self._working = False
             self._say_idle()
+            while self._awaiting_idle:
+                self._tell(_succeed, self._awaiting_idle.pop(), None)
             self._wake.wait()
             self._last_progress_s = self._clock()
             return

@@ -60,7 +60,8 @@ class GatewayStream:
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """`reserve` is None on workers that do not receive KV. Lives on the event loop; the engine only through `loop`."""
+    """`reserve` is None on workers that do not receive KV; `leave` has the worker end once it is drained. Lives on the
+    event loop; the engine only through `loop`."""
 
     def __init__(
         self,
@@ -70,12 +71,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         clock: Callable[[], float],
         stats: Callable[[], WorkerStats],
         reserve: Reserve | None = None,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._info = info
         self._engine = engine
         self._clock = clock
         self._stats = stats
         self._reserve = reserve
+        self._leave = leave
         self._streams: dict[GatewayStream, None] = {}  # oldest first
         self._owners: dict[str, GatewayStream] = {}
         self._loop: Turns | None = None
@@ -261,13 +264,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.AbortReply(num_aborted=await self.loop.call(lambda: self._engine.abort(ids)))
 
     async def Drain(self, request: Any, context: Any) -> Any:
-        def drain() -> int:
-            self._engine.drain()
-            load = self._engine.load()
-            self.loop.tell(self._tell_load, StepMessage(load=load))
-            return load.num_running + load.num_waiting
+        num_left = await self.loop.call(self._drain)
+        if request.exit:
+            self._leave()
+        return worker_pb2.DrainReply(num_running=num_left)
 
-        return worker_pb2.DrainReply(num_running=await self.loop.call(drain))
+    def _drain(self) -> int:
+        """On the engine's thread: what still runs, or is on its way. Never 0 before all is over."""
+        self._engine.drain()
+        load = self._engine.load()
+        self.loop.tell(self._tell_load, StepMessage(load=load))
+        return max(load.num_running + load.num_waiting, int(self._engine.has_work()))
+
+    def end_streams(self) -> None:
+        """Every gateway gets what it is still to be told, and then the end of its stream."""
+        for stream in tuple(self._streams):
+            stream.queue.put_nowait(None)
 
     def _tell_load(self, message: StepMessage) -> None:
         for stream in tuple(self._streams):

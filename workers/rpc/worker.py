@@ -17,6 +17,8 @@ from workers.engine.engine import Engine
 from workers.rpc.loop import EngineLoop
 from workers.rpc.server import Reserve, WorkerServicer, new_server
 
+LAST_WORDS_S = 1.0
+
 
 def no_tickets(now: float) -> Sequence[TicketStats]:
     """What a worker that receives no KV says of its tickets."""
@@ -58,6 +60,8 @@ class Worker:
         self._stall_s = stall_s
         self._server: grpc.aio.Server | None = None
         self._loop: EngineLoop | None = None
+        self._servicer: WorkerServicer | None = None
+        self._leaving: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.info = parts.info
 
@@ -79,7 +83,9 @@ class Worker:
             clock=self._clock,
             stats=self._stats,
             reserve=self._parts.reserve,
+            leave=self.leave,
         )
+        self._servicer = servicer
         self._loop = EngineLoop(
             self._parts.engine,
             clock=self._clock,
@@ -96,15 +102,34 @@ class Worker:
         return self.info
 
     async def wait(self) -> None:
-        """Returns after `stop`; raises WorkerLost if the engine broke: the process should then end."""
+        """Returns after `stop`, or when the worker has left; raises WorkerLost if the engine broke. The process should
+        then end."""
         await asyncio.shield(self._ended)
 
+    def leave(self) -> None:
+        """Takes no new work; `wait` returns once nothing runs, and nothing is on its way, here. Idempotent."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(), name=f"leaving of {self.info.worker_id}")
+
+    async def _leave(self) -> None:
+        assert self._loop is not None, "start() comes first"
+        assert self._servicer is not None
+        await self._loop.call(self._parts.engine.drain)
+        await self._loop.idle()
+        self._servicer.end_streams()
+        if not self._ended.done():
+            self._ended.set_result(None)
+
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Stops taking calls, lets open streams finish for `grace_s`, ends the engine, frees everything. Idempotent."""
+        """Stops taking calls, lets open streams finish for `grace_s`, ends the engine, frees everything. Idempotent.
+        Streams of a worker that has left have ended already, and have a moment to say their last words."""
         server, loop = self._server, self._loop
         self._server = self._loop = None
+        has_left = self._leaving is not None and self._leaving.done()
+        if self._leaving is not None:
+            self._leaving.cancel()
         if server is not None:
-            await server.stop(grace_s)
+            await server.stop(max(grace_s, LAST_WORDS_S) if has_left else grace_s)
         if loop is not None:
             await loop.stop()
             await asyncio.to_thread(self._parts.close)

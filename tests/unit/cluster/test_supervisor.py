@@ -9,7 +9,7 @@ import pytest
 
 from cluster.config import PoolsConfig, SupervisionConfig
 from cluster.placement import Node, WorkerPlan, plan
-from cluster.rank import Event, Loading, Serving
+from cluster.rank import Ended, Event, Loading, Serving
 from cluster.supervision import LifeState
 from cluster.supervisor import Supervisor, WorkerView
 from protos.errors import BadCheckpoint, BatonError, WorkerLost
@@ -40,12 +40,17 @@ class Life:
     def die(self, error: Exception) -> None:
         self._events.put_nowait(error)
 
+    def leave(self) -> None:
+        self._events.put_nowait(Ended())
+
     async def events(self) -> AsyncGenerator[Event, None]:
         try:
             while True:
                 event = await self._events.get()
                 if isinstance(event, Exception):
                     raise event
+                if isinstance(event, Ended):
+                    return
                 yield event
         finally:
             self.closed = True
@@ -162,6 +167,26 @@ async def test_a_dead_worker_comes_back_as_a_new_incarnation(stage: Stage, super
     assert "announce decode-0 decode-0:2" in stage.done
     assert len(stage.lives["prefill-0"]) == 1
     assert not running.done()
+
+
+async def test_a_worker_that_was_drained_is_replaced_at_once(stage: Stage, supervisor: Supervisor) -> None:
+    running = await start(stage, supervisor)
+    for worker_id, lives in stage.lives.items():
+        lives[0].serve(f"{worker_id}:1")
+    await supervisor.ready()
+    stage.lives["decode-0"][0].leave()
+    await stage.launched("decode-0", times=2)
+    assert 1.0 not in stage.slept, "nothing has failed: there is nothing to wait for"
+    stage.lives["decode-0"][1].serve("decode-0:2")
+    await supervisor.ready()
+    assert not running.done()
+
+
+async def test_a_worker_that_ends_before_it_serves_has_failed(stage: Stage, supervisor: Supervisor) -> None:
+    await start(stage, supervisor)
+    stage.lives["decode-0"][0].leave()
+    await stage.launched("decode-0", times=2)
+    assert 1.0 in stage.slept
 
 
 async def test_a_worker_that_is_there_but_gets_nowhere_is_started_again(stage: Stage, supervisor: Supervisor) -> None:

@@ -104,6 +104,12 @@ class Crew:
             raise WorkerLost(f"worker {worker_id} has left")
         return self.held[worker_id]
 
+    async def drain(self, worker_id: str) -> int:
+        if worker_id not in [worker.worker_id for worker in self.workers]:
+            raise NotFound(f"there is no worker {worker_id}")
+        self.drained.append(worker_id)
+        return 3
+
 
 class Scripted:
     """Plays a script for every job: a delta is given out, an exception raised, an event waited for.

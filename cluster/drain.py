@@ -1,0 +1,108 @@
+"""`baton drain WORKER`: a worker takes no new work, what runs on it moves elsewhere or finishes, and then it ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from cluster.remote import DEFAULT_URL, AdminKey, get_json, no_answer, open_client, raise_for_error
+from protos.errors import DeadlineExceeded, NotFound
+
+PERIOD_S = 0.25
+
+Worker = Mapping[str, Any]
+
+
+def drain(
+    worker_id: Annotated[str, typer.Argument(metavar="WORKER", help="As `baton status` calls it.")],
+    url: Annotated[str, typer.Option(help="A gateway's root.")] = DEFAULT_URL,
+    replaced: Annotated[
+        bool, typer.Option("--replaced", help="Wait until its successor is ready too: one step of a rolling restart.")
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.0, help="Seconds to wait; it drains on after.")
+    ] = 600.0,
+    api_key: AdminKey = "",
+) -> None:
+    """Drains a worker and waits until it is gone. Running requests go on elsewhere with their KV; no client notices."""
+    with open_client(url, api_key) as client:
+        before = _worker(client, worker_id)
+        if before is None:
+            raise NotFound(f"there is no worker {worker_id} at {url}: `baton status` lists them")
+        _ask(client, worker_id)
+        _wait(client, worker_id, _incarnation(before), replaced=replaced, timeout_s=timeout_s, tell=_teller())
+
+
+def _wait(
+    client: httpx.Client,
+    worker_id: str,
+    incarnation: int,
+    *,
+    replaced: bool,
+    timeout_s: float,
+    tell: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Returns when the incarnation is gone. Raises DeadlineExceeded."""
+    deadline = clock() + timeout_s
+    while True:
+        worker = _worker(client, worker_id)
+        gone = worker is None or _incarnation(worker) != incarnation or worker["state"] in ("lost", "joining")
+        if gone and not replaced:
+            tell(f"{worker_id} has left")
+            return
+        if worker is not None and _incarnation(worker) != incarnation and worker["state"] == "ready":
+            tell(f"{worker_id} has been replaced")
+            return
+        told = f"{worker_id} has left, its successor is on its way" if gone or worker is None else _progress(worker)
+        tell(told)
+        if clock() >= deadline:
+            raise DeadlineExceeded(f"after {timeout_s:g} s: {told}. It drains on; `baton status` shows how far it is")
+        sleep(PERIOD_S)
+
+
+def _ask(client: httpx.Client, worker_id: str) -> None:
+    try:
+        raise_for_error(client.post(f"/admin/workers/{worker_id}/drain"))
+    except httpx.HTTPError as error:
+        raise no_answer(client, error) from error
+
+
+def _worker(client: httpx.Client, worker_id: str) -> Worker | None:
+    workers = get_json(client, "/admin/status")["workers"]
+    return next((worker for worker in workers if worker["worker_id"] == worker_id), None)
+
+
+def _incarnation(worker: Worker) -> int:
+    """0 of a worker that was never met."""
+    return int(worker["info"]["incarnation"]) if worker["info"] else 0
+
+
+def _progress(worker: Worker) -> str:
+    load = worker["load"]
+    left = f"{load['num_running']} running, {load['num_waiting']} waiting, {load['num_moved']} moved on"
+    return f"{worker['worker_id']} is {worker['state']}: {left}"
+
+
+def _teller() -> Callable[[str], None]:
+    """One line that changes, on a terminal; else a line for each change."""
+    said = ""
+    on_terminal = sys.stdout.isatty()
+
+    def tell(line: str) -> None:
+        nonlocal said
+        if line == said:
+            return
+        if on_terminal:
+            typer.echo(f"\r\x1b[K{line}", nl=not line.startswith(f"{line.split()[0]} is "))
+        else:
+            typer.echo(line)
+        said = line
+
+    return tell

@@ -1,0 +1,34 @@
+"""GET /admin/kv: every ticket and every lane of every worker, asked of the workers themselves."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from router.admin.status import held
+from router.gateway import Gateway
+from router.openai.errors import json_response
+
+
+def add(admin: APIRouter, gateway: Gateway) -> None:
+    @admin.get("/kv")
+    async def kv() -> Response:
+        """`tickets` and `lanes` are null for a worker that does not say in time. Bytes of "in" tickets are memory that
+        is kept from others; those of "out" tickets lie at their owner."""
+        workers = gateway.fleet.status()
+        said = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
+        tickets = [ticket for one in said if one is not None for ticket in one["tickets"]]
+        kept = [ticket for ticket in tickets if ticket.direction == "in"]
+        return json_response(
+            {
+                "num_tickets": len(tickets),
+                "num_bytes_reserved": sum(ticket.num_bytes for ticket in kept),
+                "oldest_s": max((ticket.age_s for ticket in tickets), default=0.0),
+                "workers": [
+                    {"worker_id": worker.worker_id, "state": worker.state} | (one or {"tickets": None, "lanes": None})
+                    for worker, one in zip(workers, said, strict=True)
+                ],
+            }
+        )
