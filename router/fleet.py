@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtransfer.reshard import require_compatible
-from protos.errors import BatonError, IncompatibleWorkers, WorkerLost
+from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
 from protos.values import StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from router.client import OpenChannel, WorkerClient, open_channel
 from router.config import RouterConfig

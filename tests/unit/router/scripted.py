@@ -15,7 +15,7 @@ import uvicorn
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from uvicorn.server import ServerState
 
-from protos.errors import WorkerLost
+from protos.errors import NotFound, WorkerLost
 from protos.values import FinishReason, Logprobs, TokenLogprob, WorkerInfo, WorkerLoad, WorkerStats
 from router.app import create_app
 from router.gateway import Gateway
