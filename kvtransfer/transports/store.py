@@ -34,11 +34,11 @@ class _What(IntEnum):
 
 
 class Board:
-    """The server: one thread, all values in memory. Binds to `host` only; `port` says where."""
+    """The server: one thread, all values in memory. Binds to `host` only; `port` says where, if any will do (0)."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, port: int = 0) -> None:
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = socket.create_server((host, port), family=family)
         self.port: int = self._listener.getsockname()[1]
         self._values: dict[bytes, bytes] = {}
         self._unread: dict[socket.socket, bytearray] = {}
@@ -140,6 +140,9 @@ class BoardStore(Store):
         self._wait_s = wait_s
         self._lock = threading.Lock()
         self._socket = socket.create_connection((host, port), answer_s)
+        if self._socket.getsockname() == self._socket.getpeername():
+            self._socket.close()
+            raise ConnectionRefusedError(f"nobody listens at {host}:{port}: the kernel connected the socket to itself")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def set(self, key: str, value: str | bytes) -> None:

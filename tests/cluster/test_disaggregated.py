@@ -115,7 +115,8 @@ async def start(service: ModuleType, worker_id: str, config: WorkerConfig) -> tu
 
 def _free_port() -> int:
     store = open_store("127.0.0.1")
-    return int(store.port)
+    store.close()
+    return store.port
 
 
 @asynccontextmanager
@@ -163,10 +164,11 @@ async def test_greedy_tokens_are_the_oracles(oracle: Oracle, family: str, prefil
         assert warm.load.transfer_bytes - cold.load.transfer_bytes == block_bytes * sum(n % 16 > 0 for n in LENGTHS)
 
 
-async def test_tensor_parallel_pools_hand_over_every_heads_kv(oracle: Oracle) -> None:
+@pytest.mark.parametrize(("tp", "tp_there"), [(2, 2), (1, 2), (2, 1)])
+async def test_tensor_parallel_pools_hand_over_every_heads_kv(oracle: Oracle, tp: int, tp_there: int) -> None:
     folder, expected = oracle("llama")
-    config = config_for(folder, tp=2, prefill_chunk=16)
-    async with pair_of(folder, config, config) as pair:
+    prefilling, decoding = (config_for(folder, tp=ranks, prefill_chunk=16) for ranks in (tp, tp_there))
+    async with pair_of(folder, prefilling, decoding) as pair:
         assert await pair.answers(PROMPTS) == expected
         assert (await pair.stats("decode-0")).load.transfer_bytes > 0
 

@@ -28,7 +28,9 @@ def _sum_over_nccl(rank: int, port: int) -> tuple[float, list[int]]:
 
 
 def test_two_ranks_meet_over_nccl() -> None:
-    port = open_store("127.0.0.1").port
+    store = open_store("127.0.0.1")
+    store.close()
+    port = store.port
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         results = list(pool.map(_sum_over_nccl, range(2), [port, port]))
     assert results == [(12.0, [0, -1]), (12.0, [0, -1])]

@@ -159,7 +159,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(WorkerLost, match="not all 2 ranks of w0"):
         meet(store, rank=0, size=2, name="w0", device="cpu", timeout_s=0.5)
     port = store.port
-    del store
+    store.close()
     with pytest.raises(WorkerLost, match=f"no rank 0 at 127.0.0.1:{port}"):
         find_store("127.0.0.1", port, timeout_s=0.2)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,9 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     steps_in_flight = steps_in_flight_of(config)
     model = read_config(config.model)
     check_parallel(model, config.tp)
+    name = config.served_name or Path(config.model).resolve().name
     layout = model.kv_layout(block_size=config.block_size, dtype=dtype_of(config, model), tp=config.tp)
+    layout = replace(layout, model=name)
     max_model_len = _asked_model_len(config, model)
     decoder = _load(config, group, device, layout.dtype, on_progress)
     num_blocks = _num_blocks(config, group, decoder, layout, device, max_model_len)
@@ -162,7 +164,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         _capture(config, runner, decoder, max_blocks=-(-min(max_model_len, capacity) // config.block_size))
     return Rank(
         model=model,
-        name=config.served_name or Path(config.model).resolve().name,
+        name=name,
         layout=layout,
         device=device,
         scheduler=_scheduler_config(config, model, min(max_model_len, capacity)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -69,19 +70,32 @@ class Solo:
         pass
 
 
+def _nothing() -> None:
+    """For a store that is somebody else's to close."""
+
+
 class RankGroup:
     """Two or more ranks: tensors over gloo (CPU) or NCCL (CUDA), Python values over gloo on either.
 
     Made with the same `store` and `name` on every rank; the constructor waits until all have come. `timeout_s`
-    bounds that and each tensor collective.
+    bounds that and each tensor collective. `closing` is called when the group is closed.
     """
 
     def __init__(
-        self, store: Store, *, rank: int, size: int, name: str = "tp", device: str = "cpu", timeout_s: float = 60.0
+        self,
+        store: Store,
+        *,
+        rank: int,
+        size: int,
+        name: str = "tp",
+        device: str = "cpu",
+        timeout_s: float = 60.0,
+        closing: Callable[[], None] = _nothing,
     ) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self.rank = rank
         self.size = size
+        self._store, self._closing = store, closing  # torch keeps its own half of a store alive, not ours
         timeout = timedelta(seconds=timeout_s)
         self._tensors: Any = _process_group(PrefixStore(f"{name}/tensors", store), rank, size, device, timeout)
         self._values: Any = _process_group(PrefixStore(f"{name}/values", store), rank, size, "cpu", timedelta(days=365))
@@ -128,6 +142,7 @@ class RankGroup:
             if group is not None:
                 group.abort()
         self._tensors = self._values = None  # gloo hangs up when its group is destroyed, not when it is aborted
+        self._closing()
 
     def _call(self, group: Any, collective: str, *arguments: object) -> None:
         if group is None:

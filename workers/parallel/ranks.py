@@ -10,14 +10,14 @@ collective, or comes into one, gets WorkerLost: at once when a process died, aft
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
+from kvtransfer.transports.store import Board, BoardStore
 from protos.errors import BatonError, WorkerLost
 from protos.values import SamplingParams
 from workers.engine.batch import Batch, Pending, Pipeline, Row, Sample
@@ -26,6 +26,7 @@ from workers.parallel.group import RankGroup, Solo, TensorParallel
 log = logging.getLogger(__name__)
 
 _STOP = "stop"
+_KNOCK_S = 0.02
 _SAMPLED_ELSEWHERE = Sample(params=SamplingParams(), index=0)
 
 
@@ -108,29 +109,52 @@ def least(group: TensorParallel, values: Sequence[int], device: str) -> list[int
     return gathered.view(group.size, -1).amin(0).tolist()
 
 
-def open_store(host: str, port: int = 0, *, timeout_s: float = 60.0) -> TCPStore:
+class HostedStore(BoardStore):
+    """Rank 0's meeting place, with the board it lies on. Not torch's TCPStore: that one asks DNS for the name of each
+    rank that comes, and one lost packet holds the start up for five seconds."""
+
+    def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
+        board = Board(host, port)
+        super().__init__(host, board.port, "", wait_s=timeout_s)
+        self.port = board.port
+        self._board = board
+
+    def close(self) -> None:
+        super().close()
+        self._board.close()
+
+
+def open_store(host: str, port: int = 0, *, timeout_s: float = 60.0) -> HostedStore:
     """Rank 0's meeting place; `store.port` says where when `port` is 0."""
-    return TCPStore(host, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    return HostedStore(host, port, timeout_s=timeout_s)
 
 
-def find_store(host: str, port: int, *, timeout_s: float = 60.0) -> TCPStore:
+def find_store(host: str, port: int, *, timeout_s: float = 60.0) -> BoardStore:
     """The store that rank 0 opens, or has opened, at this address. Raises WorkerLost when nobody opens one."""
-    try:
-        return TCPStore(host, port, None, False, timedelta(seconds=timeout_s))
-    except DistError as error:
-        raise WorkerLost(f"no rank 0 at {host}:{port} after {timeout_s:g} s: {error}") from error
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return BoardStore(host, port, "", wait_s=timeout_s)
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise WorkerLost(f"no rank 0 at {host}:{port} after {timeout_s:g} s: {error}") from error
+        time.sleep(_KNOCK_S)
 
 
-def meet(store: Store | None, *, rank: int, size: int, name: str, device: str, timeout_s: float) -> TensorParallel:
+def meet(store: BoardStore | None, *, rank: int, size: int, name: str, device: str, timeout_s: float) -> TensorParallel:
     """The group of a worker's ranks, once all have come. `store` is not needed, nor used, when there is one rank.
 
     `name` tells this group from others over the same store: give every incarnation of a worker its own. `timeout_s`
-    bounds the wait here and every later collective. Raises WorkerLost when a rank does not come.
+    bounds the wait here and every later collective. The group closes the store with itself. Raises WorkerLost when a
+    rank does not come.
     """
     if size == 1:
         return Solo()
     assert store is not None, "several ranks need a store to meet over"
     try:
-        return RankGroup(store, rank=rank, size=size, name=name, device=device, timeout_s=timeout_s)
-    except (DistError, RuntimeError) as error:
+        return RankGroup(
+            store, rank=rank, size=size, name=name, device=device, timeout_s=timeout_s, closing=store.close
+        )
+    except (DistError, RuntimeError, OSError) as error:
+        store.close()
         raise WorkerLost(f"rank {rank}: not all {size} ranks of {name} came within {timeout_s:g} s: {error}") from error
