@@ -1,0 +1,178 @@
+"""Simulated clients: they ask, check every token that comes against the one that must come, and keep a record.
+
+The toy model's answers are known in advance: a token that is lost, doubled or wrong is seen when it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from cluster.bench.prompts import Prompts
+from cluster.bench.report import Record
+from cluster.simulate.chronicle import Chronicle
+from cluster.simulate.config import VOCAB_SIZE
+from cluster.simulate.deployment import Deployment, Gateway
+from cluster.simulate.device import WEIGHT, weighed
+from cluster.simulate.workload import Session, Turn
+from protos.errors import BatonError
+from protos.values import SamplingParams
+from router.generation import Job
+from workers.engine.batch import Sample
+from workers.toy import summed_token, toy_kv
+
+ABORTED = "aborted"
+GATEWAY_LOST = "gateway_lost"
+CLIENT_DELAY_S = 0.0
+
+
+class Answer:
+    """The tokens that must follow a prompt, one by one."""
+
+    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        self._total = int(weighed(prompt_ids, 0).sum())
+        self._position = len(prompt_ids)
+        self._params = params
+        self._index = 0
+
+    def next(self) -> int:
+        sample = Sample(params=self._params, index=self._index)
+        token_id = summed_token(self._total, weight=WEIGHT, vocab_size=VOCAB_SIZE, sample=sample)
+        self._total += (self._position + 1) * toy_kv(token_id, self._position)
+        self._position += 1
+        self._index += 1
+        return token_id
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request under way. `heard_s` is when something last came of it."""
+
+    request_id: str
+    heard_s: float
+    task: asyncio.Task[None] | None = None
+    num_output: int = 0
+    times: list[float] = field(default_factory=list)
+
+
+class Clients:
+    """Runs sessions against a deployment. `records` are of requests that have ended, `asked` of those that have not."""
+
+    def __init__(self, deployment: Deployment, chronicle: Chronicle, *, seed: int) -> None:
+        self.records: list[Record] = []
+        self.asked: dict[str, Asked] = {}
+        self._deployment = deployment
+        self._chronicle = chronicle
+        self._prompts = Prompts(seed=seed, vocab_size=VOCAB_SIZE)
+        self._loop = asyncio.get_running_loop()
+        self._start_s = 0.0
+        self._num_asked = 0
+
+    async def run(self, sessions: Sequence[Session]) -> None:
+        """Returns when every session has ended."""
+        self._start_s = self._loop.time()
+        async with asyncio.TaskGroup() as group:
+            for session in sorted(sessions, key=lambda one: (one.due_s, one.number)):
+                await self._until(self._start_s + session.due_s)
+                group.create_task(self._session(session), name=f"session {session.number}")
+
+    def abort(self, request_id: str) -> None:
+        """Its client leaves."""
+        asked = self.asked[request_id]
+        if asked.task is not None:
+            asked.task.cancel()
+
+    async def _until(self, due_s: float) -> None:
+        """Whoever leaps must have said what it did when a request comes to a gateway, and not sooner."""
+        delay_s = due_s - self._loop.time()
+        ahead_s = self._deployment.network.wire.delay_s + 1e-9
+        if delay_s > ahead_s:
+            await asyncio.sleep(delay_s - ahead_s)
+        self._deployment.settle()
+        await asyncio.sleep(max(0.0, due_s - self._loop.time()))
+
+    async def _session(self, session: Session) -> None:
+        said: tuple[int, ...] = ()
+        for number, turn in enumerate(session.turns):
+            if number:
+                await self._until(self._loop.time() + turn.pause_s)
+            prompt_ids = (*said, *self._prompts.ids(turn.spans))
+            answer = await self._ask(f"r{session.number}.{number}", session, turn, prompt_ids)
+            if answer is None:
+                return
+            said = prompt_ids + answer
+
+    async def _ask(
+        self, request_id: str, session: Session, turn: Turn, prompt_ids: tuple[int, ...]
+    ) -> tuple[int, ...] | None:
+        """The answer, or None if it did not come to its end."""
+        gateway = self._deployment.gateway_for(self._num_asked)
+        index, self._num_asked = self._num_asked, self._num_asked + 1
+        sent_s = self._loop.time()
+        asked = self.asked[request_id] = Asked(request_id=request_id, heard_s=sent_s)
+        self._chronicle.note("asked", request_id, tokens=len(prompt_ids), gateway=gateway.name)
+        tokens: list[int] = []
+        cached: list[int] = []
+        job = Job(
+            request_id=request_id,
+            group_id=request_id,
+            prompt_ids=prompt_ids,
+            sampling=SamplingParams(temperature=0.0, max_tokens=turn.num_output, ignore_eos=True),
+        )
+        asked.task = asyncio.create_task(
+            self._listen(gateway, job, asked, tokens, cached), name=f"request {request_id}"
+        )
+        gateway.requests[asked.task] = None
+        error = ""
+        try:
+            await asked.task
+        except BatonError as failed:
+            error = failed.code
+        except asyncio.CancelledError:
+            error = ABORTED if gateway.alive else GATEWAY_LOST
+        del self.asked[request_id], gateway.requests[asked.task]
+        self._chronicle.note("ended", request_id, tokens=len(tokens), error=error or "none")
+        self.records.append(
+            Record(
+                index=index,
+                due_s=sent_s - self._start_s,
+                sent_s=sent_s - self._start_s,
+                arrivals_s=tuple(at_s - self._start_s for at_s in asked.times),
+                num_prompt=len(prompt_ids),
+                num_output=len(tokens),
+                num_cached=cached[0] if cached else None,
+                error=error,
+            )
+        )
+        return tuple(tokens) if not error else None
+
+    async def _listen(self, gateway: Gateway, job: Job, asked: Asked, tokens: list[int], cached: list[int]) -> None:
+        answer = Answer(job.prompt_ids, job.sampling)
+        ended = False
+        async with aclosing(gateway.admission(job)) as deltas:
+            async for delta in deltas:
+                assert not ended, f"{job.request_id} went on after its end"
+                for token_id in delta.token_ids:
+                    must = answer.next()
+                    assert token_id == must, (
+                        f"token {len(tokens)} of {job.request_id} is {token_id}, it must be {must}: "
+                        f"{self._deciders(gateway, job.request_id)}"
+                    )
+                    tokens.append(token_id)
+                now = asked.heard_s = self._loop.time()
+                if delta.token_ids:
+                    if not asked.times:
+                        cached.append(delta.num_cached_tokens)
+                        asked.times.append(now)
+                        self._chronicle.note("first token", job.request_id, by=self._deciders(gateway, job.request_id))
+                    else:
+                        asked.times[1:] = [now]
+                ended = delta.finish_reason is not None
+        assert ended, f"{job.request_id} ended without saying so"
+        assert len(tokens) == job.sampling.max_tokens, f"{job.request_id} has {len(tokens)} tokens"
+
+    def _deciders(self, gateway: Gateway, request_id: str) -> str:
+        decisions = gateway.dispatcher.decision(request_id)
+        return ",".join(f"{one.prefill or 'alone'}>{one.decode}" for one in decisions)

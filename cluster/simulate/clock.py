@@ -1,0 +1,168 @@
+"""An event loop whose clock jumps: nothing sleeps, nothing is read or written, and everything happens in one order.
+
+    callbacks that are ready ─▶ run, in the order they were called for (asyncio promises that)
+    none is ready            ─▶ jump to the next timers' time; those of one instant in an order drawn from the seed
+
+A loop that touches the world outside, or that has nothing left to wait for, raises: both are faults of a simulation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, NoReturn, TypeVar
+
+Result = TypeVar("Result")
+
+MAX_CALLBACKS_AN_INSTANT = 5_000_000
+
+
+class Deadlock(AssertionError):
+    """Somebody waits, and nothing will ever happen again."""
+
+
+class Standstill(AssertionError):
+    """Callbacks call for one another without end, at one instant."""
+
+
+class OutsideWorld(AssertionError):
+    """A socket, a thread or a process was asked for: nothing real exists in a simulation."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """`seed` decides the order of timers that are due at one instant; `after` is called when each instant is over.
+
+    An exception that nobody catches ends `run_until_complete` with it.
+    """
+
+    _ready: deque[asyncio.Handle]  # asyncio's own
+    _stopping: bool
+
+    def __init__(self, *, seed: int = 0, after: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.after = after
+        self.num_callbacks = 0
+        self._now_s = 0.0
+        self._order = random.Random(f"{seed} order of timers")
+        self._timers: list[tuple[float, float, int, asyncio.TimerHandle]] = []
+        self._num_timers = 0
+        self._num_cancelled = 0
+        self._num_this_instant = 0
+        self._thread = threading.get_ident()
+        self._fault: BaseException | None = None
+        self.set_exception_handler(self._fail)
+
+    def time(self) -> float:
+        return self._now_s
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        self._check_closed()
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._order.random(), self._num_timers, timer))
+        return timer
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        if threading.get_ident() != self._thread:
+            raise OutsideWorld("a thread called into the simulation: its time is not ours")
+        return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> NoReturn:  # type: ignore[override]
+        raise OutsideWorld(f"{func} was to run on a thread, whose time is not ours")
+
+    # -- what asyncio asks of a loop -----------------------------------------------------------------------------------
+
+    def _check_closed(self) -> None:
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Timeouts that were not needed are most of all timers: they are swept out once they are half of the heap."""
+        self._num_cancelled += 1
+        if self._num_cancelled > 64 and self._num_cancelled * 2 > len(self._timers):
+            self._timers = [entry for entry in self._timers if not entry[3].cancelled()]
+            heapq.heapify(self._timers)
+            self._num_cancelled = 0
+
+    def _write_to_self(self) -> None:
+        """Nobody sleeps who would have to be woken."""
+
+    def _process_events(self, event_list: Any) -> None:
+        raise OutsideWorld("there are no file descriptors to be polled")
+
+    def _run_once(self) -> None:
+        """Everything that is ready now; what it calls for comes with the next call."""
+        ready = self._ready
+        if not ready:
+            self._jump()
+        num = len(ready)
+        for _ in range(num):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+        self.num_callbacks += num
+        self._num_this_instant += num
+        if self._num_this_instant > MAX_CALLBACKS_AN_INSTANT:
+            raise Standstill(f"{self._num_this_instant} callbacks at {self._now_s:.6f} s, and more to come")
+        if self.after is not None and not ready:
+            self.after()
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
+
+    def _jump(self) -> None:
+        timers = self._timers
+        while timers and timers[0][3].cancelled():
+            heapq.heappop(timers)
+            self._num_cancelled -= 1
+        if not timers:
+            if self._stopping:
+                return
+            waiting = sorted(task.get_name() for task in asyncio.all_tasks(self))
+            raise Deadlock(f"nothing is scheduled any more, and these wait: {', '.join(waiting)}")
+        when = timers[0][0]
+        if when > self._now_s:
+            self._now_s = when
+            self._num_this_instant = 0
+        while timers and timers[0][0] <= self._now_s:
+            timer = heapq.heappop(timers)[3]
+            if timer.cancelled():
+                self._num_cancelled -= 1
+            else:
+                self._ready.append(timer)
+
+    def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._fault = error if error is not None else AssertionError(context.get("message", "a callback failed"))
+
+
+def run_virtually(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Result:
+    """Runs a coroutine to its end in virtual time. Raises what it raises, or what happened beside it."""
+    asyncio.set_event_loop(loop)
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        _end(loop)
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def _end(loop: VirtualLoop) -> None:
+    """Cancels what is left and lets it clean up; what fails then has been told, or is of no interest any more."""
+    loop.after = None
+    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+    for task in tasks:
+        task.cancel()
+    loop.set_exception_handler(lambda loop, context: None)
+    if tasks:
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_asyncgens())

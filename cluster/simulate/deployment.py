@@ -1,0 +1,197 @@
+"""The simulated cluster: supervised workers, and gateways that know them. Everything but its surroundings is real.
+
+Supervisor ─ launch ─▶ SimulatedWorker ... ─ Serving ─▶ announce ─▶ Fleet of every Gateway ─▶ Dispatcher, Admission
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Sequence
+
+from cluster.placement import Node, WorkerPlan, plan
+from cluster.rank import Event, Loading, Serving
+from cluster.simulate.chronicle import Chronicle
+from cluster.simulate.config import SimulationConfig
+from cluster.simulate.lanes import Lanes
+from cluster.simulate.network import Network
+from cluster.simulate.worker import SimulatedWorker
+from cluster.supervisor import Supervisor
+from protos.errors import WorkerLost
+from router.admission.admission import Admission
+from router.client import WorkerClient
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.policies.registry import policy_of
+from router.prefix.memory import MemoryPrefixIndex
+
+HEALTH_TIMEOUT_S = 2.0
+
+
+class WatchedFleet(Fleet):
+    """A fleet that says how many jobs wait for it to change: every message counts for them."""
+
+    num_waiting = 0
+
+    async def wait(self, *, until: float) -> None:
+        self.num_waiting += 1
+        try:
+            await super().wait(until=until)
+        finally:
+            self.num_waiting -= 1
+
+
+class Gateway:
+    """One life of a gateway: the router without its faces."""
+
+    def __init__(self, name: str, config: SimulationConfig, network: Network) -> None:
+        self.name = name
+        self.fleet = WatchedFleet(
+            index=MemoryPrefixIndex(), config=config.router, gateway_id=name, open_channel=network.open_channel
+        )
+        self.dispatcher = Dispatcher(fleet=self.fleet, policy=policy_of(config.router), config=config.router)
+        self.admission = Admission(self.dispatcher, fleet=self.fleet, config=config.router)
+        self.requests: dict[asyncio.Task[None], None] = {}
+        self.alive = True
+
+
+class Deployment:
+    """Create on the loop, `start`, `stop`. `workers` are those that live; `gpu_s` counts from launch to end."""
+
+    def __init__(self, config: SimulationConfig, chronicle: Chronicle) -> None:
+        self.config = config
+        self.chronicle = chronicle
+        self.network = Network(config.wire, random.Random(f"{config.seed} network"))
+        self.lanes = Lanes(config.cards)
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.gateways: list[Gateway] = []
+        self.plans: Sequence[WorkerPlan] = ()
+        self.launched_s: dict[str, float] = {}
+        self.gpu_s = 0.0
+        self._skews = random.Random(f"{config.seed} clocks")
+        self._num_gateways = 0
+        self._loop = asyncio.get_running_loop()
+        self._supervisor: Supervisor | None = None
+        self._supervising: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when every worker serves and is known to every gateway."""
+        config = self.config
+        num_gpus = sum(config.pools.counts().values())
+        self.plans = plan(config.pools, [Node(cpus=1.0, gpus=num_gpus)], tp=1, device="cuda")
+        for _ in range(config.num_gateways):
+            self._open_gateway()
+        self._supervisor = Supervisor(
+            self.plans,
+            launcher=self,
+            announcer=self,
+            check_health=self._check_health,
+            config=config.supervision,
+            first_incarnation=0,
+        )
+        self._supervising = asyncio.create_task(self._supervisor.run(), name="supervisor")
+        await self._supervisor.ready()
+        for gateway in self.gateways:
+            while len(gateway.fleet.candidates({}, 1)) < len(self.plans):
+                await gateway.fleet.wait(until=self._loop.time() + 60.0)
+
+    async def stop(self) -> None:
+        assert self._supervisor is not None
+        assert self._supervising is not None
+        for gateway in self.gateways:
+            await gateway.fleet.close()
+        self._supervising.cancel()
+        await self._supervisor.stop()
+        await asyncio.wait([self._supervising])
+
+    def gateway_for(self, number: int) -> Gateway:
+        return self.gateways[number % len(self.gateways)]
+
+    def settle(self) -> None:
+        """Ends every leap: somebody is about to look."""
+        for worker in self.workers.values():
+            worker.turns.settle()
+
+    def allow_leaps(self) -> bool:
+        """Not while a job waits for the fleet to change."""
+        return all(gateway.fleet.num_waiting == 0 for gateway in self.gateways)
+
+    # -- gateways ------------------------------------------------------------------------------------------------------
+
+    def _open_gateway(self) -> Gateway:
+        self._num_gateways += 1
+        gateway = Gateway(f"gateway-{self._num_gateways}", self.config, self.network)
+        self.gateways.append(gateway)
+        for worker in self.workers.values():
+            gateway.fleet.join(worker.info.address, worker_id=worker.worker_id)
+        return gateway
+
+    async def restart_gateway(self, place: int) -> None:
+        """Its process ends, and with it every answer under way; another one takes its place."""
+        old = self.gateways[place]
+        old.alive = False
+        self.chronicle.note("gateway lost", old.name)
+        for task in tuple(old.requests):
+            task.cancel()
+        await old.fleet.close()
+        fresh = self._open_gateway()
+        self.gateways.pop()
+        self.gateways[place] = fresh
+
+    # -- what the supervisor needs -------------------------------------------------------------------------------------
+
+    async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
+        """`cluster.supervisor.Launcher`."""
+        worker_id, config = plan.worker_id, self.config
+        self.launched_s[worker_id] = self._loop.time()
+        try:
+            yield Loading(share=0.0)
+            await asyncio.sleep(config.load_s)
+            worker = SimulatedWorker(
+                config.spec,
+                worker_id=worker_id,
+                role=plan.role,
+                incarnation=incarnation,
+                network=self.network,
+                lanes=self.lanes,
+                skew_s=self._skews.random() * config.max_skew_s,
+            )
+            try:
+                info = worker.start()
+                self.workers[worker_id] = worker
+                self.chronicle.note("worker serves", worker_id, incarnation=incarnation)
+                yield Serving(info=info)
+                await worker.ended
+                raise WorkerLost("its process ended")
+            finally:
+                self.workers.pop(worker_id, None)
+                worker.kill()
+                self.chronicle.note("worker ended", worker_id, incarnation=incarnation)
+        finally:
+            self.gpu_s += (self._loop.time() - self.launched_s.pop(worker_id)) * config.num_gpus
+
+    async def announce(self, worker_id: str, address: str) -> None:
+        """`cluster.discovery.Announcer`."""
+        for gateway in self.gateways:
+            gateway.fleet.join(address, worker_id=worker_id)
+
+    async def withdraw(self, worker_id: str) -> None:
+        for gateway in self.gateways:
+            await gateway.fleet.leave(worker_id)
+
+    async def close(self) -> None:
+        """There is nothing to be closed."""
+
+    async def _check_health(self, address: str) -> None:
+        client = WorkerClient(
+            address,
+            connect_timeout_s=HEALTH_TIMEOUT_S,
+            control_timeout_s=HEALTH_TIMEOUT_S,
+            open_channel=self.network.open_channel,
+        )
+        try:
+            health = await client.health()
+        finally:
+            await client.close()
+        if not health.healthy:
+            raise WorkerLost(health.reason)

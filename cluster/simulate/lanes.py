@@ -1,0 +1,85 @@
+"""The wires KV travels on: every worker's card sends and receives at one rate, a lane can be slow, held up or cut.
+
+Exchange.carry(parcel) ─▶ when both cards are free ─▶ bytes / rate ─▶ delay ─▶ deliver
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtransfer.transports.inproc import Exchange, Parcel
+from protos.values import LaneAddress
+
+STALL_S = 5.0
+"""A lane on which nothing has moved for so long is lost, as `kvtransfer.config.LaneConfig` has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cards:
+    """`rate`: bytes a second each way, of all cards of a worker together; `delay_s` of a message."""
+
+    rate: float = 50e9
+    delay_s: float = 20e-6
+
+
+@dataclass(slots=True, eq=False)
+class Condition:
+    """Of the lane between two workers, by their ids: whatever incarnation they are in."""
+
+    slowness: float = 1.0
+    held: bool = False
+
+
+class Lanes:
+    """`exchange` is where senders and receivers are made. Lives on one event loop."""
+
+    def __init__(self, cards: Cards) -> None:
+        self.exchange = Exchange(self._carry)
+        self.num_bytes = 0
+        self._cards = cards
+        self._loop = asyncio.get_running_loop()
+        self._sending: dict[str, float] = {}  # peer -> when its card is free again
+        self._receiving: dict[str, float] = {}
+        self._conditions: dict[tuple[str, str], Condition] = {}
+        self._held: dict[tuple[str, str], list[Callable[[], None]]] = {}
+
+    def condition(self, source: str, destination: str) -> Condition:
+        return self._conditions.setdefault((source, destination), Condition())
+
+    def hold(self, source: str, destination: str) -> None:
+        """Nothing arrives until `let_go`."""
+        self.condition(source, destination).held = True
+
+    def let_go(self, source: str, destination: str) -> None:
+        self.condition(source, destination).held = False
+        for deliver in self._held.pop((source, destination), ()):
+            deliver()
+
+    def cut(self, source: LaneAddress, destination: LaneAddress) -> None:
+        """What is under way is lost, and both ends hear of it."""
+        self._held.pop((source.worker_id, destination.worker_id), None)
+        self.exchange.sever(source, destination, "the wire was cut")
+
+    def _carry(self, parcel: Parcel, deliver: Callable[[], None]) -> None:
+        """Parcels of a lane arrive in the order they were offered: its cards take them one after the other."""
+        pair = (_worker(parcel.source), _worker(parcel.destination))
+        condition = self._conditions.get(pair)
+        took_s = parcel.num_bytes / self._cards.rate * (condition.slowness if condition is not None else 1.0)
+        source, destination = parcel.source, parcel.destination
+        begin_s = max(self._loop.time(), self._sending.get(source, 0.0), self._receiving.get(destination, 0.0))
+        self._sending[source] = self._receiving[destination] = begin_s + took_s
+        self.num_bytes += parcel.num_bytes
+        self._loop.call_at(begin_s + took_s + self._cards.delay_s, self._arrive, pair, deliver)
+
+    def _arrive(self, pair: tuple[str, str], deliver: Callable[[], None]) -> None:
+        condition = self._conditions.get(pair)
+        if condition is not None and condition.held:
+            self._held.setdefault(pair, []).append(deliver)
+        else:
+            deliver()
+
+
+def _worker(peer: str) -> str:
+    return peer.rpartition("#")[0]

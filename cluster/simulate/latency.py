@@ -1,0 +1,175 @@
+"""How long a step takes: from a roofline of public figures, or from steps that were measured.
+
+roofline    max(arithmetic / rate, bytes / bandwidth) + what its kernels' launches and its reductions cost
+calibrated  a + b * sampled rows + c * computed tokens + d * tokens read back, none below 0, fitted to measurements
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from cluster.simulate.shapes import Gpu, Model
+from protos.errors import Misconfigured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step's time depends on. `num_rows` sequences, `num_tokens` computed in all; `num_read`: positions of KV
+    that are read, each once a row; `num_attended`: pairs of a computed position and one it looks at."""
+
+    num_rows: int
+    num_tokens: int
+    num_read: int
+    num_attended: float
+
+
+class Latency(Protocol):
+    """Never shorter for a step with more context: that is what leaps rely on."""
+
+    def step_s(self, step: Step) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Williams, Waterman, Patterson, "Roofline" (2009), over a whole step, on `tp` GPUs of a host.
+
+    `compute_share` and `memory_share` are what large matrix products and streaming reads reach of the makers' figures
+    on these cards; `launch_s` is a step's host work and kernel launches, `reduce_s` the latency of one all-reduce.
+    """
+
+    gpu: Gpu
+    model: Model
+    tp: int = 1
+    compute_share: float = 0.6
+    memory_share: float = 0.75
+    launch_s: float = 0.002
+    reduce_s: float = 8e-6
+
+    def step_s(self, step: Step) -> float:
+        gpu, model, tp = self.gpu, self.model, self.tp
+        rate = (gpu.flops if model.weight_bytes > 1 else gpu.fp8_flops) * tp * self.compute_share
+        flops = 2 * model.active_params * step.num_tokens
+        flops += 4 * model.layers * model.heads * model.head_dim * step.num_attended
+        moved = model.touched_params(step.num_tokens) * model.weight_bytes + step.num_read * model.kv_bytes
+        device_s = max(flops / rate, moved / (gpu.memory_rate * tp * self.memory_share))
+        return device_s + self.launch_s + self._reduce_s(step.num_tokens)
+
+    def _reduce_s(self, num_tokens: int) -> float:
+        """Two all-reduces a layer, each 2 (tp - 1) / tp of the activations over every GPU's link."""
+        if self.tp == 1:
+            return 0.0
+        num_bytes = num_tokens * self.model.hidden * 2 * 2 * (self.tp - 1) / self.tp
+        return 2 * self.model.layers * (self.reduce_s + num_bytes / self.gpu.link_rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One step, and how long it took."""
+
+    step: Step
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """`error` is the mean of |predicted / measured - 1| over the points it was fitted to, `worst` the largest."""
+
+    base_s: float
+    row_s: float
+    token_s: float
+    read_s: float
+    attended_s: float
+    num_points: int = 0
+    error: float = 0.0
+    worst: float = 0.0
+
+    def step_s(self, step: Step) -> float:
+        return (
+            self.base_s
+            + self.row_s * step.num_rows
+            + self.token_s * step.num_tokens
+            + self.read_s * step.num_read
+            + self.attended_s * step.num_attended
+        )
+
+
+def calibrate(points: Sequence[Measured]) -> Calibrated:
+    """Least squares of relative errors with no coefficient below 0. Raises Misconfigured without points."""
+    if not points:
+        raise Misconfigured("--calibration: there is no measured step in it", param="calibration")
+    steps = [point.step for point in points]
+    seconds = np.array([point.seconds for point in points])
+    columns = np.array(
+        [[1.0, step.num_rows, step.num_tokens, step.num_read, step.num_attended] for step in steps], dtype=np.float64
+    )
+    fitted = non_negative(columns / seconds[:, None], np.ones(len(points)))
+    off = np.abs(columns @ fitted / seconds - 1)
+    return Calibrated(
+        base_s=float(fitted[0]),
+        row_s=float(fitted[1]),
+        token_s=float(fitted[2]),
+        read_s=float(fitted[3]),
+        attended_s=float(fitted[4]),
+        num_points=len(points),
+        error=float(off.mean()),
+        worst=float(off.max()),
+    )
+
+
+def non_negative(matrix: Any, target: Any) -> Any:
+    """Least squares with every coefficient at least 0: the active-set method of Lawson and Hanson (1974), ch. 23."""
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    scaled = matrix / scale
+    num = scaled.shape[1]
+    found, passive = np.zeros(num), np.zeros(num, dtype=bool)
+    for _ in range(10 * num):
+        gain = scaled.T @ (target - scaled @ found)
+        if passive.all() or gain[~passive].max() <= 1e-10:
+            break
+        passive[np.where(passive, -np.inf, gain).argmax()] = True
+        while True:
+            trial = np.zeros(num)
+            trial[passive] = np.linalg.lstsq(scaled[:, passive], target, rcond=None)[0]
+            if trial[passive].min() > 0:
+                break
+            falling = passive & (trial <= 0)
+            reach = (found[falling] / (found[falling] - trial[falling])).min()
+            found = found + reach * (trial - found)
+            passive &= found > 1e-15
+        found = trial
+    return found / scale
+
+
+def read_points(path: Path) -> list[Measured]:
+    """A JSON list of steps: `rows` (pairs of computed tokens and context after them, one a sequence) and `seconds`.
+    Raises Misconfigured."""
+    try:
+        steps = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            Measured(
+                step=step_of([(int(computed), int(context)) for computed, context in one["rows"]]),
+                seconds=float(one["seconds"]),
+            )
+            for one in (steps["steps"] if isinstance(steps, dict) else steps)
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Misconfigured(
+            f"--calibration {path}: give a JSON list of steps with rows and seconds ({error})", param="calibration"
+        ) from error
+
+
+def step_of(rows: Sequence[tuple[int, int]]) -> Step:
+    """From (computed tokens, context after them) of every row."""
+    return Step(
+        num_rows=len(rows),
+        num_tokens=sum(computed for computed, _ in rows),
+        num_read=sum(context for _, context in rows),
+        num_attended=sum(computed * (context - (computed - 1) / 2) for computed, context in rows),
+    )

@@ -1,0 +1,187 @@
+"""One simulated worker: the real engine, role and service; its device, lanes and network are models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.simulate.device import Device
+from cluster.simulate.lanes import Lanes
+from cluster.simulate.latency import Latency
+from cluster.simulate.network import Network, Port
+from cluster.simulate.turns import EngineTurns
+from decode_pool.config import DecodeConfig
+from decode_pool.role import DecodeRole
+from kvtransfer.events import EventLog
+from prefill_pool.config import PrefillConfig
+from prefill_pool.role import PrefillRole
+from protos.values import KVLayout, LaneAddress, WorkerInfo, WorkerRole, WorkerStats
+from workers.config import SchedulerConfig
+from workers.engine.engine import Engine
+from workers.engine.scheduler import Scheduler
+from workers.kv.blocks import BlockPool
+from workers.kv.incoming import reservations
+from workers.kv.mover import Dock, Mover
+from workers.rpc.server import WorkerServicer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What every worker of a simulated cluster has in common. `depth` as `workers.engine.engine.Engine` has it."""
+
+    model: str
+    layout: KVLayout
+    num_blocks: int
+    scheduler: SchedulerConfig
+    latency: Latency
+    prefill: PrefillConfig
+    decode: DecodeConfig
+    depth: int = 1
+    stall_s: float = 60.0
+    leaping: bool = False
+    thorough: bool = False
+
+
+class SimulatedWorker:
+    """One life of a worker, from `start` to `kill` or `close`. Lives on one event loop."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        *,
+        worker_id: str,
+        role: WorkerRole,
+        incarnation: int,
+        network: Network,
+        lanes: Lanes,
+        skew_s: float = 0.0,
+    ) -> None:
+        self.worker_id = worker_id
+        self._spec = spec
+        self._network = network
+        self._loop = asyncio.get_running_loop()
+        self._skew_s = skew_s
+        self._lane = LaneAddress(worker_id=worker_id, incarnation=incarnation, host=worker_id, port=incarnation)
+        self.info = WorkerInfo(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            role=role,
+            model=spec.model,
+            address=f"{worker_id}:{incarnation}",
+            layout=spec.layout,
+            lane=self._lane,
+            max_model_len=spec.scheduler.max_model_len,
+            vocab_size=spec.scheduler.vocab_size,
+            device="simulated",
+            num_blocks=spec.num_blocks,
+        )
+        self.device = Device(
+            spec.latency,
+            layout=spec.layout,
+            num_blocks=spec.num_blocks,
+            vocab_size=spec.scheduler.vocab_size,
+            thorough=spec.thorough,
+        )
+        log = EventLog(incarnation)
+        pool = BlockPool(spec.num_blocks, spec.layout.block_size, log.record)
+        self._mover = self._make_mover(lanes)
+        self.role = self._make_role(pool)
+        scheduler = Scheduler(spec.scheduler, pool, self.role)
+        self.engine = Engine(scheduler, self.device, events=log, clock=self.device.clock, depth=spec.depth)
+        self.servicer = WorkerServicer(
+            info=self.info,
+            engine=self.engine,
+            clock=self.clock,
+            stats=self._stats,
+            reserve=reservations(self.role.incoming, self.engine),
+        )
+        self.turns = EngineTurns(
+            self.engine,
+            self.device,
+            publish=self.servicer.publish,
+            stall_s=spec.stall_s,
+            skew_s=skew_s,
+            leaping=spec.leaping,
+        )
+        self.servicer.attach(self.turns)
+        self.port: Port | None = None
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+
+    def clock(self) -> float:
+        """This host's own: no two clocks agree."""
+        return self._loop.time() + self._skew_s
+
+    @property
+    def alive(self) -> bool:
+        return self.port is not None and not self.port.closed
+
+    def start(self) -> WorkerInfo:
+        self.port = self._network.listen(self.info.address, self.servicer)
+        return self.info
+
+    def kill(self) -> None:
+        """The process ends between two instructions: peers hear of it from the kernel, nobody cleans up."""
+        if self.port is None or self.port.closed:
+            return
+        self.turns.stop()
+        self.port.close()
+        self._loop.call_later(0.02, self._mover.close)
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def freeze(self) -> None:
+        """The process is stopped by a signal: sockets stay open, nothing moves."""
+        assert self.port is not None
+        self.turns.freeze()
+        self.port.freeze()
+
+    def thaw(self) -> None:
+        if self.port is not None and self.port.frozen:
+            self.port.thaw()
+            self.turns.thaw()
+
+    def slow(self, factor: float) -> None:
+        """Steps take `factor` times as long from now on."""
+        self.turns.settle()
+        self.device.slowness = factor
+
+    def check(self) -> None:
+        """Between two steps: every block has the owners that are known of, and no others."""
+        self.role.ledger.check_integrity()
+        self.engine.check_integrity(self.role.ledger.reserved_ids())
+
+    def _make_mover(self, lanes: Lanes) -> Mover:
+        exchange, layout = lanes.exchange, self._spec.layout
+        dock = Dock(
+            self.device,
+            layout,
+            sender=exchange.sender(self._lane, layout, wake=self._ring),
+            receiver=exchange.receiver(self._lane, layout, wake=self._ring),
+        )
+        return Mover(dock, _nobody_follows)
+
+    def _make_role(self, pool: BlockPool) -> PrefillRole | DecodeRole:
+        spec = self._spec
+        if self.info.role is WorkerRole.PREFILL:
+            return PrefillRole(self._mover, pool, spec.layout, spec.prefill)
+        return DecodeRole(self._mover, pool, spec.layout, spec.decode)
+
+    def _ring(self) -> None:
+        self.turns.wake()
+
+    def _stats(self) -> WorkerStats:
+        return WorkerStats(
+            info=self.info,
+            load=self.engine.load(),
+            tickets=tuple(self.role.tickets(self.clock())),
+            lanes=tuple(self._mover.lanes()),
+        )
+
+
+def _nobody_follows(name: str, *arguments: object) -> None:
+    """A simulated worker is one rank, whatever its device stands for."""
+
+
+MakeWorker = Callable[[str, WorkerRole, int], SimulatedWorker]
+"""From worker id, role and incarnation."""

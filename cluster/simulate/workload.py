@@ -1,0 +1,196 @@
+"""What simulated clients ask, and when: sessions of one turn or several, recorded or generated from a seed.
+
+A turn's prompt is everything said so far, answers included, and then what the turn adds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cluster.bench.workload import Item, Lengths, Span, read_trace
+from protos.errors import Misconfigured
+
+_OWN, _SYSTEM, _DOCUMENT = 10, 11, 12  # kinds of spans; the bench has 0 and 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """`pause_s` goes by between the answer before it and this turn."""
+
+    spans: tuple[Span, ...]
+    num_output: int
+    pause_s: float = 0.0
+
+    @property
+    def num_added(self) -> int:
+        return sum(span.num_tokens for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """`due_s` after the start its first turn is asked."""
+
+    number: int
+    due_s: float
+    turns: tuple[Turn, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its last turn's prompt and answer: what a worker must be able to hold."""
+        return sum(turn.num_added + turn.num_output for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What generated workloads are made from: so many requests, `rate` a second on average, of such lengths."""
+
+    num_requests: int
+    rate: float
+    prompts: Lengths
+    outputs: Lengths
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_requests < 1:
+            raise Misconfigured(f"--requests {self.num_requests}: give at least 1", param="requests")
+        if not self.rate > 0:
+            raise Misconfigured(f"--rate {self.rate}: give requests a second, above 0", param="rate")
+
+
+def recorded(path: Path, *, limit: int | None = None, rate_scale: float = 1.0, scale: float = 1.0) -> list[Session]:
+    """A trace in Mooncake's format; its time runs `rate_scale` times as fast. Raises Misconfigured."""
+    return [_alone(item) for item in read_trace(path, limit=limit, scale=scale, speed=rate_scale)]
+
+
+def _alone(item: Item) -> Session:
+    return Session(
+        number=item.index, due_s=item.due_s or 0.0, turns=(Turn(spans=item.spans, num_output=item.num_output),)
+    )
+
+
+# -- arrivals ----------------------------------------------------------------------------------------------------------
+
+Pace = Callable[[float], float]
+"""How many times the mean rate requests arrive at a time, never above its own maximum of `_PEAK`."""
+
+_PEAK = 4.0
+
+
+def steady(at_s: float) -> float:
+    return 1.0
+
+
+def bursty(at_s: float) -> float:
+    """Ten seconds of every minute at four times the rate, the others at 0.4 times."""
+    return _PEAK if at_s % 60 < 10 else 0.4
+
+
+def diurnal(at_s: float) -> float:
+    """A day in ten minutes: from nearly nothing at night to twice the mean at noon."""
+    return 1.0 - 0.95 * math.cos(2 * math.pi * at_s / 600)
+
+
+def arrivals(rate: float, pace: Pace, rng: random.Random) -> Iterator[float]:
+    """An inhomogeneous Poisson process, by thinning: Lewis and Shedler (1979)."""
+    at_s = 0.0
+    while True:
+        at_s += rng.expovariate(rate * _PEAK)
+        if rng.random() * _PEAK < pace(at_s):
+            yield at_s
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+def independent(load: Load, pace: Pace) -> list[Session]:
+    """Prompts that share nothing."""
+    rng = random.Random(f"{load.seed} independent")
+    due = arrivals(load.rate, pace, rng)
+    return [
+        Session(number=number, due_s=next(due), turns=(_turn(_OWN, number, load, rng),))
+        for number in range(load.num_requests)
+    ]
+
+
+def conversations(load: Load, *, num_turns: int = 5, pause_s: float = 8.0) -> list[Session]:
+    """Each turn adds a fifth of a prompt's length to all that was said; people think `pause_s` on average."""
+    rng = random.Random(f"{load.seed} conversations")
+    due = arrivals(load.rate / num_turns, steady, rng)
+    sessions = []
+    for number in range(-(-load.num_requests // num_turns)):
+        first = _turn(_OWN, number * 1000, load, rng)
+        short = replace(load, prompts=_part(load.prompts, 5))
+        later = [
+            replace(_turn(_OWN, number * 1000 + k, short, rng), pause_s=rng.expovariate(1 / pause_s))
+            for k in range(1, num_turns)
+        ]
+        sessions.append(Session(number=number, due_s=next(due), turns=(first, *later)))
+    return sessions
+
+
+def agents(load: Load, *, num_systems: int = 8, system_tokens: int = 4096, num_turns: int = 4) -> list[Session]:
+    """Agents of a few kinds, each kind with a long system prompt of its own; tools answer within a second."""
+    rng = random.Random(f"{load.seed} agents")
+    due = arrivals(load.rate / num_turns, steady, rng)
+    sessions = []
+    for number in range(-(-load.num_requests // num_turns)):
+        system = Span(key=(_SYSTEM, rng.randrange(num_systems)), num_tokens=system_tokens)
+        turns = [
+            replace(_turn(_OWN, number * 1000 + k, load, rng), pause_s=rng.expovariate(1.0) if k else 0.0)
+            for k in range(num_turns)
+        ]
+        turns[0] = replace(turns[0], spans=(system, *turns[0].spans))
+        sessions.append(Session(number=number, due_s=next(due), turns=tuple(turns)))
+    return sessions
+
+
+def documents(load: Load, *, num_documents: int = 20, document_tokens: int = 32_768) -> list[Session]:
+    """Questions about a few long documents."""
+    rng = random.Random(f"{load.seed} documents")
+    due = arrivals(load.rate, steady, rng)
+    sessions = []
+    for number in range(load.num_requests):
+        document = Span(key=(_DOCUMENT, rng.randrange(num_documents)), num_tokens=document_tokens)
+        turn = _turn(_OWN, number, load, rng)
+        turn = replace(turn, spans=(document, *turn.spans))
+        sessions.append(Session(number=number, due_s=next(due), turns=(turn,)))
+    return sessions
+
+
+GENERATED: dict[str, Callable[[Load], list[Session]]] = {
+    "poisson": lambda load: independent(load, steady),
+    "bursts": lambda load: independent(load, bursty),
+    "diurnal": lambda load: independent(load, diurnal),
+    "conversations": conversations,
+    "agents": agents,
+    "documents": documents,
+}
+
+
+def generated(name: str, load: Load) -> list[Session]:
+    """Raises Misconfigured for a workload nobody described."""
+    if name not in GENERATED:
+        raise Misconfigured(f"--workload {name}: choose one of {', '.join(GENERATED)}", param="workload")
+    return GENERATED[name](load)
+
+
+def fitting(sessions: Sequence[Session], max_model_len: int) -> tuple[list[Session], int]:
+    """The sessions whose last turn fits, and how many do not. Raises Misconfigured if none does."""
+    kept = [session for session in sessions if session.num_tokens <= max_model_len]
+    if not kept:
+        shortest = min(session.num_tokens for session in sessions)
+        raise Misconfigured(f"every session is longer (the shortest: {shortest} tokens) than {max_model_len} tokens")
+    return kept, len(sessions) - len(kept)
+
+
+def _turn(kind: int, number: int, load: Load, rng: random.Random) -> Turn:
+    span = Span(key=(kind, number), num_tokens=load.prompts.draw(rng))
+    return Turn(spans=(span,), num_output=load.outputs.draw(rng))
+
+
+def _part(lengths: Lengths, share: int) -> Lengths:
+    return Lengths(low=max(1, lengths.low // share), high=max(1, lengths.high // share))

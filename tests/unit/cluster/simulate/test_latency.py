@@ -1,0 +1,81 @@
+"""The latency models: figures that anybody can check, and a calibration that finds what its points were made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.simulate.latency import Calibrated, Measured, Roofline, Step, calibrate, read_points, step_of
+from cluster.simulate.shapes import GPUS, MODELS, num_blocks
+from protos.errors import Misconfigured
+
+DECODE = step_of([(1, 1000)])
+PROMPT = step_of([(8192, 8192)])
+
+
+def test_one_sequence_decodes_at_the_speed_of_memory() -> None:
+    roofline = Roofline(gpu=GPUS["h100"], model=MODELS["llama-3-8b"])
+    weights_s = 16.06e9 / (3.35e12 * roofline.memory_share)
+    assert roofline.step_s(DECODE) == pytest.approx(weights_s + roofline.launch_s, rel=0.05)
+
+
+def test_a_long_prompt_is_read_at_the_speed_of_arithmetic() -> None:
+    roofline = Roofline(gpu=GPUS["h100"], model=MODELS["llama-3-8b"])
+    products_s = 2 * 8.03e9 * 8192 / (989e12 * roofline.compute_share)
+    assert products_s < roofline.step_s(PROMPT) < 1.5 * products_s
+
+
+@pytest.mark.parametrize("step", [DECODE, PROMPT])
+def test_no_newer_card_is_slower(step: Step) -> None:
+    times = [
+        Roofline(gpu=GPUS[name], model=MODELS["llama-3-8b"]).step_s(step) for name in ("a100", "h100", "h200", "b200")
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0] / 2
+
+
+def test_more_gpus_are_faster_but_not_as_many_times() -> None:
+    one, eight = (Roofline(gpu=GPUS["h100"], model=MODELS["llama-3-70b"], tp=tp).step_s(PROMPT) for tp in (1, 8))
+    assert one / 8 < eight < one
+
+
+def test_a_token_of_a_mixture_touches_few_of_its_experts() -> None:
+    model = MODELS["deepseek-v3"]
+    assert model.active_params == pytest.approx(37e9, rel=0.05)
+    assert model.touched_params(1) == pytest.approx(model.active_params)
+    assert model.touched_params(1000) == pytest.approx(model.params, rel=0.001)
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_number_of_gpus() -> None:
+    with pytest.raises(Misconfigured, match="use 2 GPUs"):
+        num_blocks(GPUS["h100"], MODELS["llama-3-70b"], tp=1, block_size=64)
+    assert num_blocks(GPUS["h100"], MODELS["llama-3-70b"], tp=4, block_size=64) > 1000
+
+
+def test_a_calibration_finds_the_coefficients_and_says_how_well_it_fits() -> None:
+    truth = Calibrated(base_s=0.003, row_s=1e-4, token_s=2e-5, read_s=1e-7, attended_s=0.0)
+    shapes = [(tokens, before, rows) for tokens in (1, 64, 500) for before in (0, 900) for rows in (1, 4, 16)]
+    steps = [step_of([(tokens, tokens + before)] * rows) for tokens, before, rows in shapes]
+    found = calibrate([Measured(step=step, seconds=truth.step_s(step)) for step in steps])
+    assert found.error < 1e-6
+    assert [found.step_s(step) for step in steps] == pytest.approx([truth.step_s(step) for step in steps])
+
+
+def test_no_coefficient_is_negative_however_noisy_the_steps() -> None:
+    steps = [step_of([(1, 100)] * rows) for rows in range(1, 9)]
+    falling = [Measured(step=step, seconds=0.01 / step.num_rows) for step in steps]
+    found = calibrate(falling)
+    assert min(found.base_s, found.row_s, found.token_s, found.read_s, found.attended_s) >= 0
+    assert found.worst > found.error > 0
+
+
+def test_measured_steps_are_read_from_a_file_and_mistakes_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps([{"rows": [[1, 10], [8, 8]], "seconds": 0.5}]))
+    (point,) = read_points(file)
+    assert (point.step.num_rows, point.step.num_tokens, point.step.num_read, point.seconds) == (2, 9, 18, 0.5)
+    file.write_text("[{}]")
+    with pytest.raises(Misconfigured, match=r"steps\.json"):
+        read_points(file)

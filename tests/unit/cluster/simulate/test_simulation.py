@@ -1,0 +1,73 @@
+"""The simulation as a whole: every request is answered, twice alike, and leaping changes nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.simulate.simulation import simulate
+from cluster.simulate.workload import GENERATED
+from tests.unit.cluster.simulate.towns import sessions, town
+
+ROOT = Path(__file__).resolve().parents[4]
+
+FINGERPRINT = """
+from cluster.simulate.simulation import simulate
+from tests.unit.cluster.simulate.towns import sessions, town
+print(simulate(town(), sessions("agents", num=12)).fingerprint)
+"""
+
+
+@pytest.mark.parametrize("workload", GENERATED)
+def test_every_request_of_every_workload_is_answered_in_full(workload: str) -> None:
+    asked = sessions(workload, num=20)
+    outcome = simulate(town(num_blocks=20_000), asked)
+    assert [record.error for record in outcome.records] == [""] * sum(len(session.turns) for session in asked)
+
+
+def test_the_same_seed_writes_the_same_events_to_the_byte() -> None:
+    lines: dict[str, list[str]] = {"first": [], "second": []}
+    outcomes = [simulate(town(), sessions("conversations"), write=written.append) for written in lines.values()]
+    assert lines["first"] == lines["second"]
+    assert outcomes[0].fingerprint == outcomes[1].fingerprint
+    other = simulate(town(), sessions("conversations", seed=1))
+    assert other.fingerprint != outcomes[0].fingerprint
+
+
+def test_the_fingerprint_does_not_depend_on_how_python_hashes() -> None:
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", FINGERPRINT],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            cwd=ROOT, check=True, capture_output=True, text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (0, 2)])
+def test_leaps_change_no_event(prefill: int, decode: int) -> None:
+    asked = sessions(num=60, rate=4.0)
+    leaping = simulate(town(prefill=prefill, decode=decode, leaping=True), asked)
+    stepping = simulate(town(prefill=prefill, decode=decode), asked)
+    assert leaping.fingerprint == stepping.fingerprint
+    assert leaping.records == stepping.records
+
+
+def test_leaps_save_messages() -> None:
+    asked = sessions(num=4, rate=0.5, max_output=800)
+    leaping, stepping = (simulate(town(leaping=leaps), asked) for leaps in (True, False))
+    assert leaping.num_callbacks < stepping.num_callbacks / 2
+
+
+def test_colocated_workers_serve_as_well() -> None:
+    config = town()
+    config = replace(config, pools=replace(config.pools, prefill=None, decode=None, colocated=2))
+    outcome = simulate(config, sessions(num=20))
+    assert [record.error for record in outcome.records] == [""] * 20

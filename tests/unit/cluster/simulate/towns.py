@@ -1,0 +1,42 @@
+"""Small simulated clusters for tests: toy sizes, so that every part of a request's life happens within milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cluster.bench.workload import Lengths
+from cluster.config import PoolsConfig, SupervisionConfig
+from cluster.simulate.config import SimulationConfig, hardware_spec, simulated_router
+from cluster.simulate.workload import Load, Session, generated
+
+BLOCK_SIZE = 16
+
+
+def town(
+    *, prefill: int = 2, decode: int = 2, leaping: bool = False, num_blocks: int = 2000, seed: int = 0, **more: Any
+) -> SimulationConfig:
+    """Workers as fast as an H100 with an 8B model, with little memory and short blocks."""
+    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, block_size=BLOCK_SIZE, leaping=leaping)
+    return SimulationConfig(
+        pools=PoolsConfig(prefill=prefill, decode=decode),
+        spec=replace(spec, num_blocks=num_blocks),
+        router=simulated_router(local_prefill_tokens=32),
+        supervision=SupervisionConfig(health_period_s=2.0),
+        load_s=1.0,
+        seed=seed,
+        **more,
+    )
+
+
+def sessions(
+    name: str = "poisson", *, num: int = 40, rate: float = 10.0, seed: int = 0, max_output: int = 80
+) -> list[Session]:
+    load = Load(
+        num_requests=num,
+        rate=rate,
+        prompts=Lengths(low=20, high=600),
+        outputs=Lengths(low=max_output // 40, high=max_output),
+        seed=seed,
+    )
+    return generated(name, load)
