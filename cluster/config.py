@@ -110,7 +110,8 @@ class SupervisionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """`index` says where the prefix index lives; `discovery` (redis://...) where supervisor and gateways meet when
+    """`index` says where the prefix index lives: in each gateway's memory alone, or shared through Redis (any URL of
+    `router.prefix.redis_url`); `discovery` (redis://...) where supervisor and gateways meet when
     they are separate processes, and is not needed where they are one."""
 
     worker: WorkerConfig
@@ -126,14 +127,8 @@ class ClusterConfig:
     discovery: str = ""
 
     def __post_init__(self) -> None:
-        if self.index.startswith(("redis://", "rediss://")):
-            raise Misconfigured(
-                "index: a prefix index in Redis does not exist yet: every gateway keeps the whole index in its own "
-                "memory, fed by all workers. Use --index memory; Redis serves to find workers, see --discovery",
-                param="index",
-            )
         if self.index != MEMORY:
-            raise Misconfigured(f"index: {self.index!r} is no index: use {MEMORY}", param="index")
+            _check_index(self.index)
         if self.discovery and not self.discovery.startswith(("redis://", "rediss://")):
             raise Misconfigured(f"discovery: {self.discovery!r}: give redis://host:port", param="discovery")
         if self.router.port and self.router.port == self.router.grpc_port:
@@ -154,3 +149,11 @@ class ClusterConfig:
             )
         if not (folder / "config.json").is_file():
             raise BadCheckpoint(f"model: {folder} has no config.json: it is no checkpoint's folder", param="model")
+
+
+def _check_index(where: str) -> None:
+    if "://" not in where:
+        raise Misconfigured(f"index: {where!r} is no index: use {MEMORY}, or redis://host:port", param="index")
+    from router.prefix.redis_url import parse  # redis-py, for those who use it
+
+    parse(where, setting="index")

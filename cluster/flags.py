@@ -37,7 +37,10 @@ PrefillTp = Annotated[int | None, typer.Option("--prefill-tp", help="Ranks of a 
 DecodeTp = Annotated[int | None, typer.Option("--decode-tp", help="Ranks of a decode worker. Default: --tp.")]
 OnDevice = Annotated[Device | None, typer.Option("--device", help="Default: auto, GPUs if there are enough.")]
 InDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Default: auto, that of the checkpoint.")]
-Index = Annotated[str | None, typer.Option("--index", help="Where the prefix index lives. Default: memory.")]
+Index = Annotated[
+    str | None,
+    typer.Option("--index", help="Where gateways share the prefix index, redis://host:port. Default: memory."),
+]
 RayAddress = Annotated[str | None, typer.Option("--ray-address", help="A Ray that runs. Default: one of our own.")]
 Discovery = Annotated[
     str | None, typer.Option("--discovery", metavar="URL", help="redis://host:port where supervisor and gateways meet.")

@@ -27,7 +27,7 @@ from router.gateway import open_gateway
 from router.grpc_face import GrpcFace
 from router.metrics import RequestMetrics
 from router.policies.registry import policy_of
-from router.prefix.memory import MemoryPrefixIndex
+from router.prefix.registry import MEMORY, open_index
 
 LAST_WORDS_S = 1.0  # for an error to reach a client that was cut off
 
@@ -54,15 +54,19 @@ class Front:
         max_model_len: int | None = None,
         tls: FaceTls,
         peers: PeerTls,
+        index: str = MEMORY,
     ) -> None:
         policy = policy_of(config)
         tls.check()
         self._scheme = "https" if tls.cert else "http"
+        gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
+        prefixes, self._others = open_index(index, model=config.model_name, gateway_id=gateway_id)
         self.fleet = Fleet(
-            index=MemoryPrefixIndex(),
+            index=prefixes,
             config=config,
-            gateway_id=f"gateway-{uuid.uuid4().hex[:12]}",
+            gateway_id=gateway_id,
             open_channel=channels_of(peers),
+            peers=self._others,
         )
         metrics = RequestMetrics()
         self.registry = metrics.registry
@@ -117,6 +121,8 @@ class Front:
 
     async def start(self) -> None:
         """From now on /health answers; /ready does when a worker has joined. Raises Misconfigured: a port is taken."""
+        if self._others is not None:
+            await self._others.start()
         self.grpc_port = await self._grpc.start()
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._listening]), name="http")
 
@@ -148,4 +154,6 @@ class Front:
                 task.cancel()
             await asyncio.wait(stopping)
             await self.fleet.close()
+            if self._others is not None:
+                await self._others.close()
             self._listening.close()

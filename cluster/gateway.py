@@ -76,7 +76,12 @@ def _open_front(config: ClusterConfig, listening: socket.socket) -> Front:
     from cluster.front import Front
 
     return Front(
-        config.router, listening, max_model_len=config.worker.max_model_len, tls=config.tls, peers=config.peers
+        config.router,
+        listening,
+        max_model_len=config.worker.max_model_len,
+        tls=config.tls,
+        peers=config.peers,
+        index=config.index,
     )
 
 

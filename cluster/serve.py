@@ -93,6 +93,7 @@ class Deployment:
             max_model_len=config.worker.max_model_len,
             tls=config.tls,
             peers=config.peers,
+            index=config.index,
         )
 
     def _greet(self, front: Front) -> None:

@@ -135,7 +135,6 @@ class RedisPrefixIndex:
     # -- sharing -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Returns when what others know is known here too, or after a few seconds without Redis."""
         assert self._feed is not None, "somebody must be fed"
         self._task = asyncio.create_task(self._run(), name="prefix index in Redis")
         with suppress(TimeoutError):
@@ -147,10 +146,10 @@ class RedisPrefixIndex:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        writing = [worker_id for worker_id, scribe in self._scribes.items() if scribe.writing]
         with suppress(*TROUBLES):
-            for worker_id, scribe in self._scribes.items():
-                if scribe.writing:
-                    await self._store.release(worker_id)
+            for worker_id in (*writing, *self._released):
+                await self._store.release(worker_id)
         with suppress(*TROUBLES):
             await self._store.close()
 

@@ -22,6 +22,7 @@ from protos.chain import Chain
 from protos.kv_pb2 import KVEvents as KVEventsMessage
 from protos.values import BlockHash, Cleared, KVEvent, KVEvents
 from protos.wire import from_proto, to_proto
+from router.prefix.redis_url import close
 
 FORM = "kv1"
 LEASE_S = 5.0
@@ -133,7 +134,7 @@ class Store:
         self._root = f"baton:{{{model}}}:{FORM}:"
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await close(self._client)
 
     # -- writing for a worker ------------------------------------------------------------------------------------------
 

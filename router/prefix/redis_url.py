@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
 from protos.errors import Misconfigured
@@ -71,6 +71,14 @@ class RedisUrl:
             return client
         [(host, port)] = self.hosts
         return Redis(host=host, port=port, db=self.db, ssl=self.tls, **told)
+
+
+async def close(client: Redis | RedisCluster) -> None:
+    """Also the connections to Sentinels, which redis-py leaves open."""
+    await client.aclose()
+    if isinstance(client, Redis) and isinstance(client.connection_pool, SentinelConnectionPool):
+        for sentinel in client.connection_pool.sentinel_manager.sentinels:
+            await sentinel.aclose()
 
 
 def parse(url: str, *, setting: str) -> RedisUrl:

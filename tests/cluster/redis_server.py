@@ -9,35 +9,25 @@ from pathlib import Path
 
 
 class RedisServer:
-    """On a port of its own, without files; it can be stopped and started again, empty, and be paused."""
+    """On a port of its own, without files; it can be stopped and started again, empty, and be paused. With `config`, a
+    file of its own, it is a Sentinel."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self._folder = folder
-        self._options = options
+    def __init__(self, folder: Path, *options: str, config: Path | None = None) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = int(probe.getsockname()[1])
         self.url = f"redis://127.0.0.1:{self.port}"
+        kind = ["redis-server", str(config), "--sentinel"] if config else ["redis-server", "--save", ""]
+        self._command = [*kind, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), *options]
         self._process: subprocess.Popen[str] | None = None
 
+    def add(self, *options: str) -> None:
+        """More options, for the next start."""
+        self._command += options
+
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            [
-                "redis-server",
-                "--port",
-                str(self.port),
-                "--bind",
-                "127.0.0.1",
-                "--save",
-                "",
-                "--dir",
-                str(self._folder),
-                *self._options,
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
-        assert any("Ready to accept connections" in line for line in self._process.stdout)
+        assert any("Ready to accept connections" in line or "+monitor" in line for line in self._process.stdout)
 
     def pause(self) -> None:
         """It answers nobody, and its connections stand."""

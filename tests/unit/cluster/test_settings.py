@@ -64,7 +64,7 @@ def test_no_model_is_refused() -> None:
         ({"pools": {"prefill": -1}}, "prefill = -1: give a number from 0 to"),
         ({"pools": {"decode": 0}}, "decode = 0: somebody must write the answers"),
         ({"pools": {"colocated": 2, "decode": 1}}, "either the former or the latter"),
-        ({"index": "redis://localhost"}, "Use --index memory"),
+        ({"index": "rodis://localhost"}, "'rodis' is no kind of Redis URL"),
         ({"index": "disk"}, "'disk' is no index: use memory"),
         ({"discovery": "localhost:6379"}, "give redis://host:port"),
         ({"supervision": {"factor": 0.5}}, "factor = 0.5: give 1 or more"),
