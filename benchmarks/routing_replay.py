@@ -257,9 +257,7 @@ class Replay:
         one.first_s = self._now
         num_tokens = one.ahead + one.asked.num_prompt - one.num_cached
         seconds = self._now - one.decided_s
-        self.predictor.saw_first_token(
-            worker.name, ROLE, worker.load(), num_tokens=num_tokens, seconds=seconds, now=self._now
-        )
+        self.predictor.saw_first_token(worker.name, ROLE, num_tokens=num_tokens, seconds=seconds, now=self._now)
         self._after(writing_s, lambda: self._has_written(worker, one))
         self._begin(worker)
 
@@ -269,7 +267,7 @@ class Replay:
         if num_tokens > 1:
             tpot_s = (self._now - one.first_s) / (num_tokens - 1)
             self.predictor.saw_answer(
-                worker.name, ROLE, worker.load(),
+                worker.name, ROLE,
                 num_sequences=one.batch, num_tokens=num_tokens, seconds=tpot_s, now=self._now,
             )  # fmt: skip
         self.outcomes.append(

@@ -45,6 +45,8 @@ class RouterConfig:
     double; while no worker can take it, it waits for at most `max_queue_s`. A prompt just routed counts as cached on
     its workers for `sibling_s`. The last `num_decisions` requests' decisions can be asked for.
 
+    `shadow_policy` (one, or several with commas between) scores every request as well, without acting.
+
     The policy `slo` tries to keep the time to a first token under `ttft_ms`, and that between tokens under `tpot_ms`.
 
     A worker that has prompts to read for more than `max_backlog_s`, or `max_backlog` requests that have not begun, is
@@ -58,6 +60,7 @@ class RouterConfig:
     port: int = 8000
     grpc_port: int = 8001
     policy: str = "prefix_aware"
+    shadow_policy: str = ""
     local_prefill_tokens: int = 64
     local_prefill_share: float = 0.7
     max_attempts: int = 3

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
 from protos.errors import BatonError, Internal, NoWorkers, Overloaded, TransferFailed, WorkerDraining, WorkerLost
 from protos.values import FinishReason, ReserveRequest, SequenceUpdate
+from router.choosing import Chooser, Routing, routing_of
 from router.client import Updates
 from router.config import RouterConfig
 from router.fleet import Fleet
@@ -32,13 +32,12 @@ from router.generation import Job, TokenDelta
 from router.journal import Journal
 from router.member import Member
 from router.moving import Moves, Place
-from router.policies.base import Candidate, Decision, Policy, RequestView
-from router.policies.limits import avoiding
+from router.policies.base import Candidate, Decision, Policy
 from router.policies.pair import decodes
+from router.record import What
 
 log = logging.getLogger("baton.router")
 
-MAX_DECISIONS_OF_A_JOB = 16
 RETRY_AFTER_S = 1.0  # what a client is told when the worker did not say
 RENEWALS_A_LEASE = 3
 
@@ -68,19 +67,19 @@ class Dispatcher:
     the prompt was computed. What the decode worker had cached as well saved a transfer, not a computation.
     """
 
-    def __init__(self, *, fleet: Fleet, policy: Policy, config: RouterConfig) -> None:
+    def __init__(self, *, fleet: Fleet, policy: Policy, config: RouterConfig, routing: Routing | None = None) -> None:
         self._fleet = fleet
-        self._policy = policy
         self._config = config
-        self._num_decided = 0
-        self._decisions: OrderedDict[str, deque[Decision]] = OrderedDict()
+        self._chooser = Chooser(fleet=fleet, policy=policy, routing=routing or routing_of(config))
         self._line = asyncio.Lock()
         self.moves = Moves(self._elsewhere, gateway_id=fleet.gateway_id, config=config)
         self.num_resumed = 0
 
     async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one job. Raises BatonError when it cannot be run, or not to its end."""
-        journal = Journal(job, now=_now())
+        chooser = self._chooser
+        record = chooser.record(job)
+        journal = Journal(job, now=_now(), record=record)
         while True:
             attempt: Attempt | None = None
             try:
@@ -91,6 +90,10 @@ class Dispatcher:
                         delta = journal.take(update)
                         if first and delta.token_ids:
                             self._fleet.count_read(attempt.reader, len(job.prompt_ids), delta.num_cached_tokens)
+                        if delta.token_ids:
+                            chooser.took(record, len(delta.token_ids), delta.num_cached_tokens)
+                        if delta.finish_reason is not None:
+                            chooser.ended(record, delta.finish_reason)
                         yield delta
                         if delta.finish_reason is not None:
                             return
@@ -100,7 +103,7 @@ class Dispatcher:
 
     def decision(self, request_id: str) -> tuple[Decision, ...]:
         """The decisions made for a job, oldest first; empty when it is unknown or too long ago."""
-        return tuple(self._decisions.get(request_id, ()))
+        return self._chooser.decisions(request_id)
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -110,7 +113,7 @@ class Dispatcher:
         candidates = self._candidates(journal)
         if not any(decodes(candidate) for candidate in candidates):
             raise NoWorkers("no decode worker is ready")
-        decision = self._choose(journal, candidates)
+        decision = self._chooser.choose(journal, candidates)
         request_id, generation = journal.next_attempt()
         attempt = Attempt(
             request_id=request_id,
@@ -120,12 +123,18 @@ class Dispatcher:
         )
         cached = {candidate.worker_id: candidate.num_cached_tokens for candidate in candidates}
         attempt.decode.route(request_id, 0)
-        attempt.reader.route(request_id, len(journal.token_ids) - cached[attempt.reader.worker_id])
+        self._give(attempt.reader, request_id, journal.num_tokens - cached[attempt.reader.worker_id])
         # The decode worker of a pair is not expected to hold anything yet: a sibling would stay there as a short
         # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
         hashes = journal.hashes(fleet.block_size or 1)
         fleet.index.expect(attempt.reader.worker_id, hashes, until=_now() + self._config.sibling_s)
         return attempt
+
+    def _give(self, reader: Member, request_id: str, num_tokens: int) -> None:
+        """So many tokens to compute: they count as the reader's from now on."""
+        reader.route(request_id, num_tokens)
+        if reader.role is not None:
+            self._fleet.predictor.routed(reader.worker_id, reader.role, num_tokens, now=_now())
 
     def _elsewhere(self, journal: Journal, besides: Member) -> Member:
         """Where a sequence that is written by a worker had better go on. Raises NoWorkers."""
@@ -136,29 +145,12 @@ class Dispatcher:
         ]
         if not candidates:
             raise NoWorkers(f"no other worker than {besides.worker_id} can write")
-        return self._fleet.member(self._choose(journal, candidates).decode)
+        return self._fleet.member(self._chooser.choose(journal, candidates).decode)
 
     def _candidates(self, journal: Journal) -> list[Candidate]:
         fleet = self._fleet
         matched = fleet.index.match(journal.hashes(fleet.block_size or 1), now=_now())
-        return fleet.candidates(matched, len(journal.token_ids))
-
-    def _choose(self, journal: Journal, candidates: list[Candidate]) -> Decision:
-        view = RequestView(
-            request_id=journal.job.request_id,
-            num_tokens=len(journal.token_ids),
-            block_size=self._fleet.block_size or 1,
-            num_decided=self._num_decided,
-        )
-        decision = avoiding(self._policy, journal.failed | journal.full)(view, candidates)
-        self._num_decided += 1
-        self._keep(journal.job.request_id, decision)
-        return decision
-
-    def _keep(self, request_id: str, decision: Decision) -> None:
-        self._decisions.setdefault(request_id, deque(maxlen=MAX_DECISIONS_OF_A_JOB)).append(decision)
-        while len(self._decisions) > self._config.num_decisions:
-            self._decisions.popitem(last=False)
+        return fleet.candidates(matched, journal.num_tokens)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -194,11 +186,13 @@ class Dispatcher:
             asked = self._reservation(journal, attempt, prefill)
             ticket = await decode.reserve(asked)
             journal.read_since_s = _now()
+            journal.record.note(What.RESERVED, _now(), worker=decode.worker_id, blocks=len(ticket.block_ids))
             reading = prefill.submit(journal.request(request_id, ticket=ticket))
             with _renewing(asked, decode, ticket.lease_s, reading) as renewals:
                 async for update in reading:
                     if update.finish_reason is FinishReason.PREFILLED:
                         renewals.cancel()  # from here on KV moves, or is lost
+                        journal.record.prefilled(_now())
                         answer = decode.submit(journal.request(request_id, ticket=ticket, more=update.token_ids))
                         reading.bequeath(answer)  # until KV has arrived, the loss of prefill is decode's as well
                     else:
@@ -211,6 +205,7 @@ class Dispatcher:
                 async for update in updates:
                     if not arrived:  # then prefill has nothing more to do, or to fail with
                         arrived = True
+                        self._chooser.arrived(journal.record)
                         prefill.abort(request_id)
                     finished = update.finish_reason is not None
                     yield update
@@ -238,6 +233,7 @@ class Dispatcher:
     async def _recover(self, error: BatonError, journal: Journal, attempt: Attempt | None) -> None:
         """Returns when the job is worth another attempt, after waiting for what was missing. Else raises `error`."""
         now, config = _now(), self._config
+        journal.record.failed(error, now)
         if journal.blocked_since_s is None:
             journal.blocked_since_s = now
         deadline = journal.blocked_since_s + config.max_queue_s

@@ -22,6 +22,7 @@ from router.client import OpenChannel, WorkerClient, open_channel
 from router.config import RouterConfig
 from router.member import Member, WorkerState, WorkerStatus
 from router.policies.base import Candidate
+from router.predict import Predictor
 from router.prefix.feed import Feed, Peers
 from router.prefix.index import PrefixIndex
 
@@ -64,6 +65,7 @@ class Fleet:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
         self._turn = asyncio.Event()
+        self.predictor = Predictor()
         self.totals = {role: PoolTotals() for role in WorkerRole}
         self.num_faults = 0
 
@@ -88,6 +90,7 @@ class Fleet:
             return
         del self._members[worker_id], self._again[worker_id]
         self._feed.drop(worker_id)
+        self.predictor.forget(worker_id)
         self._changed()
         keeper = self._keepers.pop(worker_id)
         keeper.cancel()
@@ -105,6 +108,12 @@ class Fleet:
         reference = self._reference()
         return reference.layout.block_size if reference is not None else None
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's KV; 0 while nobody was met."""
+        reference = self._reference()
+        return reference.layout.block_bytes if reference is not None else 0
+
     def member(self, worker_id: str) -> Member:
         """Raises WorkerLost for one that has left."""
         if worker_id not in self._members:
@@ -114,11 +123,14 @@ class Fleet:
     def candidates(self, matched: Mapping[str, int], num_tokens: int) -> list[Candidate]:
         """Workers that take new work. `matched` is an index's answer for a sequence of `num_tokens` tokens, of which
         the last must always be computed."""
-        block_size = self.block_size or 1
+        block_size, now = self.block_size or 1, asyncio.get_running_loop().time()
         return [
-            member.candidate(min(matched.get(member.worker_id, 0) * block_size, num_tokens - 1))
+            member.candidate(
+                min(matched.get(member.worker_id, 0) * block_size, num_tokens - 1),
+                self.predictor.expect(member.worker_id, member.role, member.load, now=now),
+            )
             for member in self._members.values()
-            if member.takes_work
+            if member.takes_work and member.role is not None
         ]
 
     def each_candidate(self) -> Iterator[Candidate]:

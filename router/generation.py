@@ -18,8 +18,8 @@ from protos.values import FinishReason, Logprobs, SamplingParams, WorkerInfo, Wo
 class Job:
     """One sequence. `request_id` is unique per job; `group_id` is the client's request it belongs to.
 
-    `tenant` is who asked, "" where nobody is asked. A first token that cannot come within `max_ttft_s` is not worth
-    waiting for: the job is refused.
+    Jobs of one `session` are turns of one conversation, as far as the client has said. `tenant` is who asked, "" where
+    nobody is asked. A first token that cannot come within `max_ttft_s` is not worth waiting for: the job is refused.
     """
 
     request_id: str
@@ -28,6 +28,7 @@ class Job:
     sampling: SamplingParams
     cache_salt: bytes = b""
     priority: int = 0
+    session: str = ""
     tenant: str = ""
     max_ttft_s: float | None = None
 

@@ -8,14 +8,17 @@ from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.values import GenerateRequest, SequenceUpdate, Ticket
 from router.generation import Job, TokenDelta
+from router.record import Record
 
 
 class Journal:
     """`output_ids` have been emitted. `num_failures` and `blocked_since_s` (the loop's clock; None while tokens flow)
-    bound how long the job is tried; `failed` and `full` are workers to keep away from."""
+    bound how long the job is tried; `failed` and `full` are workers to keep away from.
+    `record` is told of what happens."""
 
-    def __init__(self, job: Job, *, now: float) -> None:
+    def __init__(self, job: Job, *, now: float, record: Record | None = None) -> None:
         self.job = job
+        self.record = record or Record(job=job, received_s=now)
         self.read_since_s = now  # when a worker was given the prompt
         self._arrival_s = now
         self.output_ids: list[int] = []
@@ -32,6 +35,11 @@ class Journal:
     def token_ids(self) -> tuple[int, ...]:
         """Everything that must be in a KV cache before the next token."""
         return (*self.job.prompt_ids, *self.output_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of `token_ids`."""
+        return len(self.job.prompt_ids) + len(self.output_ids)
 
     def hashes(self, block_size: int) -> Chain:
         """Of the full blocks of `token_ids`, under the tenant's salt."""

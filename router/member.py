@@ -23,7 +23,9 @@ from protos.values import (
 )
 from router.client import Updates, WorkerClient
 from router.policies.base import Candidate
+from router.predict import Expectation
 
+NOTHING_EXPECTED = Expectation()
 STEPS_TO_SHOW = 2  # a step that was running when a request arrived says nothing of it; the one after that does
 
 
@@ -163,7 +165,7 @@ class Member:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def candidate(self, num_cached_tokens: int) -> Candidate:
+    def candidate(self, num_cached_tokens: int, expected: Expectation = NOTHING_EXPECTED) -> Candidate:
         assert self.info is not None
         load, routed = self.load, self._routed
         return Candidate(
@@ -177,6 +179,10 @@ class Member:
             num_blocks=load.num_blocks,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
+            reading=expected.reading,
+            stepping=expected.stepping,
+            receiving=expected.receiving,
+            recent_tokens=expected.recent_tokens,
         )
 
     def status(self, num_cached_blocks: int) -> WorkerStatus:

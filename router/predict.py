@@ -122,6 +122,7 @@ class Predictor:
         self._receiving: dict[str, Fit] = {}
         self._pools: dict[WorkerRole, tuple[Fit, Fit]] = {role: (Fit(), Fit()) for role in WorkerRole}
         self._all_lanes = Fit()
+        self._priors: dict[str, Expectation] = {}
         self._fits_of_lanes: dict[tuple[str, str], Fit] = {}
         self._lanes: dict[tuple[str, str], Line] = {}
         self._recent: dict[WorkerRole, dict[str, tuple[float, float]]] = {role: {} for role in WorkerRole}
@@ -130,14 +131,19 @@ class Predictor:
     # -- what is expected ----------------------------------------------------------------------------------------------
 
     def expect(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> Expectation:
+        prior = self._priors[worker_id] = Expectation(
+            reading=self._read_prior(role, load),
+            stepping=self._step_prior(role, load),
+            receiving=self._lane_prior(load),
+            recent_tokens=self._recent_tokens(worker_id, role, now),
+        )
         reading, stepping = self._reading.get(worker_id), self._stepping.get(worker_id)
         receiving = self._receiving.get(worker_id)
-        read, step, receive = self._read_prior(role, load), self._step_prior(role, load), self._lane_prior(load)
         return Expectation(
-            reading=reading.line(read) if reading else read,
-            stepping=stepping.line(step) if stepping else step,
-            receiving=receiving.line(receive) if receiving else receive,
-            recent_tokens=self._recent_tokens(worker_id, role, now),
+            reading=reading.line(prior.reading) if reading else prior.reading,
+            stepping=stepping.line(prior.stepping) if stepping else prior.stepping,
+            receiving=receiving.line(prior.receiving) if receiving else prior.receiving,
+            recent_tokens=prior.recent_tokens,
         )
 
     @property
@@ -162,35 +168,25 @@ class Predictor:
     # -- what was observed ---------------------------------------------------------------------------------------------
 
     def saw_first_token(
-        self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, num_tokens: float, seconds: float, now: float
+        self, worker_id: str, role: WorkerRole, *, num_tokens: float, seconds: float, now: float
     ) -> None:
         """A first token came so long after its decision; until then the worker had so many tokens to read."""
-        prior = self._read_prior(role, load)
-        self._reading.setdefault(worker_id, Fit(MEASURED)).observe(num_tokens, seconds, prior=prior, now=now)
+        fit = self._reading.setdefault(worker_id, Fit(MEASURED))
+        fit.observe(num_tokens, seconds, prior=self._prior(worker_id).reading, now=now)
         self._pools[role][0].observe(num_tokens, seconds, prior=READING, now=now)
 
     def saw_answer(
-        self,
-        worker_id: str,
-        role: WorkerRole,
-        load: WorkerLoad,
-        *,
-        num_sequences: float,
-        num_tokens: int,
-        seconds: float,
-        now: float,
+        self, worker_id: str, role: WorkerRole, *, num_sequences: float, num_tokens: int, seconds: float, now: float
     ) -> None:
         """The tokens of an answer, written among so many sequences, were so many seconds apart."""
-        prior = self._step_prior(role, load)
-        self._stepping.setdefault(worker_id, Fit(MEASURED)).observe(num_sequences, seconds, prior=prior, now=now)
+        fit = self._stepping.setdefault(worker_id, Fit(MEASURED))
+        fit.observe(num_sequences, seconds, prior=self._prior(worker_id).stepping, now=now)
         self._pools[role][1].observe(num_sequences, seconds, prior=STEPPING, now=now)
         self.answer_tokens += (num_tokens - self.answer_tokens) / HALF_COUNT
 
-    def saw_transfer(
-        self, reader: str, writer: str, load: WorkerLoad, *, num_bytes: float, seconds: float, now: float
-    ) -> None:
-        """An answer was held up by so much, for KV of so many bytes. `load` is the writer's."""
-        prior = self._lane_prior(load)
+    def saw_transfer(self, reader: str, writer: str, *, num_bytes: float, seconds: float, now: float) -> None:
+        """An answer was held up by so much, for KV of so many bytes."""
+        prior = self._prior(writer).receiving
         lane = self._fits_of_lanes.setdefault((reader, writer), Fit())
         lane.observe(num_bytes, seconds, prior=prior, now=now)
         self._lanes[reader, writer] = lane.line(prior)
@@ -201,12 +197,17 @@ class Predictor:
         """A worker has left, with its lanes."""
         for fits in (self._reading, self._stepping, self._receiving):
             fits.pop(worker_id, None)
+        self._priors.pop(worker_id, None)
         for recent in self._recent.values():
             recent.pop(worker_id, None)
         for lane in [lane for lane in self._fits_of_lanes if worker_id in lane]:
             del self._fits_of_lanes[lane], self._lanes[lane]
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _prior(self, worker_id: str) -> Expectation:
+        """What was believed of a worker when it was last a candidate, without what its jobs have taught."""
+        return self._priors.get(worker_id) or Expectation()
 
     def _recent_tokens(self, worker_id: str, role: WorkerRole, now: float) -> float:
         """A newcomer counts as if it had had its pool's mean: it is not owed what others did before it came."""

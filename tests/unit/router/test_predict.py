@@ -66,7 +66,7 @@ def test_a_worker_that_nobody_has_measured_counts_as_its_pool() -> None:
     predictor = Predictor()
     for number in range(50):
         predictor.saw_first_token(
-            "p0", PREFILL, WorkerLoad(), num_tokens=1000, seconds=2.0, now=float(number)
+            "p0", PREFILL, num_tokens=1000, seconds=2.0, now=float(number)
         )  # fmt: skip
     assert predictor.expect("p1", PREFILL, WorkerLoad(), now=50.0).reading(1000) == pytest.approx(2.0, rel=0.2)
     own = WorkerLoad(prefill_tokens_per_s=10_000.0)
@@ -76,8 +76,8 @@ def test_a_worker_that_nobody_has_measured_counts_as_its_pool() -> None:
 
 def test_a_worker_that_left_is_forgotten_with_its_lanes() -> None:
     predictor = Predictor()
-    predictor.saw_transfer("p0", "d0", WorkerLoad(), num_bytes=1e6, seconds=0.5, now=0.0)
-    predictor.saw_answer("d0", DECODE, WorkerLoad(), num_sequences=4, num_tokens=100, seconds=0.03, now=1.0)
+    predictor.saw_transfer("p0", "d0", num_bytes=1e6, seconds=0.5, now=0.0)
+    predictor.saw_answer("d0", DECODE, num_sequences=4, num_tokens=100, seconds=0.03, now=1.0)
     assert predictor.lanes.keys() == {("p0", "d0")}
     assert predictor.errors()["d0"][1].num_observed == 1
     predictor.forget("d0")
