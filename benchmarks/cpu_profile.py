@@ -34,8 +34,9 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (NativeAttention, "write", "rope, KV write"),
     (cpu, "add_rms_norm", "norms"),
     (cpu, "silu_mul", "gates"),
+    (runner.Sampling, "fetch", "fetching"),
     (runner, "pack", "packing"),
-    (runner, "read", "sampling"),
+    (runner, "sample", "sampling"),
     (Scheduler, "plan", "planning"),
     (Scheduler, "apply", "applying"),
 )

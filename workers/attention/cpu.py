@@ -15,14 +15,19 @@ import torch.nn.functional as F
 
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
 from workers.kernels import cpu, reference
-from workers.kernels.cpu.build import Native, native
+from workers.kernels.cpu.build import Native, Tiles, native, native_tiles
 from workers.kv.storage import KVStorage
+
+_TILE_DEPTH = 32
 
 
 def cpu_attention(storage: KVStorage) -> AttentionBackend:
     """The compiled backend, or torch's where nothing can be compiled or the cache has a dtype it does not know."""
-    kernels = native(storage.data.dtype)
-    return TorchAttention(storage) if kernels is None else NativeAttention(storage, kernels)
+    kernels, tiles = native(storage.data.dtype), native_tiles()
+    if kernels is None:
+        return TorchAttention(storage)
+    fits = storage.data.dtype == torch.bfloat16 and storage.layout.head_dim % _TILE_DEPTH == 0
+    return NativeAttention(storage, tiles if fits and tiles is not None else kernels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +41,9 @@ class _Step:
 
 
 class NativeAttention:
-    """One call a layer, over all rows at once: `workers/kernels/cpu/attention.cpp`."""
+    """One call a layer, over all rows at once: attention.cpp or attention_tiles.cpp in `workers/kernels/cpu`."""
 
-    def __init__(self, storage: KVStorage, kernels: Native) -> None:
+    def __init__(self, storage: KVStorage, kernels: Native | Tiles) -> None:
         self._kernels = kernels
         self._caches = [(storage.keys(layer), storage.values(layer)) for layer in range(storage.layout.num_layers)]
         self._step: _Step | None = None

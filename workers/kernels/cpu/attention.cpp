@@ -1,7 +1,6 @@
 // Attention over pages with an online softmax (https://arxiv.org/abs/2205.14135): nothing is gathered, nothing expanded.
 //
-// A tile is one key/value head and a few neighbouring tokens of one sequence, each with the queries that share the head:
-// one token when it decodes, a few dozen when a prompt is computed. It walks over the keys it may see, `chunk` at a time:
+// A tile (attention.h) walks over the keys it may see, `chunk` at a time:
 //
 //     keys and values, page by page ──▶ laid out for `multiply` ──▶ scores = Q K^T ──▶ weights ──▶ sums += weights V
 //
@@ -13,17 +12,18 @@
 #include <type_traits>
 #include <vector>
 
-#include "numbers.h"
+#include "attention.h"
 
 #ifdef __AVX512BF16__
-#include <immintrin.h>
+#include "transpose.h"
 #endif
 
 namespace {
 
+using paged::Batch, paged::chunk, paged::Places, paged::Shape, paged::Tile;
+
 constexpr int lanes = 16;
-constexpr int chunk = 64;       // keys looked at together: four vectors of scores
-constexpr int max_queries = 96;  // of a tile: its buffers stay in a core's second-level cache
+constexpr int most_queries = 96;  // of a tile: its buffers stay in a core's second-level cache
 
 typedef float Vector __attribute__((vector_size(lanes * 4), aligned(4)));
 
@@ -125,31 +125,6 @@ struct Pairs {
     static __m512i column(const bfloat16* value, int d, __mmask16 here) {
         return value ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, value + d)) : _mm512_setzero_si512();
     }
-
-    // 16 x 16 numbers of 32 bits: within quarters of the registers, then the quarters themselves.
-    static void transpose(__m512i rows[lanes]) {
-        __m512i two[lanes], four[lanes];
-        for (int i = 0; i < lanes; i += 2) {
-            two[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-            two[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-        }
-        for (int i = 0; i < lanes; i += 4) {
-            four[i] = _mm512_unpacklo_epi64(two[i], two[i + 2]);
-            four[i + 1] = _mm512_unpackhi_epi64(two[i], two[i + 2]);
-            four[i + 2] = _mm512_unpacklo_epi64(two[i + 1], two[i + 3]);
-            four[i + 3] = _mm512_unpackhi_epi64(two[i + 1], two[i + 3]);
-        }
-        for (int i = 0; i < 4; i++) {
-            const __m512i a = _mm512_shuffle_i32x4(four[i], four[i + 4], 0x88);
-            const __m512i b = _mm512_shuffle_i32x4(four[i], four[i + 4], 0xdd);
-            const __m512i c = _mm512_shuffle_i32x4(four[i + 8], four[i + 12], 0x88);
-            const __m512i d = _mm512_shuffle_i32x4(four[i + 8], four[i + 12], 0xdd);
-            rows[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-            rows[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
-            rows[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
-            rows[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
-        }
-    }
 };
 using Halves = Pairs;
 #else
@@ -192,26 +167,6 @@ void multiply_rows(int num_rows, const typename Operands::Unit* left, int left_s
     take(multiply<Operands, 1, vectors>, 1);
 }
 
-struct Shape {
-    int64_t num_heads, num_kv_heads, head_dim, block_size, window;  // window 0: none
-    float scale;
-
-    int64_t first_visible(int64_t position) const {
-        return window == 0 ? 0 : std::max<int64_t>(0, position + 1 - window);
-    }
-};
-
-// `num_tokens` tokens of a sequence from `position` on, the first of which is token `token` of the batch.
-struct Tile {
-    const int32_t* table;
-    int64_t token, position, num_tokens, kv_head;
-
-    int64_t cost(const Shape& shape) const {
-        const int64_t last = position + num_tokens;
-        return (last - shape.first_visible(position)) * num_tokens;
-    }
-};
-
 // What one thread needs beside the tensors. Rows are queries of a tile: its tokens, and of each its heads.
 template <typename T>
 class Worker {
@@ -235,54 +190,29 @@ class Worker {
           factors_(max_rows) {}
 
     void run(const Tile& tile, const T* q, const T* k_cache, const T* v_cache, T* out) {
-        const int64_t group = shape_.num_heads / shape_.num_kv_heads;
+        const int64_t group = shape_.group();
         const int num_rows = int(tile.num_tokens * group);
         for (int row = 0; row < num_rows; row++)
-            Operands::lay_row(q + place(tile, row, group), queries_.data() + row * depth_, head_dim_);
+            Operands::lay_row(q + tile.place(shape_, row / group, row % group), queries_.data() + row * depth_, head_dim_);
         std::fill_n(sums_.begin(), num_rows * width_, 0.0f);
         std::fill_n(best_.begin(), num_rows, -infinity);
         std::fill_n(total_.begin(), num_rows, 0.0f);
-        const int64_t stop = tile.position + tile.num_tokens;
-        int64_t start = shape_.first_visible(tile.position);
-        for (Places here = find(tile, start, stop, k_cache, v_cache), next; start < stop; start += chunk, here = next) {
-            next = find(tile, start + chunk, stop, k_cache, v_cache);
+        int64_t start = tile.first_key(shape_);
+        for (Places<T> here(shape_, tile, start, k_cache, v_cache); start < tile.stop(); start += chunk) {
+            const Places<T> next(shape_, tile, start + chunk, k_cache, v_cache);
             fetch(next);  // pages are scattered: no processor guesses where the next one lies
-            look_at(tile, start, here, num_rows, group);
+            look_at(tile, start, here, num_rows);
+            here = next;
         }
         for (int row = 0; row < num_rows; row++) {
-            T* to = out + place(tile, row, group);
+            T* to = out + tile.place(shape_, row / group, row % group);
             const float factor = 1.0f / total_[row];
             for (int d = 0; d < head_dim_; d++) to[d] = narrow<T>(sums_[row * width_ + d] * factor);
         }
     }
 
   private:
-    int64_t place(const Tile& tile, int row, int64_t group) const {
-        return ((tile.token + row / group) * shape_.num_heads + tile.kv_head * group + row % group) * head_dim_;
-    }
-
-    // Where a chunk's keys and values lie; null past the end, where there are another's, or was never written.
-    struct Places {
-        const T *keys[chunk], *values[chunk];
-        int num_keys;
-    };
-
-    Places find(const Tile& tile, int64_t start, int64_t stop, const T* k_cache, const T* v_cache) const {
-        Places found{};
-        found.num_keys = int(std::clamp<int64_t>(stop - start, 0, chunk));
-        for (int i = 0; i < found.num_keys;) {
-            const int64_t page = (start + i) / shape_.block_size, offset = (start + i) % shape_.block_size;
-            const int64_t head = int64_t(tile.table[page]) * shape_.num_kv_heads + tile.kv_head;
-            const int64_t in_page = std::min<int64_t>(shape_.block_size - offset, found.num_keys - i);
-            for (int64_t at = (head * shape_.block_size + offset) * head_dim_, j = 0; j < in_page; j++, at += head_dim_) {
-                found.keys[i] = k_cache + at;
-                found.values[i++] = v_cache + at;
-            }
-        }
-        return found;
-    }
-
-    void fetch(const Places& places) const {
+    void fetch(const Places<T>& places) const {
         constexpr int line = 64 / sizeof(T);
         for (int i = 0; i < places.num_keys; i++)
             for (int d = 0; d < head_dim_; d += line) {
@@ -291,7 +221,8 @@ class Worker {
             }
     }
 
-    void look_at(const Tile& tile, int64_t start, const Places& places, int num_rows, int64_t group) {
+    void look_at(const Tile& tile, int64_t start, const Places<T>& places, int num_rows) {
+        const int64_t group = shape_.group();
         Operands::lay_keys(places.keys, keys_.data(), head_dim_);
         Operands::lay_values(places.values, values_.data(), head_dim_, width_);
         multiply_rows<Operands, chunk / lanes>(num_rows, queries_.data(), depth_, keys_.data(), chunk, depth_,
@@ -342,29 +273,13 @@ class Worker {
 };
 
 template <typename T>
-void attend(const T* q, const T* k_cache, const T* v_cache, T* out, const int64_t* query_starts,
-            const int64_t* context_lens, const int32_t* tables, int64_t table_stride, int64_t num_rows,
-            const Shape& shape, int num_threads) {
-    const int64_t group = shape.num_heads / shape.num_kv_heads;
-    const int64_t tokens_of_tile = std::max<int64_t>(1, max_queries / group);
-    std::vector<Tile> tiles;
-    int64_t most_tokens = 0;
-    for (int64_t row = 0; row < num_rows; row++) {
-        const int64_t num_tokens = query_starts[row + 1] - query_starts[row];
-        most_tokens = std::max(most_tokens, std::min(num_tokens, tokens_of_tile));
-        for (int64_t at = 0; at < num_tokens; at += tokens_of_tile)
-            for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; kv_head++)
-                tiles.push_back({tables + row * table_stride, query_starts[row] + at,
-                                 context_lens[row] - num_tokens + at, std::min(tokens_of_tile, num_tokens - at),
-                                 kv_head});
-    }
-    // The longest first, lest a thread begin one when the others are done.
-    std::stable_sort(tiles.begin(), tiles.end(),
-                     [&](const Tile& a, const Tile& b) { return a.cost(shape) > b.cost(shape); });
+void attend(const T* q, const T* k_cache, const T* v_cache, T* out, const Batch& batch, const Shape& shape,
+            int num_threads) {
+    const std::vector<Tile> tiles = paged::cut(batch, shape, most_queries);
     const int64_t num_tiles = int64_t(tiles.size());
 #pragma omp parallel num_threads(num_threads) if (num_tiles > 1)
     {
-        Worker<T> worker(shape, most_tokens * group);
+        Worker<T> worker(shape, paged::most_tokens(tiles) * shape.group());
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_tiles; i++) worker.run(tiles[i], q, k_cache, v_cache, out);
     }
@@ -378,7 +293,7 @@ void attend(const T* q, const T* k_cache, const T* v_cache, T* out, const int64_
                                     int64_t table_stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,  \
                                     int64_t head_dim, int64_t block_size, int64_t window, float scale,                \
                                     int num_threads) {                                                                \
-        attend(q, k_cache, v_cache, out, query_starts, context_lens, tables, table_stride, num_rows,                  \
+        attend(q, k_cache, v_cache, out, {query_starts, context_lens, tables, table_stride, num_rows},                \
                {num_heads, num_kv_heads, head_dim, block_size, window, scale}, num_threads);                          \
     }
 

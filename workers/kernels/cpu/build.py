@@ -26,6 +26,7 @@ _FLAGS = "-std=c++20 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-ma
 _SOURCES = {
     "elementwise.cpp": "-ffp-contract=off",  # rounded where torch rounds, to be equal to it
     "attention.cpp": "-ffp-contract=fast",
+    "attention_tiles.cpp": "-ffp-contract=fast",
     "products.cpp": "-ffp-contract=fast",
 }
 _TIMEOUT_S = 120.0
@@ -39,6 +40,7 @@ _ARGUMENTS = {
     "attend": (*[_P] * 7, *[_N] * 7, _F, _I),
 }
 _OF_TILES = {
+    "attend_tiles": _ARGUMENTS["attend"],
     "pack_product": (*[_P] * 3, *[_N] * 2, _I),
     "product": (*[_P] * 4, *[_N] * 5, *[_I] * 2),
 }
@@ -63,12 +65,14 @@ class Native:
 
 
 class Tiles:
-    """The compiled functions for processors with AMX, on bfloat16: products.cpp has their arguments."""
+    """The compiled functions for processors with AMX, on bfloat16: products.cpp and attention_tiles.cpp have
+    their arguments."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _OF_TILES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
+        self.attend = library.attend_tiles
         self.pack_product = library.pack_product
         self.product = library.product
 

@@ -1,0 +1,320 @@
+// Attention over pages (attention.h) on the tiles of AMX (amx.h), with an online softmax as in attention.cpp.
+//
+// Everything stands on its side: queries are columns, sixteen to a block, so that the softmax of sixteen queries is
+// arithmetic on whole vectors, and a tile's keys are a left operand as they lie in their page.
+//
+//     keys [16 keys][32 of D] x queries [16 pairs of D][16 queries x 2] ──▶ scores [keys][queries] ──▶ weights, in pairs
+//     values [16 of D][32 keys] x weights [16 pairs of keys][16 queries x 2] ──▶ sums [D][queries]
+//
+// Keys are copied and values turned once for each chunk and tile of queries; of a token that decodes that is all its
+// work, and meanwhile the next chunk's pages are asked for, a few lines at a time: all at once would stand in line.
+#include "attention.h"
+
+#include "amx.h"
+#include "transpose.h"
+
+#ifdef HAS_TILES
+#include <cstring>
+#include <limits>
+
+namespace {
+
+using paged::Batch, paged::chunk, paged::Shape, paged::Tile;
+using tiles::fence;
+using Places = paged::Places<bfloat16>;
+
+constexpr int columns = 16;           // queries of a block
+constexpr int num_key_tiles = chunk / tiles::rows;
+constexpr int num_key_steps = chunk / tiles::depth;
+constexpr int64_t most_queries = 256;  // of a tile: what a block keeps between chunks stays in the second-level cache
+constexpr float infinity = std::numeric_limits<float>::infinity();
+
+// 2^x to 3 units in a million (fitted on [-1/2, 1/2]), which bfloat16 weights do not notice; next to 0 below -127.
+inline __m512 power_of_two(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);  // in this order a NaN stays one
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 part = _mm512_sub_ps(x, whole);
+    __m512 y = _mm512_set1_ps(0.00956051f);
+    for (const float next : {0.05591704f, 0.24024981f, 0.69312197f, 0.99999919f})
+        y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(next));
+    return _mm512_scalef_ps(y, whole);
+}
+
+// Asks for a chunk's lines, two keys' and their values' at a time.
+class Fetch {
+  public:
+    Fetch(const Places* places, int64_t head_dim) : places_(places), head_dim_(head_dim) {}
+
+    void some() {
+        for (const int end = std::min(at_ + 2, places_ ? places_->num_keys : 0); at_ < end; at_++)
+            for (int64_t d = 0; d < head_dim_; d += 32) {
+                _mm_prefetch(places_->keys[at_] + d, _MM_HINT_T1);
+                _mm_prefetch(places_->values[at_] + d, _MM_HINT_T1);
+            }
+    }
+
+  private:
+    const Places* places_;
+    int64_t head_dim_;
+    int at_ = 0;
+};
+
+// What one thread needs beside the tensors.
+class Worker {
+  public:
+    Worker(const Shape& shape, int64_t most_rows)
+        : shape_(shape), depth_steps_(shape.head_dim / tiles::depth), value_tiles_(shape.head_dim / tiles::rows) {
+        static thread_local tiles::Scratch<bfloat16> halves;
+        static thread_local tiles::Scratch<float> floats;
+        static thread_local tiles::Scratch<int64_t> integers;
+        const int64_t num_blocks = (most_rows + columns - 1) / columns;
+        keys_ = halves.at_least((num_blocks + 2) * columns * shape.head_dim + 2 * chunk * shape.head_dim + 2 * tiles::size);
+        values_ = keys_ + chunk * shape.head_dim;
+        weights_ = values_ + chunk * shape.head_dim;
+        queries_ = weights_ + num_key_steps * tiles::size;
+        scores_ = floats.at_least(chunk * columns + num_blocks * columns * (shape.head_dim + 2));
+        best_ = scores_ + chunk * columns;
+        total_ = best_ + num_blocks * columns;
+        sums_ = total_ + num_blocks * columns;
+        places_ = integers.at_least(2 * num_blocks * columns);
+        positions_ = places_ + num_blocks * columns;
+    }
+
+    // `following` is the tile that this thread probably takes next, or null.
+    void run(const Tile& tile, const Tile* following, const bfloat16* q, const bfloat16* k_cache,
+             const bfloat16* v_cache, bfloat16* out) {
+        const int64_t num_rows = tile.num_tokens * shape_.group(), num_blocks = (num_rows + columns - 1) / columns;
+        for (int64_t token = 0, row = 0; token < tile.num_tokens; token++)
+            for (int64_t head = 0; head < shape_.group(); head++, row++) {
+                places_[row] = tile.place(shape_, token, head);
+                positions_[row] = tile.position + token;
+            }
+        std::fill(positions_ + num_rows, positions_ + num_blocks * columns, tile.stop() - 1);
+        for (int64_t block = 0; block < num_blocks; block++) lay_queries(q, block, num_rows);
+        std::fill_n(best_, num_blocks * columns, -infinity);
+        std::fill_n(total_, num_blocks * columns, 0.0f);
+        std::fill_n(sums_, num_blocks * columns * shape_.head_dim, 0.0f);
+        int64_t start = tile.first_key(shape_);
+        Places here(shape_, tile, start, k_cache, v_cache);
+        while (start < tile.stop()) {
+            const bool last = start + chunk >= tile.stop() && following != nullptr;
+            const Places next(shape_, last ? *following : tile, last ? following->first_key(shape_) : start + chunk,
+                              k_cache, v_cache);
+            lay_keys(here);
+            lay_values(here);
+            fence();
+            for (int64_t block = 0; block < num_blocks; block++) {
+                Fetch fetch(block == 0 ? &next : nullptr, shape_.head_dim);
+                look_at(start, here.num_keys, block, fetch);
+            }
+            here = next;
+            start += chunk;
+        }
+        for (int64_t block = 0; block < num_blocks; block++) finish(block, num_rows, out);
+    }
+
+  private:
+    // Sixteen queries, [16 pairs of D][16 queries x 2] for every 32 of D; those that do not exist are zeros.
+    void lay_queries(const bfloat16* q, int64_t block, int64_t num_rows) {
+        for (int64_t step = 0; step < depth_steps_; step++) {
+            __m512i rows[columns];
+            for (int64_t i = 0; i < columns; i++) {
+                const int64_t row = block * columns + i;
+                rows[i] = row < num_rows ? _mm512_loadu_si512(q + places_[row] + step * tiles::depth)
+                                         : _mm512_setzero_si512();
+            }
+            transpose(rows);
+            bfloat16* to = queries_ + (block * depth_steps_ + step) * tiles::size;
+            for (int i = 0; i < columns; i++) _mm512_store_si512(to + i * tiles::depth, rows[i]);
+        }
+    }
+
+    void lay_keys(const Places& places) {
+        for (int key = 0; key < chunk; key++)
+            for (int64_t d = 0; d < shape_.head_dim; d += tiles::depth)
+                _mm512_store_si512(keys_ + key * shape_.head_dim + d,
+                                   places.keys[key] ? _mm512_loadu_si512(places.keys[key] + d) : _mm512_setzero_si512());
+    }
+
+    // [16 of D][32 keys] for every 32 keys and every 16 of D.
+    void lay_values(const Places& places) {
+        for (int step = 0; step < num_key_steps; step++)
+            for (int64_t part = 0; part < value_tiles_; part++) {
+                __m512i rows[tiles::rows];
+                for (int i = 0; i < tiles::rows; i++) {
+                    const bfloat16* const* pair = places.values + step * tiles::depth + 2 * i;
+                    rows[i] = _mm512_or_si512(column(pair[0], part), _mm512_slli_epi32(column(pair[1], part), 16));
+                }
+                transpose(rows);
+                bfloat16* to = values_ + (step * value_tiles_ + part) * tiles::size;
+                for (int i = 0; i < tiles::rows; i++) _mm512_store_si512(to + i * tiles::depth, rows[i]);
+            }
+    }
+
+    static __m512i column(const bfloat16* value, int64_t part) {
+        return value ? _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + part * 16)))
+                     : _mm512_setzero_si512();
+    }
+
+    void look_at(int64_t start, int num_keys, int64_t block, Fetch& fetch) {
+        const int64_t first = positions_[block * columns], last = positions_[(block + 1) * columns - 1];
+        if (start > last || start + chunk <= shape_.first_visible(first)) return;
+        score(block);
+        if (start + chunk - 1 > first || start < shape_.first_visible(last)) hide(start, num_keys, block);
+        const __m512 factor = weigh(block, fetch);
+        float* sums = sums_ + block * columns * shape_.head_dim;
+        if (_mm512_cmp_ps_mask(factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ))
+            for (int64_t d = 0; d < shape_.head_dim; d++)
+                _mm512_store_ps(sums + d * columns, _mm512_mul_ps(_mm512_load_ps(sums + d * columns), factor));
+        fence();
+        add_values(sums);
+    }
+
+    void score(int64_t block) {
+        const bfloat16* queries = queries_ + block * depth_steps_ * tiles::size;
+        const int64_t stride = shape_.head_dim * 2, tile = tiles::rows * shape_.head_dim;
+        static_assert(num_key_tiles == 4);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t step = 0; step < depth_steps_; step++) {
+            const bfloat16* keys = keys_ + step * tiles::depth;
+            _tile_loadd(7, queries + step * tiles::size, 64);
+            _tile_loadd(4, keys, stride);
+            _tile_dpbf16ps(0, 4, 7);
+            _tile_loadd(5, keys + tile, stride);
+            _tile_dpbf16ps(1, 5, 7);
+            _tile_loadd(6, keys + 2 * tile, stride);
+            _tile_dpbf16ps(2, 6, 7);
+            _tile_loadd(4, keys + 3 * tile, stride);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+        _tile_stored(0, scores_, 64);
+        _tile_stored(1, scores_ + 16 * columns, 64);
+        _tile_stored(2, scores_ + 32 * columns, 64);
+        _tile_stored(3, scores_ + 48 * columns, 64);
+        fence();
+    }
+
+    // Scores of keys that a query may not see, or that do not exist, become -infinity.
+    void hide(int64_t start, int num_keys, int64_t block) {
+        alignas(64) int32_t from[columns], to[columns];
+        for (int i = 0; i < columns; i++) {
+            const int64_t position = positions_[block * columns + i];
+            from[i] = int32_t(std::clamp<int64_t>(shape_.first_visible(position) - start, 0, chunk));
+            to[i] = int32_t(std::clamp<int64_t>(position + 1 - start, 0, num_keys));
+        }
+        const __m512i first = _mm512_load_si512(from), stop = _mm512_load_si512(to);
+        for (int key = 0; key < chunk; key++) {
+            const __m512i here = _mm512_set1_epi32(key);
+            const __mmask16 seen = _mm512_cmple_epi32_mask(first, here) & _mm512_cmplt_epi32_mask(here, stop);
+            float* scores = scores_ + key * columns;
+            _mm512_store_ps(scores, _mm512_mask_blend_ps(seen, _mm512_set1_ps(-infinity), _mm512_load_ps(scores)));
+        }
+    }
+
+    // Scores become weights relative to the best so far, in pairs of keys. By how much the sums so far count less.
+    __m512 weigh(int64_t block, Fetch& fetch) {
+        const __m512 to_log2 = _mm512_set1_ps(shape_.scale * log2e);
+        __m512 peaks[4];
+        for (int i = 0; i < 4; i++) peaks[i] = _mm512_load_ps(scores_ + i * columns);
+        for (int key = 4; key < chunk; key += 4)
+            for (int i = 0; i < 4; i++) peaks[i] = _mm512_max_ps(peaks[i], _mm512_load_ps(scores_ + (key + i) * columns));
+        const __m512 peak = _mm512_max_ps(_mm512_max_ps(peaks[0], peaks[1]), _mm512_max_ps(peaks[2], peaks[3]));
+        const __m512 before = _mm512_load_ps(best_ + block * columns);
+        const __m512 best = _mm512_max_ps(before, _mm512_mul_ps(peak, to_log2));
+        const __mmask16 seen = _mm512_cmp_ps_mask(best, _mm512_set1_ps(-infinity), _CMP_NEQ_UQ);
+        const __m512 base = _mm512_maskz_mov_ps(seen, best);  // nothing seen yet: all weights are next to 0
+        __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+        for (int key = 0; key < chunk; key += 2) {
+            fetch.some();
+            __m512 weights[2];
+            for (int i = 0; i < 2; i++) {
+                weights[i] = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(scores_ + (key + i) * columns), to_log2, base));
+                sum[i] = _mm512_add_ps(sum[i], weights[i]);
+            }
+            _mm512_store_si512(weights_ + key * columns, in_pairs(weights[0], weights[1]));
+        }
+        const __m512 factor = power_of_two(_mm512_sub_ps(before, base));
+        float* total = total_ + block * columns;
+        _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_load_ps(total), factor, _mm512_add_ps(sum[0], sum[1])));
+        _mm512_store_ps(best_ + block * columns, best);
+        return factor;
+    }
+
+    static __m512i in_pairs(__m512 even, __m512 odd) {
+        const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
+        return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd)), 16));
+    }
+
+    // Two parts of D at a time: head sizes are multiples of 32.
+    void add_values(float* sums) {
+        for (int64_t part = 0; part < value_tiles_; part += 2) {
+            float* here = sums + part * tiles::rows * columns;
+            _tile_loadd(0, here, 64);
+            _tile_loadd(1, here + tiles::rows * columns, 64);
+            for (int step = 0; step < num_key_steps; step++) {
+                const bfloat16* values = values_ + (step * value_tiles_ + part) * tiles::size;
+                _tile_loadd(7, weights_ + step * tiles::size, 64);
+                _tile_loadd(4, values, 64);
+                _tile_dpbf16ps(0, 4, 7);
+                _tile_loadd(5, values + tiles::size, 64);
+                _tile_dpbf16ps(1, 5, 7);
+            }
+            _tile_stored(0, here, 64);
+            _tile_stored(1, here + tiles::rows * columns, 64);
+        }
+        fence();
+    }
+
+    void finish(int64_t block, int64_t num_rows, bfloat16* out) {
+        const __m512 factor = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(total_ + block * columns));
+        const int64_t here = std::min<int64_t>(columns, num_rows - block * columns);
+        for (int64_t part = 0; part < value_tiles_; part++) {
+            const float* sums = sums_ + (block * shape_.head_dim + part * tiles::rows) * columns;
+            __m512i rows[tiles::rows];
+            for (int i = 0; i < tiles::rows; i++)
+                rows[i] = (__m512i)_mm512_mul_ps(_mm512_load_ps(sums + i * columns), factor);
+            transpose(rows);
+            for (int64_t i = 0; i < here; i++)
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + places_[block * columns + i] + part * 16),
+                                    (__m256i)_mm512_cvtneps_pbh((__m512)rows[i]));
+        }
+    }
+
+    const Shape& shape_;
+    const int64_t depth_steps_, value_tiles_;
+    bfloat16 *keys_, *values_, *weights_, *queries_;
+    float *scores_, *best_, *total_, *sums_;
+    int64_t *places_, *positions_;  // of each query
+};
+
+void attend(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache, bfloat16* out, const Batch& batch,
+            const Shape& shape, int num_threads) {
+    const std::vector<Tile> tiles = paged::cut(batch, shape, most_queries);
+    const int64_t num_tiles = int64_t(tiles.size());
+    const int64_t together = std::clamp<int64_t>(num_tiles / (8 * num_threads), 1, 8);
+#pragma omp parallel num_threads(num_threads) if (num_tiles > 1)
+    {
+        tiles::Registers registers;
+        Worker worker(shape, paged::most_tokens(tiles) * shape.group());
+#pragma omp for schedule(dynamic, together) nowait
+        for (int64_t i = 0; i < num_tiles; i++)
+            worker.run(tiles[i], i + 1 < num_tiles ? &tiles[i + 1] : nullptr, q, k_cache, v_cache, out);
+    }
+}
+
+}  // namespace
+#endif
+
+// The same as attend_bfloat16 of attention.cpp, for head sizes that are multiples of 32.
+extern "C" void attend_tiles(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache, bfloat16* out,
+                             const int64_t* query_starts, const int64_t* context_lens, const int32_t* tables,
+                             int64_t table_stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,
+                             int64_t head_dim, int64_t block_size, int64_t window, float scale, int num_threads) {
+#ifdef HAS_TILES
+    attend(q, k_cache, v_cache, out, {query_starts, context_lens, tables, table_stride, num_rows},
+           {num_heads, num_kv_heads, head_dim, block_size, window, scale}, num_threads);
+#endif
+}
