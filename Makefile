@@ -33,6 +33,9 @@ test: $(DEV)  ## the whole test suite: make test ARGS="-k router"
 	@.ci/packages
 	$(BIN)/pytest $(ARGS)
 
+gpu: $(DEV)  ## verify and measure what needs an NVIDIA GPU: again and again until all is done
+	@exec $(BIN)/python benchmarks/verify_gpu.py $(ARGS)
+
 bench: $(RUNTIME)  ## measure a running cluster
 	@exec $(BIN)/baton bench $(ARGS)
 
@@ -63,4 +66,4 @@ $(DEV): pyproject.toml constraints.txt constraints-cuda.txt | $(BIN)/pip
 	@$(PIP) --editable '.[dev]'
 	@touch $(RUNTIME) $@
 
-.PHONY: help up check test bench format protos clean
+.PHONY: help up check test gpu bench format protos clean

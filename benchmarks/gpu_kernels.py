@@ -1,7 +1,8 @@
 """Measures every Triton kernel on this machine's GPU, each beside its floor and, for prefill, beside torch's attention.
 
     python benchmarks/gpu_kernels.py --json kernels.json --plot kernels.svg
-    python benchmarks/gpu_kernels.py --sweep         the attention kernels with other tiles, too
+    python benchmarks/gpu_kernels.py --sweep                  the attention kernels with other tiles, too
+    python benchmarks/gpu_kernels.py --tiny --device cpu      small parts of it in Triton's interpreter: does it run?
 
 A floor is the larger of two times: the bytes that a kernel must move over the bandwidth of a copy (read and written
 bytes counted), its operations over the rate of a matrix product, both measured in the same run on random data.
@@ -10,12 +11,14 @@ bytes counted), its operations over the rate of a matrix product, both measured 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -24,16 +27,11 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_cases import Case, attention_cases, other_cases
+from benchmarks.gpu_machine import Machine, measure_machine, median_s, name_of, require_gpu
 from cluster.bench.hardware import find_hardware, find_versions
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """`bytes_per_s` read plus written by a copy, `flops_per_s` of bfloat16 products."""
-
-    bytes_per_s: float
-    flops_per_s: float
+if TYPE_CHECKING:
+    from benchmarks.gpu_cases import Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,24 +52,8 @@ class Figure:
         return self.floor_s / self.seconds
 
 
-def median_s(work: Callable[[], object]) -> float:
-    """With a cold L2: Triton's bench empties it before every run."""
-    from triton.testing import do_bench
-
-    return float(do_bench(work, warmup=50, rep=200, return_mode="median")) / 1e3
-
-
-def measure_machine() -> Machine:
-    source = torch.randn(1 << 29, device="cuda").bfloat16()
-    target = torch.empty_like(source)
-    copy_s = median_s(lambda: target.copy_(source))
-    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    product_s = median_s(lambda: a @ b)
-    return Machine(bytes_per_s=2 * source.nbytes / copy_s, flops_per_s=2 * 8192**3 / product_s)
-
-
-def measure(case: Case, machine: Machine) -> Figure:
-    seconds = median_s(case.launch)
+def measure(case: Case, machine: Machine, device: str) -> Figure:
+    seconds = median_s(case.launch, device)
     return Figure(
         kernel=case.kernel,
         shape=case.shape,
@@ -80,27 +62,24 @@ def measure(case: Case, machine: Machine) -> Figure:
         floor_s=max(case.num_bytes / machine.bytes_per_s, case.num_flops / machine.flops_per_s),
         bytes_per_s=case.num_bytes / seconds,
         flops_per_s=case.num_flops / seconds,
-        peer_s=min((median_s(peer) for peer in usable(case.peers)), default=None),
+        peer_s=min((median_s(peer, device) for peer in usable(case.peers, device)), default=None),
     )
 
 
-def usable(peers: Sequence[Callable[[], object]]) -> Iterator[Callable[[], object]]:
+def usable(peers: Sequence[Callable[[], object]], device: str) -> Iterator[Callable[[], object]]:
     """Backends say only when they are called that they do not serve a shape or a machine."""
     for peer in peers:
         try:
             peer()
-            torch.cuda.synchronize()
+            if device == "cuda":
+                torch.cuda.synchronize()
         except RuntimeError:
             continue
         yield peer
 
 
-def show(figures: Sequence[Figure], machine: Machine) -> None:
-    name = torch.cuda.get_device_name()
-    table = Table(
-        title=f"{name}: {machine.bytes_per_s / 1e12:.2f} TB/s copied, "
-        f"{machine.flops_per_s / 1e12:.0f} TFLOP/s of bfloat16 products"
-    )
+def show(figures: Sequence[Figure], machine: Machine, device: str) -> None:
+    table = Table(title=f"{name_of(device)}: {machine}")
     for head in ("kernel", "shape", "tile", "time", "floor", "share of it", "TB/s", "TFLOP/s", "torch's attention"):
         table.add_column(head, justify="left" if head in ("kernel", "shape", "tile") else "right")
     for one in figures:
@@ -118,7 +97,7 @@ def show(figures: Sequence[Figure], machine: Machine) -> None:
     Console(width=160).print(table)
 
 
-def draw(figures: Sequence[Figure], machine: Machine, path: Path) -> None:
+def draw(figures: Sequence[Figure], machine: Machine, path: Path, device: str) -> None:
     """A roofline: operations a byte against operations a second, attention kernels as points below the two roofs."""
     from matplotlib import pyplot
 
@@ -132,7 +111,7 @@ def draw(figures: Sequence[Figure], machine: Machine, path: Path) -> None:
             axis.loglog([intensity], [one.flops_per_s / 1e12], "o", label=f"{one.kernel}, {one.shape}")
     axis.set_xlabel("operations a byte that must be moved")
     axis.set_ylabel("TFLOP/s")
-    axis.set_title(torch.cuda.get_device_name(), fontsize=10)
+    axis.set_title(name_of(device), fontsize=10)
     axis.legend(fontsize=6)
     canvas.tight_layout()
     canvas.savefig(path)
@@ -147,22 +126,32 @@ def record(figures: Sequence[Figure], machine: Machine) -> dict[str, Any]:
     }
 
 
+def cases_of(device: str, *, sweep: bool, tiny: bool) -> Iterator[Case]:
+    """Made one at a time: their tensors are large."""
+    if device != "cuda":
+        os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
+    cases = import_module("benchmarks.gpu_cases")
+    divisor = 512 if tiny else 1
+    return chain(
+        cases.attention_cases(device, sweep=sweep, divisor=divisor), cases.other_cases(device, divisor=divisor)
+    )
+
+
 def main(
     sweep: Annotated[bool, typer.Option("--sweep", help="Also try the attention kernels with other tiles.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small parts of each case: does the program run?")] = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run with --tiny.")] = "cuda",
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Where to draw a roofline (needs matplotlib).")] = None,
 ) -> None:
-    if not torch.cuda.is_available():
-        print("These kernels run on an NVIDIA GPU and torch sees none: nothing was measured.", file=sys.stderr)
-        raise typer.Exit(2)
-    machine = measure_machine()
-    cases = chain(attention_cases("cuda", sweep=sweep), other_cases("cuda"))
-    figures = [measure(case, machine) for case in cases]  # made one at a time: their tensors are large
-    show(figures, machine)
+    require_gpu(device, tiny)
+    machine = measure_machine(device)
+    figures = [measure(case, machine, device) for case in cases_of(device, sweep=sweep, tiny=tiny)]
+    show(figures, machine, device)
     if json_file is not None:
         json_file.write_text(json.dumps(record(figures, machine), indent=2) + "\n")
     if plot is not None:
-        draw(figures, machine, plot)
+        draw(figures, machine, plot, device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A decoding engine on a GPU waits for it only when it fetches ids: what torch calls a synchronisation is an error here."""
+"""A decoding engine on a GPU waits only when it fetches ids: what torch calls a synchronisation is an error here."""
 
 from __future__ import annotations
 

@@ -1,29 +1,44 @@
-"""The benchmark of the kernels refuses cleanly without a GPU, and each of its cases can be launched."""
+"""The benchmarks for GPUs refuse cleanly without one, and run dry on a CPU from end to end."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_cases import attention_cases, other_cases
-from tests.kernels.conftest import DEVICE, ON_GPU
+from tests.kernels.conftest import ON_GPU
 
 
-def test_every_case_launches_and_says_what_it_costs() -> None:
-    """With a small part of its tokens. What it computes is proved elsewhere."""
-    cases = [*attention_cases(DEVICE, divisor=512), *other_cases(DEVICE, divisor=512)]
-    assert {case.kernel for case in cases} >= {"paged_decode", "prefill", "rope_kv_write", "add_rms_norm", "draw"}
-    for case in cases:
-        case.launch()
-        assert case.num_bytes > 0
+def run(config: pytest.Config, *program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *program]
+    return subprocess.run(command, cwd=config.rootpath, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_engine"])
+def test_a_dry_run_goes_all_the_way(name: str, pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    """On a toy, on a CPU: the program is known to run before a GPU is there to spend time of."""
+    files = tmp_path / "figures.json", tmp_path / "figures.svg"
+    options = "--tiny", "--device", "cpu", "--json", str(files[0]), "--plot", str(files[1])
+    result = run(pytestconfig, f"benchmarks/{name}.py", *options)
+    assert result.returncode == 0, result.stderr
+    told = json.loads(files[0].read_text())
+    assert all(figure["seconds"] > 0 and figure["floor_s"] > 0 for figure in told["figures"])
+    assert "no figure of it means anything" in " ".join(result.stdout.split())
+    assert files[1].stat().st_size > 0
+    if name == "gpu_kernels":
+        known = {"paged_decode", "prefill", "rope_kv_write", "add_rms_norm", "silu_mul", "draw", "gather", "scatter"}
+        assert {figure["kernel"] for figure in told["figures"]} >= known
+    else:
+        assert [one["engine"] for one in told["served"]] == ["baton", "transformers"]
 
 
 @pytest.mark.skipif(ON_GPU, reason="there is a GPU")
-def test_without_a_gpu_it_says_so(pytestconfig: pytest.Config) -> None:
-    program = [sys.executable, "benchmarks/gpu_kernels.py"]
-    result = subprocess.run(program, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_engine"])
+def test_without_a_gpu_it_says_so(name: str, pytestconfig: pytest.Config) -> None:
+    result = run(pytestconfig, f"benchmarks/{name}.py")
     assert result.returncode == 2
     assert "torch sees none: nothing was measured" in result.stderr
     assert not result.stdout

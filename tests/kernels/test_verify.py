@@ -1,0 +1,68 @@
+"""The list of what waits for a GPU: each call does what it has time for, and the next goes on from there."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from benchmarks.verify_gpu import CHECKS, ROOT, Check, verify
+
+
+def check(name: str, code: str, limit_s: float = 60.0) -> Check:
+    return Check(name=name, proves="nothing", arguments=("-c", code), limit_s=limit_s)
+
+
+class Calls:
+    """Seconds pass only between one look at the clock and the next."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.told: list[str] = []
+
+    def verify(self, *checks: Check, commit: str = "abc", budget_s: float = 500.0) -> dict[str, int | None]:
+        ticks = count()
+        outcomes = verify(
+            checks, self.out, budget_s=budget_s, commit=commit, clock=lambda: float(next(ticks)), told=self.told.append
+        )
+        return {one.name: one.exit_code for one in outcomes}
+
+    def recorded(self) -> dict[str, int | None]:
+        told = json.loads((self.out / "verified.json").read_text())
+        return {one["name"]: one["exit_code"] for one in told["outcomes"]}
+
+
+@pytest.fixture
+def calls(tmp_path: Path) -> Calls:
+    return Calls(tmp_path / "out")
+
+
+def test_what_passed_is_not_done_again_what_failed_is(calls: Calls) -> None:
+    good, bad = check("good", "print('fine')"), check("bad", "raise SystemExit(3)")
+    assert calls.verify(good, bad) == {"good": 0, "bad": 3}
+    assert calls.verify(good, bad) == {"bad": 3}
+    assert calls.recorded() == {"good": 0, "bad": 3}
+    assert (calls.out / "good.log").read_text() == "fine\n"
+    assert calls.verify(good, commit="def") == {"good": 0}, "another commit has proved nothing"
+
+
+def test_nothing_begins_that_might_not_end_in_time(calls: Calls) -> None:
+    assert calls.verify(check("long", "", limit_s=400.0), check("short", ""), budget_s=100.0) == {"short": 0}
+    assert any("not begun" in line and "long" in line for line in calls.told)
+
+
+def test_what_hangs_is_given_up_and_says_how_far_it_came(calls: Calls) -> None:
+    hanging = "import time; print('begun', flush=True); time.sleep(60)"
+    assert calls.verify(check("hangs", hanging, limit_s=1.0)) == {"hangs": None}
+    assert (calls.out / "hangs.log").read_text() == "begun\n"
+
+
+def test_every_check_fits_a_lease_of_ten_minutes_and_names_what_there_is() -> None:
+    assert len({one.name for one in CHECKS}) == len(CHECKS)
+    for one in CHECKS:
+        assert one.limit_s <= 540
+        paths = [argument for argument in one.arguments if argument.startswith(("tests", "benchmarks"))]
+        assert paths
+        assert all((ROOT / path).exists() for path in paths)
