@@ -55,7 +55,14 @@ def open_links(meeting: Meeting) -> Links:
     if not reasons:
         transport = "cuda-ipc" if meeting.on_gpu else "shm"
         group = ShmGroup(links, header_tag=HEADER_TAG)
-        return Links(control=group, payloads=group, transport=transport, sever=group.abort, close=group.close)
+        return Links(
+            control=group,
+            payloads=group,
+            transport=transport,
+            flush=group.flush,
+            sever=group.abort,
+            close=group.close,
+        )
     for link in links.values():
         link.close()
     if insisting:

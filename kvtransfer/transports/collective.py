@@ -1,4 +1,4 @@
-"""Lanes over torch.distributed: one small group per pair of workers, made on demand, that spans all ranks of both.
+"""Lanes between workers: one small group of links per pair, made on demand, that spans all ranks of both.
 
     engine thread    stage, offer ─▶ queue     poll ◀─ events      take ◀─ staged ── give_back
     lane threads                     └▶ send headers, pieces ══ wire ══▶ receive headers, pieces ─▶┘
@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from kvtransfer.transports.receiving import Inbox, Parcel
 from kvtransfer.transports.sending import Load, Outbox
 from kvtransfer.transports.staging import Staging
 from kvtransfer.transports.store import Board
+from kvtransfer.transports.tally import Tally
 from kvtransfer.transports.wire import Rendezvous, Wire
 from protos.errors import TransferFailed
-from protos.values import KVLayout, LaneAddress, LaneStats, Ticket
+from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 
 _cuda: Any = torch.cuda
 
@@ -67,6 +69,7 @@ class CollectiveSender:
         self._wake = wake
         self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)
         self._changed = threading.Condition(threading.RLock())
+        self._tally = Tally()
         self._lanes: dict[str, Outbox] = {}
         self._threads: list[Lane] = []  # of lost lanes too, until they have ended
         self._events: deque[Sent | LaneLost] = deque()
@@ -122,6 +125,7 @@ class CollectiveSender:
         peer = peer_name(ticket.destination)
         with self._changed:
             if peer in self._lanes:
+                self._lanes[peer].lane.still_wanted()
                 return self._lanes[peer]
             transport, config, source_tp = self._transport, self._transport.config, self._layout.tp
             slices = outgoing(self._layout, ticket.layout, transport.rank)
@@ -136,13 +140,26 @@ class CollectiveSender:
                 device=transport.device,
                 config=config,
             )
-            lane = Lane(peer, meeting, stall_s=config.stall_s, wait_s=config.stall_s)
+            lane = Lane(peer, meeting, self._tally, config, wait_s=config.stall_s)
             self._lanes[peer] = outbox = Outbox(
                 lane, slices, source_tp=source_tp, changed=self._changed, staging=self._staging, config=config
             )
             self._threads = [*(other for other in self._threads if not other.ended()), lane]
-            lane.start([lambda wire: self._work(outbox, wire)], lambda reason: self._lost(outbox, reason))
+            lane.start(
+                [lambda wire: self._work(outbox, wire)],
+                lost=partial(self._lost, outbox),
+                over=partial(self._over, outbox),
+            )
             return outbox
+
+    def part(self, peer: str) -> None:
+        with self._changed:
+            if peer in self._lanes:
+                self._lanes[peer].lane.parting = True
+                self._changed.notify_all()
+
+    def loads(self) -> Sequence[LaneLoad]:
+        return self._tally.loads()
 
     def _work(self, outbox: Outbox, wire: Wire) -> None:
         sent = outbox.work(wire)
@@ -151,14 +168,24 @@ class CollectiveSender:
                 self._events.append(sent)
             self._wake()
 
-    def _lost(self, outbox: Outbox, reason: str | None) -> None:
+    def _lost(self, outbox: Outbox, reason: str, final: bool) -> None:
         with self._changed:
             outbox.clear()
-            if self._lanes.get(outbox.lane.peer) is outbox:
-                del self._lanes[outbox.lane.peer]
-            if reason is not None:
-                self._events.append(LaneLost(peer=outbox.lane.peer, reason=reason))
+            if final:
+                self._forget(outbox)
+            self._events.append(LaneLost(peer=outbox.lane.peer, reason=reason))
         self._wake()
+
+    def _over(self, outbox: Outbox) -> bool:
+        with self._changed:
+            ends = outbox.lane.closing.is_set() or outbox.lane.parting
+            if ends:
+                self._forget(outbox)
+            return ends
+
+    def _forget(self, outbox: Outbox) -> None:
+        if self._lanes.get(outbox.lane.peer) is outbox:
+            del self._lanes[outbox.lane.peer]
 
 
 class CollectiveReceiver:
@@ -180,6 +207,7 @@ class CollectiveReceiver:
         self.address = address
         self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)
         self._changed = threading.Condition(threading.RLock())
+        self._tally = Tally()
         self._lanes: dict[str, Inbox] = {}
         self._threads: list[Lane] = []  # of lost lanes too, until they have ended
         self._events: deque[Arrived | LaneLost] = deque()
@@ -195,9 +223,12 @@ class CollectiveReceiver:
                 return
             stale = [old for name, old in self._lanes.items() if name.rpartition("#")[0] == source.worker_id]
             self._lanes[peer] = self._open(source, source_layout)
+            for old in stale:
+                self._forget(old)
+                self._events.append(LaneLost(peer=old.lane.peer, reason=f"{source.worker_id} has been restarted"))
         for old in stale:
             old.lane.end()
-            self._report(old, f"{source.worker_id} has been restarted")
+            self._wake()
 
     def poll(self) -> Sequence[Arrived | LaneLost]:
         with self._changed:
@@ -247,6 +278,17 @@ class CollectiveReceiver:
         with self._changed:
             return [inbox.lane.stats() for inbox in self._lanes.values()]
 
+    def part(self, peer: str) -> None:
+        with self._changed:
+            inbox = self._lanes.get(peer)
+            if inbox is not None:
+                inbox.lane.parting = True
+        if inbox is not None:
+            inbox.lane.sever()
+
+    def loads(self) -> Sequence[LaneLoad]:
+        return self._tally.loads()
+
     def close(self) -> None:
         with self._changed:
             ending = self._threads
@@ -272,7 +314,7 @@ class CollectiveReceiver:
             device=transport.device,
             config=config,
         )
-        lane = Lane(peer_name(source), meeting, stall_s=config.stall_s, wait_s=config.expect_s)
+        lane = Lane(peer_name(source), meeting, self._tally, config, wait_s=config.expect_s)
         inbox = Inbox(
             lane,
             slices,
@@ -284,7 +326,7 @@ class CollectiveReceiver:
             wake=self._wake,
         )
         self._threads = [*(other for other in self._threads if not other.ended()), lane]
-        lane.start(inbox.works(), lambda reason: self._lost(inbox, reason))
+        lane.start(inbox.works(), lost=partial(self._lost, inbox), over=partial(self._over, inbox))
         return inbox
 
     def _arrived(self, parcel: Parcel, elapsed_s: float) -> None:
@@ -313,18 +355,25 @@ class CollectiveReceiver:
         parcel.lane.num_staged_bytes -= parcel.num_bytes
         self._changed.notify_all()
 
-    def _lost(self, inbox: Inbox, reason: str | None) -> None:
-        inbox.clear()
-        if reason is not None:
-            self._report(inbox, reason)
-
-    def _report(self, inbox: Inbox, reason: str) -> None:
+    def _lost(self, inbox: Inbox, reason: str, final: bool) -> None:
         """What has arrived in full stays: it may still be landed."""
-        peer = inbox.lane.peer
+        inbox.clear()
         with self._changed:
-            if self._lanes.get(peer) is inbox:
-                del self._lanes[peer]
-                self._events.append(LaneLost(peer=peer, reason=reason))
-            if not self._lanes:
-                self._unwanted.clear()
+            if final:
+                self._forget(inbox)
+            self._events.append(LaneLost(peer=inbox.lane.peer, reason=reason))
         self._wake()
+
+    def _over(self, inbox: Inbox) -> bool:
+        inbox.clear()
+        with self._changed:
+            ends = inbox.lane.closing.is_set() or inbox.lane.parting
+            if ends:
+                self._forget(inbox)
+            return ends
+
+    def _forget(self, inbox: Inbox) -> None:
+        if self._lanes.get(inbox.lane.peer) is inbox:
+            del self._lanes[inbox.lane.peer]
+        if not self._lanes:
+            self._unwanted.clear()

@@ -17,7 +17,7 @@ from typing import Any
 from kvtransfer.reshard import require_compatible
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Sent, peer_name
 from protos.errors import TransferFailed
-from protos.values import KVLayout, LaneAddress, LaneStats, Ticket
+from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -153,6 +153,14 @@ class InprocSender:
     def lanes(self) -> Sequence[LaneStats]:
         return [lane.stats() for lane in self._lanes.values()]
 
+    def loads(self) -> Sequence[LaneLoad]:
+        return [LaneLoad(transport="inproc", num_open=len(self._lanes))]
+
+    def part(self, peer: str) -> None:
+        with self._exchange._lock:
+            if not any(parcel.destination == peer for parcel in self._under_way):
+                self._lanes.pop(peer, None)
+
     def close(self) -> None:
         with self._exchange._lock:
             for peer in tuple(self._lanes):
@@ -248,6 +256,13 @@ class InprocReceiver:
 
     def lanes(self) -> Sequence[LaneStats]:
         return [lane.stats() for lane in self._lanes.values()]
+
+    def loads(self) -> Sequence[LaneLoad]:
+        return [LaneLoad(transport="inproc", num_open=len(self._lanes))]
+
+    def part(self, peer: str) -> None:
+        with self._exchange._lock:
+            self._lanes.pop(peer, None)
 
     def close(self) -> None:
         with self._exchange._lock:

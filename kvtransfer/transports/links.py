@@ -52,12 +52,14 @@ class Links:
     group, and work that can be waited for. `transport` is how people know them, `why` says why they are not
     faster ones.
 
-    `sever` makes whatever waits on them fail now, at both ends, and may be called from any thread; `close` is the end.
+    `flush` waits until the peers have taken out what lies in memory that is shared with them. `sever` makes whatever
+    waits on the links fail now, at both ends, and may be called from any thread; `close` is the end.
     """
 
     control: Any
     payloads: Any
     transport: str
+    flush: Callable[[timedelta], None]
     sever: Callable[[], None]
     close: Callable[[], None]
     why: str = ""
@@ -91,6 +93,7 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
         control=control,
         payloads=payloads,
         transport="nccl" if meeting.on_gpu else "gloo",
+        flush=lambda timeout: None,
         sever=sever,
         close=_by_itself,
         why=why,

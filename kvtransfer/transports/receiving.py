@@ -17,9 +17,10 @@ import torch
 
 from kvtransfer.reshard import Slice
 from kvtransfer.transport import Chunk
-from kvtransfer.transports.lane import Closing, Lane
+from kvtransfer.transports.checksum import checksum
+from kvtransfer.transports.lane import Closing, Lane, Parted
 from kvtransfer.transports.staging import Staging
-from kvtransfer.transports.wire import Header, Wire, WireBroken
+from kvtransfer.transports.wire import Header, PayloadCorrupted, Wire, WireBroken
 from protos.values import KVLayout
 
 
@@ -84,6 +85,8 @@ class Inbox:
 
     def _work(self, stream: int, wire: Wire) -> None:
         header = wire.receive_header(self._ranks[stream])
+        if header.goodbye:
+            raise Parted
         if header.chunk is None:
             return
         parcel = self._parcel(header.chunk, stream)
@@ -93,6 +96,10 @@ class Inbox:
             self._check(header, stream)
             piece = self._piece(parcel, header, stream)
             wire.receive(self._ranks[stream], piece)
+            if header.checksum and checksum(piece) != header.checksum:
+                raise PayloadCorrupted(
+                    f"{header.chunk} from {self.lane.peer} is not what was sent: its checksum differs"
+                )
             self.lane.moved(piece.nbytes, 0.0)
         with self._changed:
             parcel.num_coming -= 1

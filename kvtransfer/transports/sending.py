@@ -19,7 +19,8 @@ import torch
 from kvtransfer.config import LaneConfig
 from kvtransfer.reshard import Slice, pieces
 from kvtransfer.transport import Chunk, Sent
-from kvtransfer.transports.lane import Closing, Lane
+from kvtransfer.transports.checksum import checksum
+from kvtransfer.transports.lane import Closing, Lane, Parted
 from kvtransfer.transports.staging import Staging
 from kvtransfer.transports.wire import Header, Message, Wire, WireBroken
 
@@ -89,21 +90,26 @@ class Outbox:
 
     def work(self, wire: Wire) -> Sent | None:
         """Sends the next payload, or a beat if there is none for a while."""
-        if time.monotonic() - self._looked_s > self._config.beat_s:
+        if time.monotonic() - self._looked_s > self._config.beat_s and not self.lane.parting:
             self._looked_s = time.monotonic()
             if self.lane.meeting.moved_on():
                 raise WireBroken("another rank has left this lane")
         with self._changed:
-            self._changed.wait_for(lambda: self.queue or self.lane.closing.is_set(), self._config.beat_s)
+            self._changed.wait_for(self._has_something_to_do, self._config.beat_s)
             if self.lane.closing.is_set():
                 raise Closing
+            parting = self.lane.parting and not self.queue
             self.on_wire = load = self.queue.popleft() if self.queue else None
         if load is None:
-            wire.send([Message(rank=rank, header=Header()) for rank in self._ranks])
+            wire.send([Message(rank=rank, header=Header(goodbye=parting)) for rank in self._ranks])
+            if parting:
+                raise Parted
             return None
         start_s = time.monotonic()
         messages = self._messages(load)
         wire.send(messages, load.ready)
+        if not self.queue:  # else the next payload is put beside it meanwhile
+            wire.flush()
         elapsed_s = time.monotonic() - start_s
         num_bytes = sum(message.header.num_bytes for message in messages)
         self.lane.moved(num_bytes, elapsed_s)
@@ -115,6 +121,9 @@ class Outbox:
         self._staging.give(load.payload)
         return Sent(chunk=load.chunk, num_bytes=num_bytes, elapsed_s=elapsed_s)
 
+    def _has_something_to_do(self) -> bool:
+        return bool(self.queue) or self.lane.parting or self.lane.closing.is_set()
+
     def _messages(self, load: Load) -> list[Message]:
         if load.payload is None:
             void = Header(chunk=load.chunk, void=True)
@@ -122,10 +131,20 @@ class Outbox:
         per_head, rest = divmod(load.payload.numel(), sum(self._heads))
         assert rest == 0, f"{load.payload.numel()} elements cannot be {sum(self._heads)} heads"
         cut = torch.split(load.payload, [per_head * count for count in self._heads])
+        sums = [0] * len(cut)
+        if self._config.checksum:
+            if load.ready is not None:
+                load.ready.synchronize()
+            sums = [checksum(piece) for piece in cut]
         return [
             Message(
                 rank=rank,
-                header=Header(chunk=load.chunk, dtype=load.payload.dtype, num_elements=cut[index].numel()),
+                header=Header(
+                    chunk=load.chunk,
+                    dtype=load.payload.dtype,
+                    num_elements=cut[index].numel(),
+                    checksum=sums[index],
+                ),
                 piece=cut[index],
             )
             for rank, index in zip(self._ranks, self._piece_of, strict=True)

@@ -122,6 +122,11 @@ class Link:
             self._slots_free -= 1
             self.tell(_FILLED.pack(_MARK, piece_B.numel()), timeout_s)
 
+    def flush(self, timeout_s: float) -> None:
+        """Returns when every slot that was filled has been emptied."""
+        while self._slots_free < self._ring.num_slots:
+            self._slots_free += len(self.hear(timeout_s))
+
     def receive(self, part_B: torch.Tensor, timeout_s: float) -> None:
         done = 0
         while done < part_B.numel():
@@ -201,6 +206,10 @@ class ShmGroup:
         if tag == self._header_tag:
             return Work(lambda timeout_s: _hear_into(link, part_B, timeout_s))
         return Work(lambda timeout_s: link.receive(part_B, timeout_s))
+
+    def flush(self, timeout: timedelta) -> None:
+        for link in self._links.values():
+            link.flush(timeout.total_seconds())
 
     def abort(self) -> None:
         """Callable from any thread."""

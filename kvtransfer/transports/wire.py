@@ -35,6 +35,7 @@ _ALL_LAYERS = 2**32 - 1
 _BEAT = 0
 _CHUNK = 1
 _VOID = 2
+_GOODBYE = 3
 _DTYPES = (
     torch.bfloat16,
     torch.float16,
@@ -55,15 +56,26 @@ class WireBroken(Exception):
     """The lane cannot be used any more. The message says why, in one line."""
 
 
+class WireStuck(WireBroken):
+    """Nothing has moved for too long, and yet nobody has hung up."""
+
+
+class PayloadCorrupted(WireBroken):
+    """A payload has not come as it was sent."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """Announces a piece of a chunk's payload; a void one says that it will never come, and one without a chunk only
-    that the sender is alive."""
+    that the sender is alive, or that it parts: nothing comes after it. The checksum is that of the piece, 0 for none.
+    """
 
     chunk: Chunk | None = None
     dtype: torch.dtype = torch.uint8
     num_elements: int = 0
     void: bool = False
+    goodbye: bool = False
+    checksum: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -76,29 +88,34 @@ class Header:
         assert len(ticket_id) <= MAX_TICKET_ID_BYTES, "reserve() refuses longer ids"
         packed = _HEADER.pack(
             _MAGIC,
-            _BEAT if self.chunk is None else _VOID if self.void else _CHUNK,
+            self._kind(),
             chunk.generation,
             chunk.first_block,
             chunk.num_blocks,
             chunk.first_layer,
             _ALL_LAYERS if chunk.num_layers is None else chunk.num_layers,
             _DTYPES.index(self.dtype),
-            0,
+            self.checksum,
             self.num_elements,
             len(ticket_id),
             ticket_id,
         )
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
+    def _kind(self) -> int:
+        if self.chunk is None:
+            return _GOODBYE if self.goodbye else _BEAT
+        return _VOID if self.void else _CHUNK
+
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Header:
         """Raises WireBroken for anything that `pack` did not make."""
         magic, kind, *numbers, num_elements, length, ticket_id = _HEADER.unpack(packed.numpy().tobytes())
-        generation, first_block, num_blocks, first_layer, num_layers, dtype, _ = numbers
-        if magic != _MAGIC or kind not in (_BEAT, _CHUNK, _VOID) or dtype >= len(_DTYPES):
+        generation, first_block, num_blocks, first_layer, num_layers, dtype, checksum = numbers
+        if magic != _MAGIC or kind not in (_BEAT, _CHUNK, _VOID, _GOODBYE) or dtype >= len(_DTYPES):
             raise WireBroken("the peer speaks another protocol: run the same version of Baton on both")
-        if kind == _BEAT:
-            return cls()
+        if kind in (_BEAT, _GOODBYE):
+            return cls(goodbye=kind == _GOODBYE)
         chunk = Chunk(
             ticket_id=ticket_id[:length].decode(),
             generation=generation,
@@ -107,7 +124,7 @@ class Header:
             first_layer=first_layer,
             num_layers=None if num_layers == _ALL_LAYERS else num_layers,
         )
-        return cls(chunk=chunk, dtype=_DTYPES[dtype], num_elements=num_elements, void=kind == _VOID)
+        return cls(chunk=chunk, dtype=_DTYPES[dtype], num_elements=num_elements, void=kind == _VOID, checksum=checksum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +147,7 @@ class Wire:
         self, links: Links, store: BoardStore, *, peer_ranks: Sequence[int], device: str, config: LaneConfig
     ) -> None:
         self.transport = links.transport
+        self.why = links.why
         self._links = links
         self._control = links.control
         self._payloads = links.payloads
@@ -192,12 +210,21 @@ class Wire:
         except RuntimeError as error:
             raise WireBroken(_first_line(error)) from error
 
+    def flush(self) -> None:
+        """Returns when what was sent is in the receivers' own memory."""
+        self._bounded(self._links.flush)
+
     def _wait(self, works: Sequence[Any]) -> None:
+        for work in works:
+            self._bounded(work.wait)
+
+    def _bounded(self, wait: Callable[[timedelta], object]) -> None:
+        begun_s = time.monotonic()
         try:
-            for work in works:
-                work.wait(self._stall)
+            wait(self._stall)
         except RuntimeError as error:
-            raise WireBroken(_first_line(error)) from error
+            waited = not self._severed and time.monotonic() - begun_s >= self._config.stall_s
+            raise (WireStuck if waited else WireBroken)(_first_line(error)) from error
 
     def _wait_for(self, stream: Any) -> None:
         """NCCL notices no dead peer by itself: wait with an eye on the clock, then give the communicator up."""
@@ -207,7 +234,7 @@ class Wire:
         while not done.query():
             if self._severed or time.monotonic() > deadline_s:
                 self._payloads.abort()
-                raise WireBroken(f"the transfer did not end within {self._config.stall_s:g} s")
+                raise WireStuck(f"the transfer did not end within {self._config.stall_s:g} s")
             time.sleep(_GPU_POLL_S)
 
 
@@ -253,7 +280,7 @@ class Rendezvous:
                     self._come()
             return self._wire(store)
         except (OSError, RuntimeError) as error:
-            raise WireBroken(f"no lane could be opened: {_first_line(error)}") from error
+            raise _broken("no lane could be opened", error) from error
 
     def moved_on(self) -> bool:
         """Has some rank of this lane left it? Raises WireBroken when the destination's board is gone."""
@@ -283,7 +310,7 @@ class Rendezvous:
         try:
             return store.add("epoch", 0)
         except OSError as error:
-            raise WireBroken(f"the board of the destination is gone: {error}") from error
+            raise _broken("the board of the destination is gone", error) from error
 
     def _wire(self, store: BoardStore) -> Wire:
         links = open_links(
@@ -300,6 +327,11 @@ class Rendezvous:
             )
         )
         return Wire(links, store, peer_ranks=self._peer_ranks, device=self._device, config=self._config)
+
+
+def _broken(what: str, error: Exception) -> WireBroken:
+    """One who does not answer in time may yet do so."""
+    return (WireStuck if isinstance(error, TimeoutError) else WireBroken)(f"{what}: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

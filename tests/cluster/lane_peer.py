@@ -1,20 +1,22 @@
 """The other process of tests of lanes: one end of a lane, told by its arguments what to do, until it is killed.
 
 lane_peer.py send INCARNATION PORT DESTINATION_INCARNATION     offers block after block
-lane_peer.py receive INCARNATION                               says its port, then takes whatever comes
+lane_peer.py receive INCARNATION                                says its port, then takes whatever comes
 lane_peer.py push RANK TP SIZE PORT TP_THERE SIZE_THERE        one rank's part of a prompt, out of blocks of so many
                                                                tokens; SIZE_THERE and so on are the destination's
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from dataclasses import replace
+from typing import cast
 
 import torch
 
-from kvtransfer.config import LaneConfig
+from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.reshard import covering, heads_of
 from kvtransfer.transport import Arrived, Chunk
 from kvtransfer.transports.collective import CollectiveTransport
@@ -22,6 +24,7 @@ from protos.values import KVLayout, LaneAddress, Ticket
 from workers.kv.mover import Dock
 from workers.kv.storage import KVStorage
 
+OVER = cast(Preference, os.environ.get("LANES_OVER", "auto"))
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 
 
@@ -51,7 +54,7 @@ def payload(index: int) -> torch.Tensor:
 
 def send(incarnation: int, port: int, destination_incarnation: int) -> None:
     bell = threading.Event()
-    sender = CollectiveTransport(config=LaneConfig(max_staged_bytes=4 * LAYOUT.block_bytes)).sender(
+    sender = CollectiveTransport(config=LaneConfig(transport=OVER, max_staged_bytes=4 * LAYOUT.block_bytes)).sender(
         address("p0", incarnation), LAYOUT, wake=bell.set
     )
     ticket = ticket_to(address("d0", destination_incarnation, port))
@@ -67,7 +70,8 @@ def send(incarnation: int, port: int, destination_incarnation: int) -> None:
 
 def receive(incarnation: int) -> None:
     bell = threading.Event()
-    receiver = CollectiveTransport().receiver(address("d0", incarnation), LAYOUT, wake=bell.set)
+    made = CollectiveTransport(config=LaneConfig(transport=OVER))
+    receiver = made.receiver(address("d0", incarnation), LAYOUT, wake=bell.set)
     receiver.expect(address("p0", 1), LAYOUT)
     print(receiver.address.port, flush=True)
     while True:
@@ -115,7 +119,7 @@ def push(rank: int, tp: int, size: int, port: int, tp_there: int, size_there: in
     mine = heads_of(layout, rank)
     for token in range(TOKENS):
         storage.data[:, :, blocks[token // size], :, token % size] = kv[:, :, token, mine.start : mine.stop]
-    config = LaneConfig(transport="collective", message_bytes=100)
+    config = LaneConfig(transport=OVER, message_bytes=100)
     sender = CollectiveTransport(rank=rank, config=config).sender(address("p0", 1), layout)
     dock = Dock(storage, layout, rank=rank, sender=sender)
     ticket = prompt_ticket(address("d0", 1, port), there)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.config import LaneConfig
+from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.reshard import heads_of
 from kvtransfer.transport import Arrived, LaneLost, Sent
 from kvtransfer.transports.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
@@ -46,7 +46,8 @@ NEVER_S = 600.0  # as a stall: what is found out sooner was not found out by wai
 class Peers:
     """The processes of a test, and the ends in this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, over: Preference) -> None:
+        self.over = over
         self.bell = threading.Condition()
         self._processes: list[subprocess.Popen[str]] = []
         self._ends: list[CollectiveSender | CollectiveReceiver] = []
@@ -57,7 +58,7 @@ class Peers:
             [sys.executable, str(PEER), *map(str, arguments)],
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": root},
+            env=os.environ | {"PYTHONPATH": root, "LANES_OVER": self.over},
         )
         self._processes.append(process)
         return process
@@ -67,11 +68,12 @@ class Peers:
         process.wait()
 
     def sender(self, config: LaneConfig) -> CollectiveSender:
-        self._ends.append(end := CollectiveTransport(config=config).sender(address("p0", 1), LAYOUT, wake=self._ring))
+        end = CollectiveTransport(config=self._over(config)).sender(address("p0", 1), LAYOUT, wake=self._ring)
+        self._ends.append(end)
         return end
 
     def receiver(self, config: LaneConfig) -> CollectiveReceiver:
-        end = CollectiveTransport(config=config).receiver(address("d0", 1), LAYOUT, wake=self._ring)
+        end = CollectiveTransport(config=self._over(config)).receiver(address("d0", 1), LAYOUT, wake=self._ring)
         self._ends.append(end)
         return end
 
@@ -80,7 +82,7 @@ class Peers:
         layout, ends = replace(PROMPT, tp=tp, block_size=size), self._ends
         who = address("d0", 1)
         for rank in range(tp):
-            end = CollectiveTransport(rank=rank, config=config).receiver(who, layout, wake=self._ring)
+            end = CollectiveTransport(rank=rank, config=self._over(config)).receiver(who, layout, wake=self._ring)
             who = end.address
             ends.append(end)
         return [end for end in ends if isinstance(end, CollectiveReceiver)]
@@ -105,14 +107,17 @@ class Peers:
         for end in self._ends:
             end.close()
 
+    def _over(self, config: LaneConfig) -> LaneConfig:
+        return replace(config, transport=self.over)
+
     def _ring(self) -> None:
         with self.bell:
             self.bell.notify_all()
 
 
-@pytest.fixture
-def peers() -> Iterator[Peers]:
-    peers = Peers()
+@pytest.fixture(params=["collective", "shm"])
+def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
+    peers = Peers(request.param)
     yield peers
     peers.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane ")], "a lane is left behind"
@@ -236,7 +241,7 @@ def test_any_tensor_parallelism_meets_any_other(
     """(ranks, tokens of a block) at both ends. Every rank of the destination has its heads of every token, bit for
     bit, and nothing else: of a block that one source rank has sent, and of layers that came one by one."""
     (tp, size), (tp_here, size_here) = source, destination
-    receivers = peers.ranks(tp_here, size_here, LaneConfig(transport="collective", message_bytes=100))
+    receivers = peers.ranks(tp_here, size_here, LaneConfig(message_bytes=100))
     layout = replace(PROMPT, tp=tp_here, block_size=size_here)
     docks = [
         Dock(KVStorage(layout, num_blocks=16), layout, rank=rank, receiver=receiver)

@@ -1,0 +1,216 @@
+"""What becomes of a lane that nobody needs, that is stuck, or that spoils what it carries: over all that has wires."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvtransfer.config import LaneConfig
+from kvtransfer.transport import LaneLost
+from kvtransfer.transports.wire import Wire
+from protos.values import LaneLoad
+from tests.contract.site import LAYOUT, PATIENCE_S, Site, chunk_of, kv, meet, push
+
+Sites = Callable[..., Site]
+
+
+@pytest.fixture(params=["collective", "shm"])
+def over(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_site(over: str) -> Iterator[Sites]:
+    sites: list[Site] = []
+
+    def make(**settings: Any) -> Site:
+        sites.append(Site(over, LaneConfig(**({"beat_s": 0.05} | settings))))
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        site.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane ")], "a lane is left behind"
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """For what rings no bell."""
+    for _ in range(int(PATIENCE_S / 0.005)):
+        if happened():
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("it did not happen")
+
+
+def load_of(end: Any) -> LaneLoad:
+    (load,) = end.loads()
+    assert isinstance(load, LaneLoad)
+    return load
+
+
+# -- nobody needs it ---------------------------------------------------------------------------------------------------
+
+
+def test_a_lane_that_the_sender_gives_up_loses_nothing_and_comes_back(make_site: Sites) -> None:
+    site = make_site()
+    sender, receiver, ticket = meet(site)
+    sent = [(chunk_of(ticket, index), kv(seed=index)) for index in range(3)]
+    push(site, sender, ticket, sent)
+    sender.part("d0#1")
+    until(lambda: not sender.lanes())
+    assert [event.chunk for event in site.events(receiver, 3)] == [chunk for chunk, _ in sent]
+    for chunk, payload in sent:
+        assert torch.equal(receiver.take(chunk, 1.0), payload)
+    site.events(sender, 3)
+    until(lambda: [lane.state for lane in receiver.lanes()] == ["opening"])
+    push(site, sender, ticket, [(chunk_of(ticket, 3), kv(seed=3))])
+    site.events(receiver, 1)
+    assert torch.equal(receiver.take(chunk_of(ticket, 3), 1.0), kv(seed=3))
+    site.events(sender, 1)
+    for end in (sender, receiver):
+        assert (load_of(end).num_opened, load_of(end).num_lost, load_of(end).num_open) == (2, 0, 1)
+
+
+def test_a_lane_that_is_needed_again_before_it_has_ended_stays(make_site: Sites) -> None:
+    """Whatever comes first, the end or the new ticket: what is offered arrives."""
+    site = make_site()
+    sender, receiver, ticket = meet(site)
+    for index in range(10):
+        sender.part("d0#1")
+        push(site, sender, ticket, [(chunk_of(ticket, index), kv(seed=index))])
+        (arrived,) = site.events(receiver, 1)
+        assert torch.equal(receiver.take(arrived.chunk, 1.0), kv(seed=index))
+        site.events(sender, 1)
+
+
+def test_a_lane_that_the_receiver_gives_up_comes_back(make_site: Sites) -> None:
+    site = make_site()
+    sender, receiver, ticket = meet(site)
+    push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
+    site.events(receiver, 1)
+    receiver.part("p0#1")
+    until(lambda: not receiver.lanes())
+    assert isinstance(site.events(sender, 2)[-1], LaneLost)
+    receiver.expect(sender.address, LAYOUT)
+    push(site, sender, ticket, [(chunk_of(ticket, 1), kv(seed=1))])
+    (arrived,) = site.events(receiver, 1)
+    assert arrived.chunk == chunk_of(ticket, 1)
+
+
+def test_an_expected_source_is_met_although_its_lane_was_about_to_end(make_site: Sites) -> None:
+    site = make_site()
+    sender, receiver, ticket = meet(site)
+    for _ in range(5):
+        receiver.part("p0#1")
+        receiver.expect(sender.address, LAYOUT)
+    until(lambda: [lane.state for lane in receiver.lanes()] == ["opening"])
+    push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
+    (arrived,) = site.events(receiver, 1)
+    assert torch.equal(receiver.take(arrived.chunk, 1.0), kv())
+
+
+# -- it is stuck -------------------------------------------------------------------------------------------------------
+
+
+def freeze(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The sender's wire stops saying anything, as if its process had been stopped, until the event is set."""
+    thawed = threading.Event()
+    send = Wire.send
+
+    def frozen(self: Wire, *args: Any) -> None:
+        if not thawed.is_set():
+            thawed.wait(PATIENCE_S)
+        send(self, *args)
+
+    monkeypatch.setattr(Wire, "send", frozen)
+    return thawed
+
+
+def test_a_stuck_lane_is_quarantined_and_met_anew(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = make_site(stall_s=0.3)
+    sender, receiver, ticket = meet(site)
+    push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
+    site.events(receiver, 1)
+    thawed = freeze(monkeypatch)
+    (lost,) = site.events(receiver, 1)
+    assert isinstance(lost, LaneLost)
+    (lane,) = receiver.lanes()
+    assert (lane.state, bool(lane.reason)) == ("quarantined", True)
+    assert load_of(receiver).num_stuck == 1
+    thawed.set()
+    until(lambda: any(isinstance(event, LaneLost) for event in sender.poll()))
+    push(site, sender, ticket, [(chunk_of(ticket, 1), kv(seed=1))])
+    site.events(receiver, 1)
+    assert torch.equal(receiver.take(chunk_of(ticket, 1), 1.0), kv(seed=1))
+    assert [lane.state for lane in receiver.lanes()] == ["open"]
+
+
+def test_a_quarantine_ends_for_good_when_the_peer_is_gone(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver never empties the ring, and is then closed: nobody is left to be met."""
+    site = make_site(stall_s=0.3, max_staged_bytes=LAYOUT.block_bytes)
+    sender, receiver, ticket = meet(site)
+    push(site, sender, ticket, [(chunk_of(ticket, index), kv()) for index in range(2)])
+    for index in range(2, 8):
+        sender.offer(ticket, chunk_of(ticket, index), kv())
+    until(lambda: any(isinstance(event, LaneLost) for event in sender.poll()))
+    receiver.close()
+    until(lambda: not sender.lanes())
+    assert not sender.busy() or sender.poll()
+
+
+# -- it spoils what it carries -----------------------------------------------------------------------------------------
+
+
+def test_a_payload_with_another_checksum_ends_the_lane(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = Wire.receive
+
+    def spoiled(self: Wire, rank: int, piece: torch.Tensor) -> None:
+        receive(self, rank, piece)
+        piece.view(torch.uint8)[7] ^= 1
+
+    site = make_site(checksum=True)
+    sender, receiver, ticket = meet(site)
+    push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
+    site.events(receiver, 1)
+    monkeypatch.setattr(Wire, "receive", spoiled)
+    sender.offer(ticket, chunk_of(ticket, 1), kv(seed=1))
+    (lost,) = site.events(receiver, 1)
+    assert isinstance(lost, LaneLost)
+    assert "first_block=1" in lost.reason
+    assert "checksum differs" in lost.reason
+    assert load_of(receiver).num_corrupt == 1
+    assert torch.equal(receiver.take(chunk_of(ticket, 0), 1.0), kv()), "what came before it was right"
+
+
+# -- what is told of it ------------------------------------------------------------------------------------------------
+
+
+def test_lanes_tell_over_what_they_go(make_site: Sites, over: str) -> None:
+    site = make_site()
+    sender, receiver, ticket = meet(site)
+    push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
+    site.events(receiver, 1)
+    for end in (sender, receiver):
+        (lane,) = end.lanes()
+        expected = ("gloo", "a worker's transport is set to collective") if over == "collective" else ("shm", "")
+        assert (lane.transport, lane.reason) == expected
+        assert load_of(end) == LaneLoad(transport=expected[0], reason=expected[1], num_open=1, num_opened=1)
+
+
+def test_a_lane_whose_thread_does_not_end_is_stuck(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a library hangs: the lane says so, for whoever watches over the worker."""
+    monkeypatch.setattr(Wire, "sever", lambda self: None)
+    site = make_site(stall_s=0.2, beat_s=0.01)
+    sender, receiver, ticket = meet(site)
+    push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
+    site.events(receiver, 1)
+    thawed = freeze(monkeypatch)
+    until(lambda: any(isinstance(event, LaneLost) for event in receiver.poll()))
+    sender._lanes["d0#1"].lane.sever()  # type: ignore[attr-defined]
+    until(lambda: [lane.state for lane in sender.lanes()] == ["stuck"])
+    monkeypatch.undo()
+    thawed.set()
