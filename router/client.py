@@ -11,7 +11,10 @@ every open request is told, and the fleet makes a new client.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -73,16 +76,21 @@ def channels_of(peers: PeerTls) -> OpenChannel:
 
 
 class Updates:
-    """What one worker says about one request, in order. Raises what the worker, or its loss, ended it with."""
+    """What one worker says about one request, in order. Raises what the worker, or its loss, ended it with.
+
+    Whoever reads slower than the worker writes gets several updates joined to one, and catches up.
+    """
 
     def __init__(self) -> None:
-        self._waiting: asyncio.Queue[SequenceUpdate | BatonError] = asyncio.Queue()
+        self._waiting: deque[SequenceUpdate | BatonError] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reader: asyncio.Future[None] | None = None
         self._over = False
         self._heir: Updates | None = None
 
     def put(self, update: SequenceUpdate) -> None:
         if update.finish_reason is not FinishReason.ERROR:
-            self._waiting.put_nowait(update)
+            self._add(update)
         elif update.error is None:
             self.fail(WorkerLost(f"request {update.request_id} failed without a reason"))
         else:
@@ -92,15 +100,15 @@ class Updates:
         if self._heir is not None:
             self._heir.fail(error)
         else:
-            self._waiting.put_nowait(error)
+            self._add(error)
 
     def bequeath(self, heir: Updates) -> None:
         """Failures from here on, and one that waits to be read, concern `heir`: its work needs this worker still."""
         self._heir = heir
-        while not self._waiting.empty():
-            item = self._waiting.get_nowait()
+        for item in self._waiting:
             if isinstance(item, BatonError):
                 heir.fail(item)
+        self._waiting.clear()
 
     def __aiter__(self) -> Updates:
         return self
@@ -108,12 +116,45 @@ class Updates:
     async def __anext__(self) -> SequenceUpdate:
         if self._over:
             raise StopAsyncIteration
-        item = await self._waiting.get()
+        waiting = self._waiting
+        while not waiting:
+            # Asking for the running loop is a system call in Python 3.11, and every token passes here.
+            self._loop = self._loop or asyncio.get_running_loop()
+            self._reader = self._loop.create_future()
+            await self._reader
+        item = waiting.popleft()
         if isinstance(item, BatonError):
             self._over = True
             raise item
+        if waiting:
+            item = self._joined(item)
         self._over = item.finish_reason is not None
         return item
+
+    def _add(self, item: SequenceUpdate | BatonError) -> None:
+        self._waiting.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _joined(self, first: SequenceUpdate) -> SequenceUpdate:
+        """With all that waits up to an end, or to something that is no token."""
+        waiting, parts = self._waiting, [first]
+        while waiting and parts[-1].finish_reason is None and parts[-1].error is None:
+            following = waiting[0]
+            if isinstance(following, BatonError) or following.error is not None:
+                break
+            parts.append(following)
+            waiting.popleft()
+        if len(parts) == 1:
+            return first
+        return replace(
+            first,
+            token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+            logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+            prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
+            finish_reason=parts[-1].finish_reason,
+            num_cached_tokens=max(part.num_cached_tokens for part in parts),
+        )
 
 
 class WorkerClient:

@@ -53,6 +53,7 @@ class Track:
         self._start = self._clock()
         self._spans: dict[int, tuple[float, float, int]] = {}
         self._finished = False
+        self._generated = metrics.generated_tokens.labels(endpoint)  # looking a label up costs more than counting
         metrics.in_flight.labels(endpoint).inc()
 
     def saw(self, piece: Piece) -> None:
@@ -67,7 +68,7 @@ class Track:
             self._spans[piece.index] = (now, now, piece.num_tokens)
         else:
             self._spans[piece.index] = (span[0], now, span[2] + piece.num_tokens)
-        self._metrics.generated_tokens.labels(self._endpoint).inc(piece.num_tokens)
+        self._generated.inc(piece.num_tokens)
 
     def count(self, usage: Usage) -> None:
         """Notes the prompt's tokens, once the whole answer is there."""

@@ -1,0 +1,56 @@
+"""How long an answer's next tokens may be waited for: a gateway that cannot keep up writes less often, not later.
+
+While the event loop is on time every token leaves by itself. When it runs late, the tokens of one answer that come
+within about that lateness leave together: one event, one write. Work falls, lateness with it, and the two settle where
+the loop just keeps up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PERIOD_S = 0.005
+ON_TIME_S = 0.002
+"""Timers are never quite on time; a lateness below this is none."""
+GAP_PER_LATENESS = 3.0
+MAX_GAP_S = 0.05
+_KEEP = 0.8
+
+
+class Pace:
+    """Lives on one event loop. While anything is `running`, the loop's lateness is looked at every `PERIOD_S`."""
+
+    def __init__(self) -> None:
+        self.gap_s = 0.0
+        self._lateness_s = 0.0
+        self._num_running = 0
+        self._due_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """An answer is being written."""
+        self._num_running += 1
+        if self._timer is None:
+            self._set_timer(asyncio.get_running_loop())
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+                self.gap_s = self._lateness_s = 0.0
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due_s = loop.time() + PERIOD_S
+        self._timer = loop.call_at(self._due_s, self._look)
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        late_s = loop.time() - self._due_s
+        self._lateness_s = _KEEP * self._lateness_s + (1 - _KEEP) * late_s
+        self.gap_s = min(GAP_PER_LATENESS * self._lateness_s, MAX_GAP_S) if self._lateness_s > ON_TIME_S else 0.0
+        self._set_timer(loop)
