@@ -6,11 +6,12 @@ least recently used one as soon as there are too many. One that a ticket needs i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from kvtransfer.config import LaneConfig
-from protos.errors import Overloaded
-from protos.values import LaneStats
+from protos.errors import Overloaded, TransferFailed
+from protos.values import LaneLoad, LaneStats
 
 
 def superfluous(lanes: Sequence[LaneStats], needed: Collection[str], config: LaneConfig) -> tuple[str, ...]:
@@ -28,3 +29,32 @@ def require_room(peer: str, needed: Collection[str], config: LaneConfig) -> None
             f"try again, or raise lanes.max_lanes",
             retry_after_s=1.0,
         )
+
+
+def require_health(peer: str, lanes: Iterable[LaneStats]) -> None:
+    """Raises TransferFailed when the lane to or from this peer is in quarantine: it will not move anything soon."""
+    for lane in lanes:
+        if lane.peer == peer and lane.state in ("quarantined", "stuck"):
+            raise TransferFailed(
+                f"the lane between here and {peer} is {lane.state}: {lane.reason or 'it does not end'}"
+            )
+
+
+def why_unhealthy(lanes: Iterable[LaneStats]) -> str:
+    """Why a worker with these lanes cannot go on; empty if it can. A peer that hangs is its own worker's matter."""
+    return next((f"the lane to {lane.peer} is stuck and does not end" for lane in lanes if lane.state == "stuck"), "")
+
+
+def merged(loads: Iterable[LaneLoad]) -> tuple[LaneLoad, ...]:
+    """Of several ends, one entry for each transport and reason."""
+    found: dict[tuple[str, str], LaneLoad] = {}
+    for load in loads:
+        key = load.transport, load.reason
+        known = found.get(key)
+        found[key] = load if known is None else _sum(known, load)
+    return tuple(found.values())
+
+
+def _sum(one: LaneLoad, other: LaneLoad) -> LaneLoad:
+    names = ("num_open", "num_opened", "num_lost", "num_stuck", "num_corrupt")
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in names})

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.config import LaneConfig
-from kvtransfer.lanes import require_room, superfluous
-from protos.errors import Misconfigured, Overloaded
-from protos.values import LaneStats
+from kvtransfer.lanes import merged, require_health, require_room, superfluous, why_unhealthy
+from protos.errors import Misconfigured, Overloaded, TransferFailed
+from protos.values import LaneLoad, LaneStats
 
 CONFIG = LaneConfig(max_lanes=3, idle_s=60.0)
 
@@ -67,3 +68,31 @@ def test_a_ticket_is_refused_that_would_need_one_lane_too_many() -> None:
 def test_settings_that_cannot_be_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(Misconfigured, match=name):
         LaneConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("state", ["quarantined", "stuck"])
+def test_no_ticket_is_made_with_a_peer_whose_lane_hangs(state: str) -> None:
+    sick, well = lanes({"a": 1.0, "b": 1.0})
+    known = [replace(sick, state=state, reason="nothing moved"), well]
+    require_health("b", known)
+    require_health("unknown", known)
+    with pytest.raises(TransferFailed, match=f"between here and a is {state}: nothing moved"):
+        require_health("a", known)
+
+
+def test_a_worker_is_ill_when_its_own_thread_hangs_and_not_when_a_peer_does() -> None:
+    (lane,) = lanes({"a": 1.0})
+    assert not why_unhealthy([lane, replace(lane, state="quarantined")])
+    assert why_unhealthy([lane, replace(lane, state="stuck")]) == "the lane to a is stuck and does not end"
+
+
+def test_loads_of_both_ends_are_one_account() -> None:
+    gloo = LaneLoad(transport="gloo", reason="another host", num_open=1, num_opened=3, num_lost=2, num_stuck=1)
+    shm = LaneLoad(transport="shm", num_open=2, num_opened=2)
+    both = merged([gloo, shm, replace(gloo, num_corrupt=1)])
+    assert both == (
+        LaneLoad(
+            transport="gloo", reason="another host", num_open=2, num_opened=6, num_lost=4, num_stuck=2, num_corrupt=1
+        ),
+        shm,
+    )

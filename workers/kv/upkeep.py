@@ -1,0 +1,42 @@
+"""Keeps the lanes of one end of a worker in number and in health. The engine's thread calls, between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from kvtransfer.config import LaneConfig
+from kvtransfer.lanes import require_health, require_room, superfluous
+from protos.values import LaneStats
+
+PERIOD_S = 1.0
+
+
+class Upkeep:
+    """`lanes` tells of those there are, `part(peer)` ends one without a loss, on every rank.
+
+    Who is needed is for the caller to say: those with whom it has live tickets.
+    """
+
+    def __init__(
+        self, lanes: Callable[[], Sequence[LaneStats]], part: Callable[[str], None], config: LaneConfig
+    ) -> None:
+        self._lanes = lanes
+        self._part = part
+        self._config = config
+        self._next_look_s = 0.0
+
+    def require(self, peer: str, needed: Collection[str]) -> None:
+        """Before a ticket with a peer. Raises TransferFailed when the lane is in quarantine, and Overloaded when it
+        would be one too many."""
+        require_health(peer, self._lanes())
+        require_room(peer, needed, self._config)
+
+    def tend(self, now: float, needed: Callable[[], Collection[str]]) -> None:
+        """Gives up what nobody needs. To be called often; it looks once a second."""
+        if now < self._next_look_s:
+            return
+        self._next_look_s = now + PERIOD_S
+        lanes = self._lanes()
+        if lanes:
+            for peer in superfluous(lanes, needed(), self._config):
+                self._part(peer)
