@@ -41,6 +41,11 @@ Index = Annotated[
     str | None,
     typer.Option("--index", help="Where gateways share the prefix index, redis://host:port. Default: memory."),
 ]
+Policy = Annotated[str | None, typer.Option("--policy", help="How requests are routed: docs/routing.md.")]
+ShadowPolicy = Annotated[
+    str | None,
+    typer.Option("--shadow-policy", metavar="NAME", help="Another one that scores every request, and does no more."),
+]
 RayAddress = Annotated[str | None, typer.Option("--ray-address", help="A Ray that runs. Default: one of our own.")]
 Discovery = Annotated[
     str | None, typer.Option("--discovery", metavar="URL", help="redis://host:port where supervisor and gateways meet.")

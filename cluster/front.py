@@ -18,6 +18,7 @@ from router.admission.admission import Admission
 from router.admission.metrics import AdmissionCollector
 from router.admission.reception import Reception
 from router.app import create_app
+from router.choosing import routing_of
 from router.client import channels_of
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -27,6 +28,7 @@ from router.gateway import open_gateway
 from router.grpc_face import GrpcFace
 from router.metrics import RequestMetrics
 from router.policies.registry import policy_of
+from router.predict_metrics import PredictionCollector
 from router.prefix.registry import MEMORY, open_index
 
 LAST_WORDS_S = 1.0  # for an error to reach a client that was cut off
@@ -56,7 +58,7 @@ class Front:
         peers: PeerTls,
         index: str = MEMORY,
     ) -> None:
-        policy = policy_of(config)
+        policy, routing = policy_of(config), routing_of(config)
         tls.check()
         self._scheme = "https" if tls.cert else "http"
         gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
@@ -67,11 +69,13 @@ class Front:
             gateway_id=gateway_id,
             open_channel=channels_of(peers),
             peers=self._others,
+            observe=routing.observe,
         )
         metrics = RequestMetrics()
         self.registry = metrics.registry
         self.registry.register(FleetCollector(self.fleet))
-        dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config)
+        self.registry.register(PredictionCollector(self.fleet.predictor, routing.shadows))
+        dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config, routing=routing)
         admission = Admission(dispatcher, fleet=self.fleet, config=config)
         self.registry.register(AdmissionCollector(admission))
         reception = Reception(
@@ -86,6 +90,7 @@ class Front:
             fleet=self.fleet,
             metrics=metrics,
             reception=reception,
+            routing=routing,
             max_model_len=max_model_len,
         )
         self.model = gateway.card.name

@@ -35,6 +35,8 @@ def gateway(
     port: flags.Port = None,
     grpc_port: flags.GrpcPort = None,
     index: flags.Index = None,
+    policy: flags.Policy = None,
+    shadow_policy: flags.ShadowPolicy = None,
     served_name: flags.Name = None,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
@@ -45,7 +47,7 @@ def gateway(
 
     given = {
         "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
-        "discovery": discovery,
+        "discovery": discovery, "router": {"policy": policy, "shadow_policy": shadow_policy},
     }  # fmt: skip
     config, console = flags.settings(file, given, further), flags.terminal(log_format)
     if not uvloop.run(run_gateway(config, tuple(worker or ()), console)):

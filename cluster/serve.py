@@ -139,6 +139,8 @@ def serve(
     port: flags.Port = None,
     grpc_port: flags.GrpcPort = None,
     index: flags.Index = None,
+    policy: flags.Policy = None,
+    shadow_policy: flags.ShadowPolicy = None,
     served_name: flags.Name = None,
     ray_address: flags.RayAddress = None,
     file: flags.ConfigFile = None,
@@ -148,6 +150,7 @@ def serve(
     """Serves a model until Ctrl-C: a gateway, and prefill and decode workers that Ray places and Baton supervises."""
     given = {
         "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
+        "router": {"policy": policy, "shadow_policy": shadow_policy},
         "pools": flags.pools(prefill, decode, colocated, workers) | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
         "worker": {"tp": tp, "device": device, "dtype": dtype},
         "ray": {"address": ray_address},
@@ -169,6 +172,8 @@ def up(
     port: flags.Port = None,
     grpc_port: flags.GrpcPort = None,
     index: flags.Index = None,
+    policy: flags.Policy = None,
+    shadow_policy: flags.ShadowPolicy = None,
     served_name: flags.Name = None,
     ray_address: flags.RayAddress = None,
     file: flags.ConfigFile = None,

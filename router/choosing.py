@@ -11,7 +11,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from protos.values import KVEvent
 from router.config import RouterConfig
+from router.explain import Losses
 from router.fleet import Fleet
 from router.generation import Job
 from router.journal import Journal
@@ -27,10 +29,15 @@ LEAST_TOKENS = 4  # of an answer whose pace is worth learning from
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """What is known of routing beyond the present: the records, and the policies that only watch."""
+    """What is known of routing beyond the present: the records, what caches have lost, policies that only watch."""
 
     records: Records = field(default_factory=Records)
+    losses: Losses = field(default_factory=Losses)
     shadows: tuple[Shadow, ...] = ()
+
+    def observe(self, worker_id: str, events: Sequence[KVEvent]) -> None:
+        """For the feed of the index to call."""
+        self.losses.observe(worker_id, events, _now())
 
 
 def routing_of(config: RouterConfig) -> Routing:
@@ -60,12 +67,14 @@ class Chooser:
     def choose(self, journal: Journal, candidates: Sequence[Candidate]) -> Decision:
         """Of candidates of which one at least can write."""
         fleet, record, now = self._fleet, journal.record, _now()
+        block_size = fleet.block_size or 1
+        hashes = journal.hashes(block_size)
         view = RequestView(
             request_id=journal.job.request_id,
             num_tokens=journal.num_tokens,
-            block_size=fleet.block_size or 1,
+            block_size=block_size,
             num_decided=self._num_decided,
-            session=journal.job.session,
+            session=journal.job.session or hashes[:1].packed.hex(),
             answer_tokens=fleet.predictor.answer_tokens,
             block_bytes=fleet.block_bytes,
             lanes=fleet.predictor.lanes,
@@ -76,7 +85,7 @@ class Chooser:
         expected = outlook(view, candidates, decision)
         shadows = tuple(one.consider(view, candidates, decision, expected) for one in self._routing.shadows)
         if not record.choices:
-            self._routing.records.keep_chain(record, journal.hashes(view.block_size), view.block_size)
+            self._routing.records.keep_chain(record, hashes, block_size)
         record.chose(
             Choice(
                 at_s=now,

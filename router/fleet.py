@@ -23,7 +23,7 @@ from router.config import RouterConfig
 from router.member import Member, WorkerState, WorkerStatus
 from router.policies.base import Candidate
 from router.predict import Predictor
-from router.prefix.feed import Feed, Peers
+from router.prefix.feed import Feed, Observe, Peers
 from router.prefix.index import PrefixIndex
 
 log = logging.getLogger("baton.router")
@@ -54,13 +54,14 @@ class Fleet:
         gateway_id: str,
         open_channel: OpenChannel = open_channel,
         peers: Peers | None = None,
+        observe: Observe | None = None,
     ) -> None:
         self.index = index
         self._config = config
         self._open_channel = open_channel
         self.gateway_id = gateway_id
         self._peers = peers
-        self._feed = Feed(index, gateway_id=gateway_id, peers=peers)
+        self._feed = Feed(index, gateway_id=gateway_id, peers=peers, observe=observe)
         self._members: dict[str, Member] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from protos.errors import InvalidRequest, UnknownModel
 from router.admission.reception import Reception
+from router.choosing import Routing
 from router.config import RouterConfig
 from router.generation import FleetView, Generate
 from router.metrics import RequestMetrics, Track
@@ -32,6 +33,7 @@ class Gateway:
     fleet: FleetView
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     reception: Reception = field(default_factory=Reception)
+    routing: Routing = field(default_factory=Routing)
     max_body_bytes: int = 16 * 2**20
     wall_clock: Callable[[], float] = time.time
 
@@ -85,6 +87,8 @@ class Gateway:
         Raises RateLimited."""
         reception, tally = self.reception, Tally(ask)
         async with reception.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):
+            self.routing.records.open(ask.jobs)
+            error: BaseException | None = None
             try:
                 async with aclosing(answer(self.generate, ask, self.tokenizer.vocabulary)) as pieces:
                     async for piece in pieces:
@@ -92,7 +96,11 @@ class Gateway:
                         tally.add(piece)
                         reception.wrote(ask.tenant, piece.num_tokens)
                         yield piece
+            except BaseException as failed:
+                error = failed
+                raise
             finally:
+                self.routing.records.close(ask.jobs, error)
                 usage = tally.usage()
                 if usage.completion_tokens:
                     reception.read(ask.tenant, usage.prompt_tokens, usage.cached_tokens)
@@ -105,6 +113,7 @@ def open_gateway(
     fleet: FleetView,
     metrics: RequestMetrics | None = None,
     reception: Reception | None = None,
+    routing: Routing | None = None,
     max_model_len: int | None = None,
 ) -> Gateway:
     """Reads tokenizer, chat template and defaults from the checkpoint. Raises Misconfigured."""
@@ -117,6 +126,7 @@ def open_gateway(
         fleet=fleet,
         metrics=metrics or RequestMetrics(),
         reception=reception or Reception(),
+        routing=routing or Routing(),
         max_body_bytes=config.max_body_bytes,
     )
 

@@ -24,8 +24,7 @@ def _one_of(*values: Any) -> Harmless:
     return lambda value: any(type(value) is type(one) and value == one for one in values)
 
 
-# Identifiers say who asks, `prompt_cache_key` which requests look alike: neither changes an answer, and prompts find
-# the worker that holds their prefix by their tokens. `metadata` is kept with stored answers; nothing is stored.
+# Identifiers say who asks, which changes no answer. `metadata` is kept with stored answers; nothing is stored.
 COMPLETION_REFUSALS: Mapping[str, Harmless] = {
     "suffix": _one_of(""),
     "user": _text,
@@ -39,7 +38,6 @@ CHAT_REFUSALS: Mapping[str, Harmless] = {
     "moderation": _never,
     "parallel_tool_calls": _one_of(True, False),
     "prediction": _never,
-    "prompt_cache_key": _text,
     "prompt_cache_options": _never,
     "prompt_cache_retention": _one_of("in_memory", "in-memory"),
     "reasoning_effort": _never,

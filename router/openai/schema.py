@@ -104,6 +104,7 @@ class SamplingBody(Body):
     prompt_logprobs: int | None = _ranged("prompt_logprobs", "an integer")
     return_token_ids: bool | None = Field(default=None, description="true or false")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
+    prompt_cache_key: str | None = Field(default=None, max_length=256, description="up to 256 characters")
     priority: int | None = _ranged("priority", "an integer")
     max_ttft_ms: float | None = _ranged("max_ttft_ms", "a number of milliseconds")
 
@@ -119,6 +120,7 @@ class SamplingBody(Body):
             "stop": (stop,) if isinstance(stop, str) else tuple(stop),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "logit_bias": _token_biases(self.logit_bias or {}),
+            "session": self.prompt_cache_key or "",
         }
 
     def check_stream(self) -> None:

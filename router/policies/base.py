@@ -34,9 +34,9 @@ class RequestView:
     """What a policy may know of a request. `num_tokens` must be in the KV cache before the next token can be made:
     the prompt, and what was answered before the request had to move. `num_decided` decisions came before this one.
 
-    Requests of one `session` are turns of one conversation. An answer is expected to have `answer_tokens`. The KV of a
-    block has `block_bytes`; `lanes` are the seconds that KV of so many bytes is awaited between a reader and a writer,
-    for pairs that have been measured.
+    Requests of one `session` are turns of one conversation: the client's word for it, or how the prompt begins. An
+    answer is expected to have `answer_tokens`. The KV of a block has `block_bytes`; `lanes` are the seconds that KV of
+    so many bytes is awaited between a reader and a writer, for pairs that have been measured.
     """
 
     request_id: str

@@ -7,10 +7,11 @@ other gateways ── Redis, if any ───▶ hear_of ─┘
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtransfer.events import EventCursor, Gap
-from protos.values import Hello, KVEvents
+from protos.values import Hello, KVEvent, KVEvents
 from router.prefix.index import PrefixIndex
 
 
@@ -45,19 +46,26 @@ class Peers(Protocol):
         ...
 
 
+Observe = Callable[[str, Sequence[KVEvent]], None]
+"""Hears of a worker's events after they have been applied."""
+
+
 class Feed:
     """Applies every worker's events to `index`, and says what to ask a worker for when some are missing.
 
     `num_gaps` counts the times events of a worker were missing.
     """
 
-    def __init__(self, index: PrefixIndex, *, gateway_id: str, peers: Peers | None = None) -> None:
+    def __init__(
+        self, index: PrefixIndex, *, gateway_id: str, peers: Peers | None = None, observe: Observe | None = None
+    ) -> None:
         self.index = index
         self.num_gaps = 0
         self._gateway_id = gateway_id
         self._cursors: dict[str, EventCursor] = {}
         self._asking: set[str] = set()
         self._peers = peers
+        self._observe = observe
         if peers is not None:
             peers.join(self)
 
@@ -78,7 +86,7 @@ class Feed:
         news = self._cursors[worker_id].accept(message)
         if not isinstance(news, Gap):
             self._asking.discard(worker_id)
-            self.index.apply(worker_id, news)
+            self._apply(worker_id, news)
             if self._peers is not None:
                 self._peers.heard(worker_id, message)
             return None
@@ -95,7 +103,7 @@ class Feed:
         if isinstance(news, Gap):
             return False
         self._cursors[worker_id] = cursor
-        self.index.apply(worker_id, news)
+        self._apply(worker_id, news)
         return True
 
     def position(self, worker_id: str) -> tuple[int, int]:
@@ -118,3 +126,8 @@ class Feed:
         self._cursors.pop(worker_id, None)
         self._asking.discard(worker_id)
         self.index.drop(worker_id)
+
+    def _apply(self, worker_id: str, events: Sequence[KVEvent]) -> None:
+        self.index.apply(worker_id, events)
+        if self._observe is not None:
+            self._observe(worker_id, events)

@@ -72,6 +72,7 @@ class Asked:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     cache_salt: str = ""
+    session: str = ""
     priority: int = 0
     max_ttft_ms: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
@@ -126,6 +127,7 @@ def make_ask(
             ),
             cache_salt=tenant.cache_salt(asked.cache_salt.encode()),
             priority=asked.priority,
+            session=asked.session,
             tenant=tenant.name,
             max_ttft_s=None if asked.max_ttft_ms is None else asked.max_ttft_ms / 1000,
         )

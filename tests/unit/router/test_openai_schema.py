@@ -26,7 +26,6 @@ HARMLESS = {
     "modalities": ["text"],
     "parallel_tool_calls": False,
     "prediction": None,
-    "prompt_cache_key": "abc",
     "prompt_cache_retention": "in_memory",
     "response_format": {"type": "text"},
     "safety_identifier": "abc",

@@ -1,0 +1,241 @@
+"""Why a prompt was not found in a cache: the first block that was missing, and what became of it.
+
+Losses ◀── the feed: what workers removed, and when          Records: what earlier prompts had in common with this one
+   └──────────────┬────────────────────────────────────────────────┘
+               explain(record) ─▶ Miss: a reason, and a sentence for people
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protos.chain import Chain
+from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockRemoved, Cleared, KVEvent
+from router.record import Choice, Record, Records
+
+MAX_LOSSES = 2**18  # blocks, of all workers together
+
+
+class Losses:
+    """Blocks that workers said they removed, the latest `capacity` of them, with the time they said so."""
+
+    def __init__(self, capacity: int = MAX_LOSSES) -> None:
+        self._capacity = capacity
+        self._lost: dict[str, dict[BlockHash, float]] = {}
+        self._cleared: dict[str, float] = {}
+
+    def observe(self, worker_id: str, events: Sequence[KVEvent], now: float) -> None:
+        """Called for every message of events that is applied to the index."""
+        for event in events:
+            if isinstance(event, BlockRemoved):
+                self._remove(worker_id, event.hashes, now)
+            elif isinstance(event, Cleared):
+                self._cleared[worker_id] = now
+
+    def removed_s(self, worker_id: str, block: BlockHash, *, before: float) -> float | None:
+        """When a worker removed a block, if it is known to have done so by then."""
+        at_s = self._lost.get(worker_id, {}).get(block)
+        return at_s if at_s is not None and at_s <= before else None
+
+    def cleared_s(self, worker_id: str, *, since: float, before: float) -> float | None:
+        """When a worker last forgot everything, or was met anew, if that was between the two."""
+        at_s = self._cleared.get(worker_id)
+        return at_s if at_s is not None and since <= at_s <= before else None
+
+    def _remove(self, worker_id: str, hashes: Sequence[BlockHash], now: float) -> None:
+        lost = self._lost.setdefault(worker_id, {})
+        for block in hashes:
+            lost.pop(block, None)
+            lost[block] = now
+        most = max(self._capacity // len(self._lost), 1)
+        while len(lost) > most:
+            del lost[next(iter(lost))]
+
+
+class Reason(StrEnum):
+    NOT_READ = "not read yet"
+    NOT_KEPT = "not kept"
+    NOTHING_MISSING = "nothing missing"
+    SHORT = "shorter than a block"
+    EVENTS_BEHIND = "events behind"
+    ELSEWHERE = "cached elsewhere"
+    EVICTED = "evicted"
+    CLEARED = "cleared"
+    READ_ELSEWHERE = "read elsewhere"
+    OTHER_SALT = "other salt"
+    NEVER_STORED = "never stored"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One reason, with the worker and the request it is about, and how long before the decision it happened."""
+
+    reason: Reason
+    told: str
+    worker: str | None = None
+    request: str | None = None
+    ago_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """The prompt of one job against the cache of the worker that read it. Blocks are full ones; the first that was
+    missing is number `num_found`. `findings` has the most telling reason first."""
+
+    reader: str
+    block_size: int
+    num_blocks: int
+    num_expected: int
+    num_found: int
+    findings: tuple[Finding, ...]
+
+
+def explain(record: Record, records: Records, losses: Losses) -> Miss:
+    """Of a job that was decided on; its first token may be still to come."""
+    choice = record.choices[0]
+    reader, block_size = choice.reader, choice.view.block_size
+    read = record.marks.first_s is not None
+    found = record.marks.num_cached_tokens // block_size
+    return Miss(
+        reader=reader.worker_id,
+        block_size=block_size,
+        num_blocks=len(record.job.prompt_ids) // block_size,
+        num_expected=reader.num_cached_tokens // block_size,
+        num_found=found,
+        findings=tuple(_findings(record, choice, found, records, losses)) if read else (_not_read(),),
+    )
+
+
+def _not_read() -> Finding:
+    return Finding(reason=Reason.NOT_READ, told="the prompt has not been read yet: no worker has said what it found")
+
+
+def _findings(record: Record, choice: Choice, found: int, records: Records, losses: Losses) -> Iterator[Finding]:
+    size, num_tokens = choice.view.block_size, len(record.job.prompt_ids)
+    num_blocks = num_tokens // size
+    if not num_blocks:
+        told = f"the prompt has {num_tokens} tokens and a block {size}: only full blocks are cached"
+        yield Finding(reason=Reason.SHORT, told=told)
+        return
+    if found >= (num_tokens - 1) // size:
+        rest = num_tokens - found * size
+        told = (
+            f"all that can be cached was: the last {rest} tokens are computed always, for the first token of an answer"
+        )
+        yield Finding(reason=Reason.NOTHING_MISSING, told=told)
+        return
+    if not record.chain:
+        yield Finding(reason=Reason.NOT_KEPT, told="the hashes of this prompt's blocks are not kept any more")
+        return
+    block = record.chain[found]
+    yield from _behind(choice, found)
+    yield from _elsewhere(choice, found)
+    yield from _evicted(choice, block, found, losses)
+    yield from _history(record, choice, found, records, losses)
+
+
+def _behind(choice: Choice, found: int) -> Iterator[Finding]:
+    expected = choice.reader.num_cached_tokens // choice.view.block_size
+    if expected > found:
+        told = (
+            f"the index had {choice.reader.worker_id} hold {expected} blocks, it held {found}: blocks were expected "
+            f"of a request that had just been routed there, or events of evictions were still on their way"
+        )
+        yield Finding(reason=Reason.EVENTS_BEHIND, told=told, worker=choice.reader.worker_id)
+
+
+def _elsewhere(choice: Choice, found: int) -> Iterator[Finding]:
+    """A candidate that might have read the prompt and had more of it."""
+    reader, size = choice.reader, choice.view.block_size
+    others = [one for one in choice.candidates if one.role is reader.role and one.num_cached_tokens // size > found]
+    if not others:
+        return
+    best = max(others, key=lambda one: one.num_cached_tokens)
+    costs = {scored.worker_id: scored.total for scored in choice.decision.scores}
+    had, got = costs.get(best.worker_id), costs.get(reader.worker_id)
+    cost = f": it would have cost {had:.4g}, against {got:.4g}" if had is not None and got is not None else ""
+    told = f"{best.worker_id} held {best.num_cached_tokens // size} blocks and was not chosen{cost}"
+    yield Finding(reason=Reason.ELSEWHERE, told=told, worker=best.worker_id)
+
+
+def _evicted(choice: Choice, block: BlockHash, found: int, losses: Losses) -> Iterator[Finding]:
+    reader = choice.reader.worker_id
+    if (at_s := losses.removed_s(reader, block, before=choice.at_s)) is not None:
+        ago_s = choice.at_s - at_s
+        told = f"{reader} held block {found} and evicted it {ago_s:.1f} s before"
+        yield Finding(reason=Reason.EVICTED, told=told, worker=reader, ago_s=ago_s)
+
+
+def _history(record: Record, choice: Choice, found: int, records: Records, losses: Losses) -> Iterator[Finding]:
+    """What earlier requests tell of the block."""
+    nearest, common = _nearest(record, records)
+    if nearest is not None and common > found and nearest.choices:
+        yield _had_before(nearest, choice, found, record.chain[found], losses)
+        return
+    if nearest is None:
+        if (salted := _other_salt(record, records)) is not None:
+            told = f"request {salted} began with the same tokens under another salt: tenants and salts share no cache"
+            yield Finding(reason=Reason.OTHER_SALT, told=told, request=salted)
+        else:
+            told = "no recent request began with the same block"
+            yield Finding(reason=Reason.NEVER_STORED, told=told)
+        return
+    first = common * choice.view.block_size
+    told = (
+        f"no recent request had block {found}: the nearest, {nearest.job.group_id}, shares the first {common} blocks, "
+        f"and the prompts part in the tokens {first} to {first + choice.view.block_size - 1}"
+    )
+    yield Finding(reason=Reason.NEVER_STORED, told=told, request=nearest.job.group_id)
+
+
+def _had_before(nearest: Record, choice: Choice, found: int, block: BlockHash, losses: Losses) -> Finding:
+    """An earlier request had the block: where it was read, and what happened there."""
+    name, where, then = nearest.job.group_id, nearest.choices[-1].reader.worker_id, nearest.received_s
+    ago_s = choice.at_s - then
+    if (at_s := losses.removed_s(where, block, before=choice.at_s)) is not None:
+        gone_s = choice.at_s - at_s
+        told = (
+            f"request {name} had it read on {where} {ago_s:.1f} s before, and {where} evicted it {gone_s:.1f} s before"
+        )
+        return Finding(reason=Reason.EVICTED, told=told, worker=where, request=name, ago_s=gone_s)
+    if (at_s := losses.cleared_s(where, since=then, before=choice.at_s)) is not None:
+        gone_s = choice.at_s - at_s
+        told = f"request {name} had it read on {where}, which has forgotten its cache or begun a new life since"
+        return Finding(reason=Reason.CLEARED, told=told, worker=where, request=name, ago_s=gone_s)
+    if where != choice.reader.worker_id:
+        told = f"request {name} had it read on {where} {ago_s:.1f} s before, this one on {choice.reader.worker_id}"
+        return Finding(reason=Reason.READ_ELSEWHERE, told=told, worker=where, request=name, ago_s=ago_s)
+    told = f"request {name} had it {ago_s:.1f} s before on the same worker, which has not said that it cached it"
+    return Finding(reason=Reason.EVENTS_BEHIND, told=told, worker=where, request=name, ago_s=ago_s)
+
+
+def _nearest(record: Record, records: Records) -> tuple[Record | None, int]:
+    """The earlier request with the longest beginning in common, the latest of several; (None, 0) if none has any."""
+    nearest, longest = None, 0
+    for one in records.before(record):
+        common = num_common(one.chain, record.chain)
+        if common > longest:
+            nearest, longest = one, common
+    return nearest, longest
+
+
+def _other_salt(record: Record, records: Records) -> str | None:
+    for one in records.before(record):
+        if one.opening and one.opening == record.opening and one.job.cache_salt != record.job.cache_salt:
+            return one.job.group_id
+    return None
+
+
+def num_common(a: Chain, b: Chain) -> int:
+    """Blocks that two chains begin with alike. Hashes are chained: where one block is equal, all before it are."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        start, stop = (middle - 1) * BLOCK_HASH_BYTES, middle * BLOCK_HASH_BYTES
+        if a.packed[start:stop] == b.packed[start:stop]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

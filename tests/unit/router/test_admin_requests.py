@@ -1,0 +1,129 @@
+"""What an operator can ask of requests: over HTTP, with real workers' protocol below and nothing made up between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from prometheus_client import CollectorRegistry, generate_latest
+
+from router.choosing import Routing, routing_of
+from router.dispatch import Dispatcher
+from router.policies.registry import policy_of
+from router.predict_metrics import PredictionCollector
+from tests.unit.router.fake_cluster import Cluster
+from tests.unit.router.scripted import make_gateway, serving
+
+PROMPT = list(range(100, 130))
+ASKED = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+
+
+@asynccontextmanager
+async def operating(cluster: Cluster) -> AsyncIterator[tuple[httpx.AsyncClient, Routing]]:
+    """The whole way from HTTP to the fake workers, on one set of records."""
+    routing = routing_of(cluster.config)
+    generate = Dispatcher(fleet=cluster.fleet, policy=policy_of(cluster.config), config=cluster.config, routing=routing)
+    gateway = make_gateway(generate, fleet=cluster.fleet, routing=routing)
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
+        yield client, routing
+
+
+async def ask(client: httpx.AsyncClient, name: str, **changes: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json=ASKED | changes, headers={"x-baton-request-id": name})
+
+
+async def test_a_request_tells_its_candidates_costs_choice_and_story(make: Callable[..., Cluster]) -> None:
+    cluster = make(policy="slo")
+    await cluster.add("p0", "p1", "d0")
+    async with operating(cluster) as (client, _):
+        answer = (await ask(client, "mine")).json()
+        [job] = (await client.get("/admin/requests/mine")).json()["jobs"]
+        by_answer = (await client.get(f"/admin/requests/{answer['id']}")).json()
+    assert by_answer["jobs"][0]["choices"] == job["choices"]
+    assert (job["state"], job["outcome"], job["output_tokens"]) == ("ended", "length", 6)
+    [choice] = job["choices"]
+    assert {one["worker_id"] for one in choice["candidates"]} == {"p0", "p1", "d0"}
+    assert (choice["policy"], choice["decode"], choice["prefill"][0]) == ("slo", "d0", "p")
+    reading = next(one for one in choice["scores"] if one["worker_id"] == choice["prefill"])
+    assert reading["total"] == sum(reading["terms"].values())
+    assert {"overhead", "queue", "compute"} <= reading["terms"].keys()
+    assert choice["measured"]["ttft_s"] - choice["expected"]["ttft_s"] == choice["measured"]["ttft_error_s"]
+    story = [event["what"] for event in job["timeline"]]
+    assert story == [
+        "received", "decided", "blocks reserved", "prompt read", "first token", "KV arrived", "last token", "ended",
+    ]  # fmt: skip
+    assert [event["at_s"] for event in job["timeline"]] == sorted(event["at_s"] for event in job["timeline"])
+
+
+async def test_a_failure_and_the_next_attempt_are_in_the_story(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    for worker in ("c0", "c1"):
+        cluster[worker].pause_after = 2
+    async with operating(cluster) as (client, _):
+        asking = asyncio.create_task(ask(client, "again"))
+        await cluster["c0"].until(lambda: bool(cluster["c0"].submitted))
+        await cluster["c0"].die()
+        cluster["c1"].go()
+        assert (await asking).status_code == 200
+        [job] = (await client.get("/admin/requests/again")).json()["jobs"]
+    assert [choice["decode"] for choice in job["choices"]] == ["c0", "c1"]
+    failed = next(event for event in job["timeline"] if event["what"] == "attempt failed")
+    assert failed["code"] == "worker_lost"
+    assert job["failures"] == 1
+
+
+async def test_recent_requests_are_listed_newest_first(cluster: Cluster) -> None:
+    async with operating(cluster) as (client, _):
+        for name in ("one", "two"):
+            await ask(client, name)
+        listed = (await client.get("/admin/requests", params={"limit": 1})).json()["requests"]
+        wrong = await client.get("/admin/requests", params={"limit": "all"})
+        unknown = await client.get("/admin/requests/three")
+    assert [one["request_id"] for one in listed] == ["two"]
+    assert wrong.status_code == 400
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["code"] == "request_not_found"
+
+
+async def test_a_client_that_left_is_told(cluster: Cluster) -> None:
+    cluster["d0"].pause_after = 1
+    async with operating(cluster) as (client, routing):
+        asking = asyncio.create_task(ask(client, "left"))
+        await cluster["d0"].until(lambda: bool(cluster["d0"].running))
+        asking.cancel()
+        await cluster["d0"].until(lambda: bool(cluster["d0"].aborted))
+    [record] = routing.records.find("left")
+    assert (record.outcome, record.message) == ("cancelled", "the client went away")
+
+
+async def test_a_miss_is_explained(cluster: Cluster) -> None:
+    async with operating(cluster) as (client, _):
+        await ask(client, "first")
+        [job] = (await client.get("/admin/requests/first/cache")).json()["jobs"]
+    assert job["miss"]["num_found"] == 0
+    assert job["miss"]["findings"][0]["reason"] == "never stored"
+
+
+async def test_a_shadow_scores_and_does_not_act(make: Callable[..., Cluster]) -> None:
+    cluster = make(policy="least_loaded", shadow_policy="round_robin,slo")
+    await cluster.add("c0")
+    async with operating(cluster) as (client, routing):
+        await ask(client, "mine")
+        [job] = (await client.get("/admin/requests/mine")).json()["jobs"]
+        shadows = (await client.get("/admin/shadows")).json()["shadows"]
+    assert [one["policy"] for one in job["choices"][0]["shadows"]] == ["round_robin", "slo"]
+    assert [(one["policy"], one["decisions"], one["agreement"]) for one in shadows] == [
+        ("round_robin", 1, 1.0),
+        ("slo", 1, 1.0),
+    ]
+    assert len(cluster["c0"].submitted) == 1
+    registry = CollectorRegistry()
+    registry.register(PredictionCollector(cluster.fleet.predictor, routing.shadows))
+    told = generate_latest(registry).decode()
+    assert 'baton_shadow_decisions_total{policy="round_robin"} 1.0' in told
+    assert 'baton_predictions_total{what="ttft",worker="c0"} 1.0' in told
+    assert 'baton_prediction_error_seconds{what="tpot",worker="c0"}' in told

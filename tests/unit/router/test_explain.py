@@ -1,0 +1,174 @@
+"""Why a prompt was not in a cache: each reason, from the records and removals that lead to it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvtransfer.hashing import chain_hashes
+from protos.values import BlockRemoved, Cleared, SamplingParams, WorkerRole
+from router.explain import Finding, Losses, Reason, explain, num_common
+from router.generation import Job
+from router.policies.base import Candidate, Decision, RequestView, Score
+from router.policies.costs import Outlook
+from router.record import Choice, Record, Records
+
+SIZE = 4
+PROMPT = tuple(range(18))  # four full blocks, and two tokens
+
+
+class Past:
+    """Requests that were read, one after the other, a second apart."""
+
+    def __init__(self) -> None:
+        self.records = Records()
+        self.losses = Losses()
+        self.num = 0
+
+    def read(
+        self, prompt: tuple[int, ...] = PROMPT, *, by: str = "p0", found: int = 0, salt: bytes = b"", **cached: int
+    ) -> Record:
+        """`found` blocks were in the cache of the worker that read it; the index had `cached` on each."""
+        self.num += 1
+        name = f"r{self.num}"
+        job = Job(request_id=f"{name}-0", group_id=name, prompt_ids=prompt, sampling=SamplingParams(), cache_salt=salt)
+        self.records.open([job])
+        record = self.records.of(job)
+        record.received_s = float(self.num)
+        self.records.keep_chain(record, chain_hashes(prompt, SIZE, salt=salt), SIZE)
+        workers = {"p0": 0, "p1": 0} | cached
+        candidates = tuple(
+            Candidate(worker_id=one, role=WorkerRole.COLOCATED, num_cached_tokens=min(blocks * SIZE, len(prompt) - 1))
+            for one, blocks in workers.items()
+        )
+        decision = Decision(
+            policy="slo",
+            prefill=None,
+            decode=by,
+            scores=tuple(Score(worker_id=one, role=WorkerRole.COLOCATED, total=1.0) for one in workers),
+        )
+        view = RequestView(request_id=job.request_id, num_tokens=len(prompt), block_size=SIZE)
+        outlook = Outlook(ttft_s=0.1, tpot_s=0.1, transfer_s=0.0, num_cached_tokens=0)
+        record.chose(Choice(at_s=float(self.num), view=view, candidates=candidates, decision=decision, outlook=outlook))
+        record.took(1, found * SIZE, float(self.num))
+        return record
+
+    def why(self, record: Record) -> Finding:
+        return explain(record, self.records, self.losses).findings[0]
+
+
+@pytest.fixture
+async def past() -> Past:
+    return Past()
+
+
+async def test_a_prompt_that_nobody_has_sent_was_never_stored(past: Past) -> None:
+    past.read((99,) * 18)
+    assert past.why(past.read()).reason is Reason.NEVER_STORED
+
+
+async def test_where_prompts_part_is_told_with_the_nearest_request(past: Past) -> None:
+    past.read()
+    past.read((*PROMPT[:4], *[7] * 14))
+    miss = explain(past.read((*PROMPT[:9], *[8] * 9), found=2, p0=2), past.records, past.losses)
+    assert (miss.num_blocks, miss.num_found, miss.num_expected) == (4, 2, 2)
+    [finding] = miss.findings
+    assert (finding.reason, finding.request) == (Reason.NEVER_STORED, "r1")
+    assert "shares the first 2 blocks" in finding.told
+    assert "tokens 8 to 11" in finding.told
+
+
+async def test_an_evicted_block_is_told_with_its_worker_and_time(past: Past) -> None:
+    first = past.read()
+    past.losses.observe("p0", (BlockRemoved(hashes=(first.chain[2],)),), 1.5)
+    finding = past.why(past.read(found=2, p0=2))
+    assert (finding.reason, finding.worker, finding.ago_s) == (Reason.EVICTED, "p0", 0.5)
+
+
+async def test_what_was_evicted_afterwards_is_no_reason(past: Past) -> None:
+    first = past.read()
+    second = past.read(found=2, p0=2)
+    past.losses.observe("p0", (BlockRemoved(hashes=(first.chain[2],)),), 9.0)
+    assert past.why(second).reason is Reason.EVENTS_BEHIND
+
+
+async def test_a_worker_that_forgot_everything_is_told(past: Past) -> None:
+    past.read(by="p1")
+    past.losses.observe("p1", (Cleared(),), 1.5)
+    finding = past.why(past.read())
+    assert (finding.reason, finding.worker, finding.request) == (Reason.CLEARED, "p1", "r1")
+
+
+async def test_a_better_candidate_that_was_not_chosen_is_told_with_its_cost(past: Past) -> None:
+    past.read(by="p1")
+    finding = past.why(past.read(p1=4))
+    assert (finding.reason, finding.worker) == (Reason.ELSEWHERE, "p1")
+    assert "held 4 blocks and was not chosen: it would have cost 1, against 1" in finding.told
+
+
+async def test_an_index_ahead_of_its_worker_is_told(past: Past) -> None:
+    past.read()
+    assert past.why(past.read(found=1, p0=4)).reason is Reason.EVENTS_BEHIND
+
+
+async def test_another_salt_is_told(past: Past) -> None:
+    past.read(salt=b"one tenant")
+    finding = past.why(past.read(salt=b"another"))
+    assert (finding.reason, finding.request) == (Reason.OTHER_SALT, "r1")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found", "reason"),
+    [
+        ((1, 2, 3), 0, Reason.SHORT),
+        (PROMPT, 4, Reason.NOTHING_MISSING),
+        (PROMPT[:16], 3, Reason.NOTHING_MISSING),
+    ],
+    ids=["shorter than a block", "a rest", "the last token is always computed"],
+)
+async def test_what_can_never_be_cached_is_no_miss(
+    past: Past, prompt: tuple[int, ...], found: int, reason: Reason
+) -> None:
+    assert past.why(past.read(prompt, found=found)).reason is reason
+
+
+async def test_the_memory_of_removed_blocks_is_bounded() -> None:
+    losses = Losses(capacity=4)
+    hashes = chain_hashes(tuple(range(60)), 4)
+    for block in hashes:
+        losses.observe("a", (BlockRemoved(hashes=(block,)),), 1.0)
+    known = [block for block in hashes if losses.removed_s("a", block, before=2.0) is not None]
+    assert known == list(hashes)[-4:]
+
+
+async def test_hashes_are_kept_in_bounds_and_a_request_without_them_says_so(
+    past: Past, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.record.MAX_CHAIN_BYTES", 100)
+    first, second = past.read(), past.read()
+    assert (len(first.chain), len(second.chain)) == (0, 4)
+    assert past.why(first).reason is Reason.NOT_KEPT
+
+
+def test_the_common_beginning_of_two_chains() -> None:
+    one = chain_hashes(PROMPT, SIZE)
+    for same in range(5):
+        other = chain_hashes((*PROMPT[: same * SIZE], *[77] * (18 - same * SIZE)), SIZE)
+        assert num_common(one, other) == same
+
+
+async def test_records_are_found_by_every_name_until_they_are_too_old() -> None:
+    records = Records(capacity=2)
+
+    def job(name: str, **more: Any) -> Job:
+        return Job(request_id=f"cmpl-{name}-0", group_id=name, prompt_ids=(1,), sampling=SamplingParams(), **more)
+
+    for name in "abc":
+        records.open([job(name)])
+    await asyncio.sleep(0)
+    assert not records.find("a")
+    [found] = records.find("b")
+    assert records.find("cmpl-b") == records.find("cmpl-b-0") == (found,)
+    assert [one.job.group_id for one in records.recent(9)] == ["c", "b"]
