@@ -21,6 +21,7 @@ from protos.values import (
     GenerateRequest,
     Health,
     Hello,
+    LaneStats,
     ReserveRequest,
     SequenceUpdate,
     StepMessage,
@@ -341,6 +342,21 @@ async def test_a_step_that_hangs_is_not_healthy() -> None:
     assert "6 s" in health.reason
     gate.open.set()
     await gateway.until_finished("r")
+    await gateway.close()
+    await served.stop()
+
+
+async def test_a_worker_whose_lane_hangs_for_good_is_not_healthy() -> None:
+    lane = LaneStats(peer="d0#1", transport="nccl", state="open", num_bytes=0, busy_s=0.0, idle_s=0.0)
+    lanes = [lane]
+    served = Worker(replace(parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB)), lanes=lambda: lanes))
+    await served.start("127.0.0.1")
+    gateway = Gateway(served.info.address, "g")
+    for state, healthy in (("open", True), ("quarantined", True), ("stuck", False)):
+        lanes[0] = replace(lane, state=state)
+        health = from_proto(Health, await gateway.stub.Health(worker_pb2.HealthRequest()))
+        assert health.healthy is healthy
+    assert health.reason == "the lane to d0#1 is stuck and does not end"
     await gateway.close()
     await served.stop()
 

@@ -45,7 +45,8 @@ class EngineLoop:
     """`publish` is called on the event loop, in step order, after every step that has something to say.
 
     `on_fault` is called there once if the engine breaks (a lost rank, no memory): nothing runs after that.
-    `stall_s` bounds a step: with work at hand and no step finished for so long, `health` says no.
+    `stall_s` bounds a step: with work at hand and no step finished for so long, `health` says no. `ailing` says what
+    else keeps the worker from going on, "" if nothing does.
     """
 
     def __init__(
@@ -56,12 +57,14 @@ class EngineLoop:
         publish: Callable[[StepMessage], None],
         on_fault: Callable[[BaseException], None],
         stall_s: float = 60.0,
+        ailing: Callable[[], str] = str,
     ) -> None:
         self._engine = engine
         self._clock = clock
         self._publish = publish
         self._on_fault = on_fault
         self._stall_s = stall_s
+        self._ailing = ailing
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -124,6 +127,8 @@ class EngineLoop:
             return Health(healthy=False, reason=f"engine failed: {self._fault}", since_last_step_s=idle_s)
         if self._working and idle_s > self._stall_s:
             return Health(healthy=False, reason=f"no step finished for {idle_s:.0f} s", since_last_step_s=idle_s)
+        if why := self._ailing():
+            return Health(healthy=False, reason=why, since_last_step_s=idle_s)
         return Health(healthy=True, since_last_step_s=idle_s if self._working else 0.0)
 
     def _run(self) -> None:

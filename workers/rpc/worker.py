@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
+from kvtransfer.lanes import why_unhealthy
 from protos import worker_pb2_grpc
 from protos.errors import Misconfigured, WorkerLost
 from protos.tls import PeerTls, listen
@@ -92,6 +93,7 @@ class Worker:
             publish=servicer.publish,
             on_fault=self._fault,
             stall_s=self._stall_s,
+            ailing=lambda: why_unhealthy(self._parts.lanes()),
         )
         servicer.attach(self._loop)
         self._parts.bell.listener = self._loop.wake
