@@ -81,6 +81,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._leave = leave
         self._streams: dict[GatewayStream, None] = {}  # oldest first
         self._owners: dict[str, GatewayStream] = {}
+        self._disowned = asyncio.Event()
         self._loop: Turns | None = None
 
     def attach(self, loop: Turns) -> None:
@@ -208,6 +209,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         owner = self._owners.pop(request_id, None)
         if owner is not None:
             owner.request_ids.pop(request_id, None)
+            self._disowned.set()
 
     def _end(self, stream: GatewayStream) -> None:
         stream.ended = True
@@ -275,6 +277,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         load = self._engine.load()
         self.loop.tell(self._tell_load, StepMessage(load=load))
         return max(load.num_running + load.num_waiting, int(self._engine.has_work()))
+
+    async def disowned(self) -> None:
+        """Returns when no gateway counts on this worker for any request: not even for KV that has left already."""
+        while self._owners:
+            self._disowned.clear()
+            await self._disowned.wait()
 
     def end_streams(self) -> None:
         """Every gateway gets what it is still to be told, and then the end of its stream."""

@@ -118,6 +118,7 @@ class Worker:
         assert self._servicer is not None
         await self._loop.call(self._parts.engine.drain)
         await self._loop.idle()
+        await self._servicer.disowned()
         self._servicer.end_streams()
         if not self._ended.done():
             self._ended.set_result(None)
