@@ -17,6 +17,7 @@ from protos.tls import FaceTls, PeerTls
 from router.admission.admission import Admission
 from router.admission.metrics import AdmissionCollector
 from router.admission.reception import Reception
+from router.admission.registry import open_limits
 from router.app import create_app
 from router.choosing import routing_of
 from router.client import channels_of
@@ -78,8 +79,9 @@ class Front:
         dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config, routing=routing)
         admission = Admission(dispatcher, fleet=self.fleet, config=config)
         self.registry.register(AdmissionCollector(admission))
-        reception = Reception(
+        reception = self._reception = Reception(
             Path(config.tenants) if config.tenants else None,
+            limits=open_limits(index, model=config.model_name),
             registry=self.registry,
             changed=lambda roster: admission.weigh({name: tenant.weight for name, tenant in roster.tenants.items()}),
         )
@@ -159,6 +161,7 @@ class Front:
                 task.cancel()
             await asyncio.wait(stopping)
             await self.fleet.close()
+            await self._reception.close()
             if self._others is not None:
                 await self._others.close()
             self._listening.close()

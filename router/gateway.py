@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from router.choosing import Routing
 from router.config import RouterConfig
 from router.generation import FleetView, Generate
 from router.metrics import RequestMetrics, Track
+from router.pace import Pace
 from router.text.answer import Piece, Tally, answer
 from router.text.asking import Ask, check_length
 from router.text.chat_template import ChatTemplate, Message
@@ -34,6 +36,7 @@ class Gateway:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     reception: Reception = field(default_factory=Reception)
     routing: Routing = field(default_factory=Routing)
+    pace: Pace = field(default_factory=Pace)
     max_body_bytes: int = 16 * 2**20
     wall_clock: Callable[[], float] = time.time
 
@@ -85,17 +88,20 @@ class Gateway:
     async def answer(self, ask: Ask, track: Track) -> AsyncGenerator[Piece, None]:
         """The ask's pieces as they come, measured and put to its tenant's account. Closing it early closes every job.
         Raises RateLimited."""
-        reception, tally = self.reception, Tally(ask)
+        reception, pace, tally = self.reception, self.pace, Tally(ask)
         async with reception.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):
             self.routing.records.open(ask.jobs)
             error: BaseException | None = None
             try:
                 async with aclosing(answer(self.generate, ask, self.tokenizer.vocabulary)) as pieces:
-                    async for piece in pieces:
-                        track.saw(piece)
-                        tally.add(piece)
-                        reception.wrote(ask.tenant, piece.num_tokens)
-                        yield piece
+                    with pace.running():
+                        async for piece in pieces:
+                            track.saw(piece)
+                            tally.add(piece)
+                            reception.wrote(ask.tenant, piece.num_tokens)
+                            yield piece
+                            if pace.gap_s:
+                                await asyncio.sleep(pace.gap_s)
             except BaseException as failed:
                 error = failed
                 raise
@@ -103,7 +109,12 @@ class Gateway:
                 self.routing.records.close(ask.jobs, error)
                 usage = tally.usage()
                 if usage.completion_tokens:
-                    reception.read(ask.tenant, usage.prompt_tokens, usage.cached_tokens)
+                    reception.served(
+                        ask.tenant,
+                        num_prompt=usage.prompt_tokens,
+                        num_cached=usage.cached_tokens,
+                        num_output=usage.completion_tokens,
+                    )
 
 
 def open_gateway(

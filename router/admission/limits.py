@@ -6,6 +6,7 @@ may lie `BURST_S` in the future, so a minute's worth can come at once, and then 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +49,10 @@ class TenantLimits(Protocol):
         """The request has ended. An unknown one is no error."""
         ...
 
+    async def close(self) -> None:
+        """Lets go of what others keep for these limits. Nothing is asked of them afterwards."""
+        ...
+
 
 class LocalLimits:
     """`TenantLimits` of one gateway, which knows of no other."""
@@ -58,28 +63,36 @@ class LocalLimits:
         self._running: dict[str, set[str]] = {}
 
     async def enter(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
-        running = self._running.setdefault(tenant.name, set())
-        if tenant.max_concurrent is not None and len(running) >= tenant.max_concurrent:
+        if tenant.max_concurrent is not None and len(self._running.get(tenant.name, ())) >= tenant.max_concurrent:
             raise too_many(tenant)
-        requests = self._requests.get(tenant.name, Bucket())
-        tokens = self._tokens.get(tenant.name, Bucket())
-        if tenant.requests_per_min and (wait_s := requests.wait_s(1, tenant.requests_per_min, now)):
-            raise too_fast(tenant, "requests", tenant.requests_per_min, wait_s)
-        if tenant.tokens_per_min and (wait_s := tokens.wait_s(num_tokens, tenant.tokens_per_min, now)):
-            raise too_fast(tenant, "tokens", tenant.tokens_per_min, wait_s)
-        if tenant.requests_per_min:
-            self._requests[tenant.name] = requests.take(1, tenant.requests_per_min, now)
-        if tenant.tokens_per_min:
-            self._tokens[tenant.name] = tokens.take(num_tokens, tenant.tokens_per_min, now)
-        running.add(request_id)
+        for what, amount, per_min, buckets in self._rates(tenant, num_tokens):
+            if wait_s := buckets.get(tenant.name, Bucket()).wait_s(amount, per_min, now):
+                raise too_fast(tenant, what, per_min, wait_s)
+        self.count(tenant, request_id, num_tokens, now)
+
+    def count(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
+        """A request was let in, whoever decided it."""
+        for _, amount, per_min, buckets in self._rates(tenant, num_tokens):
+            buckets[tenant.name] = buckets.get(tenant.name, Bucket()).take(amount, per_min, now)
+        self._running.setdefault(tenant.name, set()).add(request_id)
 
     def spend(self, tenant: Tenant, num_tokens: int, now: float) -> None:
-        if tenant.tokens_per_min:
+        if tenant.tokens_per_min is not None:
             bucket = self._tokens.get(tenant.name, Bucket())
             self._tokens[tenant.name] = bucket.take(num_tokens, tenant.tokens_per_min, now)
 
     def leave(self, tenant: Tenant, request_id: str) -> None:
         self._running.get(tenant.name, set()).discard(request_id)
+
+    async def close(self) -> None:
+        pass
+
+    def _rates(self, tenant: Tenant, num_tokens: int) -> Iterator[tuple[str, float, float, dict[str, Bucket]]]:
+        """What a request takes of which bucket, for the rates that the tenant has."""
+        if tenant.requests_per_min is not None:
+            yield "requests", 1, tenant.requests_per_min, self._requests
+        if tenant.tokens_per_min is not None:
+            yield "tokens", num_tokens, tenant.tokens_per_min, self._tokens
 
 
 def too_many(tenant: Tenant) -> RateLimited:

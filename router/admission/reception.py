@@ -82,15 +82,18 @@ class Reception:
             self._limits.leave(tenant, request_id)
 
     def wrote(self, tenant: Tenant, num_tokens: int) -> None:
-        """The tenant was given so many tokens of an answer."""
-        if num_tokens:
+        """The tenant was given so many tokens of an answer, which count against its limit from now on."""
+        if tenant.tokens_per_min is not None:
             self._limits.spend(tenant, num_tokens, asyncio.get_running_loop().time())
-            self._tokens.labels(tenant.name, "output").inc(num_tokens)
 
-    def read(self, tenant: Tenant, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A request's prompts were read for the tenant; of so many tokens the KV was there before."""
-        self._tokens.labels(tenant.name, "input").inc(num_prompt_tokens - num_cached_tokens)
-        self._tokens.labels(tenant.name, "cached").inc(num_cached_tokens)
+    def served(self, tenant: Tenant, *, num_prompt: int, num_cached: int, num_output: int) -> None:
+        """An answer to the tenant has ended. Of so many prompt tokens the KV was there before."""
+        for kind, count in (("input", num_prompt - num_cached), ("cached", num_cached), ("output", num_output)):
+            self._tokens.labels(tenant.name, kind).inc(count)
+
+    async def close(self) -> None:
+        """The last call."""
+        await self._limits.close()
 
     def _key(self, authorization: str | None) -> str:
         scheme, _, key = (authorization or "").strip().partition(" ")

@@ -1,0 +1,125 @@
+"""Limits that two gateways keep together in a real Redis, and each by itself while there is none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from protos.errors import RateLimited
+from router.admission import redis_limits
+from router.admission.redis_limits import RedisLimits
+from router.admission.tenants import Tenant
+from router.prefix.redis_url import parse
+from tests.cluster.redis_server import RedisServer
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_limits, "FLUSH_S", 0.005)
+    monkeypatch.setattr(redis_limits, "AGAIN_S", 0.02)
+
+
+@asynccontextmanager
+async def gateways(redis: RedisServer, count: int = 2) -> AsyncIterator[list[RedisLimits]]:
+    made = [RedisLimits(parse(redis.url, setting="index"), model="m") for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for one in made:
+            await one.close()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def until_entered(limits: RedisLimits, tenant: Tenant, request_id: str, num_tokens: int = 1) -> None:
+    """The test's timeout is the bound."""
+    while True:
+        try:
+            return await limits.enter(tenant, request_id, num_tokens, now())
+        except RateLimited:
+            await asyncio.sleep(0.005)
+
+
+async def told(check: Callable[[], bool]) -> None:
+    while True:
+        if check():
+            return
+        await asyncio.sleep(0.005)
+
+
+async def test_a_rate_is_one_for_all_gateways(redis: RedisServer) -> None:
+    tenant = Tenant(name="acme", requests_per_min=4)
+    async with gateways(redis) as (one, other):
+        for number in range(2):
+            await one.enter(tenant, f"a{number}", 1, now())
+            await other.enter(tenant, f"b{number}", 1, now())
+        for limits in (one, other):
+            with pytest.raises(RateLimited, match="4 requests a minute") as refused:
+                await limits.enter(tenant, "c", 1, now())
+            assert refused.value.retry_after_s is not None
+            assert 10 < refused.value.retry_after_s <= 15
+
+
+async def test_what_one_gateway_spent_the_other_refuses(redis: RedisServer) -> None:
+    tenant = Tenant(name="acme", tokens_per_min=600)
+    async with gateways(redis) as (one, other):
+        await one.enter(tenant, "a", 100, now())
+        one.spend(tenant, 2000, now())
+        one.leave(tenant, "a")
+        await told(lambda: not one._left)
+        with pytest.raises(RateLimited, match="600 tokens a minute") as refused:
+            await other.enter(tenant, "b", 100, now())
+        assert refused.value.retry_after_s is not None
+        assert 150 < refused.value.retry_after_s <= 160  # (2100 + 100 - 600) / 10 a second
+
+
+async def test_as_many_at_once_as_may_on_all_gateways(redis: RedisServer) -> None:
+    tenant = Tenant(name="acme", max_concurrent=2)
+    async with gateways(redis) as (one, other):
+        await one.enter(tenant, "a", 1, now())
+        await other.enter(tenant, "b", 1, now())
+        with pytest.raises(RateLimited, match="2 requests running"):
+            await one.enter(tenant, "c", 1, now())
+        other.leave(tenant, "b")
+        await until_entered(one, tenant, "c")
+
+
+async def test_what_a_dead_gateway_left_running_is_forgotten(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_limits, "LEASE_S", 0.05)
+    tenant = Tenant(name="acme", max_concurrent=1)
+    async with gateways(redis) as (one, other):
+        await one.enter(tenant, "a", 1, now())
+        for _ in range(20):  # it lives, so its request counts beyond the lease
+            await asyncio.sleep(0.01)
+            with pytest.raises(RateLimited):
+                await other.enter(tenant, "b", 1, now())
+        assert one._flushing is not None
+        one._flushing.cancel()
+        await until_entered(other, tenant, "b")
+
+
+async def test_without_redis_every_gateway_keeps_the_limits_by_itself_and_then_together_again(
+    redis: RedisServer,
+) -> None:
+    tenant = Tenant(name="acme", max_concurrent=1)
+    async with gateways(redis) as (one, other):
+        await one.enter(tenant, "a", 1, now())
+        redis.stop()
+        with pytest.raises(RateLimited):
+            await one.enter(tenant, "b", 1, now())
+        await other.enter(tenant, "c", 1, now())
+        assert one.num_lost + other.num_lost >= 2
+        redis.start()
+        other.leave(tenant, "c")
+        one.leave(tenant, "a")
+        await until_entered(one, tenant, "d")
+        await told(lambda: now() > other._lost_until_s)
+        with pytest.raises(RateLimited):
+            await other.enter(tenant, "e", 1, now())
