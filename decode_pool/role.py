@@ -14,6 +14,7 @@ from dataclasses import replace
 from decode_pool.config import DecodeConfig
 from kvtransfer.ledger import Ledger
 from protos.values import BlockHash, KVLayout, ReserveRequest, Ticket, TicketStats, WorkerLoad
+from workers.engine.batch import Batch
 from workers.engine.request import Request
 from workers.engine.role import Disposition, Tick
 from workers.engine.scheduler import no_key
@@ -78,6 +79,9 @@ class DecodeRole:
         failed = self.incoming.tick(now)
         tick = self.outgoing.tick(now)
         return replace(tick, failed=(*failed, *tick.failed))
+
+    def launching(self, batch: Batch, now: float) -> None:
+        """A sequence that moves has its KV pushed between two steps: a token's is little."""
 
     def busy(self) -> bool:
         return self.incoming.busy() or self.outgoing.busy() or self._mover.busy()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvtransfer.transport import Chunk
@@ -54,18 +54,38 @@ class Reservation:
         return self.cached_ids + self.ticket.block_ids
 
 
+def _bits(layers: range) -> int:
+    """One bit for each layer."""
+    return (1 << layers.stop) - (1 << layers.start) if layers else 0
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     reservation: Reservation
     deadline_s: float
-    arrived: set[int]  # indices into the ticket's block_ids
+    arrived: set[int] = field(default_factory=set)  # indices into the ticket's block_ids: with all their layers
+    partial: dict[int, int] = field(default_factory=dict)  # of the others, the layers that are here, as bits
 
     @property
     def state(self) -> TicketState:
         num_blocks = len(self.reservation.ticket.block_ids)
         if len(self.arrived) == num_blocks:
             return TicketState.ARRIVED
-        return TicketState.SENDING if self.arrived else TicketState.RESERVED
+        return TicketState.SENDING if self.arrived or self.partial else TicketState.RESERVED
+
+    @property
+    def all_layers(self) -> int:
+        return _bits(range(self.reservation.ticket.layout.num_layers))
+
+    def has(self, index: int, layers: int) -> bool:
+        return index in self.arrived or self.partial.get(index, 0) & layers == layers
+
+    def add(self, index: int, layers: int) -> None:
+        here = self.partial.pop(index, 0) | layers
+        if index in self.arrived or here == self.all_layers:
+            self.arrived.add(index)
+        else:
+            self.partial[index] = here
 
     def extend(self, now: float) -> None:
         self.deadline_s = now + self.reservation.ticket.lease_s
@@ -124,7 +144,7 @@ class Ledger:
         ticket = reservation.ticket
         assert ticket.ticket_id not in self._live, f"ticket {ticket.ticket_id} is live already"
         self._tombstones.pop(ticket.ticket_id, None)
-        self._live[ticket.ticket_id] = _Entry(reservation, reservation.reserved_s + ticket.lease_s, set())
+        self._live[ticket.ticket_id] = _Entry(reservation, reservation.reserved_s + ticket.lease_s)
 
     def settle(self, ticket_id: str, generation: int, num_blocks: int) -> tuple[int, ...]:
         """Only the ticket's first `num_blocks` blocks will be written: the others belong to the caller now."""
@@ -141,6 +161,7 @@ class Ledger:
                 token_ids=reservation.token_ids[: num_left * ticket.layout.block_size],
             )
             entry.arrived = {index for index in entry.arrived if index < num_blocks}
+            entry.partial = {index: layers for index, layers in entry.partial.items() if index < num_blocks}
         return surplus
 
     def blocks_for(self, chunk: Chunk, source: str) -> tuple[int, ...]:
@@ -154,15 +175,20 @@ class Ledger:
             return ()
         indices = range(chunk.first_block, chunk.first_block + chunk.num_blocks)
         block_ids = entry.reservation.ticket.block_ids
-        if indices.start < 0 or indices.stop > len(block_ids) or entry.arrived.issuperset(indices):
+        layers = chunk.layers(entry.reservation.ticket.layout.num_layers)
+        if indices.start < 0 or indices.stop > len(block_ids) or _bits(layers) & ~entry.all_layers or not layers:
+            return ()
+        if all(entry.has(index, _bits(layers)) for index in indices):
             return ()
         return block_ids[indices.start : indices.stop]
 
     def landed(self, chunk: Chunk, now: float) -> None:
-        """The blocks that `blocks_for` named hold their KV now. Progress extends the lease."""
+        """The blocks that `blocks_for` named hold the KV of the chunk's layers now. Progress extends the lease."""
         entry = self._entry(chunk.ticket_id, chunk.generation)
         assert entry is not None, f"a chunk of {chunk.ticket_id} was written without asking"
-        entry.arrived.update(range(chunk.first_block, chunk.first_block + chunk.num_blocks))
+        layers = _bits(chunk.layers(entry.reservation.ticket.layout.num_layers))
+        for index in range(chunk.first_block, chunk.first_block + chunk.num_blocks):
+            entry.add(index, layers)
         entry.extend(now)
 
     def adopt(self, ticket_id: str, generation: int) -> Reservation:
@@ -247,7 +273,9 @@ class Ledger:
         for ticket_id, entry in self._live.items():
             ticket = entry.reservation.ticket
             assert ticket.ticket_id == ticket_id
-            assert entry.arrived <= set(range(len(ticket.block_ids))), "a block arrived that was never asked for"
+            known = entry.arrived | entry.partial.keys()
+            assert known <= set(range(len(ticket.block_ids))), "a block arrived that was never asked for"
+            assert not entry.arrived & entry.partial.keys(), "a block has arrived in full and in part"
             num_blocks = -(-len(entry.reservation.token_ids) // ticket.layout.block_size)
             num_held = len(entry.reservation.block_ids)
             assert num_held >= num_blocks, "a ticket holds less than its tokens need"

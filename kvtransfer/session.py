@@ -3,8 +3,9 @@
     ticket.block_ids   0 ........ num_sent ........ num_offered ........ computed ........ len(block_ids)
                        |  off this host  |   staged, on the wire  |  next chunk  | still to be computed |
 
-A block is offered once it is full, the last one when the prompt is complete. Payloads are copies: once everything is
-offered the request's own blocks may go, whatever the wire still does.
+A block is offered once it is full, the last one when the prompt is complete; or all that is left at once, some layers
+at a time, while the prompt's last step computes it. Payloads are copies: once everything is offered the request's own
+blocks may go, whatever the wire still does.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Session:
         self.ticket = ticket
         self.num_offered = 0
         self.num_sent = 0
+        self._num_parts_sent = 0  # of the blocks after those: layers of a block
         self._max_chunk_blocks = max_chunk_blocks
         self._deadline_s = math.inf
 
@@ -72,14 +74,46 @@ class Session:
             num_blocks=num_blocks,
         )
 
+    def last_chunks(self, now: float, *, least_bytes: int) -> tuple[Chunk, ...]:
+        """All that is left, in groups of layers of about `least_bytes` or more, in the order of the layers: offered
+        from now on. A group of many blocks is cut like any other offer."""
+        layout, first_block, stop = self.ticket.layout, self.num_offered, len(self.ticket.block_ids)
+        if first_block == stop:
+            return ()
+        layer_bytes = (stop - first_block) * layout.block_bytes // layout.num_layers
+        size = min(-(-least_bytes // layer_bytes), layout.num_layers)
+        chunks = tuple(
+            Chunk(
+                ticket_id=self.ticket.ticket_id,
+                generation=self.ticket.generation,
+                first_block=block,
+                num_blocks=min(self._max_chunk_blocks, stop - block),
+                first_layer=layer,
+                num_layers=None if size == layout.num_layers else min(size, layout.num_layers - layer),
+            )
+            for layer in range(0, layout.num_layers, size)
+            for block in range(first_block, stop, self._max_chunk_blocks)
+        )
+        self._offered(stop - first_block, now)
+        return chunks
+
     def offered(self, chunk: Chunk, now: float) -> None:
         assert chunk.first_block == self.num_offered, "chunks are offered in order"
+        self._offered(chunk.num_blocks, now)
+
+    def _offered(self, num_blocks: int, now: float) -> None:
         if self.num_sent == self.num_offered:
             self._deadline_s = now + self.ticket.lease_s
-        self.num_offered += chunk.num_blocks
+        self.num_offered += num_blocks
 
     def sent(self, chunk: Chunk, now: float) -> None:
-        self.num_sent += chunk.num_blocks
+        num_layers = self.ticket.layout.num_layers
+        if chunk.num_layers is None:
+            self.num_sent += chunk.num_blocks
+        else:
+            self._num_parts_sent += chunk.num_blocks * chunk.num_layers
+        if self._num_parts_sent == (self.num_offered - self.num_sent) * num_layers > 0:
+            self.num_sent, self._num_parts_sent = self.num_offered, 0
         assert self.num_sent <= self.num_offered
         all_sent = self.num_sent == self.num_offered
         self._deadline_s = math.inf if all_sent else now + self.ticket.lease_s

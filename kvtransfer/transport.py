@@ -57,6 +57,10 @@ class Chunk:
         stop = num_layers if self.num_layers is None else self.first_layer + self.num_layers
         return range(self.first_layer, stop)
 
+    def num_bytes(self, layout: KVLayout) -> int:
+        """Over all ranks of its destination, which has this layout."""
+        return self.num_blocks * layout.block_bytes * len(self.layers(layout.num_layers)) // layout.num_layers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:

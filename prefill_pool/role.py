@@ -2,6 +2,7 @@
 
     admissible ── opens the lane ──▶ computing ── after_prefill: HOLD ──▶ held ── all offered ──▶ released
                                         │  tick: pushes what has become full  │
+                                        │  launching: arms the last step, which pushes the rest layer by layer
                                         └──── lane lost, lease over, abort ───┴──▶ failed, or forgotten
 
 The first token never waits for any of this. A prompt's first blocks may be pulled from another worker's cache. A lease
@@ -16,6 +17,7 @@ from dataclasses import replace
 from kvtransfer.ledger import Ledger
 from prefill_pool.config import PrefillConfig
 from protos.values import BlockHash, KVLayout, ReserveRequest, Ticket, TicketStats, WorkerLoad
+from workers.engine.batch import Batch
 from workers.engine.request import Request
 from workers.engine.role import Disposition, Tick
 from workers.engine.scheduler import no_key
@@ -41,7 +43,7 @@ class PrefillRole:
         config = config or PrefillConfig()
         self._mover = mover
         self.incoming = Incoming(mover, pool, layout, Terms(), prefix_key=prefix_key)
-        self.outgoing = Outgoing(mover, pool, layout, chunk_bytes=config.chunk_bytes)
+        self.outgoing = Outgoing(mover, pool, layout, chunk_bytes=config.chunk_bytes, group_bytes=config.group_bytes)
 
     @property
     def ledger(self) -> Ledger:
@@ -85,6 +87,9 @@ class PrefillRole:
         failed = self.incoming.tick(now)
         tick = self.outgoing.tick(now)
         return replace(tick, failed=(*failed, *tick.failed))
+
+    def launching(self, batch: Batch, now: float) -> None:
+        self.outgoing.launching(batch, now)
 
     def busy(self) -> bool:
         return self.incoming.busy() or self.outgoing.busy() or self._mover.busy()

@@ -78,13 +78,20 @@ class ToyRunner:
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._blocks: dict[int, Payload] = {}
+        self._watchers: list[Callable[[int], None]] = []
         self.num_computed = 0
         self.num_steps = 0
+
+    def watch(self, watcher: Callable[[int], None]) -> None:
+        """Calls it whenever a step has written its only layer, 0."""
+        self._watchers.append(watcher)
 
     def run(self, batch: Batch) -> StepOutput:
         """All rows write before any reads, as in a layer of a real model."""
         for row in batch.rows:
             self._write(row)
+        for watcher in self._watchers:
+            watcher(0)
         self.num_computed += batch.num_tokens
         self.num_steps += 1
         return StepOutput(rows=tuple(self._output(row) for row in batch.rows))

@@ -20,6 +20,7 @@ import torch
 
 from decode_pool import service as decode
 from prefill_pool import service as prefill
+from prefill_pool.config import PrefillConfig
 from protos.values import SamplingParams, WorkerStats
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -98,7 +99,9 @@ def config_for(folder: Path, **settings: Any) -> WorkerConfig:
     return replace(WorkerConfig(model=str(folder), device="cpu", dtype="float32", num_blocks=160), **settings)
 
 
-async def start(service: ModuleType, worker_id: str, config: WorkerConfig) -> tuple[Worker, list[threading.Thread]]:
+async def start(
+    service: ModuleType, worker_id: str, config: WorkerConfig, *pool: PrefillConfig
+) -> tuple[Worker, list[threading.Thread]]:
     """Ranks above 0 follow in threads of this process."""
     port = _free_port() if config.tp > 1 else 0
     seats = [
@@ -108,7 +111,7 @@ async def start(service: ModuleType, worker_id: str, config: WorkerConfig) -> tu
     followers = [threading.Thread(target=service.follow, args=(config, seat), daemon=True) for seat in seats[1:]]
     for follower in followers:
         follower.start()
-    worker = Worker(await asyncio.to_thread(service.open_worker, config, seats[0]))
+    worker = Worker(await asyncio.to_thread(service.open_worker, config, seats[0], *pool))
     await worker.start("127.0.0.1")
     return worker, followers
 
@@ -121,14 +124,21 @@ def _free_port() -> int:
 
 @asynccontextmanager
 async def pair_of(
-    folder: Path, prefilling: WorkerConfig, decoding: WorkerConfig, **routing: Any
+    folder: Path,
+    prefilling: WorkerConfig,
+    decoding: WorkerConfig,
+    role: PrefillConfig | None = None,
+    **routing: Any,
 ) -> AsyncIterator[Pair]:
     router = RouterConfig(model_path=folder, model_name="m", local_prefill_tokens=0, **routing)
     fleet = Fleet(index=MemoryPrefixIndex(), config=router, gateway_id="test")
     pair = Pair(fleet, Dispatcher(fleet=fleet, policy=policy_of(router), config=router))
     followers: list[threading.Thread] = []
-    for service, worker_id, config in ((prefill, "prefill-0", prefilling), (decode, "decode-0", decoding)):
-        pair.workers[worker_id], more = await start(service, worker_id, config)
+    for service, worker_id, config, *pool in (
+        (prefill, "prefill-0", prefilling, role or PrefillConfig()),
+        (decode, "decode-0", decoding),
+    ):
+        pair.workers[worker_id], more = await start(service, worker_id, config, *pool)
         followers += more
         fleet.join(pair.workers[worker_id].info.address, worker_id=worker_id)
     clock = asyncio.get_running_loop().time
@@ -166,9 +176,10 @@ async def test_greedy_tokens_are_the_oracles(oracle: Oracle, family: str, prefil
 
 @pytest.mark.parametrize(("tp", "tp_there"), [(2, 2), (1, 2), (2, 1)])
 async def test_tensor_parallel_pools_hand_over_every_heads_kv(oracle: Oracle, tp: int, tp_there: int) -> None:
+    """Block by block as the prompt is read, and the layers of its last step one by one."""
     folder, expected = oracle("llama")
-    prefilling, decoding = (config_for(folder, tp=ranks, prefill_chunk=16) for ranks in (tp, tp_there))
-    async with pair_of(folder, prefilling, decoding) as pair:
+    prefilling, decoding = (config_for(folder, tp=ranks, prefill_chunk=64) for ranks in (tp, tp_there))
+    async with pair_of(folder, prefilling, decoding, PrefillConfig(group_bytes=1)) as pair:
         assert await pair.answers(PROMPTS) == expected
         assert (await pair.stats("decode-0")).load.transfer_bytes > 0
 

@@ -111,15 +111,18 @@ def build_engine(
 
 def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:
     """This rank's end of the worker's lanes; `ends` are Dock's `sender` and `receiver`."""
-    return Dock(
+    dock = Dock(
         rank.storage,
         rank.layout,
         rank=rank.group.rank,
         least=lambda values: least(rank.group, values, rank.device),
         aside=rank.storage.aside,
         rejoin=rank.storage.rejoin,
+        follows_layers=True,
         **ends,
     )
+    rank.runner.watch(dock.after_layer)
+    return dock
 
 
 def follow_rank0(rank: Rank, dock: Dock[torch.Tensor]) -> None:

@@ -149,7 +149,7 @@ class Engine:
         updates = self._tick(now)
         batch = self._scheduler.plan(now)
         if batch is not None:
-            self._launch(batch)
+            self._launch(batch, now)
         if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
             oldest = self._in_flight.popleft()
             updates += self._scheduler.apply(oldest.batch, self._fetch(oldest))
@@ -224,7 +224,8 @@ class Engine:
         ]
         return updates
 
-    def _launch(self, batch: Batch) -> None:
+    def _launch(self, batch: Batch, now: float) -> None:
+        self._role.launching(batch, now)
         start_s = self._clock()
         self._in_flight.append(_Launched(batch=batch, pending=self._pipeline.launch(batch), start_s=start_s))
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from protos.errors import BatonError, InvalidRequest
 from protos.values import BlockHash, Ticket, WorkerLoad
+from workers.engine.batch import Batch
 from workers.engine.request import Request
 
 
@@ -78,6 +79,10 @@ class Role(Protocol):
 
     def tick(self, now: float) -> Tick: ...
 
+    def launching(self, batch: Batch, now: float) -> None:
+        """The batch is launched next. A role that moves KV may have it watched while it is computed."""
+        ...
+
     def busy(self) -> bool:
         """Is anything moving, so that the loop must keep ticking although nothing runs?"""
         ...
@@ -110,6 +115,9 @@ class Colocated:
 
     def tick(self, now: float) -> Tick:
         return Tick()
+
+    def launching(self, batch: Batch, now: float) -> None:
+        pass
 
     def busy(self) -> bool:
         return False

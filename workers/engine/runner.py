@@ -8,13 +8,14 @@ CPU and CUDA share every line. Legend: T tokens of the batch (rows packed), R po
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from protos.values import Logprobs
 from workers.attention.base import AttentionBackend, AttentionInputs
+from workers.attention.watched import WatchedAttention
 from workers.engine.batch import Batch, Done, Pending, RowOutput, StepOutput
 from workers.engine.graphs import DecodeGraphs, Recorder
 from workers.engine.logprobs import Scores
@@ -35,7 +36,7 @@ class TorchRunner:
         self, decoder: Decoder, attention: AttentionBackend, *, block_size: int, shares_tokens: bool = False
     ) -> None:
         self._decoder = decoder
-        self._attention = attention
+        self._attention = WatchedAttention(attention)
         self._block_size = block_size
         self._device = decoder.place.device
         self._parallel = decoder.place.parallel
@@ -64,6 +65,11 @@ class TorchRunner:
             self._share()
         return step
 
+    def watch(self, watcher: Callable[[int], None]) -> None:
+        """Calls it with each layer whose keys and values a step has written, or queued, in order and within `launch`;
+        of a step that is replayed with the last one only."""
+        self._attention.watch(watcher)
+
     def capture(self, recorder: Recorder, *, max_rows: int, max_blocks: int) -> None:
         """From now on steps that only decode are replayed. To be called once, by all ranks at the same time."""
         self.graphs = DecodeGraphs(self._decoder, self._attention, recorder, max_rows=max_rows, max_blocks=max_blocks)
@@ -74,7 +80,9 @@ class TorchRunner:
         size = self.graphs.size_for(packed) if self.graphs is not None else None
         if self.graphs is None or size is None:
             return self._decoder.forward(self._inputs(packed), self._attention)
-        return self.graphs.replay(self._inputs(padded(packed, size)), size)[: len(packed.logit_rows_R)]
+        logits_RV = self.graphs.replay(self._inputs(padded(packed, size)), size)[: len(packed.logit_rows_R)]
+        self._attention.tell(self._decoder.config.num_layers - 1)
+        return logits_RV
 
     def _share(self) -> None:
         if self._shares_tokens and len(self._ids_R):

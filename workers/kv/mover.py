@@ -48,6 +48,7 @@ class Dock(Generic[Payload]):
 
     `sender` serves a worker that pushes, `receiver` one that is pushed to; a worker may have either or both. Within
     `aside` the blocks are read without holding the computation up, until `rejoin` lets it write into blocks again.
+    `follows_layers` says that whoever computes calls `after_layer`.
     """
 
     OPERATIONS = ("open", "push", "arm", "look", "land", "drop", "forget", "expect", "cancel")
@@ -64,6 +65,7 @@ class Dock(Generic[Payload]):
         least: Callable[[Sequence[int]], Sequence[int]] = _alone,
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
         rejoin: Callable[[], None] = _nothing,
+        follows_layers: bool = False,
     ) -> None:
         self.blocks = blocks
         self.layout = layout
@@ -73,6 +75,7 @@ class Dock(Generic[Payload]):
         self._least = least
         self._aside = aside
         self._rejoin = rejoin
+        self.follows_layers = follows_layers
         self._sources: dict[str, KVLayout] = {}  # by peer name
         self._armed: list[tuple[Ticket, Chunk, Sequence[int]]] = []
 
@@ -83,9 +86,9 @@ class Dock(Generic[Payload]):
         self._offer(ticket, chunk, block_ids)
         self._rejoin()
 
-    def arm(self, ticket: Ticket, chunks: Sequence[Chunk], block_ids: Sequence[int]) -> None:
-        """The next step computes the rest of these: each is pushed as soon as the last of its layers is written."""
-        self._armed += [(ticket, chunk, block_ids) for chunk in chunks]
+    def arm(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
+        """The next step completes it: it is pushed as soon as the last of its layers is written."""
+        self._armed.append((ticket, chunk, block_ids))
 
     def after_layer(self, layer: int) -> None:
         """A step has written the KV of a layer, or will have before anything that is asked of the device now."""
@@ -185,11 +188,16 @@ class Mover:
         self._tell("push", ticket, chunk, tuple(block_ids))
         self._dock.push(ticket, chunk, block_ids)
 
-    def arm(self, ticket: Ticket, chunks: Sequence[Chunk], block_ids: Sequence[int]) -> None:
-        """The same for chunks of some layers each, that the next step will complete, and while it does so: from its
-        launch on the blocks may be freed as far as pushing goes. To be called right before the launch."""
-        self._tell("arm", ticket, tuple(chunks), tuple(block_ids))
-        self._dock.arm(ticket, chunks, block_ids)
+    @property
+    def follows_layers(self) -> bool:
+        """Is it known when a step has written a layer, so that `arm` has an effect?"""
+        return self._dock.follows_layers
+
+    def arm(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
+        """The same for a chunk that the step to be launched next will complete, as soon as that has written its last
+        layer. Once it is launched the blocks may be freed, as far as pushing goes."""
+        self._tell("arm", ticket, chunk, tuple(block_ids))
+        self._dock.arm(ticket, chunk, block_ids)
 
     def land(self, chunk: Chunk, block_ids: Sequence[int]) -> None:
         """Writes a chunk that `poll_arrived` has told of into these blocks, on every rank."""

@@ -19,6 +19,7 @@ from kvtransfer.session import Session
 from kvtransfer.transport import Chunk, LaneLost, Sent, peer_name
 from protos.errors import BatonError, InvalidRequest, TransferFailed
 from protos.values import BlockHash, KVLayout, Ticket, TicketStats, WorkerLoad
+from workers.engine.batch import Batch
 from workers.engine.request import Request, State
 from workers.engine.role import Tick
 from workers.kv.blocks import BlockPool
@@ -27,6 +28,8 @@ from workers.kv.mover import Mover
 log = logging.getLogger("baton.worker")
 
 CHUNK_BYTES = 32 * 2**20
+GROUP_BYTES = 2**20
+MAX_ARMED_CHUNKS = 4.0  # that a step pushes while it computes; the prompt that goes beyond it is the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +66,20 @@ class Push:
 class Outgoing:
     """A role's sending half. `layout` is this worker's own. Not thread-safe: the engine's thread calls everything."""
 
-    def __init__(self, mover: Mover, pool: BlockPool, layout: KVLayout, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        mover: Mover,
+        pool: BlockPool,
+        layout: KVLayout,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        group_bytes: int = GROUP_BYTES,
+    ) -> None:
         self._mover = mover
         self._pool = pool
         self._layout = layout
         self._chunk_bytes = chunk_bytes
+        self._group_bytes = group_bytes
         self._pushes: dict[str, Push] = {}  # by ticket
         self._released: list[str] = []
         self._failed: dict[str, BatonError] = {}
@@ -193,6 +205,21 @@ class Outgoing:
         self._failed.clear()
         self._stayed.clear()
         return tick
+
+    def launching(self, batch: Batch, now: float) -> None:
+        """Of prompts that this batch completes, all that is left is pushed while it is computed."""
+        if not self._pushes or not self._mover.follows_layers:
+            return
+        ending = {row.request_id: row.stop for row in batch.rows if row.sample is not None}
+        num_left = MAX_ARMED_CHUNKS
+        for push in self._pushes.values():
+            source, ticket = push.source, push.session.ticket
+            if push.moves or push.complete or not isinstance(source, Request):
+                continue
+            if ending.get(source.request_id) == source.num_tokens and num_left > 0 and self._mover.can_push(ticket):
+                for chunk in push.session.last_chunks(now, least_bytes=self._group_bytes):
+                    self._mover.arm(ticket, chunk, _blocks_of(push, chunk, self._layout.block_size))
+                    num_left -= chunk.num_bytes(ticket.layout) / self._chunk_bytes
 
     def busy(self) -> bool:
         return bool(self._pushes or self._released or self._failed or self._stayed)

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import Store
-
 from kvtransfer.config import LaneConfig
 from kvtransfer.transport import Receiver, Sender
 from kvtransfer.transports.collective import CollectiveTransport
+from kvtransfer.transports.store import BoardStore
 from protos.values import LaneAddress, WorkerInfo, WorkerRole
 from workers.config import Seat, WorkerConfig
 from workers.engine.build import Rank, build_engine, device_of, follow_rank0, make_dock, open_rank
@@ -98,7 +97,7 @@ def lane_ends(config: LaneConfig, rank: Rank, seat: Seat, bell: Bell) -> Ends:
     return Ends(sender=transport.sender(lane_address(seat), rank.layout, wake=bell.ring), receiver=receiver)
 
 
-def _meet(config: WorkerConfig, seat: Seat, store: Store | None) -> TensorParallel:
+def _meet(config: WorkerConfig, seat: Seat, store: BoardStore | None) -> TensorParallel:
     return meet(
         store,
         rank=seat.rank,

@@ -118,8 +118,10 @@ class Pair:
         staged_blocks: int = 1000,
         chunk_blocks: int = 2,
         headroom: float = 0.0,
+        follows_layers: bool = False,
         **config: Any,
     ) -> None:
+        self.follows_layers = follows_layers
         self.post = Post()
         self.exchange = Exchange(self.post, max_staged_bytes=staged_blocks * BLOCK_BYTES)
         self.now = 0.0
@@ -139,7 +141,9 @@ class Pair:
     def mover(self, side: Side, address: LaneAddress) -> Mover:
         """A worker's ends of its lanes, both ways."""
         sender, receiver = self.exchange.sender(address, LAYOUT), self.exchange.receiver(address, LAYOUT)
-        return Mover(Dock(side.runner, LAYOUT, sender=sender, receiver=receiver), told)
+        dock = Dock(side.runner, LAYOUT, sender=sender, receiver=receiver, follows_layers=self.follows_layers)
+        side.runner.watch(dock.after_layer)
+        return Mover(dock, told)
 
     @property
     def prefill_role(self) -> PrefillRole:

@@ -125,6 +125,21 @@ def test_an_ended_ticket_gives_its_blocks_back_and_believes_nobody(ledger: Ledge
     ledger.assert_idle()
 
 
+def test_blocks_may_come_layer_by_layer_and_are_here_with_the_last(ledger: Ledger) -> None:
+    first, second = (replace(chunk(1, 2), first_layer=layer, num_layers=1) for layer in range(2))
+    assert land(ledger, second) == (11, 12)
+    assert land(ledger, second) == (), "these layers are here already"
+    assert land(ledger, chunk(0)) == (10,)
+    assert ledger.state("r1", 1) is TicketState.SENDING
+    assert land(ledger, first) == (11, 12)
+    assert ledger.state("r1", 1) is TicketState.ARRIVED
+
+
+@pytest.mark.parametrize(("first_layer", "num_layers"), [(0, 3), (2, 1), (1, 0), (2, None)])
+def test_layers_that_the_model_has_not_are_dropped(ledger: Ledger, first_layer: int, num_layers: int | None) -> None:
+    assert land(ledger, replace(chunk(0), first_layer=first_layer, num_layers=num_layers)) == ()
+
+
 def test_only_the_source_that_was_lost_loses_its_tickets(ledger: Ledger) -> None:
     ledger.reserve(reservation("r2", blocks=(20,), source="p1#1"))
     assert [ended.ticket.ticket_id for ended in ledger.abort_source("p1#1", "it died")] == ["r2"]
@@ -228,7 +243,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.holder: dict[int, tuple[str, int]] = {}
         self.newest: dict[str, int] = {}
         self.past: list[tuple[Chunk, str]] = []
-        self.written: dict[tuple[str, int], set[int]] = {}
+        self.written: dict[tuple[str, int], set[tuple[int, int]]] = {}
         self.renewed: dict[str, float] = {}  # when a ticket's lease began to run, for the last time
 
     def give_back(self, ended: Reservation | None) -> None:
@@ -256,6 +271,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.renewed[ticket_id] = self.now
         self.ledger.reserve(reservation(ticket_id, generation, blocks, source=source, now=self.now))
         pieces = [chunk(index, 1, ticket_id, generation) for index in range(count)]
+        pieces += [replace(piece, first_layer=layer, num_layers=1) for piece in pieces for layer in range(2)]
         self.past += [(piece, source) for piece in (*pieces, chunk(0, count, ticket_id, generation))]
 
     @rule(data=st.data())
@@ -269,7 +285,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(self.holder[block_id] == key for block_id in block_ids), "a late message would hit another's block"
         if block_ids:
             self.ledger.landed(piece, self.now)
-            self.written[key].update(block_ids)
+            self.written[key].update((block_id, layer) for block_id in block_ids for layer in piece.layers(2))
             self.renewed[piece.ticket_id] = self.now
 
     @rule(ticket_id=IDS)
@@ -294,9 +310,8 @@ class AnyOrder(RuleBasedStateMachine):
         generation = self.newest.get(ticket_id, 0)
         if self.ledger.state(ticket_id, generation) is TicketState.ARRIVED:
             adopted = self.ledger.adopt(ticket_id, generation)
-            assert self.written[ticket_id, generation] == set(adopted.ticket.block_ids), (
-                "adopted before it was complete"
-            )
+            cells = {(block_id, layer) for block_id in adopted.ticket.block_ids for layer in range(2)}
+            assert self.written[ticket_id, generation] == cells, "adopted before it was complete"
             self.give_back(adopted)
 
     @invariant()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +48,36 @@ def test_the_last_block_goes_when_the_prompt_is_complete() -> None:
     push.offered(piece(2, 1), 0.0)
     assert push.all_offered
     assert push.next_chunk(11, complete=True) is None
+
+
+@given(
+    num_layers=st.integers(1, 9), num_left=st.integers(1, 5), least=st.integers(1, 4000), max_blocks=st.integers(4, 5)
+)
+def test_what_is_left_goes_in_groups_of_layers(num_layers: int, num_left: int, least: int, max_blocks: int) -> None:
+    push = session(4 * SIZE + num_left * SIZE - 1, max_chunk_blocks=max_blocks)
+    push.ticket = replace(push.ticket, layout=replace(LAYOUT, num_layers=num_layers))
+    push.offered(piece(0, 4), 0.0)
+    chunks = push.last_chunks(0.0, least_bytes=least)
+    assert push.all_offered
+    assert push.last_chunks(0.0, least_bytes=least) == ()
+    assert all(one.num_blocks <= max_blocks for one in chunks)
+    cells = [
+        (block, layer)
+        for one in chunks
+        for block in range(one.first_block, one.first_block + one.num_blocks)
+        for layer in one.layers(num_layers)
+    ]
+    assert sorted(cells) == [(block, layer) for block in range(4, 4 + num_left) for layer in range(num_layers)]
+    assert [one.first_layer for one in chunks] == sorted(one.first_layer for one in chunks)
+    groups = sorted({(one.layers(num_layers).start, one.layers(num_layers).stop) for one in chunks})
+    assert all((stop - start) * num_left * LAYOUT.block_bytes >= least for start, stop in groups[:-1])
+    push.sent(piece(0, 4), 1.0)
+    for one in chunks:
+        assert push.num_sent < 4 + num_left
+        assert push.expired(12.0)
+        push.sent(one, 1.0)
+    assert push.num_sent == 4 + num_left
+    assert not push.expired(1000.0)
 
 
 def test_what_the_destination_has_cached_does_not_travel() -> None:

@@ -309,6 +309,36 @@ def test_a_preempted_prompt_is_read_again_and_arrives_once() -> None:
     assert pair.prefill.engine.load().transfer_bytes == 4 * BLOCK_BYTES
 
 
+def test_the_last_step_of_a_prompt_pushes_while_it_is_computed() -> None:
+    """All of the prompt has left when its step is over: nothing keeps its blocks."""
+    pair = Pair(follows_layers=True, prefill_chunk=8)
+    ticket = pair.start("r", prompt(21))
+    for num_carried in (0, 1, 3):
+        pair.prefill.step(pair.now)
+        assert pair.post.num_carried == num_carried
+    assert pair.prefill.ended == {"r": FinishReason.PREFILLED}
+    assert num_held(pair) == 0
+    pair.answer("r", prompt(21), ticket)
+    pair.finish()
+    assert pair.text("r") == expected(prompt(21))
+
+
+def test_a_prompt_whose_lane_is_full_is_pushed_when_there_is_room() -> None:
+    pair = Pair(follows_layers=True, staged_blocks=1, chunk_blocks=1)
+    pair.post.holding = True
+    prompts = {"first": prompt(4), "second": prompt(8, seed=2)}
+    tickets = {}
+    for request_id, prompt_ids in prompts.items():
+        tickets[request_id] = pair.start(request_id, prompt_ids)
+        pair.step()
+        assert pair.post.num_carried == 1
+    for request_id, prompt_ids in prompts.items():
+        pair.answer(request_id, prompt_ids, tickets[request_id])
+    pair.finish()
+    for request_id, prompt_ids in prompts.items():
+        assert pair.text(request_id) == expected(prompt_ids)
+
+
 def test_load_counts_what_was_sent() -> None:
     pair = Pair()
     pair.post.holding = True

@@ -1,0 +1,39 @@
+"""An attention backend that says when the keys and values of a layer are in the cache: KV may travel from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+
+
+class WatchedAttention:
+    """Computes nothing itself. On CUDA "written" means queued: what is asked of the device later comes after it."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self._watchers: list[Callable[[int], None]] = []
+
+    def watch(self, watcher: Callable[[int], None]) -> None:
+        """Calls it with every layer that has been written, in order, from the thread that runs the model."""
+        self._watchers.append(watcher)
+
+    def begin(self, inputs: AttentionInputs) -> None:
+        self._backend.begin(inputs)
+
+    def write(
+        self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
+    ) -> torch.Tensor:
+        turned_TND = self._backend.write(layer, q_TND, k_TKD, v_TKD, rotation)
+        self.tell(layer)
+        return turned_TND
+
+    def tell(self, layer: int) -> None:
+        """This layer has been written, and all before it: for those that write in another way, as a graph does."""
+        for watcher in self._watchers:
+            watcher(layer)
+
+    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+        return self._backend.attend(layer, q_TND, scale=scale, window=window)
