@@ -39,7 +39,7 @@ class Request:
     `rank` orders requests: the smallest goes first, the largest is preempted first. `num_given` output tokens came
     with the request. `num_cached` is what its first admission found (a recomputation is not the client's gain).
     `num_prompt_reported` prompt logprobs are with the client. `num_due` tokens are being sampled by steps in flight.
-    `awaited` is a block another request is computing.
+    `awaited` is a block another request is computing. `num_spared` tokens were cached or being computed when it came.
     """
 
     request_id: str
@@ -59,6 +59,7 @@ class Request:
     num_planned: int = 0
     num_due: int = 0
     num_cached: int = 0
+    num_spared: int = 0
     num_sealed: int = 0
     num_preemptions: int = 0
     num_given: int = 0

@@ -97,9 +97,10 @@ class Scheduler:
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Prompt tokens that are still to be computed; what the cache will save of those waiting is not known yet."""
+        """Prompt tokens that are still to be computed; of those waiting without what was cached when they came."""
         running = sum(request.num_to_compute for request in self._running if request.num_to_compute > 1)
-        return running + sum(request.num_to_compute for request in self._waiting if not request.adopted)
+        waiting = (request.num_to_compute - request.num_spared for request in self._waiting if not request.adopted)
+        return running + sum(waiting)
 
     def has_requests(self) -> bool:
         """Also those that are only held."""
@@ -114,6 +115,7 @@ class Scheduler:
         request.rank = (now - asked.priority * self.config.priority_head_start_s, self._num_added)
         self._num_added += 1
         self._extend_hashes(request)
+        request.num_spared = self._spared(request)
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_rank)
 
@@ -238,6 +240,16 @@ class Scheduler:
                 break
             request.awaited = block_hash
         return matched if request.awaited is None else None
+
+    def _spared(self, request: Request) -> int:
+        """Tokens that a newcomer need not compute if nothing is evicted before its turn."""
+        usable = request.hashes[: self._num_cacheable(request)]
+        num_blocks = len(self.pool.match(usable))
+        for block_hash in usable[num_blocks:]:
+            if block_hash not in self._promised:
+                break
+            num_blocks += 1
+        return num_blocks * self.pool.block_size
 
     def _num_cacheable(self, request: Request) -> int:
         """Blocks that need not be computed if they are cached: never the last token, which is to be sampled from,

@@ -219,6 +219,13 @@ class TestLoad:
         assert load.queued_prefill_tokens == 12 + 30
         assert (load.num_blocks, load.num_free_blocks) == (64, 64 - 5 - 1)
 
+    def test_what_is_cached_or_being_computed_is_not_queued(self) -> None:
+        toy = ToyEngine(max_num_seqs=1, prefill_chunk=8)
+        toy.submit(ask("first", range(20)), ask("same", range(20)))
+        toy.step()
+        toy.submit(ask("sibling", range(22)))
+        assert toy.engine.load().queued_prefill_tokens == 12 + 20 + 2
+
     def test_cached_blocks_are_free_blocks(self) -> None:
         toy = ToyEngine()
         toy.serve(ask("r", range(40)))
