@@ -25,6 +25,7 @@ from workers.engine.graphs import CudaRecorder, why_eager
 from workers.engine.role import Role
 from workers.engine.runner import TorchRunner
 from workers.engine.scheduler import Scheduler
+from workers.kernels.cpu.memory import keep_freed_memory
 from workers.kv.blocks import BlockPool
 from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit, free_ram_bytes
 from workers.kv.mover import Dock
@@ -219,6 +220,8 @@ def _load(
     try:
         decoder = load_model(config.model, device=device, dtype=dtype, parallel=group, on_progress=on_progress)
         decoder.pack()
+        if device == "cpu":
+            keep_freed_memory()
         return decoder
     except torch.OutOfMemoryError as error:
         raise Misconfigured(

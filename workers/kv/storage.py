@@ -14,6 +14,7 @@ import torch
 from kvtransfer.reshard import Cut, heads_of
 from protos.values import KVLayout
 from workers.kernels.base import kernels_for
+from workers.kernels.cpu.memory import roomy_zeros
 
 _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
@@ -32,11 +33,10 @@ class KVStorage:
         self.num_blocks = num_blocks
         self.num_heads = heads_of_rank(layout)
         self._kernels = kernels_for(device)
-        self.data = torch.zeros(
-            (layout.num_layers, 2, num_blocks, self.num_heads, layout.block_size, layout.head_dim),
-            dtype=DTYPES[layout.dtype],
-            device=device,
-        )
+        shape = (layout.num_layers, 2, num_blocks, self.num_heads, layout.block_size, layout.head_dim)
+        dtype = DTYPES[layout.dtype]
+        on_host = torch.device(device).type == "cpu"
+        self.data = roomy_zeros(*shape, dtype=dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
         self._aside = _cuda.Stream(device) if self.data.is_cuda else None
 
     @property

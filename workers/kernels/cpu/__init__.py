@@ -11,6 +11,8 @@ import torch
 from workers.kernels import reference
 from workers.kernels.cpu.build import native
 
+embed = reference.embed
+join = reference.join
 gather = reference.gather
 scatter = reference.scatter
 

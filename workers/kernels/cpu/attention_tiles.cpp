@@ -29,15 +29,18 @@ constexpr int num_key_steps = chunk / tiles::depth;
 constexpr int64_t most_queries = 256;  // of a tile: what a block keeps between chunks stays in the second-level cache
 constexpr float infinity = std::numeric_limits<float>::infinity();
 
-// 2^x to 3 units in a million (fitted on [-1/2, 1/2]), which bfloat16 weights do not notice; next to 0 below -127.
+// 2^x to 3 units in a million (fitted on [-1/2, 1/2]), which bfloat16 weights do not notice; 0 below -100, since numbers
+// so small that they lose digits would take a hundred times as long.
 inline __m512 power_of_two(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);  // in this order a NaN stays one
+    const __m512 least = _mm512_set1_ps(-100.0f);
+    const __mmask16 counts = _mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ);
+    x = _mm512_max_ps(least, x);  // in this order a NaN stays one
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 part = _mm512_sub_ps(x, whole);
     __m512 y = _mm512_set1_ps(0.00956051f);
     for (const float next : {0.05591704f, 0.24024981f, 0.69312197f, 0.99999919f})
         y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(next));
-    return _mm512_scalef_ps(y, whole);
+    return _mm512_maskz_scalef_ps(counts, y, whole);
 }
 
 // Asks for a chunk's lines, two keys' and their values' at a time.
@@ -244,8 +247,9 @@ class Worker {
     }
 
     static __m512i in_pairs(__m512 even, __m512 odd) {
-        const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
-        return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd)), 16));
+        alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+        return _mm512_permutexvar_epi16(_mm512_load_si512(order), (__m512i)_mm512_cvtne2ps_pbh(odd, even));
     }
 
     // Two parts of D at a time: head sizes are multiples of 32.
