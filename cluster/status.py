@@ -15,7 +15,10 @@ from rich.text import Text
 from cluster.remote import DEFAULT_URL, AdminKey, get_json, open_client
 
 POOLS = ("prefill", "decode", "colocated")
-STYLES = {"ready": "green", "draining": "yellow", "joining": "yellow", "lost": "red", "incompatible": "red"}
+STYLES = {
+    "ready": "green", "draining": "yellow", "joining": "yellow", "lost": "red", "incompatible": "red",
+    "quarantined": "red", "stuck": "red",
+}  # fmt: skip
 
 PIPED_COLUMNS = 160
 
@@ -125,7 +128,12 @@ def _lanes(held: Held) -> Table:
     for worker_id, lane in _each(held, "lanes"):
         speed = f"{_bytes(lane['num_bytes'] / lane['busy_s'])}/s" if lane["busy_s"] else "-"
         moved, idle = _bytes(lane["num_bytes"]), _duration(lane["idle_s"])
-        table.add_row(worker_id, lane["peer"], lane["transport"], lane["state"], moved, speed, idle)
+        over, state, why = lane["transport"], lane["state"], lane["reason"]
+        if why and state == "open":
+            over = f"{over}: {why}"
+        elif why:
+            state = f"{state}: {why}"
+        table.add_row(worker_id, lane["peer"], over, Text(state, STYLES.get(lane["state"], "")), moved, speed, idle)
     return table
 
 

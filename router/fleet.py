@@ -20,6 +20,7 @@ from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
 from protos.values import StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from router.client import OpenChannel, WorkerClient, open_channel
 from router.config import RouterConfig
+from router.lane_metrics import LaneTotals
 from router.member import Member, WorkerState, WorkerStatus
 from router.policies.base import Candidate
 from router.predict import Predictor
@@ -68,6 +69,7 @@ class Fleet:
         self._turn = asyncio.Event()
         self.predictor = Predictor()
         self.totals = {role: PoolTotals() for role in WorkerRole}
+        self.lane_totals = LaneTotals()
         self.num_faults = 0
 
     # -- who belongs ---------------------------------------------------------------------------------------------------
@@ -261,6 +263,7 @@ class Fleet:
             totals = self.totals[member.role]
             totals.transfer_bytes += max(0, step.load.transfer_bytes - before.transfer_bytes)
             totals.transfer_s += max(0.0, step.load.transfer_s - before.transfer_s)
+            self.lane_totals.note(member.role, before, step.load)
         self._enter(member, WorkerState.DRAINING if step.load.draining else WorkerState.READY)
         self._changed()
 

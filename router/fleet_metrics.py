@@ -61,6 +61,7 @@ class FleetCollector(Collector):
         for (pool, state), count in counts.items():
             workers.add_metric((pool, state), count)
         yield workers
+        yield from self._fleet.lane_totals.metrics(pools)
 
     def describe(self) -> Iterable[Metric]:
         return self.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,16 @@ async def test_tables_show_pools_workers_lanes_and_tickets() -> None:
     assert lane == ["prefill-0", "decode-0", "gloo", "open", "3.0", "MB", "6.0", "MB/s", "2", "min"]
     ticket = next(row for row in shown if "t-9" in row)
     assert ticket[:5] == ["prefill-0", "t-9", "(try", "2)", "sending"]
+
+
+async def test_why_a_lane_is_slow_or_in_quarantine_is_shown() -> None:
+    fleet = crew()
+    slow = replace(LANE, reason="no memory in common")
+    hung = replace(LANE, state="quarantined", reason="nothing moved for 5 s")
+    fleet.held["prefill-0"] = WorkerStats(info=PREFILL, load=LOAD, lanes=(slow, hung))
+    shown = await ask(fleet)
+    assert "gloo: no memory in common" in shown
+    assert "quarantined: nothing moved for 5 s" in shown
 
 
 async def test_why_a_worker_is_lost_is_shown() -> None:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtransfer.hashing import chain_hashes
 from protos.errors import WorkerLost
-from protos.values import Hello, SequenceUpdate, StepMessage, WorkerLoad
+from protos.values import Hello, LaneLoad, SequenceUpdate, StepMessage, WorkerLoad
 from router.fleet_metrics import FleetCollector
 from router.member import Member, WorkerState
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
@@ -148,6 +148,30 @@ def test_routed_work_counts_until_the_load_shows_it() -> None:
     assert queued(None) == 111
     assert queued(StepMessage(load=WorkerLoad(step=6), updates=(SequenceUpdate(request_id="b"),))) == 101
     assert queued(StepMessage(load=WorkerLoad(step=7))) == 1, "c was not sent yet: no load can show it"
+
+
+async def test_metrics_tell_over_what_lanes_go_and_why(cluster: Cluster) -> None:
+    registry = CollectorRegistry()
+    registry.register(FleetCollector(cluster.fleet))
+    far = LaneLoad(transport="gloo", reason="no memory in common", num_open=2, num_opened=5, num_lost=3, num_stuck=1)
+    cluster["p0"].load = WorkerLoad(step=1, lanes=(far, LaneLoad(transport="shm", num_open=1, num_opened=1)))
+    cluster["p0"].say()
+    cluster["p0"].say()  # the same, said again
+    await cluster.until(lambda: cluster.fleet.status()[0].load.step == 3)
+
+    def value(name: str, transport: str, reason: str = "") -> float | None:
+        labels = {"pool": "prefill", "transport": transport, "reason": reason}
+        return registry.get_sample_value(f"baton_pool_{name}", labels)
+
+    assert value("lanes", "gloo", "no memory in common") == 2
+    assert value("lanes_opened_total", "gloo", "no memory in common") == 5
+    assert value("lanes_lost_total", "gloo", "no memory in common") == 3
+    assert value("lanes_stuck_total", "gloo", "no memory in common") == 1
+    assert (value("lanes", "shm"), value("lanes_corrupt_total", "shm")) == (1, 0)
+    await cluster["p0"].die()
+    await cluster.until_state("p0", WorkerState.LOST)
+    assert value("lanes", "shm") is None
+    assert value("lanes_lost_total", "gloo", "no memory in common") == 3
 
 
 async def test_metrics_are_by_pool(cluster: Cluster) -> None:
