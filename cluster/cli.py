@@ -29,6 +29,9 @@ VERBS: dict[str, Verb] = {
     "drain": Verb("cluster.drain", "drain", "Move a worker's requests elsewhere, and end it.", USE),
     "chat": Verb("cluster.chat", "chat", "Talk to the model.", USE),
     "bench": Verb("cluster.bench.verb", "bench", "Measure it under load.", USE),
+    "simulate": Verb(
+        "cluster.simulate.verb", "simulate", "The same code in virtual time: sizes, faults, policies.", USE
+    ),
     "key": Verb("cluster.key", "key", "Make an API key for a tenant.", SERVE),
     "gateway": Verb("cluster.gateway", "gateway", "The router, for workers that run elsewhere.", APART),
     "pools": Verb("cluster.supervise", "pools", "Supervised workers, for gateways elsewhere.", APART),

@@ -25,7 +25,7 @@ from workers.toy import summed_token, toy_kv
 
 ABORTED = "aborted"
 GATEWAY_LOST = "gateway_lost"
-CLIENT_DELAY_S = 0.0
+ALONE = "alone"
 
 
 class Answer:
@@ -58,11 +58,13 @@ class Asked:
 
 
 class Clients:
-    """Runs sessions against a deployment. `records` are of requests that have ended, `asked` of those that have not."""
+    """Runs sessions against a deployment. `records` are of requests that have ended, `asked` of those that have not;
+    `num_handed_over` had their prompts read by another worker than the one that wrote the answer."""
 
     def __init__(self, deployment: Deployment, chronicle: Chronicle, *, seed: int) -> None:
         self.records: list[Record] = []
         self.asked: dict[str, Asked] = {}
+        self.num_handed_over = 0
         self._deployment = deployment
         self._chronicle = chronicle
         self._prompts = Prompts(seed=seed, vocab_size=VOCAB_SIZE)
@@ -133,7 +135,8 @@ class Clients:
         except asyncio.CancelledError:
             error = ABORTED if gateway.alive else GATEWAY_LOST
         del self.asked[request_id], gateway.requests[asked.task]
-        self._chronicle.note("ended", request_id, tokens=len(tokens), error=error or "none")
+        by = self._deciders(gateway, request_id)
+        self._chronicle.note("ended", request_id, tokens=len(tokens), error=error or "none", by=by)
         self.records.append(
             Record(
                 index=index,
@@ -166,7 +169,9 @@ class Clients:
                     if not asked.times:
                         cached.append(delta.num_cached_tokens)
                         asked.times.append(now)
-                        self._chronicle.note("first token", job.request_id, by=self._deciders(gateway, job.request_id))
+                        by = self._deciders(gateway, job.request_id)
+                        self.num_handed_over += not by.rpartition(",")[2].startswith(ALONE)
+                        self._chronicle.note("first token", job.request_id, by=by)
                     else:
                         asked.times[1:] = [now]
                 ended = delta.finish_reason is not None
@@ -175,4 +180,4 @@ class Clients:
 
     def _deciders(self, gateway: Gateway, request_id: str) -> str:
         decisions = gateway.dispatcher.decision(request_id)
-        return ",".join(f"{one.prefill or 'alone'}>{one.decode}" for one in decisions)
+        return ",".join(f"{one.prefill or ALONE}>{one.decode}" for one in decisions)

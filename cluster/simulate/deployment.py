@@ -8,16 +8,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 
 from cluster.placement import Node, WorkerPlan, plan
 from cluster.rank import Event, Loading, Serving
 from cluster.simulate.chronicle import Chronicle
 from cluster.simulate.config import SimulationConfig
+from cluster.simulate.device import Tally
 from cluster.simulate.lanes import Lanes
 from cluster.simulate.network import Network
 from cluster.simulate.worker import SimulatedWorker
 from cluster.supervisor import Supervisor
-from protos.errors import WorkerLost
+from protos.errors import BatonError, WorkerLost
+from protos.values import WorkerRole
 from router.admission.admission import Admission
 from router.client import WorkerClient
 from router.dispatch import Dispatcher
@@ -26,6 +29,7 @@ from router.policies.registry import policy_of
 from router.prefix.memory import MemoryPrefixIndex
 
 HEALTH_TIMEOUT_S = 2.0
+DRAIN_PERIOD_S = 0.25
 
 
 class WatchedFleet(Fleet):
@@ -55,8 +59,18 @@ class Gateway:
         self.alive = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """One life of a worker: `lived_s` from its launch to its end."""
+
+    worker_id: str
+    role: WorkerRole
+    lived_s: float
+    tally: Tally
+
+
 class Deployment:
-    """Create on the loop, `start`, `stop`. `workers` are those that live; `gpu_s` counts from launch to end."""
+    """Create on the loop, `start`, `stop`. `workers` are those that live, `served` those that have ended."""
 
     def __init__(self, config: SimulationConfig, chronicle: Chronicle) -> None:
         self.config = config
@@ -66,8 +80,7 @@ class Deployment:
         self.workers: dict[str, SimulatedWorker] = {}
         self.gateways: list[Gateway] = []
         self.plans: Sequence[WorkerPlan] = ()
-        self.launched_s: dict[str, float] = {}
-        self.gpu_s = 0.0
+        self.served: list[Served] = []
         self._skews = random.Random(f"{config.seed} clocks")
         self._num_gateways = 0
         self._loop = asyncio.get_running_loop()
@@ -112,9 +125,17 @@ class Deployment:
         for worker in self.workers.values():
             worker.turns.settle()
 
-    def allow_leaps(self) -> bool:
-        """Not while a job waits for the fleet to change."""
-        return all(gateway.fleet.num_waiting == 0 for gateway in self.gateways)
+    def assert_no_faults(self) -> None:
+        """The loops that must survive our own bugs have survived none."""
+        assert self._supervisor is not None
+        assert self._supervisor.num_faults == 0, "the supervisor met a fault of our own: see its log"
+        for gateway in self.gateways:
+            assert gateway.fleet.num_faults == 0, f"{gateway.name} met a fault of our own: see its log"
+
+    def forget_index(self, place: int) -> None:
+        """The store of a gateway's index is lost: nothing is known to be cached anywhere."""
+        for planned in self.plans:
+            self.gateways[place].fleet.index.drop(planned.worker_id)
 
     # -- gateways ------------------------------------------------------------------------------------------------------
 
@@ -138,37 +159,52 @@ class Deployment:
         self.gateways.pop()
         self.gateways[place] = fresh
 
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    async def drain(self, worker: SimulatedWorker) -> None:
+        """As at a scale-down or a rollout; its supervisor starts it again."""
+        client = self._client(worker.info.address)
+        try:
+            while worker.alive:
+                if not await client.drain() and not worker.busy:
+                    break
+                await asyncio.sleep(DRAIN_PERIOD_S)
+        except BatonError as error:
+            self.chronicle.note("drain given up", worker.worker_id, error=error.code)
+        else:
+            worker.kill()
+        finally:
+            await client.close()
+
     # -- what the supervisor needs -------------------------------------------------------------------------------------
 
     async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
         """`cluster.supervisor.Launcher`."""
-        worker_id, config = plan.worker_id, self.config
-        self.launched_s[worker_id] = self._loop.time()
+        worker_id, config, launched_s = plan.worker_id, self.config, self._loop.time()
+        worker = SimulatedWorker(
+            config.spec,
+            worker_id=worker_id,
+            role=plan.role,
+            incarnation=incarnation,
+            network=self.network,
+            lanes=self.lanes,
+            skew_s=self._skews.random() * config.max_skew_s,
+        )
         try:
             yield Loading(share=0.0)
             await asyncio.sleep(config.load_s)
-            worker = SimulatedWorker(
-                config.spec,
-                worker_id=worker_id,
-                role=plan.role,
-                incarnation=incarnation,
-                network=self.network,
-                lanes=self.lanes,
-                skew_s=self._skews.random() * config.max_skew_s,
-            )
-            try:
-                info = worker.start()
-                self.workers[worker_id] = worker
-                self.chronicle.note("worker serves", worker_id, incarnation=incarnation)
-                yield Serving(info=info)
-                await worker.ended
-                raise WorkerLost("its process ended")
-            finally:
-                self.workers.pop(worker_id, None)
-                worker.kill()
-                self.chronicle.note("worker ended", worker_id, incarnation=incarnation)
+            info = worker.start()
+            self.workers[worker_id] = worker
+            self.chronicle.note("worker serves", worker_id, incarnation=incarnation)
+            yield Serving(info=info)
+            await worker.ended
+            raise WorkerLost("its process ended")
         finally:
-            self.gpu_s += (self._loop.time() - self.launched_s.pop(worker_id)) * config.num_gpus
+            self.workers.pop(worker_id, None)
+            worker.kill()
+            self.chronicle.note("worker ended", worker_id, incarnation=incarnation)
+            lived_s = self._loop.time() - launched_s
+            self.served.append(Served(worker_id=worker_id, role=plan.role, lived_s=lived_s, tally=worker.device.tally))
 
     async def announce(self, worker_id: str, address: str) -> None:
         """`cluster.discovery.Announcer`."""
@@ -183,15 +219,18 @@ class Deployment:
         """There is nothing to be closed."""
 
     async def _check_health(self, address: str) -> None:
-        client = WorkerClient(
-            address,
-            connect_timeout_s=HEALTH_TIMEOUT_S,
-            control_timeout_s=HEALTH_TIMEOUT_S,
-            open_channel=self.network.open_channel,
-        )
+        client = self._client(address)
         try:
             health = await client.health()
         finally:
             await client.close()
         if not health.healthy:
             raise WorkerLost(health.reason)
+
+    def _client(self, address: str) -> WorkerClient:
+        return WorkerClient(
+            address,
+            connect_timeout_s=HEALTH_TIMEOUT_S,
+            control_timeout_s=HEALTH_TIMEOUT_S,
+            open_channel=self.network.open_channel,
+        )

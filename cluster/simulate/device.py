@@ -31,6 +31,28 @@ class Payload:
     nbytes: int
 
 
+@dataclass(slots=True)
+class Tally:
+    """What a device has done: a step's time is shared out by tokens between prompts and answers."""
+
+    prompt_s: float = 0.0
+    answer_s: float = 0.0
+    num_prompt_tokens: int = 0
+    num_answer_tokens: int = 0
+
+    @property
+    def busy_s(self) -> float:
+        return self.prompt_s + self.answer_s
+
+    def count(self, batch: Batch, step_s: float) -> None:
+        num_answer = sum([row.num_tokens == 1 for row in batch.rows])
+        num_tokens = batch.num_tokens
+        self.num_answer_tokens += num_answer
+        self.num_prompt_tokens += num_tokens - num_answer
+        self.answer_s += step_s * num_answer / num_tokens
+        self.prompt_s += step_s * (num_tokens - num_answer) / num_tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
     """A step under way: over at `end_s`, which is when `fetch` lets its engine go on."""
@@ -62,8 +84,7 @@ class Device:
     ) -> None:
         self.now_s = 0.0
         self.slowness = 1.0
-        self.busy_s = 0.0
-        self.num_steps = 0
+        self.tally = Tally()
         self.last = Batch(rows=())
         self.last_s = 0.0
         self._latency = latency
@@ -83,8 +104,7 @@ class Device:
         """Begins when the step before it is over."""
         step_s = self._latency.step_s(step_of([(row.num_tokens, row.stop) for row in batch.rows])) * self.slowness
         self._free_s = max(self._free_s, self.now_s) + step_s
-        self.busy_s += step_s
-        self.num_steps += 1
+        self.tally.count(batch, step_s)
         self.last, self.last_s = batch, step_s
         self._output = self._compute(batch)
         return Launched(device=self, output=self._output, end_s=self._free_s)

@@ -106,6 +106,7 @@ class Port:
         self.servicer = servicer
         self.closed = False
         self.frozen = False
+        self.change: Callable[[Any], Any] | None = None  # what happens to messages of its streams
         self.calls: dict[Call, None] = {}
         self._waiting: list[Callable[[], object]] = []
 
@@ -298,7 +299,7 @@ class Stream:
     async def _serve(self, port: Port, there: Pipe, back: Pipe) -> None:
         try:
             async for message in getattr(port.servicer, self._method)(aiter(there), Context()):
-                back.send(message)
+                back.send(port.change(message) if port.change is not None else message)
         except Aborted as aborted:
             back.send(aborted.error)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,14 @@ from cluster.simulate.chronicle import Chronicle
 from cluster.simulate.client import Clients
 from cluster.simulate.clock import VirtualLoop, run_virtually
 from cluster.simulate.config import SimulationConfig
-from cluster.simulate.deployment import Deployment
+from cluster.simulate.deployment import Deployment, Served
+from cluster.simulate.faults import Fault
+from cluster.simulate.invariants import Invariants
+from cluster.simulate.timeline import Sample, Timeline
+from cluster.simulate.trouble import Trouble
 from cluster.simulate.workload import Session
+
+NUM_SAMPLES = 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +31,18 @@ class Outcome:
     num_events: int
     num_callbacks: int
     duration_s: float
-    gpu_s: float
+    served: Sequence[Served]
+    samples: Sequence[Sample]
+    num_handed_over: int
+    transfer_bytes: int
 
 
 def simulate(
-    config: SimulationConfig, sessions: Sequence[Session], *, write: Callable[[str], object] | None = None
+    config: SimulationConfig,
+    sessions: Sequence[Session],
+    faults: Sequence[Fault] = (),
+    *,
+    write: Callable[[str], object] | None = None,
 ) -> Outcome:
     """Raises AssertionError when an invariant breaks, and the BatonError of a worker that never starts."""
     loop = VirtualLoop(seed=config.seed)
@@ -36,11 +50,20 @@ def simulate(
     async def main() -> Outcome:
         chronicle = Chronicle(write)
         deployment = Deployment(config, chronicle)
+        clients = Clients(deployment, chronicle, seed=config.seed)
+        invariants = Invariants(deployment, clients)
         await deployment.start()
         start_s = loop.time()
-        clients = Clients(deployment, chronicle, seed=config.seed)
-        await clients.run(sessions)
-        duration_s = loop.time() - start_s
+        loop.after = invariants.after_event
+        timeline = Timeline(deployment, period_s=max(session.due_s for session in sessions) / NUM_SAMPLES + 0.1)
+        async with asyncio.TaskGroup() as group:
+            sampling = group.create_task(timeline.run(), name="timeline")
+            group.create_task(Trouble(deployment, clients, seed=config.seed).run(faults), name="faults")
+            await clients.run(sessions)
+            duration_s = loop.time() - start_s
+            sampling.cancel()
+        await invariants.when_idle()
+        loop.after = None
         await deployment.stop()
         return Outcome(
             config=config,
@@ -49,7 +72,10 @@ def simulate(
             num_events=chronicle.num_events,
             num_callbacks=loop.num_callbacks,
             duration_s=duration_s,
-            gpu_s=deployment.gpu_s,
+            served=deployment.served,
+            samples=timeline.samples,
+            num_handed_over=clients.num_handed_over,
+            transfer_bytes=deployment.lanes.num_bytes,
         )
 
     return run_virtually(main(), loop=loop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.simulate.device import Device
 from cluster.simulate.lanes import Lanes
@@ -63,19 +64,7 @@ class SimulatedWorker:
         self._loop = asyncio.get_running_loop()
         self._skew_s = skew_s
         self._lane = LaneAddress(worker_id=worker_id, incarnation=incarnation, host=worker_id, port=incarnation)
-        self.info = WorkerInfo(
-            worker_id=worker_id,
-            incarnation=incarnation,
-            role=role,
-            model=spec.model,
-            address=f"{worker_id}:{incarnation}",
-            layout=spec.layout,
-            lane=self._lane,
-            max_model_len=spec.scheduler.max_model_len,
-            vocab_size=spec.scheduler.vocab_size,
-            device="simulated",
-            num_blocks=spec.num_blocks,
-        )
+        self.info = self._make_info(role)
         self.device = Device(
             spec.latency,
             layout=spec.layout,
@@ -116,6 +105,14 @@ class SimulatedWorker:
     def alive(self) -> bool:
         return self.port is not None and not self.port.closed
 
+    @property
+    def frozen(self) -> bool:
+        return self.port is not None and self.port.frozen
+
+    @property
+    def busy(self) -> bool:
+        return self.frozen or self.engine.has_work()
+
     def start(self) -> WorkerInfo:
         self.port = self._network.listen(self.info.address, self.servicer)
         return self.info
@@ -141,6 +138,16 @@ class SimulatedWorker:
             self.port.thaw()
             self.turns.thaw()
 
+    def reset(self) -> None:
+        """Its connections to gateways break; it lives on."""
+        assert self.port is not None
+        self.port.reset()
+
+    def spoil(self, change: Callable[[Any], Any] | None) -> None:
+        """What happens to messages on their way to gateways, from now on."""
+        assert self.port is not None
+        self.port.change = change
+
     def slow(self, factor: float) -> None:
         """Steps take `factor` times as long from now on."""
         self.turns.settle()
@@ -149,7 +156,28 @@ class SimulatedWorker:
     def check(self) -> None:
         """Between two steps: every block has the owners that are known of, and no others."""
         self.role.ledger.check_integrity()
-        self.engine.check_integrity(self.role.ledger.reserved_ids())
+        self.engine.check_integrity([*self.role.ledger.reserved_ids(), *self.role.outgoing.shared_ids()])
+
+    def assert_idle(self) -> None:
+        """Nobody uses this worker: nothing is held, nothing moves."""
+        self.role.ledger.assert_idle()
+        self.engine.assert_idle()
+
+    def _make_info(self, role: WorkerRole) -> WorkerInfo:
+        spec, lane = self._spec, self._lane
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=lane.incarnation,
+            role=role,
+            model=spec.model,
+            address=f"{lane.host}:{lane.port}",
+            layout=spec.layout,
+            lane=lane,
+            max_model_len=spec.scheduler.max_model_len,
+            vocab_size=spec.scheduler.vocab_size,
+            device="simulated",
+            num_blocks=spec.num_blocks,
+        )
 
     def _make_mover(self, lanes: Lanes) -> Mover:
         exchange, layout = lanes.exchange, self._spec.layout

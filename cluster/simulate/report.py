@@ -1,0 +1,141 @@
+"""From an outcome to what an operator asks: how fast, how full, how even, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.bench.report import Objective, Record, Report, make_report
+from cluster.bench.table import report_table
+from cluster.simulate.deployment import Served
+from cluster.simulate.latency import Latency, step_of
+from cluster.simulate.simulation import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """`busy`: the share of its GPUs' time that devices computed. `imbalance`: tokens of its busiest worker over the
+    mean of all."""
+
+    role: str
+    num_workers: int
+    busy: float
+    imbalance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """USD a million tokens. All that the GPUs cost, also while they idle, is shared out by the device time each kind
+    of token took: prompts that were computed, prompts found in a cache (which still are looked at), answers."""
+
+    gpu_hours: float
+    usd: float
+    per_million_input: float
+    per_million_cached: float
+    per_million_output: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """`handed_over`: the share of answers written by another worker than the one that read the prompt."""
+
+    report: Report
+    pools: Sequence[Pool]
+    costs: Costs
+    handed_over: float
+    transfer_bytes: int
+    fingerprint: str
+    num_events: int
+
+
+def summarise(outcome: Outcome, objective: Objective) -> Summary:
+    # Between the first and the last token a client's messages may be leapt over: there are no gaps to be told.
+    report = replace(make_report(outcome.records, objective), itl_s=None, late_s=None)
+    return Summary(
+        report=report,
+        pools=[_pool(role, lives) for role, lives in _by_role(outcome.served).items()],
+        costs=_costs(outcome, report),
+        handed_over=outcome.num_handed_over / max(1, report.num_requests),
+        transfer_bytes=outcome.transfer_bytes,
+        fingerprint=outcome.fingerprint,
+        num_events=outcome.num_events,
+    )
+
+
+def _by_role(served: Sequence[Served]) -> Mapping[str, list[Served]]:
+    roles: dict[str, list[Served]] = {}
+    for life in sorted(served, key=lambda life: life.worker_id):
+        roles.setdefault(str(life.role), []).append(life)
+    return dict(sorted(roles.items()))
+
+
+def _pool(role: str, lives: Sequence[Served]) -> Pool:
+    tokens: dict[str, int] = {}
+    for life in lives:
+        done = life.tally.num_prompt_tokens + life.tally.num_answer_tokens
+        tokens[life.worker_id] = tokens.get(life.worker_id, 0) + done
+    mean = sum(tokens.values()) / len(tokens)
+    return Pool(
+        role=role,
+        num_workers=len(tokens),
+        busy=sum(life.tally.busy_s for life in lives) / sum(life.lived_s for life in lives),
+        imbalance=max(tokens.values()) / mean if mean else 1.0,
+    )
+
+
+def _costs(outcome: Outcome, report: Report) -> Costs:
+    config = outcome.config
+    gpu_hours = sum(life.lived_s for life in outcome.served) * config.num_gpus / 3600
+    usd = gpu_hours * config.usd_per_gpu_hour
+    prompt_s = sum(life.tally.prompt_s for life in outcome.served)
+    answer_s = sum(life.tally.answer_s for life in outcome.served)
+    cached_s = min(prompt_s, sum(_looking_s(config.spec.latency, record) for record in outcome.records))
+    num_cached = sum(record.num_cached or 0 for record in outcome.records)
+
+    def per_million(device_s: float, num_tokens: int) -> float:
+        if not num_tokens or not prompt_s + answer_s:
+            return 0.0
+        return usd * device_s / (prompt_s + answer_s) / num_tokens * 1e6
+
+    return Costs(
+        gpu_hours=gpu_hours,
+        usd=usd,
+        per_million_input=per_million(prompt_s - cached_s, report.num_prompt_tokens - num_cached),
+        per_million_cached=per_million(cached_s, num_cached),
+        per_million_output=per_million(answer_s, report.num_output_tokens),
+    )
+
+
+def _looking_s(latency: Latency, record: Record) -> float:
+    """How much longer a prompt takes because its computed part also attends to the cached one."""
+    cached = record.num_cached or 0
+    computed = record.num_prompt - cached
+    if not cached or computed < 1:
+        return 0.0
+    return latency.step_s(step_of([(computed, record.num_prompt)])) - latency.step_s(step_of([(computed, computed)]))
+
+
+def summary_table(summary: Summary) -> RenderableType:
+    pools = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("pool", "workers", "GPUs busy", "busiest worker / mean"):
+        pools.add_column(name, justify="left" if name == "pool" else "right")
+    for pool in summary.pools:
+        pools.add_row(pool.role, f"{pool.num_workers:,}", f"{pool.busy:.1%}", f"{pool.imbalance:.2f}")
+    costs = summary.costs
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="dim")
+    facts.add_column(justify="right")
+    facts.add_row("answers handed over", f"{summary.handed_over:.1%}")
+    facts.add_row("KV moved", f"{summary.transfer_bytes / 1e9:,.2f} GB")
+    facts.add_row("GPU hours", f"{costs.gpu_hours:,.2f} (USD {costs.usd:,.2f})")
+    facts.add_row(
+        "USD a million tokens",
+        f"input {costs.per_million_input:.3f}, cached {costs.per_million_cached:.3f}, "
+        f"output {costs.per_million_output:.3f}",
+    )
+    facts.add_row("event log", f"{summary.num_events:,} events, {summary.fingerprint}")
+    return Group(report_table(summary.report), Text(), pools, Text(), facts)

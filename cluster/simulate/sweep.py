@@ -1,0 +1,111 @@
+"""Which cluster is the cheapest that meets an objective: every combination is simulated, the best are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from rich.table import Table
+from rich.text import Text
+
+from cluster.simulate.report import Summary
+from protos.errors import Misconfigured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One cluster. `prefill` 0: `decode` colocated workers read their prompts themselves."""
+
+    prefill: int
+    decode: int
+    tp: int
+    policy: str
+
+    @property
+    def num_gpus(self) -> int:
+        return (self.prefill + self.decode) * self.tp
+
+    def __str__(self) -> str:
+        pools = f"{self.prefill}P + {self.decode}D" if self.prefill else f"{self.decode} colocated"
+        return f"{pools}, tp {self.tp}, {self.policy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    choice: Choice
+    summary: Summary
+
+    @property
+    def good_share(self) -> float:
+        return self.summary.report.good_share or 0.0
+
+    @property
+    def usd(self) -> float:
+        return self.summary.costs.usd
+
+
+def numbers(text: str, *, param: str) -> list[int]:
+    """From "2", "1,2,4" or "1:4". Raises Misconfigured."""
+    low, colon, high = text.partition(":")
+    try:
+        found = list(range(int(low), int(high) + 1)) if colon else [int(one) for one in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0:
+        raise Misconfigured(f"--{param} {text}: give numbers such as 2, 1,2,4 or 1:4", param=param)
+    return found
+
+
+def choices(
+    *, prefill: Sequence[int], decode: Sequence[int], tp: Sequence[int], policies: Sequence[str]
+) -> list[Choice]:
+    """The smallest clusters first."""
+    every = [
+        Choice(prefill=one[0], decode=one[1], tp=one[2], policy=one[3])
+        for one in product(prefill, decode, tp, policies)
+        if one[1] > 0
+    ]
+    return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
+
+
+def sweep(every: Sequence[Choice], try_out: Callable[[Choice], Summary]) -> Iterator[Trial]:
+    for choice in every:
+        yield Trial(choice=choice, summary=try_out(choice))
+
+
+def front(trials: Sequence[Trial]) -> list[Trial]:
+    """Those for which nothing else is both cheaper and better: Pareto's front, the cheapest first."""
+    best: list[Trial] = []
+    for trial in sorted(trials, key=lambda one: (one.usd, -one.good_share)):
+        if not best or trial.good_share > best[-1].good_share:
+            best.append(trial)
+    return best
+
+
+def cheapest(trials: Sequence[Trial], attainment: float) -> Trial | None:
+    meeting = [trial for trial in trials if trial.good_share >= attainment]
+    return min(meeting, key=lambda trial: trial.usd, default=None)
+
+
+def sweep_table(trials: Sequence[Trial], attainment: float) -> Table:
+    """All trials by cost; those on the front are marked, the cheapest that meets the objective stands out."""
+    on_front, best = front(trials), cheapest(trials, attainment)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("cluster")
+    for name in ("GPUs", "USD", "objective met", "goodput /s", "TTFT p99 ms", "TPOT p99 ms", "front"):
+        table.add_column(name, justify="right")
+    for trial in sorted(trials, key=lambda one: (one.usd, str(one.choice))):
+        report = trial.summary.report
+        style = "bold green" if trial is best else ""
+        table.add_row(
+            Text(str(trial.choice), style),
+            f"{trial.choice.num_gpus}",
+            f"{trial.usd:,.2f}",
+            f"{trial.good_share:.1%}",
+            f"{report.goodput or 0:,.2f}",
+            f"{report.ttft_s.p99 * 1000:,.0f}" if report.ttft_s else "",
+            f"{report.tpot_s.p99 * 1000:,.1f}" if report.tpot_s else "",
+            "*" if trial in on_front else "",
+        )
+    return table

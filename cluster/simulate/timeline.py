@@ -1,0 +1,57 @@
+"""How full the pools were over a run: a sample every so often."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from cluster.simulate.deployment import Deployment
+from protos.values import WorkerRole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Of one pool at one time: sums over its workers. `num_queued` wait at the gateways, for any pool."""
+
+    at_s: float
+    role: WorkerRole
+    num_workers: int
+    num_running: int
+    num_waiting: int
+    num_queued: int
+    blocks_used: float
+
+
+class Timeline:
+    """`run` until cancelled."""
+
+    def __init__(self, deployment: Deployment, *, period_s: float) -> None:
+        self.samples: list[Sample] = []
+        self._deployment = deployment
+        self._period_s = period_s
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        start_s = self._loop.time()
+        while True:
+            self._take(self._loop.time() - start_s)
+            await asyncio.sleep(self._period_s)
+
+    def _take(self, at_s: float) -> None:
+        deployment = self._deployment
+        deployment.settle()
+        num_queued = sum(gateway.admission.num_waiting for gateway in deployment.gateways)
+        for role in sorted({plan.role for plan in deployment.plans}):
+            engines = [worker.engine for worker in deployment.workers.values() if worker.info.role is role]
+            num_blocks = sum(engine.pool.num_blocks for engine in engines) or 1
+            self.samples.append(
+                Sample(
+                    at_s=at_s,
+                    role=role,
+                    num_workers=len(engines),
+                    num_running=sum(engine.scheduler.num_running for engine in engines),
+                    num_waiting=sum(engine.scheduler.num_waiting for engine in engines),
+                    num_queued=num_queued,
+                    blocks_used=1 - sum(engine.pool.num_free for engine in engines) / num_blocks,
+                )
+            )

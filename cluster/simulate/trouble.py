@@ -1,0 +1,155 @@
+"""Makes faults happen to a deployment, and ends them when their time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cluster.simulate.client import Clients
+from cluster.simulate.deployment import Deployment
+from cluster.simulate.faults import OF_EVENTS, Fault, Kind
+from cluster.simulate.worker import SimulatedWorker
+from protos.errors import Misconfigured
+
+
+class Trouble:
+    """`run` until every fault has begun and ended. A fault of a worker that is not there at the time is passed over."""
+
+    def __init__(self, deployment: Deployment, clients: Clients, *, seed: int) -> None:
+        self._deployment = deployment
+        self._clients = clients
+        self._rng = random.Random(f"{seed} trouble")
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self, faults: Sequence[Fault]) -> None:
+        """Raises Misconfigured for a target that cannot exist."""
+        for fault in faults:
+            self._check(fault)
+        start_s = self._loop.time()
+        async with asyncio.TaskGroup() as group:
+            for fault in faults:
+                await asyncio.sleep(max(0.0, start_s + fault.at_s - self._loop.time()))
+                group.create_task(self._happen(fault), name=f"fault {fault}")
+
+    def _check(self, fault: Fault) -> None:
+        deployment = self._deployment
+        known = {plan.worker_id for plan in deployment.plans}
+        match fault.kind:
+            case Kind.GATEWAY_RESTART | Kind.INDEX_LOST:
+                wrong = not fault.target.isdigit() or int(fault.target) >= len(deployment.gateways)
+            case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
+                wrong = not known.issuperset(fault.target.split(">")) or ">" not in fault.target
+            case Kind.ABORTS:
+                wrong = False
+            case _:
+                wrong = fault.target not in known
+        if wrong:
+            raise Misconfigured(
+                f"--fault {fault}: {fault.target} does not exist: there are {', '.join(sorted(known))}, lanes such as "
+                f"prefill-0>decode-0, and gateways 0 to {len(deployment.gateways) - 1}",
+                param="fault",
+            )
+
+    async def _happen(self, fault: Fault) -> None:
+        self._deployment.chronicle.note("fault", fault.target, what=fault.kind)
+        match fault.kind:
+            case Kind.GATEWAY_RESTART:
+                await self._deployment.restart_gateway(int(fault.target))
+            case Kind.INDEX_LOST:
+                self._deployment.forget_index(int(fault.target))
+            case Kind.ABORTS:
+                self._abort(fault.amount)
+            case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
+                await self._lane(fault, *fault.target.split(">"))
+            case _:
+                worker = self._deployment.workers.get(fault.target)
+                if worker is not None and worker.alive:
+                    await self._worker(fault, worker)
+
+    async def _worker(self, fault: Fault, worker: SimulatedWorker) -> None:
+        match fault.kind:
+            case Kind.KILL:
+                worker.kill()
+            case Kind.RESET:
+                worker.reset()
+            case Kind.DRAIN:
+                await self._deployment.drain(worker)
+            case Kind.PAUSE:
+                if not worker.frozen:
+                    worker.freeze()
+                    await asyncio.sleep(fault.duration_s)
+                    worker.thaw()
+            case Kind.SLOW:
+                worker.slow(fault.amount)
+                await asyncio.sleep(fault.duration_s)
+                worker.slow(1.0)
+            case _:
+                assert fault.kind in OF_EVENTS
+                worker.spoil(EventTrouble(fault.kind))
+                await asyncio.sleep(fault.duration_s)
+                worker.spoil(None)
+
+    async def _lane(self, fault: Fault, source: str, destination: str) -> None:
+        lanes = self._deployment.lanes
+        match fault.kind:
+            case Kind.LANE_STALL:
+                lanes.hold(source, destination)
+                await asyncio.sleep(fault.duration_s)
+                lanes.let_go(source, destination)
+            case Kind.LANE_SLOW:
+                lanes.condition(source, destination).slowness = fault.amount
+                await asyncio.sleep(fault.duration_s)
+                lanes.condition(source, destination).slowness = 1.0
+            case _:
+                ends = [self._deployment.workers.get(worker_id) for worker_id in (source, destination)]
+                if ends[0] is not None and ends[1] is not None:
+                    lanes.cut(ends[0].info.lane, ends[1].info.lane)
+
+    def _abort(self, share: float) -> None:
+        for request_id in tuple(self._clients.asked):
+            if self._rng.random() < share:
+                self._clients.abort(request_id)
+
+
+class EventTrouble:
+    """What happens to the KV events in a worker's messages to one gateway and the next: lost, late, twice, swapped.
+
+    Updates and load pass as they are: one stream carries them, and a stream loses nothing.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self._spoil: Callable[[list[Any]], list[Any]] = {
+            Kind.EVENTS_DROP: self._drop,
+            Kind.EVENTS_DOUBLE: self._double,
+            Kind.EVENTS_DELAY: self._delay,
+            Kind.EVENTS_SWAP: self._swap,
+        }[kind]
+        self._kept: list[Any] = []
+
+    def __call__(self, message: Any) -> Any:
+        """Changes a `FromWorker`."""
+        events = self._spoil(list(message.events))
+        del message.events[:]
+        message.events.extend(events)
+        return message
+
+    def _drop(self, events: list[Any]) -> list[Any]:
+        return []
+
+    def _double(self, events: list[Any]) -> list[Any]:
+        return events + events
+
+    def _delay(self, events: list[Any]) -> list[Any]:
+        """Each message's events come with the next message."""
+        events, self._kept = self._kept, events
+        return events
+
+    def _swap(self, events: list[Any]) -> list[Any]:
+        """Every second message's events come before those of the first."""
+        if not self._kept:
+            self._kept = events
+            return []
+        kept, self._kept = self._kept, []
+        return events + kept

@@ -1,0 +1,262 @@
+"""`baton simulate`: a cluster that does not exist, under a load that has not come yet, in trouble if need be."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cluster.bench.report import Objective
+from cluster.bench.verb import write_json
+from cluster.bench.workload import Lengths
+from cluster.config import PoolsConfig
+from cluster.simulate import soak as soaking
+from cluster.simulate.config import SimulationConfig, hardware_spec, simulated_router
+from cluster.simulate.faults import Fault, drawn
+from cluster.simulate.latency import Calibrated, calibrate, read_points
+from cluster.simulate.page import page
+from cluster.simulate.report import Summary, summarise, summary_table
+from cluster.simulate.shapes import GPUS, MODELS, gpu_of
+from cluster.simulate.simulation import simulate as run_simulation
+from cluster.simulate.sweep import Choice, Trial, cheapest, choices, numbers, sweep, sweep_table
+from cluster.simulate.workload import GENERATED, Load, Session, fitting, generated, recorded
+from protos.errors import Misconfigured
+from router.policies.registry import NAMES
+
+FORMAT = "baton-simulation/1"
+
+
+def simulate(
+    trace: Annotated[Path | None, typer.Option(help="Requests to replay, in Mooncake's format.")] = None,
+    workload: Annotated[str, typer.Option(help=f"Without a trace: {', '.join(GENERATED)}.")] = "poisson",
+    num_requests: Annotated[int | None, typer.Option("--requests", help="How many. Default: 1000, or all.")] = None,
+    rate: Annotated[float, typer.Option(help="Generated requests a second, on average.")] = 4.0,
+    rate_scale: Annotated[float, typer.Option(help="Run the trace's time this many times as fast.")] = 1.0,
+    input_len: Annotated[str, typer.Option(help="Tokens of a generated prompt: 256 or 100:200.")] = "200:4000",
+    output_len: Annotated[str, typer.Option(help="Tokens of a generated answer.")] = "20:400",
+    gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}.")] = "h100",
+    model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}.")] = "llama-3-8b",
+    tp: Annotated[str, typer.Option(help="GPUs of a worker; several, such as 1,2,4, with --sweep.")] = "1",
+    prefill: Annotated[str, typer.Option(help="Prefill workers; 0: the others read themselves. 1:8 to sweep.")] = "1",
+    decode: Annotated[str, typer.Option(help="Decode workers; 1:8 to sweep.")] = "1",
+    policy: Annotated[str, typer.Option(help=f"{', '.join(NAMES)}; several, with commas, to sweep.")] = "prefix_aware",
+    gateways: Annotated[int, typer.Option(help="Gateways, which share the requests.")] = 1,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 64,
+    calibration: Annotated[Path | None, typer.Option(help="Measured steps to take times from, as JSON.")] = None,
+    ttft_ms: Annotated[float | None, typer.Option(help="Objective: first token within.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token.")] = None,
+    attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
+    usd_per_gpu_hour: Annotated[float | None, typer.Option(help="Default: an example price of the GPU.")] = None,
+    fault: Annotated[list[str] | None, typer.Option(help="'AT KIND TARGET [for S] [by N]'. Repeatable.")] = None,
+    faults: Annotated[int, typer.Option(help="So many random faults.")] = 0,
+    audit_every: Annotated[int, typer.Option(help="Events between looks at all invariants; 0: at the end.")] = 0,
+    single_step: Annotated[bool, typer.Option("--single-step", help="Without leaps: the same, slower.")] = False,
+    seed: Annotated[int, typer.Option(help="Of load, faults and the order of ties.")] = 0,
+    sweep_all: Annotated[bool, typer.Option("--sweep", help="Every combination; the cheapest that is good.")] = False,
+    soak: Annotated[int, typer.Option(help="Run so many random clusters in random trouble instead.")] = 0,
+    replay: Annotated[int | None, typer.Option(help="Run one of them again, by its seed.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this file.")] = None,
+    events: Annotated[Path | None, typer.Option(help="Write the event log to this file.")] = None,
+) -> None:
+    """Run the production code in virtual time: size a cluster, tune a policy, look for faults."""
+    logging.getLogger("baton").setLevel(logging.ERROR)  # a simulated worker's end is no news to a terminal
+    if replay is not None:
+        return _replay(replay, events)
+    if soak:
+        return _soak(range(seed, seed + soak))
+    load = Load(
+        num_requests=num_requests or 1000, rate=rate, seed=seed,
+        prompts=Lengths.parse(input_len, param="input-len"), outputs=Lengths.parse(output_len, param="output-len"),
+    )  # fmt: skip
+    scene = _Scene(
+        gpu=gpu, model=model, block_size=block_size, gateways=gateways, leaping=not single_step, seed=seed,
+        latency=calibrate(read_points(calibration)) if calibration is not None else None,
+        usd_per_gpu_hour=gpu_of(gpu).usd_per_hour if usd_per_gpu_hour is None else usd_per_gpu_hour,
+        objective=Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms)),
+        sessions=recorded(trace, limit=num_requests, rate_scale=rate_scale) if trace else generated(workload, load),
+        faults=[Fault.parse(text) for text in fault or ()], num_faults=faults, audit_every=audit_every,
+    )  # fmt: skip
+    every = _choices(prefill, decode, tp, policy)
+    if sweep_all:
+        return _sweep(scene, every, attainment, json_file)
+    if len(every) != 1:
+        raise Misconfigured(f"{len(every)} clusters are asked for: give one of each, or --sweep", param="sweep")
+    _once(scene, every[0], json_file, html_file, events)
+
+
+def _choices(prefill: str, decode: str, tp: str, policy: str) -> list[Choice]:
+    return choices(
+        prefill=numbers(prefill, param="prefill"),
+        decode=numbers(decode, param="decode"),
+        tp=numbers(tp, param="tp"),
+        policies=policy.split(","),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scene:
+    """What all clusters of a sweep have in common."""
+
+    gpu: str
+    model: str
+    block_size: int
+    latency: Calibrated | None
+    usd_per_gpu_hour: float
+    gateways: int
+    leaping: bool
+    audit_every: int
+    seed: int
+    objective: Objective
+    sessions: Sequence[Session]
+    faults: Sequence[Fault]
+    num_faults: int
+
+    def config(self, choice: Choice) -> SimulationConfig:
+        spec = hardware_spec(
+            gpu=self.gpu,
+            model=self.model,
+            tp=choice.tp,
+            block_size=self.block_size,
+            latency=self.latency,
+            leaping=self.leaping,
+        )
+        pools = PoolsConfig(prefill=choice.prefill, decode=choice.decode)
+        if not choice.prefill:
+            pools = PoolsConfig(colocated=choice.decode)
+        return SimulationConfig(
+            pools=pools,
+            spec=spec,
+            router=simulated_router(choice.policy),
+            num_gateways=self.gateways,
+            num_gpus=choice.tp,
+            usd_per_gpu_hour=self.usd_per_gpu_hour,
+            audit_every=self.audit_every,
+            seed=self.seed,
+        )
+
+    def schedule(self, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
+        """The faults written down, and those that are drawn."""
+        workers = [f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)]
+        until_s = max(session.due_s for session in sessions)
+        random = drawn(self.num_faults, seed=self.seed, workers=workers, num_gateways=self.gateways, until_s=until_s)
+        return sorted([*self.faults, *random], key=lambda fault: fault.at_s)
+
+
+def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path | None, events: Path | None) -> None:
+    config = scene.config(choice)
+    sessions, num_left_out = fitting(scene.sessions, _longest(config))
+    errors = Console(stderr=True)
+    if scene.latency is not None:
+        fitted = scene.latency
+        errors.print(
+            f"calibrated on {fitted.num_points} steps: off by {fitted.error:.1%} on average, {fitted.worst:.1%} at most"
+        )
+    if num_left_out:
+        errors.print(f"{num_left_out} sessions left out: longer than a worker can hold", style="yellow")
+    start_s = time.perf_counter()
+    with events.open("w", encoding="utf-8") if events is not None else nullcontext() as log:
+        outcome = run_simulation(
+            config, sessions, scene.schedule(config, sessions), write=log.write if log is not None else None
+        )
+    took_s = time.perf_counter() - start_s
+    summary = summarise(outcome, scene.objective)
+    Console().print(summary_table(summary))
+    errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim")
+    command = shlex.join(["baton", *sys.argv[1:]])
+    if json_file is not None:
+        write_json(json_file, _document(command, [Trial(choice=choice, summary=summary)]))
+    if html_file is not None:
+        _write(html_file, page(outcome, summary, command=command))
+
+
+def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file: Path | None) -> None:
+    if not scene.objective.given:
+        raise Misconfigured("--sweep needs to know what is good: give --ttft-ms, --tpot-ms or both", param="sweep")
+
+    def try_out(choice: Choice) -> Summary:
+        config = scene.config(choice)
+        sessions, _ = fitting(scene.sessions, _longest(config))
+        return summarise(run_simulation(config, sessions, scene.schedule(config, sessions)), scene.objective)
+
+    trials: list[Trial] = []
+    columns = (BarColumn(40), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        row = bar.add_task(str(every[0]), total=len(every))
+        for trial in sweep(every, try_out):
+            trials.append(trial)
+            bar.update(row, advance=1, description=str(trial.choice))
+    console = Console()
+    console.print(sweep_table(trials, attainment))
+    best = cheapest(trials, attainment)
+    if best is None:
+        console.print(f"no cluster meets the objective for {attainment:.0%} of the requests", style="yellow")
+    else:
+        console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {best.usd:,.2f}")
+    if json_file is not None:
+        write_json(json_file, _document(shlex.join(["baton", *sys.argv[1:]]), trials))
+
+
+def _soak(seeds: range) -> None:
+    """Raises Exit(1) when an invariant broke in some."""
+    num_broken = 0
+    columns = (BarColumn(40), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, transient=True) as bar:
+        row = bar.add_task("", total=len(seeds))
+        for seed in seeds:
+            try:
+                soaking.run(seed)
+            except (AssertionError, BaseExceptionGroup) as error:
+                num_broken += 1
+                errors.print(f"{soaking.trial(seed).replay}: {soaking.reason(error)}", style="red", highlight=False)
+            bar.update(row, advance=1, description=f"{num_broken} broken" if num_broken else "")
+    Console().print(f"{len(seeds)} clusters in trouble, {num_broken} with a broken invariant")
+    if num_broken:
+        raise typer.Exit(1)
+
+
+def _replay(seed: int, events: Path | None) -> None:
+    trial = soaking.trial(seed)
+    console = Console()
+    for fault in trial.faults:
+        console.print(f"fault: {fault}", highlight=False)
+    with events.open("w", encoding="utf-8") if events is not None else nullcontext() as log:
+        outcome = run_simulation(
+            trial.config, trial.sessions, trial.faults, write=log.write if log is not None else None
+        )
+    console.print(summary_table(summarise(outcome, Objective())))
+
+
+def _document(command: str, trials: Sequence[Trial]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "command": command,
+        "runs": [{"cluster": asdict(trial.choice), "figures": asdict(trial.summary)} for trial in trials],
+    }
+
+
+def _longest(config: SimulationConfig) -> int:
+    spec = config.spec
+    return min(spec.scheduler.max_model_len, spec.num_blocks * spec.layout.block_size)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Misconfigured(f"--html {path}: {error.strerror}", param="html") from error
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

@@ -1,0 +1,119 @@
+"""Random clusters in random trouble; and proof that trouble is had, and that a broken invariant is seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.simulate import soak
+from cluster.simulate.device import Device
+from cluster.simulate.faults import Fault, Kind, drawn
+from cluster.simulate.simulation import Outcome, simulate
+from kvtransfer.reshard import Cut
+from protos.errors import Misconfigured
+from tests.unit.cluster.simulate.towns import sessions, town
+from workers.kv.blocks import BlockPool
+
+SEEDS_A_TEST = 20
+NUM_TESTS = 8
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS_A_TEST * NUM_TESTS, SEEDS_A_TEST))
+def test_no_invariant_breaks_whatever_happens(first: int) -> None:
+    """`baton simulate --soak 160` is the same; `--replay SEED` shows one of them."""
+    for seed in range(first, first + SEEDS_A_TEST):
+        try:
+            soak.run(seed)
+        except (AssertionError, BaseExceptionGroup) as error:
+            pytest.fail(f"{soak.trial(seed).replay}: {soak.reason(error)}")
+
+
+def test_a_seed_is_all_there_is_to_a_trial() -> None:
+    assert soak.trial(7) == soak.trial(7)
+    assert soak.run(7).fingerprint == soak.run(7).fingerprint
+
+
+def run(*faults: str, workload: str = "poisson") -> tuple[Outcome, list[str]]:
+    lines: list[str] = []
+    asked = sessions(workload, num=40, rate=20.0)
+    outcome = simulate(town(audit_every=20), asked, [Fault.parse(text) for text in faults], write=lines.append)
+    return outcome, lines
+
+
+def answered(outcome: Outcome) -> int:
+    return sum(not record.error for record in outcome.records)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "0.5 kill decode-0", "0.5 kill prefill-1", "0.5 pause decode-1 for 4", "0.5 slow prefill-0 for 3 by 20",
+        "0.5 reset decode-0", "0.1 lane-stall prefill-0>decode-0 for 40", "0.5 lane-cut prefill-0>decode-1",
+        "0.1 lane-slow prefill-1>decode-0 for 3 by 1000", "0.1 events-drop decode-0 for 2",
+        "0.1 events-delay prefill-0 for 2", "0.1 events-double prefill-0 for 2", "0.1 events-swap decode-0 for 2",
+        "0.5 index-lost 0", "0.5 drain decode-0", "0.5 drain prefill-0",
+    ],
+)  # fmt: skip
+def test_every_request_survives(fault: str) -> None:
+    outcome, lines = run(fault)
+    assert answered(outcome) == 40
+    assert any(" fault " in line for line in lines)
+
+
+def test_a_killed_worker_is_started_again_and_its_answers_go_on() -> None:
+    _, lines = run("0.2 kill decode-0")
+    assert sum(" worker serves decode-0 " in line for line in lines) == 2
+    assert any(" ended " in line and ">decode-0," in line for line in lines), "nothing has moved on"
+
+
+def test_clients_of_a_lost_gateway_are_told_and_leave_nothing_behind() -> None:
+    outcome, _ = run("0.5 gateway-restart 0")
+    errors = {record.error for record in outcome.records}
+    assert errors == {"", "gateway_lost"}
+
+
+def test_clients_that_leave_leave_nothing_behind() -> None:
+    outcome, _ = run("0.5 aborts clients by 1.0")
+    assert {record.error for record in outcome.records} == {"", "aborted"}
+
+
+def test_a_fault_that_is_written_down_can_be_read() -> None:
+    faults = drawn(200, seed=1, workers=("prefill-0", "decode-0"), num_gateways=2, until_s=10.0)
+    assert [Fault.parse(str(fault)) for fault in faults] == faults
+    assert {fault.kind for fault in faults} == set(Kind)
+
+
+@pytest.mark.parametrize("text", ["kill decode-0", "1 melt decode-0", "1 kill decode-0 with 3"])
+def test_a_fault_that_cannot_be_read_is_named(text: str) -> None:
+    with pytest.raises(Misconfigured, match="AT KIND TARGET"):
+        Fault.parse(text)
+
+
+@pytest.mark.parametrize("fault", ["1 kill decode-7", "1 lane-cut decode-0", "1 gateway-restart 3"])
+def test_a_fault_of_something_that_does_not_exist_is_refused(fault: str) -> None:
+    with pytest.raises(BaseExceptionGroup) as failed:
+        run(fault)
+    assert "does not exist" in soak.reason(failed.value)
+
+
+def broken(workload: str = "poisson") -> str:
+    with pytest.raises((AssertionError, BaseExceptionGroup)) as failed:
+        run(workload=workload)
+    return soak.reason(failed.value)
+
+
+def test_kv_that_never_came_shows_as_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(device: Device, cut: Cut, payload: object) -> None: ...
+
+    monkeypatch.setattr(Device, "write", forget)
+    assert "it must be" in broken()
+
+
+def test_a_block_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = BlockPool.release
+    monkeypatch.setattr(BlockPool, "release", lambda pool, block_ids: release(pool, block_ids[1:]))
+    assert "references" in broken() or "held" in broken()
+
+
+def test_a_block_that_is_freed_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "acquire", lambda pool, block_ids: None)
+    assert broken("conversations")

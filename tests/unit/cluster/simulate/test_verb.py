@@ -1,0 +1,85 @@
+"""`baton simulate` as people use it: tables, files, sweeps, soaks, and mistakes that are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cluster.cli import make_app
+from protos.errors import Misconfigured
+
+SMALL = ("--requests", "30", "--rate", "10", "--input-len", "50:400", "--output-len", "5:40")
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(make_app(["simulate"]), ["simulate", *arguments])
+
+
+def answer(*arguments: str) -> str:
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_it_says_how_fast_how_full_and_how_dear() -> None:
+    told = answer(*SMALL, "--ttft-ms", "500")
+    for words in ("30 of 30", "TTFT", "goodput", "GPUs busy", "USD a million tokens", "event log"):
+        assert words in told
+
+
+def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path) -> None:
+    figures, page, events = tmp_path / "run.json", tmp_path / "run.html", tmp_path / "events.log"
+    answer(*SMALL, "--json", str(figures), "--html", str(page), "--events", str(events))
+    (run,) = json.loads(figures.read_text())["runs"]
+    assert run["cluster"]["decode"] == 1
+    assert run["figures"]["report"]["num_completed"] == 30
+    assert run["figures"]["num_events"] == len(events.read_text().splitlines())
+    html = page.read_text()
+    assert html.count("<svg") == 6
+    assert "http" not in html
+    assert "nan" not in html
+
+
+def test_stepping_one_by_one_tells_the_same() -> None:
+    assert answer(*SMALL) == answer(*SMALL, "--single-step")
+
+
+def test_a_sweep_finds_the_cheapest_cluster_that_is_good_enough(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.json"
+    told = answer(
+        *SMALL, "--sweep", "--prefill", "0:1", "--decode", "1,2", "--ttft-ms", "300", "--json", str(file),
+    )  # fmt: skip
+    assert "the cheapest for 95% of the requests: 1 colocated" in told
+    assert len(json.loads(file.read_text())["runs"]) == 4
+
+
+def test_faults_can_be_written_down_and_drawn() -> None:
+    told = answer(*SMALL, "--fault", "0.5 kill decode-0", "--faults", "3", "--audit-every", "50")
+    assert "requests completed" in told
+
+
+def test_a_soak_says_how_it_went_and_one_of_its_seeds_can_be_seen_again() -> None:
+    assert "3 clusters in trouble, 0 with a broken invariant" in answer("--soak", "3")
+    assert "event log" in answer("--replay", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--gpu", "h900"), "--gpu h900"),
+        (("--model", "llama-9"), "--model llama-9"),
+        (("--model", "llama-3-70b"), "--tp 1"),
+        (("--decode", "1:3"), "or --sweep"),
+        (("--decode", "some"), "--decode some"),
+        (("--sweep",), "--ttft-ms"),
+        (("--fault", "now"), "--fault"),
+        (("--policy", "dice"), "dice"),
+    ],
+)
+def test_mistakes_are_named_with_their_flag(arguments: tuple[str, ...], named: str) -> None:
+    result = call(*SMALL, *arguments)
+    assert isinstance(result.exception, Misconfigured)
+    assert named in str(result.exception)
