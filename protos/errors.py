@@ -26,6 +26,7 @@
     │   ├── BadCheckpoint                                    files missing, truncated or contradictory
     │   └── IncompatibleWorkers                              layouts, dtypes or models that cannot be paired
     └── Internal                  INTERNAL             500   a bug of ours
+        └── RequestKillsWorkers                              it was on several workers when they died: not tried again
 
 An error crosses a process boundary as (code, message, param, retry_after_s): `ErrorInfo` in `protos.values`.
 """
@@ -171,6 +172,10 @@ class IncompatibleWorkers(Misconfigured):
 
 class Internal(BatonError):
     code = "internal_error"
+
+
+class RequestKillsWorkers(Internal):
+    code = "request_kills_workers"
 
 
 def _tree(root: type[BatonError]) -> dict[str, type[BatonError]]:
