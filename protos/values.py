@@ -265,6 +265,7 @@ class WorkerLoad:
     decode_step_s: float = 0.0
     transfer_bytes: int = 0
     transfer_s: float = 0.0
+    transfer_hidden_s: float = 0.0
     draining: bool = False
     num_pulled_tokens: int = 0
     num_failed_pulls: int = 0

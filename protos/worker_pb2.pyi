@@ -364,6 +364,7 @@ class WorkerLoad(_message.Message):
     DECODE_STEP_S_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_HIDDEN_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_FAILED_PULLS_FIELD_NUMBER: _builtins.int
@@ -383,6 +384,8 @@ class WorkerLoad(_message.Message):
     transfer_bytes: _builtins.int
     """KV sent or received since start"""
     transfer_s: _builtins.float
+    transfer_hidden_s: _builtins.float
+    """of transfer_s, while the prompt was still being computed"""
     draining: _builtins.bool
     num_pulled_tokens: _builtins.int
     """since start, as are the next two"""
@@ -406,6 +409,7 @@ class WorkerLoad(_message.Message):
         decode_step_s: _builtins.float = ...,
         transfer_bytes: _builtins.int = ...,
         transfer_s: _builtins.float = ...,
+        transfer_hidden_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
         num_pulled_tokens: _builtins.int = ...,
         num_failed_pulls: _builtins.int = ...,
@@ -414,7 +418,7 @@ class WorkerLoad(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "lanes", b"lanes", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "lanes", b"lanes", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_hidden_s", b"transfer_hidden_s", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,6 +41,7 @@ class PoolTotals:
     num_cached_tokens: int = 0
     transfer_bytes: int = 0
     transfer_s: float = 0.0
+    transfer_hidden_s: float = 0.0
     num_losses: int = 0
 
 
@@ -263,6 +264,7 @@ class Fleet:
             totals = self.totals[member.role]
             totals.transfer_bytes += max(0, step.load.transfer_bytes - before.transfer_bytes)
             totals.transfer_s += max(0.0, step.load.transfer_s - before.transfer_s)
+            totals.transfer_hidden_s += max(0.0, step.load.transfer_hidden_s - before.transfer_hidden_s)
             self.lane_totals.note(member.role, before, step.load)
         self._enter(member, WorkerState.DRAINING if step.load.draining else WorkerState.READY)
         self._changed()

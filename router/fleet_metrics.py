@@ -27,6 +27,11 @@ COUNTERS: tuple[tuple[str, str, Callable[[PoolTotals], float]], ...] = (
     ("prefix_hit_tokens", "Of those, found in the reader's prefix cache", lambda totals: totals.num_cached_tokens),
     ("transfer_bytes", "KV bytes sent or received", lambda totals: totals.transfer_bytes),
     ("transfer_seconds", "Seconds KV spent on its way", lambda totals: totals.transfer_s),
+    (
+        "transfer_hidden_seconds",
+        "Of those, seconds in which its prompt was still being computed",
+        lambda totals: totals.transfer_hidden_s,
+    ),
     ("losses", "Times a worker that was ready was lost", lambda totals: totals.num_losses),
 )
 

@@ -110,7 +110,8 @@ class Outbox:
         wire.send(messages, load.ready)
         if not self.queue:  # else the next payload is put beside it meanwhile
             wire.flush()
-        elapsed_s = time.monotonic() - start_s
+        ended_s = time.monotonic()
+        elapsed_s = ended_s - start_s
         num_bytes = sum(message.header.num_bytes for message in messages)
         self.lane.moved(num_bytes, elapsed_s)
         with self._changed:
@@ -119,7 +120,7 @@ class Outbox:
         if load.payload is None:
             return None
         self._staging.give(load.payload)
-        return Sent(chunk=load.chunk, num_bytes=num_bytes, elapsed_s=elapsed_s)
+        return Sent(chunk=load.chunk, num_bytes=num_bytes, elapsed_s=elapsed_s, ended_s=ended_s)
 
     def _has_something_to_do(self) -> bool:
         return bool(self.queue) or self.lane.parting or self.lane.closing.is_set()

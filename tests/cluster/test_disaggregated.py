@@ -182,6 +182,8 @@ async def test_tensor_parallel_pools_hand_over_every_heads_kv(oracle: Oracle, tp
     async with pair_of(folder, prefilling, decoding, PrefillConfig(group_bytes=1)) as pair:
         assert await pair.answers(PROMPTS) == expected
         assert (await pair.stats("decode-0")).load.transfer_bytes > 0
+        load = (await pair.stats("prefill-0")).load
+        assert 0 < load.transfer_hidden_s <= load.transfer_s
 
 
 async def test_a_decode_worker_short_of_blocks_preempts_and_still_says_the_same(oracle: Oracle) -> None:

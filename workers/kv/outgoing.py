@@ -49,6 +49,13 @@ class Push:
     begun_s: float
     complete: bool = False
     moves: bool = False
+    completed_s: float | None = None
+
+    def hidden_s(self, event: Sent) -> float:
+        """How long a chunk has travelled while the sequence was still computed."""
+        if self.completed_s is None or event.ended_s is None:
+            return event.elapsed_s
+        return min(max(0.0, self.completed_s - event.ended_s + event.elapsed_s), event.elapsed_s)
 
     @property
     def request_id(self) -> str:
@@ -81,12 +88,14 @@ class Outgoing:
         self._chunk_bytes = chunk_bytes
         self._group_bytes = group_bytes
         self._pushes: dict[str, Push] = {}  # by ticket
+        self._leaving: dict[str, Push] = {}  # all offered, not all sent
         self._released: list[str] = []
         self._failed: dict[str, BatonError] = {}
         self._stayed: dict[str, BatonError] = {}
         self._num_moved = 0
         self._num_bytes = 0
         self._busy_s = 0.0
+        self._hidden_s = 0.0
 
     # -- what is pushed ------------------------------------------------------------------------------------------------
 
@@ -116,7 +125,7 @@ class Outgoing:
             return None
         push.complete = True
         if push.session.all_offered:
-            del self._pushes[push.session.ticket.ticket_id]
+            self._leave(push)
             return True
         return False
 
@@ -183,7 +192,10 @@ class Outgoing:
         return True
 
     def tick(self, now: float) -> Tick:
-        """Pushes what can be pushed. The engine's blocks are read here and nowhere else."""
+        """Pushes what can be pushed. The engine's blocks are read here, and where `launching` arms a step for it."""
+        for push in (*self._pushes.values(), *self._leaving.values()):
+            if push.complete and push.completed_s is None:
+                push.completed_s = now
         for event in self._mover.poll_sent():
             if isinstance(event, Sent):
                 self._sent(event, now)
@@ -230,6 +242,7 @@ class Outgoing:
             num_tickets=load.num_tickets + len(self._pushes),
             transfer_bytes=load.transfer_bytes + self._num_bytes,
             transfer_s=load.transfer_s + self._busy_s,
+            transfer_hidden_s=self._hidden_s,
             num_moved=self._num_moved,
         )
 
@@ -255,7 +268,7 @@ class Outgoing:
             self._num_moved += 1
             self._offer(push, now)
         if push.complete and session.all_offered:
-            del self._pushes[session.ticket.ticket_id]
+            self._leave(push)
             self._let_go(push)
 
     def _offer(self, push: Push, now: float) -> None:
@@ -270,11 +283,27 @@ class Outgoing:
     def _sent(self, event: Sent, now: float) -> None:
         self._num_bytes += event.num_bytes
         self._busy_s += event.elapsed_s
-        push = self._pushes.get(event.chunk.ticket_id)
+        ticket_id = event.chunk.ticket_id
+        push = self._pushes.get(ticket_id) or self._leaving.get(ticket_id)
         if push is not None and push.session.ticket.generation == event.chunk.generation:
             push.session.sent(event.chunk, now)
+            self._hidden_s += push.hidden_s(event)
+            if push.session.num_sent == push.session.num_offered:
+                self._leaving.pop(ticket_id, None)
+
+    def _leave(self, push: Push) -> None:
+        """Nothing is left to be read: only how long the rest travels is of interest."""
+        ticket_id = push.session.ticket.ticket_id
+        del self._pushes[ticket_id]
+        if push.session.num_sent < push.session.num_offered:
+            self._leaving[ticket_id] = push
 
     def _lost(self, event: LaneLost) -> None:
+        self._leaving = {
+            ticket_id: push
+            for ticket_id, push in self._leaving.items()
+            if peer_name(push.session.ticket.destination) != event.peer
+        }
         for push in tuple(self._pushes.values()):
             if peer_name(push.session.ticket.destination) == event.peer:
                 self._fail(push, f"the lane to {event.peer} was lost: {event.reason}")

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvtransfer.session import Session
+from kvtransfer.transport import Sent
 from prefill_pool.config import PrefillConfig
 from protos.errors import IncompatibleWorkers, InvalidRequest, Misconfigured, TransferFailed
 from protos.values import FinishReason
@@ -21,6 +23,7 @@ from tests.unit.decode_pool.pair import (
     expected,
     prompt,
 )
+from workers.kv.outgoing import Push, Shared
 from workers.toy import toy_tokens
 
 
@@ -337,6 +340,21 @@ def test_a_prompt_whose_lane_is_full_is_pushed_when_there_is_room() -> None:
     pair.finish()
     for request_id, prompt_ids in prompts.items():
         assert pair.text(request_id) == expected(prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("completed_s", "ended_s", "hidden_s"), [(None, 5.0, 2.0), (6.0, 5.0, 2.0), (4.0, 5.0, 1.0), (1.0, 5.0, 0.0)]
+)
+def test_a_chunk_is_hidden_as_long_as_its_prompt_is_computed(
+    completed_s: float | None, ended_s: float, hidden_s: float
+) -> None:
+    """Of two seconds on the lane."""
+    ticket = Pair().reserve("r", prompt(4))
+    session = Session(ticket, max_chunk_blocks=1)
+    chunk = session.next_chunk(4, complete=True)
+    assert chunk is not None
+    push = Push(Shared(block_ids=(), num_computed=4), session, begun_s=0.0, completed_s=completed_s)
+    assert push.hidden_s(Sent(chunk=chunk, num_bytes=1, elapsed_s=2.0, ended_s=ended_s)) == hidden_s
 
 
 def test_load_counts_what_was_sent() -> None:
