@@ -166,6 +166,7 @@ class CollectiveSender:
         if sent is not None:
             with self._changed:
                 self._events.append(sent)
+        if sent is not None or outbox.lane.idles():
             self._wake()
 
     def _lost(self, outbox: Outbox, reason: str, final: bool) -> None:

@@ -79,6 +79,10 @@ class Lane:
         self._busy_s += elapsed_s
         self._progress_s = time.monotonic()
 
+    def idles(self) -> bool:
+        """For so long that it should be given up, unless it is needed?"""
+        return time.monotonic() - self._progress_s > self._config.idle_s
+
     def sever(self) -> None:
         """Returns at once; whatever waits on the wire fails as soon as it notices."""
         with self._wire_lock:

@@ -88,6 +88,8 @@ class Inbox:
         if header.goodbye:
             raise Parted
         if header.chunk is None:
+            if self.lane.idles():
+                self._wake()
             return
         parcel = self._parcel(header.chunk, stream)
         if header.void:

@@ -92,6 +92,7 @@ class Incoming:
         known = self.ledger.renew(request.request_id, request.generation, now)
         if known is not None:
             return known.ticket
+        self._mover.sources.require(peer_name(request.source), self._live_sources())
         fenced = self.ledger.abort(request.request_id, f"generation {request.generation} took its place")
         self._free(fenced)
         cached_ids, block_ids = self._provide(request)
@@ -222,6 +223,7 @@ class Incoming:
         self._receive(now)
         for reservation in self.ledger.expire(now):
             self._free(reservation)
+        self._mover.sources.tend(now, self._live_sources)
         failed = tuple(self._failed.items())
         self._failed.clear()
         return failed
@@ -238,12 +240,16 @@ class Incoming:
             transfer_s=load.transfer_s + self._busy_s,
             num_pulled_tokens=self._num_pulled_tokens,
             num_failed_pulls=self._num_failed_pulls,
+            lanes=self._mover.lane_loads(),
         )
 
     def stats(self, now: float) -> tuple[TicketStats, ...]:
         return self.ledger.stats(now)
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _live_sources(self) -> set[str]:
+        return {ticket.owner for ticket in self.ledger.stats(0.0)}
 
     def _settle(self, ticket: Ticket, num_tokens: int) -> None:
         """A sequence that grew while it moved has come with the KV of so many tokens. There was room for more."""

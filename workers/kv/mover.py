@@ -12,9 +12,12 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvtransfer.config import LaneConfig
+from kvtransfer.lanes import merged
 from kvtransfer.reshard import Cut, cut_in, cut_out
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Receiver, Sender, Sent, peer_name
-from protos.values import KVLayout, LaneAddress, LaneStats, Ticket
+from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
+from workers.kv.upkeep import Upkeep
 
 Payload = TypeVar("Payload")
 
@@ -51,7 +54,7 @@ class Dock(Generic[Payload]):
     `follows_layers` says that whoever computes calls `after_layer`.
     """
 
-    OPERATIONS = ("open", "push", "arm", "look", "land", "drop", "forget", "expect", "cancel")
+    OPERATIONS = ("open", "push", "arm", "look", "land", "drop", "forget", "expect", "cancel", "part_to", "part_from")
     """What rank 0 tells the others to do: all that `Mover` ever tells."""
 
     def __init__(
@@ -127,12 +130,24 @@ class Dock(Generic[Payload]):
         self._armed = [armed for armed in self._armed if armed[0].ticket_id != ticket_id]
         self.sending().cancel(ticket_id)
 
+    def part_to(self, peer: str) -> None:
+        self.sending().part(peer)
+
+    def part_from(self, peer: str) -> None:
+        self.receiving().part(peer)
+
     def settle(self) -> None:
         """Followers call it after every operation. What they would report is not needed: rank 0 asks them to look
         for what has come to itself."""
         for end in (self.sender, self.receiver):
             if end is not None:
                 end.poll()
+
+    def lanes_out(self) -> Sequence[LaneStats]:
+        return self.sender.lanes() if self.sender else ()
+
+    def lanes_in(self) -> Sequence[LaneStats]:
+        return self.receiver.lanes() if self.receiver else ()
 
     def close(self) -> None:
         for end in (self.sender, self.receiver):
@@ -163,7 +178,10 @@ class Mover:
     were written (`kvtransfer.reshard.covering`); to land, one for each block of the chunk.
     """
 
-    def __init__(self, dock: Dock[Any], tell: Tell) -> None:
+    def __init__(self, dock: Dock[Any], tell: Tell, lanes: LaneConfig | None = None) -> None:
+        lanes = lanes or LaneConfig()
+        self.destinations = Upkeep(dock.lanes_out, self._part_to, lanes)
+        self.sources = Upkeep(dock.lanes_in, self._part_from, lanes)
         self._dock = dock
         self._tell = tell
         self._coming: list[Arrived] = []  # at rank 0, and not everywhere yet
@@ -264,11 +282,25 @@ class Mover:
         self._dock.forget(peer, kept)
 
     def busy(self) -> bool:
-        """Is anything on its way at rank 0?"""
-        return any(end.busy() for end in (self._dock.sender, self._dock.receiver) if end is not None)
+        """Is anything on its way at rank 0, or does a lane idle for too long?"""
+        on_its_way = any(end.busy() for end in (self._dock.sender, self._dock.receiver) if end is not None)
+        return on_its_way or self.destinations.overdue() or self.sources.overdue()
 
     def lanes(self) -> Sequence[LaneStats]:
-        return [lane for end in (self._dock.sender, self._dock.receiver) if end is not None for lane in end.lanes()]
+        return [*self._dock.lanes_out(), *self._dock.lanes_in()]
+
+    def lane_loads(self) -> tuple[LaneLoad, ...]:
+        """How rank 0's lanes fare, by transport."""
+        ends = (self._dock.sender, self._dock.receiver)
+        return merged(load for end in ends if end is not None for load in end.loads())
+
+    def _part_to(self, peer: str) -> None:
+        self._tell("part_to", peer)
+        self._dock.part_to(peer)
+
+    def _part_from(self, peer: str) -> None:
+        self._tell("part_from", peer)
+        self._dock.part_from(peer)
 
     def close(self) -> None:
         """Closes rank 0's lanes; a follower closes its own when it is told to stop."""

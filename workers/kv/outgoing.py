@@ -158,6 +158,7 @@ class Outgoing:
     def _open(self, ticket: Ticket, now: float) -> Session:
         destination = ticket.destination
         require_compatible(self._mover.address.worker_id, self._layout, destination.worker_id, ticket.layout)
+        self._mover.destinations.require(peer_name(destination), self._live_destinations())
         older = self._pushes.get(ticket.ticket_id)
         if older is not None and older.session.ticket.generation >= ticket.generation:
             raise InvalidRequest(
@@ -207,6 +208,7 @@ class Outgoing:
                 self._fail(push, f"the lease of {push.session.ticket.lease_s:g} s is over and nothing has moved")
             else:
                 self._advance(push, now, moved)
+        self._mover.destinations.tend(now, self._live_destinations)
         tick = Tick(
             released=tuple(self._released),
             failed=tuple(self._failed.items()),
@@ -254,6 +256,9 @@ class Outgoing:
         return [i for push in self._pushes.values() if isinstance(push.source, Shared) for i in push.source.block_ids]
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _live_destinations(self) -> set[str]:
+        return {peer_name(push.session.ticket.destination) for push in self._pushes.values()}
 
     def _advance(self, push: Push, now: float, moved: list[str]) -> None:
         session, source = push.session, push.source

@@ -31,6 +31,10 @@ class Upkeep:
         require_health(peer, self._lanes())
         require_room(peer, needed, self._config)
 
+    def overdue(self) -> bool:
+        """Has a lane idled for so long that `tend` should look whether anybody needs it?"""
+        return any(lane.idle_s > self._config.idle_s for lane in self._lanes())
+
     def tend(self, now: float, needed: Callable[[], Collection[str]]) -> None:
         """Gives up what nobody needs. To be called often; it looks once a second."""
         if now < self._next_look_s:

@@ -59,7 +59,7 @@ def assemble(
     bell = Bell()
     ends = make_ends(rank, seat, bell)
     leader = Leader(group)
-    mover = Mover(make_dock(rank, sender=ends.sender, receiver=ends.receiver), leader.tell)
+    mover = Mover(make_dock(rank, sender=ends.sender, receiver=ends.receiver), leader.tell, config.lanes)
     roles: list[RoleT] = []
 
     def role_for(pool: BlockPool) -> RoleT:

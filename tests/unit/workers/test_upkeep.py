@@ -1,0 +1,57 @@
+"""Lanes are looked after now and then, and tickets kept from lanes that cannot serve them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvtransfer.config import LaneConfig
+from protos.errors import Overloaded, TransferFailed
+from protos.values import LaneStats
+from workers.kv.upkeep import PERIOD_S, Upkeep
+
+LANE = LaneStats(peer="a", transport="shm", state="open", num_bytes=0, busy_s=0.0, idle_s=10.0)
+
+
+class Lanes:
+    def __init__(self, *lanes: LaneStats, **settings: float) -> None:
+        self.lanes = list(lanes)
+        self.parted: list[str] = []
+        self.upkeep = Upkeep(lambda: self.lanes, self.part, LaneConfig(**settings))  # type: ignore[arg-type]
+
+    def part(self, peer: str) -> None:
+        self.parted.append(peer)
+        self.lanes = [lane for lane in self.lanes if lane.peer != peer]
+
+
+def test_an_idle_lane_is_given_up_and_one_with_a_ticket_is_not() -> None:
+    lanes = Lanes(LANE, replace(LANE, peer="b"), replace(LANE, peer="c", idle_s=1.0), idle_s=5.0)
+    assert lanes.upkeep.overdue()
+    lanes.upkeep.tend(100.0, lambda: {"b"})
+    assert lanes.parted == ["a"]
+    assert lanes.upkeep.overdue(), "b will do when its ticket has ended"
+
+
+def test_it_looks_once_in_a_while_only() -> None:
+    lanes = Lanes(LANE, idle_s=5.0)
+    asked = 0
+
+    def needed() -> set[str]:
+        nonlocal asked
+        asked += 1
+        return {"a"}
+
+    for step in range(20):
+        lanes.upkeep.tend(100.0 + step * PERIOD_S / 10, needed)
+    assert asked == 2
+
+
+def test_no_ticket_is_made_for_a_sick_lane_or_one_too_many() -> None:
+    lanes = Lanes(LANE, max_lanes=1)
+    lanes.upkeep.require("a", {"a"})
+    with pytest.raises(Overloaded):
+        lanes.upkeep.require("b", {"a"})
+    lanes.lanes = [replace(LANE, state="quarantined", reason="nothing moved")]
+    with pytest.raises(TransferFailed, match="nothing moved"):
+        lanes.upkeep.require("a", set())
