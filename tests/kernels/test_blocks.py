@@ -22,6 +22,14 @@ def test_blocks_are_copied_there_and_back(dtype: torch.dtype, shape: tuple[int, 
     assert torch.equal(destination, expected)
 
 
+def test_runs_of_any_shape_are_gathered_into_memory_that_is_there(dtype: torch.dtype) -> None:
+    """As rows of single heads, for a worker with other ranks."""
+    rows = normal(2, 2, 12, 50, dtype=dtype)
+    ids, memory = torch.tensor([7, 0, 7, 11], device=DEVICE), torch.zeros(2, 2, 4, 50, dtype=dtype, device=DEVICE)
+    gather(rows, ids, memory)
+    assert torch.equal(memory, rows[:, :, ids])
+
+
 def test_no_blocks_are_no_launch() -> None:
     cache, ids = normal(2, 2, 3, 1, 4, 8, dtype=torch.float32), torch.empty(0, dtype=torch.int64, device=DEVICE)
     before = cache.clone()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvtransfer.reshard import Cut
 from protos.values import KVLayout
 from workers.kv.storage import KVStorage
 
@@ -30,6 +35,26 @@ def test_blocks_move_to_other_places_of_another_cache() -> None:
         assert torch.equal(destination.values(layer)[[8, 2, 7]], before.values(layer)[[4, 0, 5]])
     untouched = [0, 1, 3, 4, 5, 6]
     assert not destination.data[:, :, untouched].any()
+
+
+@given(st.data())
+def test_a_cut_is_what_indexing_gives_and_lands_in_any_other(data: st.DataObject) -> None:
+    """Some layers, some heads, parts of blocks: out of one cache into another with blocks of another size."""
+    source, destination = filled(6), KVStorage(replace(LAYOUT, block_size=1), num_blocks=20)
+    blocks = data.draw(st.permutations(range(6)).map(lambda ids: ids[:3]))
+    first = data.draw(st.integers(0, 5))
+    layer = data.draw(st.integers(0, 2))
+    pieces = data.draw(st.sampled_from([(range(2),), (range(1), range(1, 2)), (range(1, 2),)]))
+    out = Cut(block_ids=tuple(blocks), unit=1, units=range(first, 6), layers=range(layer, 3), pieces=pieces)
+    payload = source.read(out, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    places = tuple(range(9, 9 + 6 - first))
+    destination.write(replace(out, block_ids=places, units=range(6 - first)), payload)
+    tokens = source.data[:, :, blocks].transpose(2, 3).flatten(3, 4)[:, :, :, first:]  # [L, 2, K, tokens, D]
+    expected = torch.zeros_like(destination.data)
+    for heads in pieces:
+        part = tokens[layer:, :, heads.start : heads.stop].transpose(2, 3).unsqueeze(4)
+        expected[layer:, :, places[0] : places[-1] + 1, heads.start : heads.stop] = part
+    assert torch.equal(destination.data, expected)
 
 
 def test_a_range_of_a_blocks_heads_is_contiguous() -> None:

@@ -1,0 +1,36 @@
+"""Payloads cut out of a GPU's cache, beside the computation, are those of a CPU's. Left out where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtransfer.reshard import Cut
+from protos.values import KVLayout
+from workers.kv.storage import KVStorage
+
+pytestmark = pytest.mark.gpu
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
+WHOLE = Cut(block_ids=(5, 0, 3), unit=16, units=range(3), layers=range(3), pieces=(range(4),))
+PARTS = Cut(block_ids=(5, 0), unit=8, units=range(1, 5), layers=range(1, 2), pieces=(range(1), range(2, 4)))
+
+
+def memory(device: str, num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize("cut", [WHOLE, PARTS], ids=["whole blocks", "parts, beyond the last block"])
+def test_payloads_are_those_of_a_cpu(cut: Cut) -> None:
+    values = torch.randn(3, 2, 6, 4, 16, 64).bfloat16()
+    payloads = []
+    for device in ("cpu", "cuda"):
+        storage = KVStorage(LAYOUT, num_blocks=6, device=device)
+        storage.data.copy_(values)
+        with storage.aside():
+            payload = storage.read(cut, lambda num_bytes, device=device: memory(device, num_bytes))
+        storage.rejoin()
+        storage.data.zero_()  # waits for what was read aside
+        payloads.append(payload.cpu())
+        storage.write(WHOLE, storage.read(WHOLE, lambda num_bytes, device=device: memory(device, num_bytes)))
+    assert torch.equal(*payloads)
