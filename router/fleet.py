@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -43,6 +43,7 @@ class PoolTotals:
     transfer_s: float = 0.0
     transfer_hidden_s: float = 0.0
     num_losses: int = 0
+    num_pauses: int = 0
 
 
 class Fleet:
@@ -133,13 +134,22 @@ class Fleet:
                 min(matched.get(member.worker_id, 0) * block_size, num_tokens - 1),
                 self.predictor.expect(member.worker_id, member.role, member.load, now=now),
             )
-            for member in self._members.values()
-            if member.takes_work and member.role is not None
+            for member in self._trusted(now)
+            if member.role is not None
         ]
 
     def each_candidate(self) -> Iterator[Candidate]:
         """Workers that take new work, for whoever looks at their load alone and may stop at the first."""
         return (member.candidate(0) for member in self._members.values() if member.takes_work)
+
+    def _trusted(self, now: float) -> list[Member]:
+        """Those that take work, without those whose breaker gives them a pause: never a pool's last."""
+        taking = [member for member in self._members.values() if member.takes_work]
+        trusted = [member for member in taking if member.breaker.allows(now)]
+        if len(trusted) == len(taking):
+            return taking
+        roles = {member.role for member in trusted}
+        return [member for member in taking if member in trusted or member.role not in roles]
 
     def ready(self) -> bool:
         """Would a request be served?"""
@@ -168,6 +178,14 @@ class Fleet:
         if worker_id not in self._members:
             raise NotFound(f"there is no worker {worker_id}: the fleet is {', '.join(self._members) or 'empty'}")
         return await self._members[worker_id].connection().drain(exit=True)
+
+    def blame(self, worker_ids: Iterable[str]) -> None:
+        """A request failed on these workers, for a reason that may be theirs."""
+        now = asyncio.get_running_loop().time()
+        for member in (self._members[worker_id] for worker_id in worker_ids if worker_id in self._members):
+            if member.breaker.failed(now) and member.role is not None:
+                log.warning("worker %s keeps failing what it is given: it has a pause", member.worker_id)
+                self.totals[member.role].num_pauses += 1
 
     def count_read(self, reader: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A prompt has been read: so much of it came from the reader's cache."""

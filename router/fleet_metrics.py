@@ -33,6 +33,7 @@ COUNTERS: tuple[tuple[str, str, Callable[[PoolTotals], float]], ...] = (
         lambda totals: totals.transfer_hidden_s,
     ),
     ("losses", "Times a worker that was ready was lost", lambda totals: totals.num_losses),
+    ("pauses", "Times a worker that kept failing was kept away from", lambda totals: totals.num_pauses),
 )
 
 

@@ -21,6 +21,7 @@ from protos.values import (
     WorkerLoad,
     WorkerRole,
 )
+from router.breaker import Breaker
 from router.client import Updates, WorkerClient
 from router.policies.base import Candidate
 from router.predict import Expectation
@@ -70,6 +71,7 @@ class Member:
         self.info: WorkerInfo | None = None
         self.load = WorkerLoad()
         self.client: WorkerClient | None = None
+        self.breaker = Breaker()
         self._routed: dict[str, Routed] = {}
 
     @property
@@ -96,6 +98,7 @@ class Member:
         """A handshake went well. A new life of the worker starts without load."""
         if self.info is None or self.info.incarnation != info.incarnation:
             self.load = WorkerLoad()
+            self.breaker.reset()
         self.info, self.client = info, client
 
     def enter(self, state: WorkerState, reason: str = "") -> bool:
