@@ -34,6 +34,7 @@ from router.member import Member
 from router.moving import Moves, Place
 from router.policies.base import Candidate, Decision, Policy
 from router.policies.pair import decodes
+from router.pulling import Pull, Pulls
 from router.record import What
 
 log = logging.getLogger("baton.router")
@@ -44,12 +45,14 @@ RENEWALS_A_LEASE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One try of a job on one worker or one pair. `prefill` is None where `decode` works alone."""
+    """One try of a job on one worker or one pair. `prefill` is None where `decode` works alone; `pull` is what
+    the reader had better fetch than compute."""
 
     request_id: str
     generation: int
     prefill: Member | None
     decode: Member
+    pull: Pull | None = None
 
     @property
     def reader(self) -> Member:
@@ -63,8 +66,9 @@ class Attempt:
 class Dispatcher:
     """Runs jobs on a fleet: the router's `Generate`. Lives on one event loop, whose clock it uses.
 
-    `num_cached_tokens` of a job is what the worker that read its prompt found in its own cache: every other token of
-    the prompt was computed. What the decode worker had cached as well saved a transfer, not a computation.
+    `num_cached_tokens` of a job is what the worker that read its prompt found in its own cache, or pulled from another
+    one's: every other token of the prompt was computed. What the decode worker had cached as well saved a transfer, not
+    a computation.
     """
 
     def __init__(self, *, fleet: Fleet, policy: Policy, config: RouterConfig, routing: Routing | None = None) -> None:
@@ -73,6 +77,7 @@ class Dispatcher:
         self._chooser = Chooser(fleet=fleet, policy=policy, routing=routing or routing_of(config))
         self._line = asyncio.Lock()
         self.moves = Moves(self._elsewhere, gateway_id=fleet.gateway_id, config=config)
+        self.pulls = Pulls(fleet, lease_s=config.ticket_lease_s)
         self.num_resumed = 0
 
     async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
@@ -114,16 +119,21 @@ class Dispatcher:
         if not any(decodes(candidate) for candidate in candidates):
             raise NoWorkers("no decode worker is ready")
         decision = self._chooser.choose(journal, candidates)
+        cached = {candidate.worker_id: candidate.num_cached_tokens for candidate in candidates}
+        journal.know_cached(max(cached.values()))
         request_id, generation = journal.next_attempt()
+        reader = fleet.member(decision.prefill or decision.decode)
+        pull = self.pulls.choose(journal, request_id, generation, reader, cached)
         attempt = Attempt(
             request_id=request_id,
             generation=generation,
-            prefill=fleet.member(decision.prefill) if decision.prefill is not None else None,
+            prefill=reader if decision.prefill is not None else None,
             decode=fleet.member(decision.decode),
+            pull=pull,
         )
-        cached = {candidate.worker_id: candidate.num_cached_tokens for candidate in candidates}
+        num_cached = pull.num_tokens if pull is not None else cached[reader.worker_id]
         attempt.decode.route(request_id, 0)
-        self._give(attempt.reader, request_id, journal.num_tokens - cached[attempt.reader.worker_id])
+        self._give(reader, request_id, journal.num_tokens - num_cached)
         # The decode worker of a pair is not expected to hold anything yet: a sibling would stay there as a short
         # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
         hashes = journal.hashes(fleet.block_size or 1)
@@ -165,8 +175,9 @@ class Dispatcher:
         request_id = attempt.request_id
         finished = False
         try:
+            pull = await self.pulls.fetch(journal, attempt.pull)
             journal.read_since_s = _now()
-            answer = worker.submit(journal.request(request_id))
+            answer = worker.submit(journal.request(request_id, pull=pull))
             place = Place(worker=worker, request_id=request_id, updates=answer)
             async with aclosing(self.moves.follow(journal, place)) as updates:
                 async for update in updates:
@@ -174,6 +185,7 @@ class Dispatcher:
                     yield update
         finally:
             (worker.release if finished else worker.abort)(request_id)
+            self.pulls.end(attempt.pull)
 
     async def _handed_over(
         self, journal: Journal, attempt: Attempt, prefill: Member, decode: Member
@@ -185,9 +197,10 @@ class Dispatcher:
         try:
             asked = self._reservation(journal, attempt, prefill)
             ticket = await decode.reserve(asked)
+            pull = await self.pulls.fetch(journal, attempt.pull)
             journal.read_since_s = _now()
             journal.record.note(What.RESERVED, _now(), worker=decode.worker_id, blocks=len(ticket.block_ids))
-            reading = prefill.submit(journal.request(request_id, ticket=ticket))
+            reading = prefill.submit(journal.request(request_id, ticket=ticket, pull=pull))
             with _renewing(asked, decode, ticket.lease_s, reading) as renewals:
                 async for update in reading:
                     if update.finish_reason is FinishReason.PREFILLED:
@@ -212,6 +225,7 @@ class Dispatcher:
         finally:
             (prefill.release if finished else prefill.abort)(request_id)
             (decode.release if finished and answer is not None else decode.abort)(request_id)
+            self.pulls.end(attempt.pull)
 
     def _reservation(self, journal: Journal, attempt: Attempt, prefill: Member) -> ReserveRequest:
         """Asks for blocks for all that prefill will read: after a failure that is the prompt and what was emitted."""

@@ -27,6 +27,7 @@ class Journal:
         self.failed: set[str] = set()
         self.full: set[str] = set()
         self._num_attempts = 0
+        self._num_cached: int | None = None
         self._num_prompt_logprobs = 0  # emitted to the client
         self._num_heard = 0  # of them, said by the present attempt
         self._hashes: tuple[int, int, Chain] = (0, 0, Chain())
@@ -55,7 +56,20 @@ class Journal:
         self._num_heard = 0
         return f"{self.job.request_id}.{self._num_attempts}", self._num_attempts
 
-    def request(self, request_id: str, *, ticket: Ticket | None = None, more: tuple[int, ...] = ()) -> GenerateRequest:
+    def know_cached(self, num_tokens: int) -> None:
+        """So many tokens were cached somewhere when the first attempt was decided. What an attempt that failed has left
+        behind is nobody's gain: the client is told of no more than these."""
+        if self._num_cached is None:
+            self._num_cached = num_tokens
+
+    def request(
+        self,
+        request_id: str,
+        *,
+        ticket: Ticket | None = None,
+        pull: Ticket | None = None,
+        more: tuple[int, ...] = (),
+    ) -> GenerateRequest:
         """The rest of the job, after what was emitted and `more`."""
         job, output_ids = self.job, (*self.output_ids, *more)
         return GenerateRequest(
@@ -66,6 +80,7 @@ class Journal:
             priority=job.priority,
             cache_salt=job.cache_salt,
             ticket=ticket,
+            pull=pull,
         )
 
     def take(self, update: SequenceUpdate) -> TokenDelta:
@@ -84,6 +99,10 @@ class Journal:
             logprobs=update.logprobs,
             prompt_logprobs=update.prompt_logprobs[repeated:],
             finish_reason=reason if reason is not None and reason.is_last else None,
-            num_cached_tokens=min(update.num_cached_tokens, len(self.job.prompt_ids)) if first else 0,
+            num_cached_tokens=self._told_cached(update.num_cached_tokens) if first else 0,
             queue_s=self.read_since_s - self._arrival_s if first else 0.0,
         )
+
+    def _told_cached(self, num_tokens: int) -> int:
+        known = self._num_cached if self._num_attempts > 1 and self._num_cached is not None else num_tokens
+        return min(num_tokens, known, len(self.job.prompt_ids))

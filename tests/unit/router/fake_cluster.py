@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.generation import Job, TokenDelta
 from router.member import WorkerState
+from router.policies.base import Candidate, Decision, RequestView
 from router.policies.registry import policy_of
 from router.prefix.memory import MemoryPrefixIndex
 from tests.unit.router.fake_worker import FakeWorker
@@ -33,6 +34,14 @@ class Cluster:
 
     def __getitem__(self, worker_id: str) -> FakeWorker:
         return self.workers[worker_id]
+
+    def choose(self, worker_id: str) -> None:
+        """From now on this worker does everything."""
+
+        def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
+            return Decision(policy="chosen", prefill=None, decode=worker_id)
+
+        self.generate = Dispatcher(fleet=self.fleet, policy=decide, config=self.config)
 
     async def add(self, *worker_ids: str, wait: bool = True, **info: Any) -> None:
         for worker_id in worker_ids:

@@ -29,6 +29,7 @@ from protos.values import (
     MoveRequest,
     ReserveRequest,
     SequenceUpdate,
+    ShareRequest,
     StepMessage,
     Ticket,
     TokenLogprob,
@@ -91,6 +92,7 @@ class FakeWorker:
         self.reserved: list[ReserveRequest] = []
         self.aborted: list[str] = []
         self.moved: list[MoveRequest] = []
+        self.shared: list[ShareRequest] = []
         self.hellos: list[Hello] = []
         self._fresh()
 
@@ -327,6 +329,12 @@ class FakeWorker:
         self._reservations.append((gateway, asked.request_id))
         return ticket
 
+    def share(self, asked: ShareRequest) -> int:
+        self.shared.append(asked)
+        if self.refuse is not None:
+            raise self.refuse
+        return next((i for i, block in enumerate(asked.hashes) if block not in self.blocks), len(asked.hashes))
+
 
 class Life(worker_pb2_grpc.WorkerServicer):
     """The service during one life of a worker: calls that outlive it reach nobody."""
@@ -362,6 +370,12 @@ class Life(worker_pb2_grpc.WorkerServicer):
             else:
                 for request_id in message.abort.request_ids:
                     self.worker.abort(request_id)
+
+    async def Share(self, request: Any, context: Any) -> Any:
+        try:
+            return worker_pb2.ShareReply(num_blocks=self.worker.share(from_proto(ShareRequest, request)))
+        except BatonError as error:
+            await abort_with(context, error)
 
     async def Reserve(self, request: Any, context: Any) -> Any:
         try:

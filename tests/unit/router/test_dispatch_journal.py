@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvtransfer.hashing import chain_hashes
 from protos.values import FinishReason, SequenceUpdate
 from router.journal import Journal
@@ -57,3 +59,12 @@ def test_hashes_cover_what_was_emitted() -> None:
     journal.take(update(9))
     assert journal.hashes(8) == chain_hashes((*PROMPT[:15], 9), 8)
     assert journal.hashes(4) == chain_hashes((*PROMPT[:15], 9), 4)
+
+
+@pytest.mark.parametrize(("num_attempts", "told"), [(1, 20), (2, 8)])
+def test_what_a_failed_attempt_left_behind_is_not_called_cached(num_attempts: int, told: int) -> None:
+    journal = Journal(job(), now=0.0)
+    for num_cached in (8, 28)[:num_attempts]:  # the second time, the first attempt's own blocks are among them
+        journal.know_cached(num_cached)
+        journal.next_attempt()
+    assert journal.take(update(1, cached=20)).num_cached_tokens == told

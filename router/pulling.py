@@ -1,0 +1,163 @@
+"""Fetches a prompt's first blocks from a worker that has them cached, when that takes less time than computing them.
+
+    decide: reader r has 2 blocks, h has 40 ── cheaper? ─▶ r: reserve 38 ─▶ h: share, says how many it still has
+                                                                         ─▶ r: submit(pull): waits, and reads the rest
+
+Whatever fails on the way costs a computation and nothing else: it is logged and counted with its reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from protos.errors import BatonError, WorkerLost
+from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
+from router.fleet import Fleet
+from router.journal import Journal
+from router.member import Member
+
+log = logging.getLogger("baton.router")
+
+OVERHEAD_S = 0.004  # two calls, and the steps that each end is in the middle of
+GAIN = 2.0  # a pull must be so much cheaper: it is a prediction, and one that fails costs both
+UNMEASURED_BYTES_PER_S = 1e9  # of a worker that has moved nothing yet: a network of ten gigabits
+
+EVICTED = "evicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A worker that has the first `num_tokens` of a sequence cached, and pushes so many bytes a second."""
+
+    worker_id: str
+    num_tokens: int
+    bytes_per_s: float
+
+
+def measured_bytes_per_s(load: WorkerLoad) -> float:
+    """What a worker's lanes have moved in the time that they were busy."""
+    return load.transfer_bytes / load.transfer_s if load.transfer_s > 0 else UNMEASURED_BYTES_PER_S
+
+
+def best_holder(
+    holders: Sequence[Holder], *, num_cached: int, tokens_per_s: float, bytes_per_token: float
+) -> Holder | None:
+    """Whom a reader that has `num_cached` tokens had best pull from; None if it had better compute.
+
+    A pull of n tokens takes OVERHEAD_S + n * bytes_per_token / bytes_per_s, computing them n / tokens_per_s. The
+    largest gain wins; a reader whose speed is not known yet computes, and it will be.
+    """
+    if tokens_per_s <= 0:
+        return None
+
+    def gain_s(holder: Holder) -> float:
+        num_missing = max(0, holder.num_tokens - num_cached)
+        return num_missing / tokens_per_s - GAIN * (OVERHEAD_S + num_missing * bytes_per_token / holder.bytes_per_s)
+
+    best = max(holders, key=gain_s, default=None)
+    return best if best is not None and gain_s(best) > 0 else None
+
+
+def pull_id(request_id: str) -> str:
+    """What the reservation of a pull is called: its request may have one of its own on the same worker."""
+    return f"{request_id}/pull"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """The first `num_tokens` of an attempt's tokens are to go from the holder to the reader."""
+
+    request_id: str
+    generation: int
+    reader: Member
+    holder: Member
+    num_tokens: int
+
+
+class Pulls:
+    """One for a router. `num_blocks` have been pulled; `failures` counts, by error code, pulls that came to nothing."""
+
+    def __init__(self, fleet: Fleet, *, lease_s: float) -> None:
+        self._fleet = fleet
+        self._lease_s = lease_s
+        self.num_blocks = 0
+        self.failures: Counter[str] = Counter()
+
+    def choose(
+        self, journal: Journal, request_id: str, generation: int, reader: Member, cached: Mapping[str, int]
+    ) -> Pull | None:
+        """What the reader of an attempt had best fetch, and from whom. `cached` are tokens by worker. Nothing, when
+        logprobs of the prompt are asked for: these are computed."""
+        if reader.info is None or (journal.job.sampling.prompt_logprobs is not None and not journal.output_ids):
+            return None
+        layout, most = reader.info.layout, journal.num_tokens - 1
+        holders = [
+            Holder(
+                worker_id=worker_id,
+                num_tokens=min(num_tokens, most) // layout.block_size * layout.block_size,
+                bytes_per_s=measured_bytes_per_s(self._fleet.member(worker_id).load),
+            )
+            for worker_id, num_tokens in cached.items()
+            if worker_id != reader.worker_id
+        ]
+        best = best_holder(
+            holders,
+            num_cached=cached[reader.worker_id],
+            tokens_per_s=reader.load.prefill_tokens_per_s,
+            bytes_per_token=layout.block_bytes / layout.block_size,
+        )
+        if best is None:
+            return None
+        return Pull(
+            request_id=pull_id(request_id),
+            generation=generation,
+            reader=reader,
+            holder=self._fleet.member(best.worker_id),
+            num_tokens=best.num_tokens,
+        )
+
+    async def fetch(self, journal: Journal, pull: Pull | None) -> Ticket | None:
+        """A reservation on the reader into which the holder pushes; None when the reader had better begin to compute.
+        `end` it in any case."""
+        if pull is None:
+            return None
+        try:
+            ticket = await pull.reader.reserve(self._reservation(journal, pull))
+            block_size = ticket.layout.block_size
+            hashes = tuple(journal.hashes(block_size)[: pull.num_tokens // block_size])
+            num_blocks = await pull.holder.connection().share(ShareRequest(ticket=ticket, hashes=hashes))
+        except BatonError as error:
+            self._failed(pull, error.code, error.message)
+            return None
+        if not num_blocks:
+            self._failed(pull, EVICTED, "it has not got them any more")
+            return None
+        self.num_blocks += num_blocks
+        return replace(ticket, block_ids=ticket.block_ids[:num_blocks])
+
+    def end(self, pull: Pull | None) -> None:
+        """Gives back what is left of a pull. What the request has taken over is its own."""
+        if pull is not None:
+            pull.reader.abort(pull.request_id)
+            pull.holder.abort(pull.request_id)
+
+    def _reservation(self, journal: Journal, pull: Pull) -> ReserveRequest:
+        if pull.holder.info is None:
+            raise WorkerLost(f"worker {pull.holder.worker_id} was never met")
+        return ReserveRequest(
+            request_id=pull.request_id,
+            prompt_ids=journal.token_ids[: pull.num_tokens],
+            cache_salt=journal.job.cache_salt,
+            generation=pull.generation,
+            lease_s=self._lease_s,
+            source=pull.holder.info.lane,
+            source_layout=pull.holder.info.layout,
+            gateway_id=self._fleet.gateway_id,
+        )
+
+    def _failed(self, pull: Pull, code: str, reason: str) -> None:
+        self.failures[code] += 1
+        log.info("%s computes what %s was to give: %s", pull.request_id, pull.holder.worker_id, reason)

@@ -1,0 +1,210 @@
+"""A cached prefix is fetched, not computed: who has it pins it while it is sent; what does not come is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from decode_pool.role import DecodeRole
+from kvtransfer.hashing import chain_hashes
+from protos.errors import InvalidRequest
+from protos.values import GenerateRequest, ReserveRequest, SamplingParams, ShareRequest, Ticket
+from tests.unit.decode_pool.pair import BLOCK_BYTES, DECODE, LAYOUT, SIZE, Pair, expected, prompt
+from tests.unit.decode_pool.test_moving import NEW_WEIGHT, OLD, Pool, made_by
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+SHARED = prompt(24)
+PROMPT = (*SHARED, 7, 8, 9)
+
+
+class Pulling(Pool):
+    """The old worker has SHARED cached; the new one reads PROMPT. The tests are their gateway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.old.engine.submit(GenerateRequest(request_id="before", prompt_ids=SHARED, sampling=GREEDY), 0.0)
+        self.finish()
+
+    def reserve(self) -> Ticket:
+        role = self.new.scheduler.role
+        assert isinstance(role, DecodeRole)
+        asked = ReserveRequest(request_id="r/pull", prompt_ids=SHARED, source=OLD, source_layout=LAYOUT)
+        return role.reserve(asked, self.now)
+
+    def share(self, ticket: Ticket) -> int:
+        asked = ShareRequest(ticket=ticket, hashes=tuple(chain_hashes(SHARED, SIZE)))
+        return self.old.engine.share(asked, self.now)
+
+    def read(self, pull: Ticket | None, **sampling: int) -> None:
+        request = GenerateRequest(
+            request_id="r",
+            prompt_ids=PROMPT,
+            sampling=replace(GREEDY, **sampling),
+            pull=pull,  # type: ignore[arg-type]
+        )
+        self.new.engine.submit(request, self.now)
+
+    def check_answer(self, *, num_computed: int, num_cached: int) -> None:
+        self.finish()
+        assert self.new.tokens["r"] == made_by([NEW_WEIGHT] * 6, PROMPT, GREEDY)
+        assert self.new.runner.num_computed == num_computed + 5
+        assert self.new.cached["r"] == num_cached
+
+
+def test_only_what_nobody_has_is_computed_and_the_rest_counts_as_cached() -> None:
+    pool = Pulling()
+    ticket = pool.reserve()
+    assert pool.share(ticket) == 6
+    pool.read(ticket)
+    pool.check_answer(num_computed=3, num_cached=24)
+    assert pool.new.engine.load().num_pulled_tokens == 24
+    assert pool.old.engine.load().transfer_bytes == 6 * BLOCK_BYTES
+
+
+def test_what_the_reader_has_itself_does_not_travel() -> None:
+    pool = Pulling()
+    pool.new.engine.submit(GenerateRequest(request_id="s", prompt_ids=SHARED[:9], sampling=GREEDY), 0.0)
+    pool.finish()
+    before = pool.new.runner.num_computed
+    ticket = pool.reserve()
+    assert ticket.num_cached_tokens == 8
+    assert pool.share(ticket) == 4
+    pool.read(ticket)
+    pool.new.runner.num_computed -= before
+    pool.check_answer(num_computed=3, num_cached=24)
+    assert pool.new.engine.load().num_pulled_tokens == 16
+
+
+def test_a_reader_waits_for_what_is_on_its_way_and_others_do_not() -> None:
+    pool = Pulling()
+    ticket = pool.reserve()
+    pool.post.holding = True
+    pool.share(ticket)
+    pool.read(ticket)
+    pool.new.engine.submit(GenerateRequest(request_id="other", prompt_ids=(1, 2, 3), sampling=GREEDY), 0.0)
+    pool.step(3)
+    assert pool.new.tokens["r"] == ()
+    assert len(pool.new.tokens["other"]) == 3
+    pool.post.holding = False
+    pool.post.deliver()
+    pool.finish()
+    assert pool.new.tokens["r"] == made_by([NEW_WEIGHT] * 6, PROMPT, GREEDY)
+
+
+def test_what_was_evicted_meanwhile_is_computed_and_the_rest_still_comes() -> None:
+    pool = Pulling()
+    ticket = pool.reserve()
+    taken = pool.old.pool.allocate(pool.old.pool.num_free - 3)  # the tail of a chain goes first
+    assert taken is not None
+    num_blocks = pool.share(ticket)
+    assert num_blocks == 3
+    pool.old.pool.release(taken)
+    pool.read(replace(ticket, block_ids=ticket.block_ids[:num_blocks]))
+    pool.check_answer(num_computed=27 - 12, num_cached=12)
+
+
+def test_a_worker_that_has_nothing_any_more_says_so() -> None:
+    pool = Pulling()
+    ticket = pool.reserve()
+    pool.old.pool.clear()
+    assert pool.share(ticket) == 0
+    assert pool.new.engine.abort(["r/pull"]) == 1
+    pool.read(None)
+    pool.check_answer(num_computed=27, num_cached=0)
+
+
+def test_blocks_are_pinned_while_they_wait_to_be_sent() -> None:
+    pool = Pulling()
+    pool.exchange.max_staged_bytes = BLOCK_BYTES
+    pool.post.holding = True
+    ticket = pool.reserve()
+    pool.share(ticket)
+    pool.step(2)
+    assert pool.old.pool.allocate(pool.old.pool.num_blocks - 5) is None, "six of them must not be evicted"
+    pool.read(ticket)
+    pool.check_answer(num_computed=3, num_cached=24)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_lane_that_is_lost_costs_a_computation(num_steps: int) -> None:
+    pool = Pulling()
+    pool.post.holding = True
+    ticket = pool.reserve()
+    pool.share(ticket)
+    pool.read(ticket)
+    pool.step(num_steps)
+    pool.exchange.sever(OLD, pool.new.scheduler.role._mover.address, "the wire was cut")  # type: ignore[attr-defined]
+    pool.post.kept.clear()
+    pool.check_answer(num_computed=27, num_cached=0)
+    assert pool.new.engine.load().num_failed_pulls == 1
+
+
+def test_a_lease_that_ends_costs_a_computation() -> None:
+    pool = Pulling()
+    ticket = pool.reserve()
+    pool.read(ticket)  # and nobody shares anything
+    pool.step(40)
+    pool.check_answer(num_computed=27, num_cached=0)
+
+
+def test_prompt_logprobs_are_computed_whatever_was_pulled() -> None:
+    pool = Pulling()
+    ticket = pool.reserve()
+    pool.share(ticket)
+    pool.read(ticket, prompt_logprobs=0)
+    pool.check_answer(num_computed=27, num_cached=0)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_an_abort_at_any_time_leaves_nothing_behind(num_steps: int) -> None:
+    pool = Pulling()
+    pool.exchange.max_staged_bytes = BLOCK_BYTES
+    pool.post.holding = num_steps % 2 == 0
+    ticket = pool.reserve()
+    pool.share(ticket)
+    pool.read(ticket)
+    pool.step(num_steps)
+    pool.new.engine.abort(["r", "r/pull"])
+    pool.old.engine.abort(["r/pull"])
+    pool.finish()
+
+
+def test_a_ticket_is_shared_once() -> None:
+    pool = Pulling()
+    ticket = pool.reserve()
+    pool.post.holding = True
+    pool.exchange.max_staged_bytes = BLOCK_BYTES
+    pool.share(ticket)
+    with pytest.raises(InvalidRequest, match="being served already"):
+        pool.share(ticket)
+    pool.new.engine.abort(["r/pull"])
+    pool.finish()
+
+
+def test_a_prefill_worker_pulls_from_decode_and_pushes_what_it_computes() -> None:
+    """The next turn of a conversation: decode has the last answer, prefill reads what is new."""
+    pair = Pair()
+    first = pair.start("first", SHARED[:17])
+    pair.step(2)
+    pair.answer("first", SHARED[:17], first)
+    pair.finish()
+    answer = expected(SHARED[:17])
+    turn = (*SHARED[:17], *answer, 5, 6, 7, 8, 9)
+    known = turn[:20]
+    pull = pair.prefill_role.reserve(
+        ReserveRequest(request_id="r/pull", prompt_ids=known, source=DECODE, source_layout=LAYOUT), pair.now
+    )
+    assert pull.num_cached_tokens == 16, "the prompt of the first turn"
+    shared = pair.decode.engine.share(ShareRequest(ticket=pull, hashes=tuple(chain_hashes(known, SIZE))), pair.now)
+    assert shared == 1
+    before = pair.prefill.runner.num_computed
+    ticket = pair.reserve("r", turn)
+    request = GenerateRequest(request_id="r", prompt_ids=turn, sampling=GREEDY, ticket=ticket, pull=pull)
+    pair.prefill.engine.submit(request, pair.now)
+    pair.step(4)
+    assert pair.prefill.runner.num_computed - before == len(turn) - 20
+    assert pair.prefill.cached["r"] == 20
+    pair.answer("r", turn, ticket)
+    pair.finish()
+    assert pair.text("r") == expected(turn)

@@ -1,0 +1,101 @@
+"""When a router has a prefix pulled, from whom, and what becomes of it when that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from protos.errors import Overloaded, TransferFailed
+from protos.values import WorkerLoad
+from router.pulling import GAIN, OVERHEAD_S, Holder, best_holder, measured_bytes_per_s, pull_id
+from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
+from tests.unit.router.fake_worker import BLOCK_SIZE, expected_tokens
+
+BYTES = 100_000.0  # of a token: a model of 8 billion parameters
+NEAR = Holder(worker_id="near", num_tokens=2048, bytes_per_s=10e9)
+FAR = Holder(worker_id="far", num_tokens=2048, bytes_per_s=0.1e9)
+
+
+def chosen(*holders: Holder, num_cached: int = 0, tokens_per_s: float = 5000.0) -> str | None:
+    best = best_holder(holders, num_cached=num_cached, tokens_per_s=tokens_per_s, bytes_per_token=BYTES)
+    return best.worker_id if best is not None else None
+
+
+def test_the_quickest_way_to_have_the_most_wins() -> None:
+    assert chosen(NEAR, FAR) == "near"
+    assert chosen(replace(NEAR, num_tokens=64), replace(FAR, bytes_per_s=5e9)) == "far", "more of it outweighs speed"
+    assert chosen() is None
+
+
+def test_a_slow_lane_or_a_quick_reader_computes() -> None:
+    assert chosen(FAR) is None, "2048 tokens: 0.4 s to compute, 2 s to move"
+    assert chosen(NEAR, tokens_per_s=500_000.0) is None
+    assert chosen(NEAR, tokens_per_s=0.0) is None, "nothing is known of it yet"
+
+
+def test_a_pull_must_gain_more_than_it_costs_to_arrange() -> None:
+    fewest = int(GAIN * OVERHEAD_S / (1 / 5000 - GAIN * BYTES / NEAR.bytes_per_s)) + 1
+    assert chosen(replace(NEAR, num_tokens=fewest + 1)) == "near"
+    assert chosen(replace(NEAR, num_tokens=fewest - 1)) is None
+    assert chosen(NEAR, num_cached=2048) is None
+
+
+def test_a_lane_is_as_quick_as_it_was() -> None:
+    assert measured_bytes_per_s(WorkerLoad(transfer_bytes=3_000_000, transfer_s=0.5)) == 6e6
+    assert measured_bytes_per_s(WorkerLoad()) > 0
+
+
+# -- the router -------------------------------------------------------------------------------------------------------
+
+
+async def two_readers(make: Callable[..., Cluster]) -> Cluster:
+    """c1 has the prompt cached; the next request goes to c0, which is slow at reading."""
+    cluster = make(sibling_s=0.0)
+    await cluster.add("c1")
+    await collect(cluster, job("before"))
+    await cluster.add("c0")
+    cluster["c0"].load = replace(cluster["c0"].load, prefill_tokens_per_s=100.0)
+    cluster["c0"].say()
+    await cluster.until(lambda: cluster.fleet.member("c0").load.prefill_tokens_per_s > 0)
+    cluster.choose("c0")
+    return cluster
+
+
+async def test_the_reader_is_told_where_its_prefix_comes_from(make: Callable[..., Cluster]) -> None:
+    cluster = await two_readers(make)
+    assert tokens(await collect(cluster, job("r"))) == expected_tokens(PROMPT, 8)
+    num_blocks = (len(PROMPT) - 1) // BLOCK_SIZE
+    (reserved,) = cluster["c0"].reserved
+    assert reserved.request_id == pull_id("r.1")
+    assert reserved.prompt_ids == PROMPT[: num_blocks * BLOCK_SIZE]
+    assert reserved.source.worker_id == "c1"
+    (shared,) = cluster["c1"].shared
+    assert len(shared.hashes) == num_blocks
+    pull = cluster["c0"].submitted[-1].pull
+    assert pull is not None
+    assert pull.ticket_id == shared.ticket.ticket_id
+    assert cluster.generate.pulls.failures.total() == 0
+    await cluster["c0"].until(lambda: pull_id("r.1") in cluster["c0"].aborted)
+    await cluster["c1"].until(lambda: pull_id("r.1") in cluster["c1"].aborted)
+
+
+@pytest.mark.parametrize("code", ["overloaded", "evicted", "transfer_failed"])
+async def test_a_pull_that_fails_is_counted_and_the_reader_computes(make: Callable[..., Cluster], code: str) -> None:
+    cluster = await two_readers(make)
+    if code == "overloaded":
+        cluster["c0"].refuse = Overloaded("no room")
+    elif code == "evicted":
+        cluster["c1"].blocks.clear()
+    else:
+        cluster["c1"].refuse = TransferFailed("the lane is gone")
+    assert tokens(await collect(cluster, job("r"))) == expected_tokens(PROMPT, 8)
+    assert cluster["c0"].submitted[-1].pull is None
+    assert cluster.generate.pulls.failures == {code: 1}
+
+
+async def test_prompt_logprobs_are_never_pulled(make: Callable[..., Cluster]) -> None:
+    cluster = await two_readers(make)
+    await collect(cluster, job("r", prompt_logprobs=0))
+    assert not cluster["c0"].reserved
