@@ -198,8 +198,8 @@ class Worker {
         std::fill_n(best_.begin(), num_rows, -infinity);
         std::fill_n(total_.begin(), num_rows, 0.0f);
         int64_t start = tile.first_key(shape_);
-        for (Places<T> here(shape_, tile, start, k_cache, v_cache); start < tile.stop(); start += chunk) {
-            const Places<T> next(shape_, tile, start + chunk, k_cache, v_cache);
+        for (Places<T> here(shape_, tile, 0, start, k_cache, v_cache); start < tile.stop(); start += chunk) {
+            const Places<T> next(shape_, tile, 0, start + chunk, k_cache, v_cache);
             fetch(next);  // pages are scattered: no processor guesses where the next one lies
             look_at(tile, start, here, num_rows);
             here = next;
@@ -275,7 +275,7 @@ class Worker {
 template <typename T>
 void attend(const T* q, const T* k_cache, const T* v_cache, T* out, const Batch& batch, const Shape& shape,
             int num_threads) {
-    const std::vector<Tile> tiles = paged::cut(batch, shape, most_queries);
+    const std::vector<Tile> tiles = paged::cut(batch, shape, most_queries, 1);
     const int64_t num_tiles = int64_t(tiles.size());
 #pragma omp parallel num_threads(num_threads) if (num_tiles > 1)
     {

@@ -1,6 +1,6 @@
 // Attention over pages, the part that all instruction sets share: how a batch is cut into tiles, and where a tile's keys
-// and values lie. A tile is one key/value head and a few neighbouring tokens of one sequence, each with the queries that
-// share the head: one token when it decodes, a few dozen when a prompt is computed.
+// and values lie. A tile is a few neighbouring tokens of one sequence and one key/value head, each with the queries that
+// share the head; or a single token, when it decodes, and several heads, whose keys are neighbours in memory.
 #pragma once
 
 #include <algorithm>
@@ -30,32 +30,33 @@ struct Batch {
     int64_t table_stride, num_rows;
 };
 
-// `num_tokens` tokens of a sequence from `position` on, the first of which is token `token` of the batch.
+// `num_tokens` tokens of a sequence from `position` on, the first of which is token `token` of the batch; key/value heads
+// [kv_head, kv_head + num_kv_heads).
 struct Tile {
     const int32_t* table;
-    int64_t token, position, num_tokens, kv_head;
+    int64_t token, position, num_tokens, kv_head, num_kv_heads;
 
     int64_t first_key(const Shape& shape) const { return shape.first_visible(position); }
     int64_t stop() const { return position + num_tokens; }
-    int64_t cost(const Shape& shape) const { return (stop() - first_key(shape)) * num_tokens; }
+    int64_t cost(const Shape& shape) const { return (stop() - first_key(shape)) * num_tokens * num_kv_heads; }
 
-    // Where the query of a token and of one of the heads that share keys lies, among the queries and in the output.
+    // Where a token's query lies, among the queries and in the output: the `nth_head` of those of the tile's heads.
     int64_t place(const Shape& shape, int64_t nth_token, int64_t nth_head) const {
         return ((token + nth_token) * shape.num_heads + kv_head * shape.group() + nth_head) * shape.head_dim;
     }
 };
 
-// Where a chunk's keys and values lie; null past the end, where there are another's, or was never written.
+// Where a chunk's keys and values of one head lie; null past the end, where there are another's, or was never written.
 template <typename T>
 struct Places {
     const T *keys[chunk] = {}, *values[chunk] = {};
     int num_keys = 0;
 
-    Places(const Shape& shape, const Tile& tile, int64_t start, const T* k_cache, const T* v_cache) {
+    Places(const Shape& shape, const Tile& tile, int64_t nth_head, int64_t start, const T* k_cache, const T* v_cache) {
         num_keys = int(std::clamp<int64_t>(tile.stop() - start, 0, chunk));
         for (int i = 0; i < num_keys;) {
             const int64_t page = (start + i) / shape.block_size, offset = (start + i) % shape.block_size;
-            const int64_t head = int64_t(tile.table[page]) * shape.num_kv_heads + tile.kv_head;
+            const int64_t head = int64_t(tile.table[page]) * shape.num_kv_heads + tile.kv_head + nth_head;
             const int64_t in_page = std::min<int64_t>(shape.block_size - offset, num_keys - i);
             const int64_t at = (head * shape.block_size + offset) * shape.head_dim;
             for (int64_t j = 0; j < in_page; j++, i++) {
@@ -66,18 +67,19 @@ struct Places {
     }
 };
 
-// Of at most `most_queries` each. The longest come first, lest a thread begin one when the others are done; tiles of the
-// same cost stay in the order in which their pages are likely to lie.
-inline std::vector<Tile> cut(const Batch& batch, const Shape& shape, int64_t most_queries) {
+// Of at most `most_queries` each, tokens that decode with `heads_together`. The longest come first, lest a thread begin one
+// when the others are done; tiles of the same cost stay in the order in which their pages are likely to lie.
+inline std::vector<Tile> cut(const Batch& batch, const Shape& shape, int64_t most_queries, int64_t heads_together) {
     const int64_t tokens_of_tile = std::max<int64_t>(1, most_queries / shape.group());
     std::vector<Tile> tiles;
     for (int64_t row = 0; row < batch.num_rows; row++) {
         const int64_t start = batch.query_starts[row], num_tokens = batch.query_starts[row + 1] - start;
+        const int64_t together = num_tokens == 1 ? heads_together : 1;
         for (int64_t at = 0; at < num_tokens; at += tokens_of_tile)
-            for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; kv_head++)
+            for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; kv_head += together)
                 tiles.push_back({batch.tables + row * batch.table_stride, start + at,
                                  batch.context_lens[row] - num_tokens + at, std::min(tokens_of_tile, num_tokens - at),
-                                 kv_head});
+                                 kv_head, std::min(together, shape.num_kv_heads - kv_head)});
     }
     std::stable_sort(tiles.begin(), tiles.end(),
                      [&](const Tile& a, const Tile& b) { return a.cost(shape) > b.cost(shape); });

@@ -65,12 +65,11 @@ class Fetch {
 // What one thread needs beside the tensors.
 class Worker {
   public:
-    Worker(const Shape& shape, int64_t most_rows)
+    Worker(const Shape& shape, int64_t num_blocks)
         : shape_(shape), depth_steps_(shape.head_dim / tiles::depth), value_tiles_(shape.head_dim / tiles::rows) {
         static thread_local tiles::Scratch<bfloat16> halves;
         static thread_local tiles::Scratch<float> floats;
         static thread_local tiles::Scratch<int64_t> integers;
-        const int64_t num_blocks = (most_rows + columns - 1) / columns;
         keys_ = halves.at_least((num_blocks + 2) * columns * shape.head_dim + 2 * chunk * shape.head_dim + 2 * tiles::size);
         values_ = keys_ + chunk * shape.head_dim;
         weights_ = values_ + chunk * shape.head_dim;
@@ -83,49 +82,61 @@ class Worker {
         positions_ = places_ + num_blocks * columns;
     }
 
-    // `following` is the tile that this thread probably takes next, or null.
+    // `following` is the tile that this thread probably takes next, or null. What the next head, chunk or tile needs is
+    // asked for while one is computed.
     void run(const Tile& tile, const Tile* following, const bfloat16* q, const bfloat16* k_cache,
              const bfloat16* v_cache, bfloat16* out) {
         const int64_t num_rows = tile.num_tokens * shape_.group(), num_blocks = (num_rows + columns - 1) / columns;
-        for (int64_t token = 0, row = 0; token < tile.num_tokens; token++)
-            for (int64_t head = 0; head < shape_.group(); head++, row++) {
-                places_[row] = tile.place(shape_, token, head);
-                positions_[row] = tile.position + token;
-            }
-        std::fill(positions_ + num_rows, positions_ + num_blocks * columns, tile.stop() - 1);
-        for (int64_t block = 0; block < num_blocks; block++) lay_queries(q, block, num_rows);
-        std::fill_n(best_, num_blocks * columns, -infinity);
-        std::fill_n(total_, num_blocks * columns, 0.0f);
-        std::fill_n(sums_, num_blocks * columns * shape_.head_dim, 0.0f);
-        int64_t start = tile.first_key(shape_);
-        Places here(shape_, tile, start, k_cache, v_cache);
-        while (start < tile.stop()) {
-            const bool last = start + chunk >= tile.stop() && following != nullptr;
-            const Places next(shape_, last ? *following : tile, last ? following->first_key(shape_) : start + chunk,
-                              k_cache, v_cache);
+        begin(tile, q, num_rows, num_blocks);
+        int64_t start = tile.first_key(shape_), head = 0;
+        for (Places here(shape_, tile, head, start, k_cache, v_cache); start < tile.stop();) {
+            const bool wraps = head + 1 == tile.num_kv_heads;
+            const int64_t next_head = wraps ? 0 : head + 1, next_start = wraps ? start + chunk : start;
+            const bool ends = next_start >= tile.stop() && following != nullptr;
+            const Places next(shape_, ends ? *following : tile, next_head,
+                              ends ? following->first_key(shape_) : next_start, k_cache, v_cache);
             lay_keys(here);
             lay_values(here);
             fence();
             for (int64_t block = 0; block < num_blocks; block++) {
                 Fetch fetch(block == 0 ? &next : nullptr, shape_.head_dim);
-                look_at(start, here.num_keys, block, fetch);
+                look_at(start, here.num_keys, head * num_blocks + block, fetch);
             }
             here = next;
-            start += chunk;
+            head = next_head;
+            start = next_start;
         }
-        for (int64_t block = 0; block < num_blocks; block++) finish(block, num_rows, out);
+        for (int64_t block = 0; block < tile.num_kv_heads * num_blocks; block++)
+            finish(block, std::min<int64_t>(columns, num_rows - block % num_blocks * columns), out);
     }
 
   private:
+    // Blocks stand by head; queries of a head by token.
+    void begin(const Tile& tile, const bfloat16* q, int64_t num_rows, int64_t num_blocks) {
+        const int64_t group = shape_.group(), of_head = num_blocks * columns, all = tile.num_kv_heads * of_head;
+        for (int64_t head = 0; head < tile.num_kv_heads; head++) {
+            int64_t *places = places_ + head * of_head, *positions = positions_ + head * of_head;
+            for (int64_t token = 0, row = 0; token < tile.num_tokens; token++)
+                for (int64_t member = 0; member < group; member++, row++) {
+                    places[row] = tile.place(shape_, token, head * group + member);
+                    positions[row] = tile.position + token;
+                }
+            std::fill(positions + num_rows, positions + of_head, tile.stop() - 1);
+            for (int64_t block = 0; block < num_blocks; block++)
+                lay_queries(q, head * num_blocks + block, std::min<int64_t>(columns, num_rows - block * columns));
+        }
+        std::fill_n(best_, all, -infinity);
+        std::fill_n(total_, all, 0.0f);
+        std::fill_n(sums_, all * shape_.head_dim, 0.0f);
+    }
+
     // Sixteen queries, [16 pairs of D][16 queries x 2] for every 32 of D; those that do not exist are zeros.
-    void lay_queries(const bfloat16* q, int64_t block, int64_t num_rows) {
+    void lay_queries(const bfloat16* q, int64_t block, int64_t count) {
         for (int64_t step = 0; step < depth_steps_; step++) {
             __m512i rows[columns];
-            for (int64_t i = 0; i < columns; i++) {
-                const int64_t row = block * columns + i;
-                rows[i] = row < num_rows ? _mm512_loadu_si512(q + places_[row] + step * tiles::depth)
-                                         : _mm512_setzero_si512();
-            }
+            for (int64_t i = 0; i < columns; i++)
+                rows[i] = i < count ? _mm512_loadu_si512(q + places_[block * columns + i] + step * tiles::depth)
+                                    : _mm512_setzero_si512();
             transpose(rows);
             bfloat16* to = queries_ + (block * depth_steps_ + step) * tiles::size;
             for (int i = 0; i < columns; i++) _mm512_store_si512(to + i * tiles::depth, rows[i]);
@@ -272,16 +283,15 @@ class Worker {
         fence();
     }
 
-    void finish(int64_t block, int64_t num_rows, bfloat16* out) {
+    void finish(int64_t block, int64_t count, bfloat16* out) {
         const __m512 factor = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(total_ + block * columns));
-        const int64_t here = std::min<int64_t>(columns, num_rows - block * columns);
         for (int64_t part = 0; part < value_tiles_; part++) {
             const float* sums = sums_ + (block * shape_.head_dim + part * tiles::rows) * columns;
             __m512i rows[tiles::rows];
             for (int i = 0; i < tiles::rows; i++)
                 rows[i] = (__m512i)_mm512_mul_ps(_mm512_load_ps(sums + i * columns), factor);
             transpose(rows);
-            for (int64_t i = 0; i < here; i++)
+            for (int64_t i = 0; i < count; i++)
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + places_[block * columns + i] + part * 16),
                                     (__m256i)_mm512_cvtneps_pbh((__m512)rows[i]));
         }
@@ -296,14 +306,19 @@ class Worker {
 
 void attend(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache, bfloat16* out, const Batch& batch,
             const Shape& shape, int num_threads) {
-    const std::vector<Tile> tiles = paged::cut(batch, shape, most_queries);
+    // As many heads together as leave each thread two tiles.
+    const int64_t splits = std::max<int64_t>(1, (2 * num_threads + batch.num_rows - 1) / batch.num_rows);
+    const int64_t heads_together = std::max<int64_t>(1, shape.num_kv_heads / splits);
+    const std::vector<Tile> tiles = paged::cut(batch, shape, most_queries, heads_together);
     const int64_t num_tiles = int64_t(tiles.size());
-    const int64_t together = std::clamp<int64_t>(num_tiles / (8 * num_threads), 1, 8);
+    int64_t num_blocks = 0;
+    for (const Tile& tile : tiles)
+        num_blocks = std::max(num_blocks, (tile.num_tokens * shape.group() + columns - 1) / columns * tile.num_kv_heads);
 #pragma omp parallel num_threads(num_threads) if (num_tiles > 1)
     {
         tiles::Registers registers;
-        Worker worker(shape, paged::most_tokens(tiles) * shape.group());
-#pragma omp for schedule(dynamic, together) nowait
+        Worker worker(shape, num_blocks);
+#pragma omp for schedule(dynamic, 1) nowait
         for (int64_t i = 0; i < num_tiles; i++)
             worker.run(tiles[i], i + 1 < num_tiles ? &tiles[i + 1] : nullptr, q, k_cache, v_cache, out);
     }
