@@ -72,7 +72,7 @@ class MemoryPrefixIndex:
 
     def blocks(self, worker_id: str) -> tuple[BlockStored, ...]:
         parents = self._blocks.get(worker_id, {})
-        chains: list[BlockStored] = []
+        chains: list[tuple[BlockHash, list[BlockHash]]] = []
         seen: set[BlockHash] = set()
         for block in parents:
             path = []
@@ -80,9 +80,11 @@ class MemoryPrefixIndex:
                 seen.add(block)
                 path.append(block)
                 block = parents[block]
-            if path:
-                chains.append(BlockStored(hashes=Chain.of(path[::-1]), parent=block))
-        return tuple(chains)
+            if path and chains and block == chains[-1][1][-1]:
+                chains[-1][1].extend(reversed(path))
+            elif path:
+                chains.append((block, path[::-1]))
+        return tuple(BlockStored(hashes=Chain.of(hashes), parent=parent) for parent, hashes in chains)
 
     def _slot(self, worker_id: str) -> int:
         slot = self._slots.get(worker_id)

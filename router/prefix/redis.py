@@ -255,7 +255,7 @@ class RedisPrefixIndex:
                 self._tick_due = False
                 await self._tick()
                 next_s = clock() + self._store.lease_s / TICKS_A_LEASE
-            await self._flush()
+            await self._flush(until=next_s)
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(next_s):
                     await self._news.wait()
@@ -293,16 +293,21 @@ class RedisPrefixIndex:
                 if worker_id not in self._scribes:
                     self._feed.drop(worker_id)
 
-    async def _flush(self) -> None:
+    async def _flush(self, *, until: float) -> None:
+        """Writes what there is; leases must be renewed `until` then, so the rest may have to wait."""
         expected, self._expected = self._expected, []
-        now = asyncio.get_running_loop().time()
-        for worker_id, hashes, until in expected:
-            if until > now:
-                await self._store.expect(worker_id, hashes, for_s=until - now)
+        clock = asyncio.get_running_loop().time
+        now = clock()
+        for worker_id, hashes, ends in expected:
+            if ends > now:
+                await self._store.expect(worker_id, hashes, for_s=ends - now)
         released, self._released = self._released, []
         for worker_id in released:
             await self._store.release(worker_id)
         for worker_id, scribe in list(self._scribes.items()):
+            if clock() >= until:
+                self._news.set()
+                return
             if scribe.writing and not (await self._bring_up_to_date(worker_id, scribe)):
                 _begin_again(scribe)
                 self._tick_due = True

@@ -167,6 +167,7 @@ static int split(Table *t) {
     u32 fresh = t->num_heads++, id;
     if (t->num_heads > 2 * t->half) t->half *= 2;
     u32 old = fresh - t->half;
+    if (old + AHEAD < t->num_heads) __builtin_prefetch(t->entries + t->heads[old + AHEAD]); /* for a later split */
     id = t->heads[old]; t->heads[old] = t->heads[fresh] = 0;
     while (id) {
         u32 next = t->entries[id].next, *head = &t->heads[bucket(t, t->entries[id].key)];
@@ -376,6 +377,7 @@ int table_store(Table *t, u32 slot, const u64 *keys, u32 num, const u64 *parent)
     u32 above = num && parent ? obtain(t, parent) : ROOT;
     if (above == UNKNOWN) return -1;
     for (u32 i = 0; i < num; i++) {
+        if (i + AHEAD < num) __builtin_prefetch(t->heads + bucket(t, keys + 2 * (i + AHEAD)));
         u32 id = obtain(t, keys + 2 * i);
         if (id == UNKNOWN) return -1;
         adopt(t, id, above);
@@ -536,7 +538,7 @@ u32 table_irregular(const Table *t) { return t->num_irregular; }
 u32 table_export(Table *t, u32 slot, u64 *keys, u32 *starts, u64 *parents) {
     Worker *w = t->workers + slot;
     unsigned char *seen = calloc(t->num_entries / 8 + 1, 1);
-    u32 *path = malloc((w->live + 1) * sizeof *path), chains = 0, num = 0;
+    u32 *path = malloc((w->live + 1) * sizeof *path), chains = 0, num = 0, last = UNKNOWN;
     if (!seen || !path) { free(seen); free(path); return UNKNOWN; }
     for (u32 i = 0; i < w->num_ids; i++) {
         u32 length = 0, id = w->ids[i];
@@ -548,8 +550,11 @@ u32 table_export(Table *t, u32 slot, u64 *keys, u32 *starts, u64 *parents) {
         }
         if (!length) continue;
         static const u64 none[2];
-        starts[chains] = num;
-        memcpy(parents + 2 * chains++, id == ROOT || id == UNKNOWN ? none : t->entries[id].key, sizeof none);
+        if (!chains || id != last) { /* else it continues what was listed before it */
+            starts[chains] = num;
+            memcpy(parents + 2 * chains++, id == ROOT || id == UNKNOWN ? none : t->entries[id].key, sizeof none);
+        }
+        last = path[0];
         while (length) memcpy(keys + 2 * (u64)num++, t->entries[path[--length]].key, sizeof none);
     }
     free(seen); free(path);
