@@ -22,6 +22,7 @@ from workers.kernels.rms_norm import add_rms_norm
 from workers.kernels.rope_kv_write import rope_kv_write
 from workers.kernels.silu_mul import silu_mul
 from workers.kernels.tile import Tile
+from workers.kernels.vocab import embed, join
 
 N, K, D, BLOCK_SIZE, HIDDEN, INTERMEDIATE, LAYERS = 32, 8, 128, 16, 4096, 14336, 32
 VOCAB_SIZE = 128_256
@@ -196,6 +197,7 @@ def other_cases(device: str, *, divisor: int = 1) -> Iterator[Case]:
             num_bytes=gate_up.nbytes * 3 // 2,
         )
         yield _write(shape, tokens, device)
+    yield from _vocab(64 // min(divisor, 64), device)
     yield from (_draw(64 // min(divisor, 64), filters, device) for filters in FILTERS)
     num_blocks = max(2, 2048 // divisor)
     cache = torch.empty(LAYERS, 2, num_blocks, K, BLOCK_SIZE, D, dtype=torch.bfloat16, device=device).normal_()
@@ -204,6 +206,22 @@ def other_cases(device: str, *, divisor: int = 1) -> Iterator[Case]:
     shape = f"{len(ids)} blocks, {LAYERS} layers"
     yield Case(kernel="gather", shape=shape, launch=lambda: gather(cache, ids), num_bytes=2 * payload.nbytes)
     yield Case(kernel="scatter", shape=shape, launch=lambda: scatter(cache, ids, payload), num_bytes=2 * payload.nbytes)
+
+
+def _vocab(rows: int, device: str, ranks: int = 2) -> Iterator[Case]:
+    """One rank's work of several; half of the ids are its own."""
+    share = -(-VOCAB_SIZE // ranks)
+    table_SE = torch.randn(share, HIDDEN, device=device).bfloat16()
+    ids_T = torch.randint(0, VOCAB_SIZE, (rows,), device=device)
+    num_bytes = (1 + ranks) * rows * HIDDEN * 2 // ranks
+    yield Case(kernel="embed", shape=f"{rows} tokens", launch=lambda: embed(ids_T, table_SE, 0), num_bytes=num_bytes)
+    parts_PRS = torch.randn(ranks, rows, share, device=device).bfloat16()
+    yield Case(
+        kernel="join",
+        shape=f"{rows} rows of {ranks} ranks",
+        launch=lambda: join(parts_PRS, VOCAB_SIZE),
+        num_bytes=parts_PRS.nbytes * 3,
+    )
 
 
 def _draw(rows: int, filters: dict[str, float], device: str) -> Case:

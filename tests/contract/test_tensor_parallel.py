@@ -62,6 +62,28 @@ def test_sums_and_gathered_parts_are_the_same_on_every_rank(size: int) -> None:
         assert run(program) == [([factor, 10.0 * factor], rows)] * size
 
 
+def test_tensors_are_collected_in_rank_order_and_shared_from_rank_0(size: int) -> None:
+    def program(group: TensorParallel) -> tuple[list[list[float]], list[float]]:
+        collected = group.collect(torch.tensor([group.rank, 0.5]))
+        assert collected.is_contiguous()
+        return collected.tolist(), group.share(torch.tensor([group.rank + 7.0])).tolist()
+
+    with ranks(size) as run:
+        assert run(program) == [([[float(rank), 0.5] for rank in range(size)], [7.0])] * size
+
+
+def test_sums_under_way_are_there_once_waited_for(size: int) -> None:
+    def program(group: TensorParallel) -> list[float]:
+        totals = [torch.tensor([place + group.rank]) for place in (10.0, 20.0)]
+        for wait in [group.begin_all_reduce(total) for total in totals]:
+            wait()
+        return [total.item() for total in totals]
+
+    among_ranks = sum(range(size))
+    with ranks(size) as run:
+        assert run(program) == [[10.0 * size + among_ranks, 20.0 * size + among_ranks]] * size
+
+
 @pytest.mark.parametrize(
     "value",
     [None, BATCH, WorkerLost("gone"), "x" * 4088, "y" * 70_000, tuple(range(9_000))],

@@ -13,6 +13,7 @@ from workers.kernels.prefill import PrefillPlan, prefill, prefill_tile
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rope_kv_write import rope_kv_write
 from workers.kernels.silu_mul import silu_mul
+from workers.kernels.vocab import embed, join
 
 _N, _K, _D, _BS = 32, 8, 128, 16
 _TABLES = torch.zeros(1, 16, dtype=torch.int32)
@@ -99,4 +100,6 @@ LAUNCHES: dict[str, Callable[[torch.dtype], object]] = {
     "silu_mul": lambda dtype: silu_mul(torch.zeros(1, 2 * 14336, dtype=dtype)),
     "gather and scatter": _blocks,
     "draw": _sampling,
+    "embed": lambda dtype: embed(torch.zeros(1, dtype=torch.int64), torch.zeros(2, 4096, dtype=dtype), 0),
+    "join": lambda dtype: join(torch.zeros(2, 1, 64_128, dtype=dtype), 128_256),
 }

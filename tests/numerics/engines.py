@@ -51,6 +51,8 @@ def ranks_of(config: WorkerConfig) -> Iterator[list[Rank]]:
         finally:
             for rank in ranks:
                 rank.group.close()
+            for one in stores:  # where there is one rank no group has closed it
+                one.close()
 
 
 @contextmanager

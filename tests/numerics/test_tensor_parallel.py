@@ -61,6 +61,20 @@ def test_logits_do_not_depend_on_the_number_of_ranks(
     assert_close(every_rank[0], oracle(torch.tensor([tokens])).logits[0])
 
 
+def test_sums_made_in_halves_are_the_same_sums(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of long steps on a GPU: some of these are long enough to overlap, some are not."""
+    monkeypatch.setattr("workers.models.layers.linear.OVERLAPPED_TOKENS", 10)
+    folder, oracle = checkpoint("llama", attention_bias=True)
+    tokens = random_tokens(41)
+
+    def program(group: TensorParallel) -> torch.Tensor:
+        return in_chunks(PagedRun(load_model(folder, parallel=group)), tokens, [25, 11, 2], prompt_len=38)
+
+    for logits in on_ranks(2, program):
+        with torch.no_grad():
+            assert_close(logits, oracle(torch.tensor([tokens])).logits[0])
+
+
 def test_a_chunk_that_wants_no_logits_gets_none(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint("llama")
 

@@ -97,6 +97,18 @@ def paged_attention(
     return out_TND
 
 
+def embed(token_ids_T: torch.Tensor, table_SE: torch.Tensor, start: int) -> torch.Tensor:
+    """[T, E]: the table's rows for ids from `start` on, zeros for ids that it does not hold (other ranks do)."""
+    rows_T = token_ids_T - start
+    foreign_T1 = ((rows_T < 0) | (rows_T >= len(table_SE))).unsqueeze(1)
+    return F.embedding(rows_T.clamp(0, len(table_SE) - 1), table_SE).masked_fill(foreign_T1, 0)
+
+
+def join(parts_PRS: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The ranks' shares of the logits side by side, cut to the vocabulary: [R, V] in float32."""
+    return parts_PRS.transpose(0, 1).flatten(1)[:, :vocab_size].float()
+
+
 def gather(cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Staging before a transfer: blocks of [layers, 2, NB, ...], copied to [layers, 2, ids, ...], which is `out`."""
     if out is None:

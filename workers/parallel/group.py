@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -33,8 +34,17 @@ class TensorParallel(Protocol):
         """The sum over the ranks, in `x` itself."""
         ...
 
+    def begin_all_reduce(self, x: torch.Tensor) -> Callable[[], None]:
+        """The same, under way: `x` is the sum once what is returned has been called. On a GPU it is the stream that
+        waits then, not the host. Sums are made in the order in which they began."""
+        ...
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors (all of one shape) side by side along the last dimension, in rank order."""
+        ...
+
+    def collect(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors (all of one shape) along a new first dimension, in rank order."""
         ...
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,8 +67,14 @@ class Solo:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def begin_all_reduce(self, x: torch.Tensor) -> Callable[[], None]:
+        return _nothing
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def collect(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unsqueeze(0)
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -71,7 +87,7 @@ class Solo:
 
 
 def _nothing() -> None:
-    """For a store that is somebody else's to close."""
+    """For a rank that is alone, and a store that is somebody else's to close."""
 
 
 class RankGroup:
@@ -105,10 +121,16 @@ class RankGroup:
         self._call(self._tensors, "allreduce", [x])
         return x
 
+    def begin_all_reduce(self, x: torch.Tensor) -> Callable[[], None]:
+        return self._begin(self._tensors, "allreduce", [x])
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        self._call(self._tensors, "allgather", [parts], [x.contiguous()])
-        return torch.cat(parts, dim=-1)
+        return torch.cat(tuple(self.collect(x)), dim=-1)
+
+    def collect(self, x: torch.Tensor) -> torch.Tensor:
+        parts = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        self._call(self._tensors, "_allgather_base", parts, x.contiguous().unsqueeze(0))
+        return parts
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
         self._call(self._tensors, "broadcast", x, 0)
@@ -145,10 +167,24 @@ class RankGroup:
         self._closing()
 
     def _call(self, group: Any, collective: str, *arguments: object) -> None:
+        self._begin(group, collective, *arguments)()
+
+    def _begin(self, group: Any, collective: str, *arguments: object) -> Callable[[], None]:
         if group is None:
             raise WorkerLost(f"rank {self.rank} of {self.size} has left its tensor-parallel group")
+        with self._losing():
+            work = getattr(group, collective)(*arguments)
+
+        def wait() -> None:
+            with self._losing():
+                work.wait()
+
+        return wait
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
         try:
-            getattr(group, collective)(*arguments).wait()
+            yield
         except RuntimeError as error:
             raise WorkerLost(f"rank {self.rank} of {self.size} lost its tensor-parallel group: {error}") from error
 

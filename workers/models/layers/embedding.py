@@ -21,6 +21,7 @@ class VocabParallel:
     def __init__(self, place: Place, name: str, vocab_size: int, hidden_size: int) -> None:
         self._name = name
         self._parallel = place.parallel
+        self._kernels = place.kernels
         self._shape = (vocab_size, hidden_size)
         share = -(-vocab_size // place.parallel.size)
         self._start = min(place.parallel.rank * share, vocab_size)
@@ -32,13 +33,11 @@ class VocabParallel:
         """[T, E]. Each rank looks up the ids it holds; the others' rows are zero until all are added up."""
         if self._parallel.size == 1:
             return F.embedding(token_ids_T, self.weight_VE)
-        foreign_T1 = ((token_ids_T < self._start) | (token_ids_T >= self._stop)).unsqueeze(1)
-        local_T = (token_ids_T - self._start).clamp(0, len(self.weight_VE) - 1)
-        return self._parallel.all_reduce(F.embedding(local_T, self.weight_VE).masked_fill(foreign_T1, 0))
+        return self._parallel.all_reduce(self._kernels.embed(token_ids_T, self.weight_VE, self._start))
 
     def logits(self, x_RE: torch.Tensor) -> torch.Tensor:
         """[R, V] in float32, on every rank."""
-        return self._parallel.all_gather(self._matrix(x_RE))[:, : self._shape[0]].float()
+        return self._kernels.join(self._parallel.collect(self._matrix(x_RE)), self._shape[0])
 
     def pack(self, *, embeds: bool) -> None:
         """For `logits`. `embed` needs the rows as they are: a tensor that does both is held twice."""
