@@ -51,6 +51,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @dataclass
 class Cluster:
     folder: Path
+    config: RouterConfig
     fleet: Fleet
     generate: Dispatcher
     workers: dict[str, Worker] = field(default_factory=dict)
@@ -98,7 +99,7 @@ class Cluster:
 async def cluster_of(folder: Path, *worker_ids: str) -> AsyncIterator[Cluster]:
     config = RouterConfig(model_path=folder, model_name="m", local_prefill_tokens=0, policy="round_robin")
     fleet = Fleet(index=MemoryPrefixIndex(), config=config, gateway_id="test")
-    cluster = Cluster(folder, fleet, Dispatcher(fleet=fleet, policy=policy_of(config), config=config))
+    cluster = Cluster(folder, config, fleet, Dispatcher(fleet=fleet, policy=policy_of(config), config=config))
     try:
         for worker_id in worker_ids:
             await cluster.start(worker_id)
