@@ -1,0 +1,163 @@
+"""One worker of a pair, around a model one can compute by hand, with real lanes: here, or in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from decode_pool.role import DecodeRole
+from kvtransfer.config import LaneConfig, Preference
+from kvtransfer.ledger import TicketState
+from kvtransfer.reshard import Cut
+from kvtransfer.transports.collective import CollectiveTransport
+from prefill_pool.config import PrefillConfig
+from prefill_pool.role import PrefillRole
+from protos.values import GenerateRequest, ReserveRequest, SamplingParams, Ticket
+from tests.unit.decode_pool.pair import DECODE, DECODE_WEIGHT, LAYOUT, PREFILL, PREFILL_WEIGHT, SIZE, Side
+from workers.kv.mover import Dock, Mover
+from workers.toy import ToyRunner
+
+NUM_BLOCKS = 16
+LEASE_S = 60.0
+"""Longer than any test: what is freed in time was not freed by a lease."""
+PATIENCE_S = 30.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload([__name__])
+
+
+def _told(name: str, *arguments: object) -> None:
+    """There are no follower ranks."""
+
+
+class Tensors:
+    """The toy's cache, as lanes want it."""
+
+    def __init__(self, runner: ToyRunner) -> None:
+        self._runner = runner
+
+    def read(self, cut: Cut, stage: Callable[[int], Any]) -> torch.Tensor:
+        content = torch.from_numpy(self._runner.read(cut, stage)).reshape(-1)
+        payload: torch.Tensor = stage(content.nbytes).view(torch.int64)
+        return payload.copy_(content)
+
+    def write(self, cut: Cut, payload: torch.Tensor) -> None:
+        self._runner.write(cut, payload.numpy())
+
+
+class Half:
+    """Everything but gRPC, stepped by hand. Prompts are read a block a step."""
+
+    def __init__(self, pool: str, over: Preference, stall_s: float) -> None:
+        made = CollectiveTransport(config=LaneConfig(transport=over, stall_s=stall_s, beat_s=stall_s / 10))
+        who, weight = (PREFILL, PREFILL_WEIGHT) if pool == "prefill" else (DECODE, DECODE_WEIGHT)
+        self.sender, self.receiver = made.sender(who, LAYOUT), made.receiver(who, LAYOUT)
+        self.side = Side(weight, NUM_BLOCKS, self._role if pool == "decode" else self._prefill_role, prefill_chunk=SIZE)
+
+    def reserve(self, request_id: str, prompt_ids: tuple[int, ...]) -> Ticket:
+        request = ReserveRequest(
+            request_id=request_id, prompt_ids=prompt_ids, lease_s=LEASE_S, source=PREFILL, source_layout=LAYOUT
+        )
+        return self.role.reserve(request, time.monotonic())
+
+    def open(self, ticket: Ticket) -> None:
+        self.mover.open(ticket)
+
+    def submit(self, request_id: str, prompt_ids: tuple[int, ...], output_ids: tuple[int, ...], ticket: Ticket) -> None:
+        request = GenerateRequest(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            output_ids=output_ids,
+            sampling=SamplingParams(temperature=0.0, max_tokens=6),
+            ticket=ticket,
+        )
+        self.side.engine.submit(request, time.monotonic())
+
+    def step(self) -> None:
+        self.side.step(time.monotonic())
+        self.side.engine.check_integrity((*self.role.ledger.reserved_ids(), *self.role.outgoing.shared_ids()))
+
+    def state(self, ticket_id: str) -> TicketState | None:
+        return self.role.ledger.state(ticket_id, 1)
+
+    def lanes(self) -> Sequence[str]:
+        return [lane.state for lane in self.mover.lanes()]
+
+    def assert_idle(self) -> None:
+        """No request, no ticket, no block, and no staging memory in use."""
+        self.role.ledger.assert_idle()
+        self.side.engine.assert_idle()
+        assert self.side.pool.num_free == NUM_BLOCKS
+        for end in (self.sender, self.receiver):
+            assert end._staging.num_taken == 0, "a payload is left in staging"
+
+    def close(self) -> None:
+        self.mover.close()
+
+    def _prefill_role(self, side: Side) -> PrefillRole:
+        config = PrefillConfig(chunk_bytes=LAYOUT.block_bytes)
+        self.role: PrefillRole | DecodeRole = PrefillRole(self._mover(side), side.pool, LAYOUT, config)
+        return self.role
+
+    def _role(self, side: Side) -> DecodeRole:
+        self.role = DecodeRole(self._mover(side), side.pool, LAYOUT)
+        return self.role
+
+    def _mover(self, side: Side) -> Mover:
+        dock = Dock(Tensors(side.runner), LAYOUT, sender=self.sender, receiver=self.receiver)
+        self.mover = Mover(dock, _told)
+        return self.mover
+
+
+class Distant:
+    """A half in another process; what is called here happens there."""
+
+    def __init__(self, pool: str, over: Preference, stall_s: float) -> None:
+        self._pipe, there = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(there, pool, over, stall_s), daemon=True)
+        self._process.start()
+        there.close()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self._pipe.send((name, arguments))
+            assert self._pipe.poll(PATIENCE_S), f"the other process does not answer {name}"
+            return self._pipe.recv()
+
+        return call
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+        if number is signal.SIGKILL:
+            self._process.join()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._pipe.close()
+
+
+def _serve(pipe: Connection, pool: str, over: Preference, stall_s: float) -> None:
+    torch.set_num_threads(1)
+    half = Half(pool, over, stall_s)
+    while True:
+        name, arguments = pipe.recv()
+        pipe.send(getattr(half, name)(*arguments))
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Lanes have threads of their own, and halves no bell: looks again and again."""
+    for _ in range(int(PATIENCE_S / 0.002)):
+        if happened():
+            return
+        threading.Event().wait(0.002)
+    raise AssertionError("it did not happen")
