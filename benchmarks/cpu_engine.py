@@ -2,6 +2,7 @@
 
     python -m benchmarks.cpu_engine --json figures.json --plot figures.svg
     python -m benchmarks.cpu_engine --vllm-python ENV/bin/python     the same on vLLM too (peers/vllm_cpu.py)
+    python -m benchmarks.cpu_engine --llama-python ENV/bin/python    and on llama.cpp (peers/llama_cpp.py)
 
 Random weights of 368 million parameters, the shape that docs/performance.md compares; then the demo model.
 """
@@ -39,7 +40,7 @@ from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "model"
-PEER = Path(__file__).resolve().parent / "peers" / "vllm_cpu.py"
+PEERS = Path(__file__).resolve().parent / "peers"
 NUM_BLOCKS = 2048
 
 LARGE = (
@@ -134,10 +135,12 @@ def on_baton(folder: Path, workloads: Sequence[Workload], repeat: int) -> list[l
         return [[run(engine, workload, chance) for workload in workloads] for _ in range(repeat)]
 
 
-def on_vllm(python: Path, folder: Path, workloads: Sequence[Workload], repeat: int) -> tuple[str, list[list[Run]]]:
+def on_peer(
+    python: Path, script: str, folder: Path, workloads: Sequence[Workload], repeat: int, *more: str
+) -> tuple[str, list[list[Run]]]:
     """Its version, and its runs, with as many threads as this process has."""
     asked = json.dumps([{k: v for k, v in asdict(workload).items() if k != "name"} for workload in workloads])
-    command = [str(python), str(PEER), str(folder), asked, str(repeat), str(torch.get_num_threads())]
+    command = [str(python), str(PEERS / script), str(folder), asked, str(repeat), str(torch.get_num_threads()), *more]
     told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     answer = json.loads(next(line for line in told.stdout.splitlines() if line.startswith('{"version"')))
     return answer["version"], [[Run(**one) for one in runs] for runs in answer["rounds"]]
@@ -257,6 +260,11 @@ def main(
     divisor: Annotated[int, typer.Option(min=1, help="Give this many times fewer requests.")] = 1,
     repeat: Annotated[int, typer.Option(min=1, help="Rounds, of which the best counts.")] = 1,
     vllm_python: Annotated[Path | None, typer.Option(help="Python of an environment that has vllm-cpu.")] = None,
+    llama_python: Annotated[Path | None, typer.Option(help="Python of one that has llama-cpp-python, gguf.")] = None,
+    llama_type: Annotated[str, typer.Option(help="Of llama.cpp's weights: q8_0 or bf16.")] = "q8_0",
+    llama_divisor: Annotated[
+        int, typer.Option(min=1, help="Give it, a slow one, so many times fewer of the first two loads.")
+    ] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
 ) -> None:
@@ -271,8 +279,12 @@ def main(
         rounds.append(("baton", "368M, random", costs, large, on_baton(folder, large, repeat)))
         machines.append(measure(num_threads))
         if vllm_python is not None:
-            version, runs = on_vllm(vllm_python, folder, large, repeat)
+            version, runs = on_peer(vllm_python, "vllm_cpu.py", folder, large, repeat)
             rounds.append((f"vllm-cpu {version}", "368M, random", costs, large, runs))
+        if llama_python is not None:
+            fewer = scaled(large[:2], llama_divisor) + large[2:]
+            version, runs = on_peer(llama_python, "llama_cpp.py", folder, fewer, 1, llama_type)
+            rounds.append((f"llama.cpp {version}", "368M, random", costs, fewer, runs))
     rounds.append(("baton", "demo, 5M", Costs.of(read_config(DEMO)), small, on_baton(DEMO, small, repeat)))
     machine = best_of([*machines, measure(num_threads)])
     figures: list[Figures] = []
