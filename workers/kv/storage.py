@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvtransfer.reshard import Cut, heads_of
 from protos.values import KVLayout
 from workers.kernels.base import kernels_for
 from workers.kernels.cpu.memory import roomy_zeros
+from workers.kernels.staging import to_device
 
 _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
@@ -123,10 +125,10 @@ class KVStorage:
         blocks = torch.tensor(cut.block_ids)[units // per_block]
         heads = torch.arange(piece.start, piece.stop)
         rows = (blocks[:, None] * self.num_heads + heads) * per_block + (units % per_block)[:, None]
-        return rows.flatten().to(self.data.device)
+        return to_device(rows.flatten().numpy(), self.data.device)
 
     def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(block_ids, dtype=torch.int64, device=self.data.device)
+        return to_device(np.array(block_ids, dtype=np.int64), self.data.device)
 
 
 def heads_of_rank(layout: KVLayout) -> int:

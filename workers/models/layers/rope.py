@@ -13,6 +13,7 @@ from itertools import groupby
 import torch
 
 from workers.attention.base import AttentionInputs
+from workers.kernels.staging import to_device
 from workers.models.rope import DynamicRope, LinearRope, Llama3Rope, LongRope, ProportionalRope, Rope, YarnRope
 
 
@@ -44,7 +45,7 @@ class Rotation:
         return torch.cat([known[regime].expand(count, -1) for regime, count in runs])
 
     def _frequencies(self, regime: int) -> torch.Tensor:
-        return inverse_frequencies(self._rope, self._head_dim, regime).to(self._device)
+        return to_device(inverse_frequencies(self._rope, self._head_dim, regime).numpy(), self._device)
 
 
 def _positions(inputs: AttentionInputs, row: int) -> range:
