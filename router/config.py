@@ -59,7 +59,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int = 8001
-    policy: str = "prefix_aware"
+    policy: str = "slo"
     shadow_policy: str = ""
     local_prefill_tokens: int = 64
     local_prefill_share: float = 0.7

@@ -1,12 +1,11 @@
 """What a worker will take, learned from what it took: seconds to a first token, between tokens, and until KV is there.
 
-    measured by the worker (its load) ──▶ prior ─┐
-    observed by the router (its jobs) ──▶ Fit ───┴─▶ Line ──▶ Expectation ──▶ Candidate ──▶ policies
-                                           └─▶ error ──▶ `baton_prediction_*`
+    measured by the worker (its load) ─┐
+    observed of all its pool ── Fit ───┴─▶ Line ── observed of it: Pace ──▶ Expectation ──▶ Candidate ──▶ policies
+                                                        └─▶ errors ──▶ `baton_prediction_*`
 
-A fit is least squares over what was observed lately: an observation counts half after `HALF_LIFE_S` or `HALF_COUNT`
-newer ones, and one far off the line is drawn near before it counts, so that a stall is no lesson and a change of pace
-is one soon. Pure: every time is an argument.
+What was observed lately counts: half after `HALF_LIFE_S`, or `HALF_COUNT` newer observations. One that is far off is
+drawn near before it counts, so that a stall is no lesson and a change of pace is one soon. Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from router.policies.base import Line
 HALF_LIFE_S = 300.0
 HALF_COUNT = 32
 RECENT_S = 300.0  # after which work sent to a worker counts half
-GUESS, MEASURED = 2.0, 8.0  # observations that outweigh what was believed before: a guess, the worker's own measurement
+TRUST = 2.0  # observations that outweigh what was believed before them
 SURE = 8.0  # observations after which an outlier is known as one
 OUTLIER = 4.0  # mean errors off the line
 
@@ -49,24 +48,38 @@ class Errors:
     bias_s: float = 0.0
 
 
-class Fit:
-    """seconds = fixed + each x amount, from observations of both. The prior counts like `trust` observations."""
+class Judge:
+    """Keeps the errors of one prediction, and knows an outlier by them."""
 
-    def __init__(self, trust: float = GUESS) -> None:
-        self._trust = trust
-        self.errors = Errors()
+    def __init__(self) -> None:
+        self.so_far = Errors()
+
+    def heard(self, seconds: float, expected: float, *, sure: bool) -> float:
+        """What is to be learned of an observation: the time itself, or the nearest that is no outlier."""
+        before, error = self.so_far, seconds - expected
+        share = max(1 / (before.num_observed + 1), 1 - 0.5 ** (1 / HALF_COUNT))
+        size = min(abs(error), 2 * OUTLIER * before.mean_s) if sure else abs(error)
+        after = self.so_far = Errors(
+            num_observed=before.num_observed + 1,
+            mean_s=before.mean_s + share * (size - before.mean_s),
+            bias_s=before.bias_s + share * (error - before.bias_s),
+        )
+        bound = OUTLIER * after.mean_s
+        return expected + min(max(error, -bound), bound) if sure else seconds
+
+
+class Fit:
+    """seconds = fixed + each x amount, from observations of both. The prior counts like `TRUST` observations."""
+
+    def __init__(self) -> None:
+        self.errors = Judge()
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._observed_s = 0.0
 
     def observe(self, amount: float, seconds: float, *, prior: Line, now: float) -> None:
         """What was expected, and counts as predicted, is what `line(prior)` says before this."""
         self._age(now)
-        expected = self.line(prior)(amount)
-        error = seconds - expected
-        self._judge(error)
-        if self._weight >= SURE:
-            bound = OUTLIER * self.errors.mean_s
-            seconds = expected + min(max(error, -bound), bound)
+        seconds = self.errors.heard(seconds, self.line(prior)(amount), sure=self._weight >= SURE)
         self._weight += 1
         self._x += amount
         self._y += seconds
@@ -78,7 +91,7 @@ class Fit:
         if not self._weight:
             return prior
         amount = self._x / self._weight or 1.0
-        half = self._trust / 2  # at nothing, and at twice the mean
+        half = TRUST / 2  # at nothing, and at twice the mean
         weight, x, xx = self._weight + 2 * half, self._x + half * 2 * amount, self._xx + half * (2 * amount) ** 2
         y = self._y + half * (prior(0) + prior(2 * amount))
         xy = self._xy + half * 2 * amount * prior(2 * amount)
@@ -92,7 +105,7 @@ class Fit:
         return Line(fixed_s=fixed, each_s=each)
 
     def _age(self, now: float) -> None:
-        keep = 0.5 ** (1 / HALF_COUNT + max(0.0, now - self._observed_s) / HALF_LIFE_S)
+        keep = _share_kept(now - self._observed_s)
         self._observed_s = now
         self._weight *= keep
         self._x *= keep
@@ -100,25 +113,42 @@ class Fit:
         self._xx *= keep
         self._xy *= keep
 
-    def _judge(self, error: float) -> None:
-        before = self.errors
-        share = max(1 / (before.num_observed + 1), 1 - 0.5 ** (1 / HALF_COUNT))
-        size = abs(error)
-        if self._weight >= SURE:
-            size = min(size, 2 * OUTLIER * before.mean_s)
-        self.errors = Errors(
-            num_observed=before.num_observed + 1,
-            mean_s=before.mean_s + share * (size - before.mean_s),
-            bias_s=before.bias_s + share * (error - before.bias_s),
-        )
+
+class Pace:
+    """How many times longer one worker takes than `line` says, lately. One number is learned from few observations, so
+    that workers of one kind do not seem different by chance: then all that is cheap would go to one of them."""
+
+    def __init__(self) -> None:
+        self.errors = Judge()
+        self._weight = self._took_s = self._expected_s = 0.0
+        self._observed_s = 0.0
+
+    def observe(self, amount: float, seconds: float, *, line: Line, now: float) -> None:
+        """What was expected, and counts as predicted, is what `of(line)` says before this."""
+        keep = _share_kept(now - self._observed_s)
+        self._observed_s = now
+        self._weight, self._took_s, self._expected_s = (
+            self._weight * keep, self._took_s * keep, self._expected_s * keep,
+        )  # fmt: skip
+        seconds = self.errors.heard(seconds, self.of(line)(amount), sure=self._weight >= SURE)
+        self._weight += 1
+        self._took_s += seconds
+        self._expected_s += line(amount)
+
+    def of(self, line: Line) -> Line:
+        if not self._expected_s:
+            return line
+        believed_s = TRUST * self._expected_s / self._weight
+        ratio = max(0.0, self._took_s + believed_s) / (self._expected_s + believed_s)
+        return Line(fixed_s=line.fixed_s * ratio, each_s=line.each_s * ratio)
 
 
 class Predictor:
     """The fits of all workers and lanes. A worker that nobody has measured counts as its pool does."""
 
     def __init__(self) -> None:
-        self._reading: dict[str, Fit] = {}
-        self._stepping: dict[str, Fit] = {}
+        self._reading: dict[str, Pace] = {}
+        self._stepping: dict[str, Pace] = {}
         self._receiving: dict[str, Fit] = {}
         self._pools: dict[WorkerRole, tuple[Fit, Fit]] = {role: (Fit(), Fit()) for role in WorkerRole}
         self._all_lanes = Fit()
@@ -140,8 +170,8 @@ class Predictor:
         reading, stepping = self._reading.get(worker_id), self._stepping.get(worker_id)
         receiving = self._receiving.get(worker_id)
         return Expectation(
-            reading=reading.line(prior.reading) if reading else prior.reading,
-            stepping=stepping.line(prior.stepping) if stepping else prior.stepping,
+            reading=reading.of(prior.reading) if reading else prior.reading,
+            stepping=stepping.of(prior.stepping) if stepping else prior.stepping,
             receiving=receiving.line(prior.receiving) if receiving else prior.receiving,
             recent_tokens=prior.recent_tokens,
         )
@@ -155,8 +185,8 @@ class Predictor:
         """By worker: of first tokens, and of the time between tokens."""
         return {
             worker_id: (
-                self._reading[worker_id].errors if worker_id in self._reading else Errors(),
-                self._stepping[worker_id].errors if worker_id in self._stepping else Errors(),
+                self._reading[worker_id].errors.so_far if worker_id in self._reading else Errors(),
+                self._stepping[worker_id].errors.so_far if worker_id in self._stepping else Errors(),
             )
             for worker_id in self._reading.keys() | self._stepping.keys()
         }
@@ -171,16 +201,16 @@ class Predictor:
         self, worker_id: str, role: WorkerRole, *, num_tokens: float, seconds: float, now: float
     ) -> None:
         """A first token came so long after its decision; until then the worker had so many tokens to read."""
-        fit = self._reading.setdefault(worker_id, Fit(MEASURED))
-        fit.observe(num_tokens, seconds, prior=self._prior(worker_id).reading, now=now)
+        pace = self._reading.setdefault(worker_id, Pace())
+        pace.observe(num_tokens, seconds, line=self._prior(worker_id).reading, now=now)
         self._pools[role][0].observe(num_tokens, seconds, prior=READING, now=now)
 
     def saw_answer(
         self, worker_id: str, role: WorkerRole, *, num_sequences: float, num_tokens: int, seconds: float, now: float
     ) -> None:
         """The tokens of an answer, written among so many sequences, were so many seconds apart."""
-        fit = self._stepping.setdefault(worker_id, Fit(MEASURED))
-        fit.observe(num_sequences, seconds, prior=self._prior(worker_id).stepping, now=now)
+        pace = self._stepping.setdefault(worker_id, Pace())
+        pace.observe(num_sequences, seconds, line=self._prior(worker_id).stepping, now=now)
         self._pools[role][1].observe(num_sequences, seconds, prior=STEPPING, now=now)
         self.answer_tokens += (num_tokens - self.answer_tokens) / HALF_COUNT
 
@@ -195,8 +225,9 @@ class Predictor:
 
     def forget(self, worker_id: str) -> None:
         """A worker has left, with its lanes."""
-        for fits in (self._reading, self._stepping, self._receiving):
-            fits.pop(worker_id, None)
+        self._reading.pop(worker_id, None)
+        self._stepping.pop(worker_id, None)
+        self._receiving.pop(worker_id, None)
         self._priors.pop(worker_id, None)
         for recent in self._recent.values():
             recent.pop(worker_id, None)
@@ -238,3 +269,7 @@ class Predictor:
 
 def _kept(age_s: float) -> float:
     return float(0.5 ** (age_s / RECENT_S))
+
+
+def _share_kept(age_s: float) -> float:
+    return float(0.5 ** (1 / HALF_COUNT + max(0.0, age_s) / HALF_LIFE_S))

@@ -121,10 +121,10 @@ def score(candidate: Candidate, **terms: float) -> Score:
     )
 
 
-def cheapest(scores: Sequence[Score], view: RequestView, *, tolerance: float = 0.0) -> Score:
+def cheapest(scores: Sequence[Score], view: RequestView, *, slack: float = 0.0) -> Score:
     """Equals take turns, so that an idle pool fills all of its caches. Equal are totals that exceed the lowest by no
-    more than this share of it."""
+    more than `slack`."""
     turn, count = view.num_decided, len(scores)
-    most = min(scored.total for scored in scores) * (1 + tolerance)
+    most = min(scored.total for scored in scores) + slack
     equals = (entry for entry in enumerate(scores) if entry[1].total <= most)
     return min(equals, key=lambda entry: (entry[0] - turn) % count)[1]

@@ -38,19 +38,21 @@ NEAR_READERS = 8  # that may win by a better lane; those behind them would have 
 def pair(
     name: str, *, read: Rank, write: Rank, short: ShortRemainder, between: Between | None = None, tolerance: float = 0.0
 ) -> Policy:
-    """A policy called `name`, from a rank of readers and a rank of writers whose costs can be added up."""
+    """A policy called `name`, from a rank of readers and a rank of writers whose costs can be added up. Costs that
+    differ by less than the share `tolerance` of them are equal."""
 
     def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
         readers = {one.worker_id: one for one in candidates if one.role is WorkerRole.PREFILL}
         writers = {candidate.worker_id: candidate for candidate in candidates if decodes(candidate)}
         assert writers, "the dispatcher waits until somebody can decode"
         reading = read(view, list(readers.values())) if readers else ()
-        best = cheapest(reading, view, tolerance=tolerance) if reading else None
+        slack = tolerance * min((one.total for one in reading), default=0.0)
+        best = cheapest(reading, view, slack=slack) if reading else None
         near = nsmallest(NEAR_READERS, reading, key=lambda one: one.total) if between is not None else ()
         writings = write(view, list(writers.values()))
         own = {one.worker_id: one for one in read(view, [writers[writing.worker_id] for writing in writings])}
         whole: list[Score] = []
-        by: dict[str, tuple[str, Alone | None]] = {}
+        by: dict[str, tuple[Score, Alone | None]] = {}
         for writing in writings:
             writer = writers[writing.worker_id]
             terms = dict(writing.terms)
@@ -60,15 +62,18 @@ def pair(
                 reader = own[writer.worker_id]
             elif between is not None:
                 handing = {one.worker_id: between(view, readers[one.worker_id], writer) for one in near}
-                reader = _nearest(reader, near, handing)
+                reader = _nearest(reader, near, handing, slack)
                 terms["transfer"] = handing.get(reader.worker_id) or between(view, readers[reader.worker_id], writer)
-            by[writer.worker_id] = (reader.worker_id, alone)
+            by[writer.worker_id] = (reader, alone)
             whole.append(score(writer, **terms, **{f"reading by {reader.worker_id}": reader.total}))
-        chosen = cheapest(whole, view, tolerance=tolerance)
-        reader_id, alone = by[chosen.worker_id]
+        lowest = min(whole, key=lambda one: one.total)
+        reader, alone = by[lowest.worker_id]
+        common = 0.0 if alone else reader.total  # a reader that all would have tells nothing of them
+        chosen = cheapest(whole, view, slack=tolerance * (lowest.total - common))
+        reader, alone = by[chosen.worker_id]
         return Decision(
             policy=name,
-            prefill=None if alone else reader_id,
+            prefill=None if alone else reader.worker_id,
             decode=chosen.worker_id,
             alone=alone,
             scores=(*reading, *whole),
@@ -89,10 +94,10 @@ def _alone(view: RequestView, writer: Candidate, short: ShortRemainder, *, has_r
     return Alone.SHORT_REMAINDER if short(view, writer) else None
 
 
-def _nearest(best: Score, near: Sequence[Score], handing: Mapping[str, float]) -> Score:
-    """Of readers with their ways to one writer the cheapest; the best reader unless another is truly better."""
+def _nearest(best: Score, near: Sequence[Score], handing: Mapping[str, float], slack: float) -> Score:
+    """Of readers with their ways to one writer the cheapest; the best reader unless another is better by `slack`."""
     found = min(near, key=lambda one: one.total + handing[one.worker_id])
     if best.worker_id not in handing:
         return best
     gain = best.total + handing[best.worker_id] - found.total - handing[found.worker_id]
-    return found if gain > 0 else best
+    return found if gain > slack else best

@@ -17,11 +17,11 @@ from router.policies.base import Candidate, Rank, RequestView, Score, score
 from router.policies.costs import num_uncached, tpot_s, ttft_s
 
 # Tried on Mooncake's synthetic trace (benchmarks/routing_trace.py): hits and time to the first token, 4 and 16 workers.
-DISPLACED = 8.0  # seconds that others lose by a second of computing
+DISPLACED = 5.0  # seconds that others lose by a second of computing
 GUARD = 0.2  # by this share above its pool's mean, a worker's cache attracts nothing any more
 SETTLING = 4.0  # requests of this size
 LATE = 4.0
-TOLERANCE = 0.02  # costs are predictions: what differs less is equal
+TOLERANCE = 0.05  # costs are predictions: what differs less is equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,6 +207,12 @@ def test_costs_that_differ_by_less_than_predictions_can_tell_take_turns() -> Non
     assert {policy("slo")(view(num_decided=number), near).decode for number in range(2)} == {"c0", "c1"}
 
 
+def test_readers_that_seem_alike_take_turns_whatever_their_lanes() -> None:
+    seen = {"lanes": {("p0", "d0"): Line(each_s=1e-9), ("p1", "d0"): Line(each_s=1.01e-9)}, "block_bytes": 2**16}
+    near = [known("p0"), known("p1", reading=Line(fixed_s=0.0101, each_s=1e-4)), known("d0")]
+    assert {policy("slo")(view(num_decided=number, **seen), near).prefill for number in range(2)} == {"p0", "p1"}
+
+
 def test_an_outlook_is_what_the_costs_say_whoever_decided() -> None:
     candidates = [known("p0", 600, queued_prefill_tokens=50), known("d0", num_requests=3, receiving=Line(each_s=1e-6))]
     seen = view(block_bytes=1600)

@@ -8,7 +8,7 @@ import pytest
 
 from protos.values import WorkerLoad, WorkerRole
 from router.policies.base import Line
-from router.predict import READING, Fit, Predictor
+from router.predict import READING, Fit, Pace, Predictor
 
 DECODE, PREFILL = WorkerRole.DECODE, WorkerRole.PREFILL
 TRUE = Line(fixed_s=0.05, each_s=2e-4)
@@ -30,8 +30,8 @@ def test_nothing_observed_is_what_was_believed() -> None:
 def test_a_line_is_learned_from_noisy_times() -> None:
     fit = taught()
     assert fit.line(READING)(2000) == pytest.approx(TRUE(2000), rel=0.1)
-    assert fit.errors.num_observed == 100
-    assert fit.errors.mean_s < 0.05
+    assert fit.errors.so_far.num_observed == 100
+    assert fit.errors.so_far.mean_s < 0.05
 
 
 def test_a_few_stalls_teach_little() -> None:
@@ -50,6 +50,22 @@ def test_what_was_learned_long_ago_yields_to_what_is_measured_now() -> None:
     measured = Line(each_s=1e-3)
     fit.observe(2000, measured(2000), prior=measured, now=100_000.0)
     assert fit.line(measured)(2000) == pytest.approx(measured(2000), rel=0.1)
+
+
+def test_a_worker_is_as_much_slower_as_it_was_and_a_stall_teaches_little() -> None:
+    draw, pace = random.Random(0), Pace()
+    for number in range(60):
+        amount = draw.randrange(10, 4000)
+        stall = 20.0 if number % 20 == 19 else 0.0
+        pace.observe(amount, 3 * TRUE(amount) * draw.uniform(0.9, 1.1) + stall, line=TRUE, now=float(number))
+    for amount in (0, 4000):
+        assert pace.of(TRUE)(amount) == pytest.approx(3 * TRUE(amount), rel=0.35)
+
+
+def test_one_observation_moves_a_belief_but_does_not_replace_it() -> None:
+    pace = Pace()
+    pace.observe(1000, 10 * TRUE(1000), line=TRUE, now=0.0)
+    assert pace.of(TRUE)(1000) == pytest.approx(4 * TRUE(1000))
 
 
 def test_no_part_of_a_line_is_negative() -> None:

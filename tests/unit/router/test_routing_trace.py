@@ -1,0 +1,50 @@
+"""Policies on a slice of a real trace, through the router's index and the engine's block pool, in virtual time.
+
+The figures are those of `benchmarks/routing_trace.py`; two runs are equal, so a bound that is crossed is a change.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.routing_replay import read_trace
+from benchmarks.routing_trace import BLOCK_SIZE, IDEAL, Figures, compare, row
+
+POLICIES = ("round_robin", "least_loaded", "session_affinity", "longest_prefix", "prefix_aware", "slo")
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, Figures]:
+    trace = read_trace(Path(__file__).parent / "mooncake_slice.jsonl", BLOCK_SIZE)
+    assert len(trace) == 394
+    found = compare(trace, POLICIES, num_workers=4, num_blocks=500, utilisation=0.4)
+    return {one.policy: one for one in found}
+
+
+def test_the_default_policy_is_near_the_ideal_and_in_balance(figures: dict[str, Figures]) -> None:
+    slo = figures["slo"]
+    assert slo.of_ideal >= 0.95, row(slo)
+    assert slo.token_imbalance < 1.3, row(slo)
+    assert slo.request_imbalance < 1.3, row(slo)
+
+
+def test_it_finds_more_than_those_that_do_not_look_and_waits_less_than_one_that_only_looks(
+    figures: dict[str, Figures],
+) -> None:
+    slo = figures["slo"]
+    for blind in ("round_robin", "least_loaded", "session_affinity"):
+        assert slo.hit_rate > figures[blind].hit_rate, blind
+        assert slo.ttft_mean_s < figures[blind].ttft_mean_s, blind
+    assert slo.ttft_mean_s < figures["longest_prefix"].ttft_mean_s
+
+
+def test_no_policy_is_in_time_more_often_than_one_worker_with_all_there_is(figures: dict[str, Figures]) -> None:
+    assert max(figures.values(), key=lambda one: one.in_time).policy == IDEAL
+
+
+def test_a_replay_can_be_repeated() -> None:
+    trace = read_trace(Path(__file__).parent / "mooncake_slice.jsonl", BLOCK_SIZE)[:100]
+    runs = [compare(trace, ["slo"], num_workers=4, num_blocks=500, utilisation=0.4) for _ in range(2)]
+    assert runs[0] == runs[1]
