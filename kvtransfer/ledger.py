@@ -93,7 +93,9 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tombstone:
-    generation: int
+    """`generation` None stands for all of them: aborted before any was reserved."""
+
+    generation: int | None
     state: TicketState
     reason: str
 
@@ -122,7 +124,9 @@ class Ledger:
         """
         entry = self._live.get(ticket_id)
         tombstone = self._tombstones.get(ticket_id)
-        newest = entry.reservation.ticket.generation if entry else tombstone.generation if tombstone else 0
+        if tombstone is not None and tombstone.generation is None:
+            raise TransferFailed(f"ticket {ticket_id} was {tombstone.state}: {tombstone.reason}")
+        newest = entry.reservation.ticket.generation if entry else (tombstone and tombstone.generation) or 0
         if generation < newest:
             raise TransferFailed(
                 f"ticket {ticket_id} is at generation {newest}: generation {generation} came too late",
@@ -202,6 +206,11 @@ class Ledger:
         if entry is None or generation not in (None, entry.reservation.ticket.generation):
             return None
         return self._end(ticket_id, TicketState.ABORTED, reason)
+
+    def refuse(self, ticket_id: str, reason: str) -> None:
+        """An abort has overtaken its reservation, or came after the end. A ticket that was never here never will be."""
+        if ticket_id not in self._live and ticket_id not in self._tombstones:
+            self._bury(ticket_id, Tombstone(generation=None, state=TicketState.ABORTED, reason=reason))
 
     def abort_source(self, source: str, reason: str) -> Sequence[Reservation]:
         """Ends what `source` can no longer complete. What has arrived in full does not need it any more."""
@@ -290,7 +299,10 @@ class Ledger:
 
     def _end(self, ticket_id: str, state: TicketState, reason: str) -> Reservation:
         reservation = self._live.pop(ticket_id).reservation
-        self._tombstones[ticket_id] = Tombstone(generation=reservation.ticket.generation, state=state, reason=reason)
+        self._bury(ticket_id, Tombstone(generation=reservation.ticket.generation, state=state, reason=reason))
+        return reservation
+
+    def _bury(self, ticket_id: str, tombstone: Tombstone) -> None:
+        self._tombstones[ticket_id] = tombstone
         if len(self._tombstones) > self._max_tombstones:
             self._tombstones.popitem(last=False)
-        return reservation

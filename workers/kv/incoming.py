@@ -215,8 +215,12 @@ class Incoming:
                 self._abort(ticket.ticket_id, "its request was aborted", ticket.generation)
 
     def withdraw(self, request_id: str) -> bool:
-        """Gives back a reservation whose request never came. Was there one?"""
-        return self._abort(request_id, "aborted before its request came")
+        """Gives back a reservation whose request never came. Was there one? If not, it is not to come any more: an
+        abort may overtake what it aborts."""
+        if self._abort(request_id, "aborted before its request came"):
+            return True
+        self.ledger.refuse(request_id, "its gateway gave it up before it was reserved")
+        return False
 
     def tick(self, now: float) -> tuple[tuple[str, BatonError], ...]:
         """Lands what has come and ends what is over; requests that cannot go on."""

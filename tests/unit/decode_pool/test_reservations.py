@@ -87,6 +87,14 @@ def test_a_cached_block_under_a_ticket_is_not_evicted() -> None:
     assert pair.text("held") == expected(prompt(8))
 
 
+def test_an_abort_that_overtakes_its_reservation_leaves_nothing_behind() -> None:
+    pair = Pair()
+    assert pair.decode.engine.abort(["r"]) == 0
+    with pytest.raises(TransferFailed, match="its gateway gave it up before it was reserved"):
+        pair.reserve("r", prompt(8))
+    pair.assert_idle()
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 

@@ -198,6 +198,27 @@ def test_a_generation_that_has_ended_stays_so(ledger: Ledger) -> None:
     assert ledger.renew("r1", 2, 1.0) is None
 
 
+def test_what_was_aborted_before_it_was_reserved_is_refused() -> None:
+    ledger = Ledger(max_tombstones=2)
+    ledger.refuse("r1", "its gateway gave it up")
+    for generation in (1, 2):
+        with pytest.raises(TransferFailed, match="ticket r1 was aborted: its gateway gave it up"):
+            ledger.renew("r1", generation, 1.0)
+    assert ledger.state("r1", 1) is None
+    for index in range(2, 4):
+        ledger.refuse(f"r{index}", "likewise")
+        ledger.check_integrity()
+    assert ledger.renew("r1", 1, 1.0) is None
+
+
+def test_a_late_abort_says_nothing_new_of_what_is_here_or_has_been(ledger: Ledger) -> None:
+    ledger.refuse("r1", "late")
+    assert ledger.renew("r1", 1, 1.0) is not None
+    ledger.abort("r1", "the client left")
+    ledger.refuse("r1", "late")
+    assert ledger.renew("r1", 2, 1.0) is None
+
+
 def test_tombstones_are_bounded() -> None:
     ledger = Ledger(max_tombstones=2)
     for index in range(4):
