@@ -142,7 +142,8 @@ class Run:
                 self._first_s[index] = time.perf_counter() - start
 
     def _add(self, index: int, token: int, position: int, logits: bool) -> int:
-        batch, place = self._batch, self._batch.n_tokens
+        batch = self._batch
+        place: int = batch.n_tokens
         batch.token[place], batch.pos[place] = token, position
         batch.n_seq_id[place], batch.seq_id[place][0] = 1, index
         batch.logits[place] = logits

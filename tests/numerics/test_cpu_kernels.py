@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from protos.values import KVLayout
+from tests.numerics.filled import ROWS, filled, normal
 from workers.attention.base import AttentionInputs
 from workers.attention.cpu import NativeAttention, TorchAttention, cpu_attention
 from workers.kernels import cpu, reference
@@ -19,10 +20,6 @@ from workers.kv.storage import KVStorage
 DTYPES = [torch.float32, torch.bfloat16]
 
 needs_compiler = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler here: torch is used")
-
-
-def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -82,9 +79,6 @@ def test_what_the_kernels_do_not_know_is_left_to_torch() -> None:
     assert torch.equal(cpu.rms_norm(strided, torch.ones(16), 1e-5), reference.rms_norm(strided, torch.ones(16), 1e-5))
 
 
-ROWS = ((1, 0), (1, 63), (1, 64), (1, 200), (70, 0), (37, 130), (1, 5))
-
-
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 50, 64, 100])
@@ -95,7 +89,7 @@ def test_attention_over_more_keys_than_one_look_takes(
     """Head sizes that fill the vectors and that do not, tiles that are full and that are not, on all threads."""
     name = str(dtype).removeprefix("torch.")
     layout = KVLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype=name)
-    storage, inputs = _filled(layout, ROWS)
+    storage, inputs = filled(layout, ROWS)
     q_TND = normal(inputs.query_starts[-1], num_heads, head_dim, dtype=dtype, seed=7)
     outputs = []
     for make in (cpu_attention, TorchAttention):
@@ -110,7 +104,7 @@ def test_attention_over_more_keys_than_one_look_takes(
 @needs_compiler
 def test_a_row_s_attention_does_not_depend_on_who_is_in_the_batch() -> None:
     layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
-    storage, together = _filled(layout, ROWS)
+    storage, together = filled(layout, ROWS)
     q_TND = normal(together.query_starts[-1], 4, 64, dtype=torch.bfloat16)
     backend = cpu_attention(storage)
     backend.begin(together)
@@ -129,35 +123,6 @@ def test_a_row_s_attention_does_not_depend_on_who_is_in_the_batch() -> None:
         )
         found_TND = backend.attend(0, q_TND[start:stop], scale=0.125, window=None)
         assert torch.equal(found_TND, expected_TND[start:stop])
-
-
-def _filled(layout: KVLayout, rows: tuple[tuple[int, int], ...]) -> tuple[KVStorage, AttentionInputs]:
-    """A cache whose pages lie in no order, NaN wherever no row may look."""
-    lens = [new + cached for new, cached in rows]
-    counts = [-(-length // layout.block_size) for length in lens]
-    generator = torch.Generator().manual_seed(11)
-    order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
-    storage = KVStorage(layout, num_blocks=len(order))
-    storage.data.copy_(torch.randn(storage.data.shape, generator=generator))
-    blocks = [[order.pop() for _ in range(count)] for count in counts]
-    storage.data[:, :, order] = float("nan")
-    for length, table in zip(lens, blocks, strict=True):
-        storage.data[:, :, table[-1], :, (length - 1) % layout.block_size + 1 :] = float("nan")
-    starts: list[int] = [0]
-    positions: list[int] = []
-    for new, cached in rows:
-        starts.append(starts[-1] + new)
-        positions += range(cached, cached + new)
-    tables = [torch.tensor(table, dtype=torch.int32) for table in blocks]
-    return storage, AttentionInputs(
-        positions_T=torch.tensor(positions),
-        slots_T=torch.zeros(starts[-1], dtype=torch.int64),
-        query_starts=tuple(starts),
-        context_lens=tuple(lens),
-        block_tables_SB=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
-        max_query=max(new for new, _ in rows),
-        max_context=max(lens),
-    )
 
 
 @needs_compiler

@@ -44,7 +44,7 @@ class NativeAttention:
     """One call a layer, over all rows at once: attention.cpp or attention_tiles.cpp in `workers/kernels/cpu`."""
 
     def __init__(self, storage: KVStorage, kernels: Native | Tiles) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self._caches = [(storage.keys(layer), storage.values(layer)) for layer in range(storage.layout.num_layers)]
         self._step: _Step | None = None
 
@@ -70,7 +70,7 @@ class NativeAttention:
         out_TND = torch.empty_like(q_TND)
         _, num_heads, head_dim = q_TND.shape
         _, num_kv_heads, block_size, _ = k_cache.shape
-        self._kernels.attend(
+        self.kernels.attend(
             q_TND.data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),

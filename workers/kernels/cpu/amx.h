@@ -6,6 +6,10 @@
 // what they touch, on their side.
 #pragma once
 
+#include <cstdint>
+
+#include "numbers.h"
+
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && \
     defined(__linux__)
 #define HAS_TILES 1
@@ -15,10 +19,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cstdint>
 #include <cstdlib>
-
-#include "numbers.h"
 
 namespace tiles {
 

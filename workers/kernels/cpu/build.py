@@ -22,7 +22,7 @@ import torch  # before the library: it brings the OpenMP runtime that both then 
 log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_FLAGS = "-std=c++20 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -w".split()
+_FLAGS = "-std=c++20 -O3 -fopenmp -fno-math-errno -fno-trapping-math -fPIC -w".split()
 _SOURCES = {
     "elementwise.cpp": "-ffp-contract=off",  # rounded where torch rounds, to be equal to it
     "attention.cpp": "-ffp-contract=fast",
@@ -101,15 +101,17 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
-def compile_library(folder: Path) -> Path:
-    """The library in `folder`, compiled unless it is there. Raises OSError or SubprocessError.
+def compile_library(folder: Path, machine: str = "native") -> Path:
+    """The library in `folder`, compiled unless it is there, for this processor or for one that can do less (what
+    compilers call -march). Raises OSError or SubprocessError.
 
     Its name tells sources, flags, compiler and processor, so that a folder shared by different machines is safe.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler: install g++, or name one with CXX")
-    path = folder / f"cpu-{_fingerprint(compiler)}.so"
+    flags = [*_FLAGS, f"-march={machine}"]
+    path = folder / f"cpu-{_fingerprint(compiler, flags)}.so"
     if path.exists():
         return path
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -117,7 +119,7 @@ def compile_library(folder: Path) -> Path:
         made, parts = Path(scratch) / path.name, []
         for name, contraction in _SOURCES.items():
             parts.append(str(Path(scratch) / f"{name}.o"))
-            _run(compiler, *_FLAGS, contraction, "-c", str(_FOLDER / name), "-o", parts[-1])
+            _run(compiler, *flags, contraction, "-c", str(_FOLDER / name), "-o", parts[-1])
         _run(compiler, "-shared", "-fopenmp", *parts, "-o", str(made))
         made.replace(path)  # at once: ranks that start together may all have compiled it
     return path
@@ -132,8 +134,8 @@ def _cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "baton"
 
 
-def _fingerprint(compiler: str) -> str:
-    told = hashlib.sha256(" ".join((compiler, *_FLAGS, *_SOURCES.values(), _processor())).encode())
+def _fingerprint(compiler: str, flags: list[str]) -> str:
+    told = hashlib.sha256(" ".join((compiler, *flags, *_SOURCES.values(), _processor())).encode())
     told.update(subprocess.check_output([compiler, "--version"], timeout=_TIMEOUT_S))
     for path in sorted(_FOLDER.glob("*.h")) + [_FOLDER / name for name in _SOURCES]:
         told.update(path.read_bytes())

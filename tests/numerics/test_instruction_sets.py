@@ -1,0 +1,116 @@
+"""The compiled CPU kernels as processors that can do less than this one would run them: every path is tested."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from protos.values import KVLayout
+from tests.numerics.filled import ROWS, filled, normal
+from workers.attention.base import AttentionInputs
+from workers.attention.cpu import NativeAttention, TorchAttention, cpu_attention
+from workers.kernels import reference
+from workers.kernels.cpu.build import Native, Tiles, compile_library, native, native_tiles
+
+MACHINES = {
+    "x86-64-v3": {"avx2", "fma"},
+    "cooperlake": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"},
+}
+
+
+def flags_of_this_processor() -> set[str]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return {flag for line in lines if line.startswith("flags") for flag in line.split()}
+
+
+@pytest.fixture(scope="module", params=MACHINES)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if native(torch.float32) is None or not MACHINES[request.param] <= flags_of_this_processor():
+        pytest.skip(f"no C++ compiler, or this processor cannot run what is compiled for {request.param}")
+    return ctypes.CDLL(str(compile_library(tmp_path_factory.mktemp("kernels"), machine=request.param)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lesser_processor_attends_alike(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    for num_heads, num_kv_heads, head_dim, window in [(4, 2, 64, None), (5, 1, 40, 50), (3, 3, 96, 64)]:
+        layout = KVLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype=name)
+        storage, inputs = filled(layout, ROWS)
+        q_TND = normal(inputs.query_starts[-1], num_heads, head_dim, dtype=dtype, seed=7)
+        outputs = []
+        for backend in (NativeAttention(storage, Native(library, name)), TorchAttention(storage)):
+            backend.begin(inputs)
+            outputs.append(backend.attend(0, q_TND, scale=head_dim**-0.5, window=window))
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(*outputs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lesser_processor_norms_alike(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    kernels = Native(library, str(dtype).removeprefix("torch."))
+    x, residual = (normal(5, 344, dtype=dtype, seed=seed) for seed in (1, 2))
+    weight, normed, stream = normal(344, dtype=dtype, seed=3), torch.empty_like(x), torch.empty_like(x)
+    pointers = [tensor.data_ptr() for tensor in (x, residual, weight, normed, stream)]
+    kernels.add_rms_norm(*pointers, 5, 344, 1e-5, 1)
+    expected_normed, expected_stream = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(stream, expected_stream)
+    torch.testing.assert_close(normed, expected_normed, rtol=1e-2, atol=1e-2)
+
+
+def test_without_tiles_the_library_says_so(library: ctypes.CDLL) -> None:
+    assert library.has_tiles() == 0
+
+
+@pytest.mark.skipif(native_tiles() is None, reason="no AMX here")
+def test_tiles_attend_where_there_are_any_and_the_head_fits_them() -> None:
+    def kernels_for(head_dim: int, dtype: str) -> object:
+        layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=head_dim, block_size=4, dtype=dtype)
+        storage, _ = filled(layout, ((1, 3),))
+        backend = cpu_attention(storage)
+        assert isinstance(backend, NativeAttention)
+        return backend.kernels
+
+    assert isinstance(kernels_for(64, "bfloat16"), Tiles)
+    assert isinstance(kernels_for(40, "bfloat16"), Native)
+    assert isinstance(kernels_for(64, "float32"), Native)
+
+
+@pytest.mark.skipif(native_tiles() is None, reason="no AMX here")
+@pytest.mark.parametrize("window", [None, 1, 50, 64, 100])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 64), (3, 3, 96), (40, 2, 32), (6, 1, 128)])
+def test_tiles_attend_as_float64_does(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None) -> None:
+    """Blocks of sixteen queries that are full and that are not, several heads together and one, pages of any size."""
+    for block_size in (5, 16):
+        layout = KVLayout(
+            num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype="bfloat16"
+        )
+        storage, inputs = filled(layout, (*ROWS, (300, 0)))
+        q_TND = normal(inputs.query_starts[-1], num_heads, head_dim, dtype=torch.bfloat16, seed=7) * 3
+        backend = cpu_attention(storage)
+        backend.begin(inputs)
+        found = backend.attend(0, q_TND, scale=head_dim**-0.5, window=window)
+        expected = exactly(storage.data[0].double(), inputs, q_TND.double(), head_dim**-0.5, window)
+        torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def exactly(
+    kv_2BKSD: torch.Tensor, inputs: AttentionInputs, q_TND: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """Token by token, in the dtype it is given."""
+    out_TND = torch.empty_like(q_TND)
+    num_kv_heads, block_size = kv_2BKSD.shape[2:4]
+    for row, context_len in enumerate(inputs.context_lens):
+        first, last = inputs.query_starts[row], inputs.query_starts[row + 1]
+        table_B = inputs.block_tables_SB[row, : -(-context_len // block_size)].long()
+        k_KCD, v_KCD = kv_2BKSD[:, table_B].transpose(1, 2).reshape(2, num_kv_heads, -1, q_TND.shape[2])
+        for token in range(first, last):
+            stop = context_len - (last - 1 - token)
+            start = 0 if window is None else max(0, stop - window)
+            q_KGD = q_TND[token].view(num_kv_heads, -1, q_TND.shape[2])
+            weights_KGC = (q_KGD @ k_KCD[:, start:stop].transpose(1, 2) * scale).softmax(dim=-1)
+            out_TND[token] = (weights_KGC @ v_KCD[:, start:stop]).flatten(0, 1)
+    return out_TND
