@@ -83,14 +83,16 @@ class Post:
 class Side:
     """One worker: everything but the network and the thread."""
 
-    def __init__(self, weight: int, num_blocks: int, make_role: Callable[[Side], Role], **config: Any) -> None:
+    def __init__(
+        self, weight: int, num_blocks: int, make_role: Callable[[Side], Role], *, depth: int = 0, **config: Any
+    ) -> None:
         log = EventLog(incarnation=1)
         self.pool = BlockPool(num_blocks, SIZE, log.record)
         self.runner = ToyRunner(weight, SIZE, VOCAB)
         role = make_role(self)
         settings = SchedulerConfig(**({"max_model_len": 1000, "vocab_size": VOCAB} | config))
         self.scheduler = Scheduler(settings, self.pool, role)
-        self.engine = Engine(self.scheduler, self.runner, events=log, clock=lambda: 0.0)
+        self.engine = Engine(self.scheduler, self.runner, events=log, clock=lambda: 0.0, depth=depth)
         self.tokens: dict[str, tuple[int, ...]] = defaultdict(tuple)
         self.ended: dict[str, FinishReason] = {}
         self.errors: dict[str, ErrorInfo] = {}
@@ -119,6 +121,7 @@ class Pair:
         chunk_blocks: int = 2,
         headroom: float = 0.0,
         follows_layers: bool = False,
+        depth: int = 0,
         **config: Any,
     ) -> None:
         self.follows_layers = follows_layers
@@ -135,8 +138,8 @@ class Pair:
             config = DecodeConfig(headroom=headroom)
             return DecodeRole(self.mover(side, DECODE), side.pool, LAYOUT, config, chunk_bytes=chunk_bytes)
 
-        self.prefill = Side(PREFILL_WEIGHT, num_blocks, prefill_role, **config)
-        self.decode = Side(DECODE_WEIGHT, decode_blocks or num_blocks, decode_role)
+        self.prefill = Side(PREFILL_WEIGHT, num_blocks, prefill_role, depth=depth, **config)
+        self.decode = Side(DECODE_WEIGHT, decode_blocks or num_blocks, decode_role, depth=depth)
 
     def mover(self, side: Side, address: LaneAddress) -> Mover:
         """A worker's ends of its lanes, both ways."""
