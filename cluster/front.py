@@ -19,7 +19,8 @@ from router.admission.metrics import AdmissionCollector
 from router.admission.reception import Reception
 from router.admission.registry import open_limits
 from router.app import create_app
-from router.choosing import routing_of
+from router.canary import Canary, by_one_worker
+from router.choosing import Routing, routing_of
 from router.client import channels_of
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -28,6 +29,7 @@ from router.fleet_metrics import FleetCollector
 from router.gateway import open_gateway
 from router.grpc_face import GrpcFace
 from router.metrics import RequestMetrics
+from router.moving_metrics import MovingCollector
 from router.policies.registry import policy_of
 from router.predict_metrics import PredictionCollector
 from router.prefix.registry import MEMORY, open_index
@@ -77,7 +79,10 @@ class Front:
         self.registry.register(FleetCollector(self.fleet))
         self.registry.register(PredictionCollector(self.fleet.predictor, routing.shadows))
         dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config, routing=routing)
-        admission = Admission(dispatcher, fleet=self.fleet, config=config)
+        alone = Dispatcher(fleet=self.fleet, policy=by_one_worker(policy), config=config, routing=Routing())
+        self._canary = Canary(dispatcher, alone=alone, every=config.canary_every)
+        self.registry.register(MovingCollector(dispatcher.moves, dispatcher.pulls, self._canary))
+        admission = Admission(self._canary, fleet=self.fleet, config=config)
         self.registry.register(AdmissionCollector(admission))
         reception = self._reception = Reception(
             Path(config.tenants) if config.tenants else None,
@@ -160,6 +165,7 @@ class Front:
             for task in stopping:
                 task.cancel()
             await asyncio.wait(stopping)
+            await self._canary.close()
             await self.fleet.close()
             await self._reception.close()
             if self._others is not None:

@@ -24,6 +24,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "sibling_s": (0.0, 60.0),
     "num_decisions": (1, 10**6),
     "ttft_ms": (1.0, 10**7),
+    "canary_every": (0, 10**9),
     "tpot_ms": (0.1, 10**6),
     "max_queued": (0, 10**6),
     "max_backlog": (1, 10**6),
@@ -48,6 +49,8 @@ class RouterConfig:
     `shadow_policy` (one, or several with commas between) scores every request as well, without acting.
 
     The policy `slo` tries to keep the time to a first token under `ttft_ms`, and that between tokens under `tpot_ms`.
+    One in `canary_every` greedy requests is run again on one worker alone, afterwards, and compared; 0: none.
+
 
     A worker that has prompts to read for more than `max_backlog_s`, or `max_backlog` requests that have not begun, is
     given no more: up to `max_queued` requests wait at the gateway, in fair order, and the others are refused.
@@ -77,6 +80,7 @@ class RouterConfig:
     tpot_ms: float = 50.0
     max_queued: int = 1024
     max_backlog: int = 64
+    canary_every: int = 0
     max_backlog_s: float = 0.5
     tenants: str = ""
 

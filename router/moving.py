@@ -22,6 +22,7 @@ from router.client import Updates
 from router.config import RouterConfig
 from router.journal import Journal
 from router.member import Member
+from router.record import What
 
 log = logging.getLogger("baton.router")
 
@@ -161,6 +162,7 @@ class Moves:
         here.updates.bequeath(updates)  # until the KV has come, the loss of the one is the other's as well
         move.end(adopted=True)
         self.num_moved += 1
+        journal.record.note(What.MOVED, _now(), source=here.worker.worker_id, worker=move.to.worker_id)
         log.info("%s goes on at %s as %s", here.request_id, move.to.worker_id, move.request_id)
         return Place(worker=move.to, request_id=move.request_id, updates=updates)
 

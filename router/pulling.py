@@ -8,6 +8,7 @@ Whatever fails on the way costs a computation and nothing else: it is logged and
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
 from router.fleet import Fleet
 from router.journal import Journal
 from router.member import Member
+from router.record import What
 
 log = logging.getLogger("baton.router")
 
@@ -136,6 +138,8 @@ class Pulls:
             self._failed(pull, EVICTED, "it has not got them any more")
             return None
         self.num_blocks += num_blocks
+        now = asyncio.get_running_loop().time()
+        journal.record.note(What.PULLED, now, source=pull.holder.worker_id, blocks=num_blocks)
         return replace(ticket, block_ids=ticket.block_ids[:num_blocks])
 
     def end(self, pull: Pull | None) -> None:

@@ -35,6 +35,8 @@ class What(StrEnum):
     FIRST_TOKEN = "first token"
     PREFILLED = "prompt read"
     KV_ARRIVED = "KV arrived"
+    PULLED = "prefix pulled"
+    MOVED = "moved with its KV"
     FAILED = "attempt failed"
     ENDED = "ended"
 

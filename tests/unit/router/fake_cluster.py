@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from protos.values import SamplingParams, WorkerRole
+from router.canary import by_one_worker
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
@@ -42,6 +43,11 @@ class Cluster:
             return Decision(policy="chosen", prefill=None, decode=worker_id)
 
         self.generate = Dispatcher(fleet=self.fleet, policy=decide, config=self.config)
+
+    def alone(self) -> Dispatcher:
+        """A router of its own that lets one worker do everything."""
+        policy = by_one_worker(policy_of(self.config))
+        return Dispatcher(fleet=self.fleet, policy=policy, config=self.config)
 
     async def add(self, *worker_ids: str, wait: bool = True, **info: Any) -> None:
         for worker_id in worker_ids:
