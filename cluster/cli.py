@@ -26,6 +26,7 @@ VERBS: dict[str, Verb] = {
     "serve": Verb("cluster.serve", "serve", "Gateway, prefill and decode workers, supervised.", SERVE),
     "config": Verb("cluster.effective", "config", "Print the settings in force, as a file for --config.", SERVE),
     "status": Verb("cluster.status", "status", "Show pools, workers, load, KV and lanes.", USE),
+    "why": Verb("cluster.why", "why", "Say why a request was routed as it was.", USE),
     "drain": Verb("cluster.drain", "drain", "Move a worker's requests elsewhere, and end it.", USE),
     "chat": Verb("cluster.chat", "chat", "Talk to the model.", USE),
     "bench": Verb("cluster.bench.verb", "bench", "Measure it under load.", USE),

@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Callable
 
-import httpx
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.choosing import Routing, routing_of
-from router.dispatch import Dispatcher
-from router.policies.registry import policy_of
 from router.predict_metrics import PredictionCollector
 from tests.unit.router.fake_cluster import Cluster
-from tests.unit.router.scripted import make_gateway, serving
-
-PROMPT = list(range(100, 130))
-ASKED = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
-
-
-@asynccontextmanager
-async def operating(cluster: Cluster) -> AsyncIterator[tuple[httpx.AsyncClient, Routing]]:
-    """The whole way from HTTP to the fake workers, on one set of records."""
-    routing = routing_of(cluster.config)
-    generate = Dispatcher(fleet=cluster.fleet, policy=policy_of(cluster.config), config=cluster.config, routing=routing)
-    gateway = make_gateway(generate, fleet=cluster.fleet, routing=routing)
-    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
-        yield client, routing
-
-
-async def ask(client: httpx.AsyncClient, name: str, **changes: Any) -> httpx.Response:
-    return await client.post("/v1/completions", json=ASKED | changes, headers={"x-baton-request-id": name})
+from tests.unit.router.operating import ask, operating
 
 
 async def test_a_request_tells_its_candidates_costs_choice_and_story(make: Callable[..., Cluster]) -> None:

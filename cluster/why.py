@@ -1,0 +1,179 @@
+"""`baton why REQUEST`: where a request went, what every other way would have cost, how it went, what was not cached."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import httpx
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.remote import DEFAULT_URL, AdminKey, no_answer, open_client, raise_for_error
+
+PIPED_COLUMNS = 160
+RECENT = 20
+
+View = Mapping[str, Any]
+
+
+def why(
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="x-baton-request-id of an answer, or the answer's id.")
+    ] = "",
+    url: Annotated[str, typer.Option(help="The root of the gateway that gave the answer.")] = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything the gateway tells, as JSON.")] = False,
+    api_key: AdminKey = "",
+) -> None:
+    """Say why a request went where it did, and why its prompt was not in a cache. Without REQUEST: list the latest."""
+    with open_client(url, api_key) as client:
+        if not request:
+            told = _fetch(client, f"/admin/requests?limit={RECENT}")
+            _say(told, recent_table(told["requests"]), as_json=as_json)
+            return
+        path = f"/admin/requests/{quote(request, safe='')}"
+        told = {**_fetch(client, path), "cache": _fetch(client, f"{path}/cache")["jobs"]}
+    _say(told, explanation(told), as_json=as_json)
+
+
+def _fetch(client: httpx.Client, path: str) -> Any:
+    """Raises what the gateway says (UnknownRequest, Forbidden), or Unavailable."""
+    try:
+        response = client.get(path)
+        raise_for_error(response)
+        return response.json()
+    except httpx.HTTPError as error:
+        raise no_answer(client, error) from error
+
+
+def _say(told: View, shown: RenderableType, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(shown)
+
+
+def recent_table(requests: Sequence[View]) -> RenderableType:
+    """The latest requests, one a line."""
+    if not requests:
+        return Text("No request has come to this gateway yet.")
+    table = _table(
+        "Requests", "request", "state", "prompt", "cached", "output", "TTFT", "between tokens", "prefill", "decode"
+    )
+    for one in requests:
+        state = one["outcome"] or one["state"]
+        table.add_row(
+            one["request_id"],
+            state,
+            f"{one['prompt_tokens']:,}",
+            f"{one['cached_tokens']:,}",
+            f"{one['output_tokens']:,}",
+            _seconds(one["ttft_s"]),
+            _seconds(one["tpot_s"]),
+            one["prefill"] or "-",
+            one["decode"] or "-",
+        )
+    return table
+
+
+def explanation(told: View) -> RenderableType:
+    """All that is told of one request, job by job."""
+    misses = {one["job"]: one["miss"] for one in told["cache"]}
+    parts: list[RenderableType] = []
+    for job in told["jobs"]:
+        parts += ["", _headline(job)] if parts else [_headline(job)]
+        for choice in job["choices"]:
+            parts += ["", _decision(choice), _costs(choice)]
+            parts += [_shadow(one) for one in choice["shadows"]]
+        parts += ["", _timeline(job["timeline"])]
+        if job["job"] in misses:
+            parts += ["", *_cache(misses[job["job"]])]
+    return Group(*parts)
+
+
+def _headline(job: View) -> Text:
+    state = job["outcome"] or job["state"]
+    figures = (
+        f"{job['prompt_tokens']:,} prompt tokens, {job['cached_tokens']:,} of them cached; "
+        f"{job['output_tokens']:,} tokens written"
+    )
+    style = "green" if job["outcome"] in ("stop", "length") else "yellow" if not job["outcome"] else "red"
+    told = Text.assemble((job["request_id"], "bold"), f" ({job['job']}): ", (state, style), f". {figures}")
+    return told.append(f"\n{job['message']}") if job["message"] else told
+
+
+def _decision(choice: View) -> Text:
+    way = f"{choice['prefill']} reads, {choice['decode']} writes" if choice["prefill"] else f"{choice['decode']} alone"
+    reason = f" ({choice['alone']})" if choice["alone"] else ""
+    expected, measured = choice["expected"], choice["measured"] or {}
+    told = (
+        f"expected {_seconds(expected['ttft_s'])} to the first token, then {_seconds(expected['tpot_s'])} each"
+        f"; measured {_seconds(measured.get('ttft_s'))} and {_seconds(measured.get('tpot_s'))}"
+    )
+    return Text.assemble(f"after {_seconds(choice['at_s'])}, {choice['policy']}: ", (way, "bold"), f"{reason}; {told}")
+
+
+def _costs(choice: View) -> Table:
+    """Every candidate's terms; the readers' and the writers' differ."""
+    names = list(dict.fromkeys(name for one in choice["scores"] for name in _terms(one)))
+    cached = {one["worker_id"]: one["num_cached_tokens"] for one in choice["candidates"]}
+    table = _table("", "worker", "role", "cached", *names, "total")
+    chosen = (choice["prefill"], choice["decode"])
+    for one in sorted(choice["scores"], key=lambda one: (one["role"] != "prefill", one["total"])):
+        terms = _terms(one)
+        table.add_row(
+            Text(one["worker_id"], "bold green" if one["worker_id"] in chosen else ""),
+            one["role"],
+            f"{cached.get(one['worker_id'], 0):,}",
+            *(f"{terms[name]:.4g}" if name in terms else "" for name in names),
+            f"{one['total']:.4g}",
+        )
+    return table
+
+
+def _terms(scored: View) -> Mapping[str, float]:
+    """One column for the reading, whoever does it."""
+    return {"reading" if name.startswith("reading by ") else name: cost for name, cost in scored["terms"].items()}
+
+
+def _shadow(one: View) -> str:
+    way = f"{one['prefill']} and {one['decode']}" if one["prefill"] else f"{one['decode']} alone"
+    return f"{one['policy']} would have taken {way}: first token {one['ttft_difference_s']:+.3f} s"
+
+
+def _timeline(events: Sequence[View]) -> Table:
+    table = _table("", "at", "what", "")
+    for event in events:
+        more = ", ".join(
+            f"{name} {value}" for name, value in event.items() if name not in ("at_s", "what") and value != ""
+        )
+        table.add_row(f"{event['at_s']:.3f} s", event["what"], more)
+    return table
+
+
+def _cache(miss: View) -> Iterator[RenderableType]:
+    yield Text(
+        f"cache of {miss['reader']}: {miss['num_found']} of {miss['num_blocks']} blocks of {miss['block_size']} tokens "
+        f"found, {miss['num_expected']} expected"
+    )
+    for finding in miss["findings"]:
+        yield Text.assemble("  ", (finding["reason"], "bold"), f": {finding['told']}")
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+    words = {"request", "state", "prefill", "decode", "worker", "role", "what", ""}
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
+    return table

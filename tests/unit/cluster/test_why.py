@@ -1,0 +1,51 @@
+"""`baton why` against a live gateway: what a person reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from cluster.why import why
+from protos.errors import Unavailable, UnknownRequest
+from tests.unit.router.fake_cluster import Cluster
+from tests.unit.router.operating import ask, operating
+
+
+async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster(policy="slo", shadow_policy="round_robin")
+    try:
+        await cluster.add("p0", "d0", "d1")
+        async with operating(cluster) as (client, _):
+            await ask(client, "mine")
+            url = str(client.base_url)
+            await asyncio.to_thread(why, "mine", url)
+            told = capsys.readouterr().out
+            await asyncio.to_thread(why, "", url)
+            listed = capsys.readouterr().out
+            await asyncio.to_thread(why, "mine", url, True)
+            [job] = json.loads(capsys.readouterr().out)["jobs"]
+            with pytest.raises(UnknownRequest, match="no request 'other'"):
+                await asyncio.to_thread(why, "other", url)
+    finally:
+        await cluster.close()
+    assert "mine" in listed
+    assert f"p0 reads, {job['decode']} writes" in told
+    for word in (
+        "compute",
+        "transfer",
+        "late_ttft",
+        "KV arrived",
+        "last token",
+        "never stored",
+        "round_robin would have",
+    ):
+        assert word in told
+    assert told.count("d0") >= 1
+    assert told.count("d1") >= 1
+
+
+def test_where_nobody_answers_that_is_said() -> None:
+    with pytest.raises(Unavailable):
+        why("mine", "http://127.0.0.1:9")

@@ -1,0 +1,31 @@
+"""A gateway as its operator meets it: HTTP above, fake workers that speak the real protocol below."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from router.choosing import Routing, routing_of
+from router.dispatch import Dispatcher
+from router.policies.registry import policy_of
+from tests.unit.router.fake_cluster import Cluster
+from tests.unit.router.scripted import make_gateway, serving
+
+ASKED = {"model": "tiny", "prompt": list(range(100, 130)), "max_tokens": 6, "temperature": 0}
+
+
+@asynccontextmanager
+async def operating(cluster: Cluster) -> AsyncIterator[tuple[httpx.AsyncClient, Routing]]:
+    """The whole way from HTTP to the fake workers, on one set of records."""
+    routing = routing_of(cluster.config)
+    generate = Dispatcher(fleet=cluster.fleet, policy=policy_of(cluster.config), config=cluster.config, routing=routing)
+    gateway = make_gateway(generate, fleet=cluster.fleet, routing=routing)
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
+        yield client, routing
+
+
+async def ask(client: httpx.AsyncClient, name: str, **changes: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json=ASKED | changes, headers={"x-baton-request-id": name})
