@@ -64,11 +64,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """The chunk has left this host for good: `num_bytes` in all, in `elapsed_s` on the lane."""
+    """The chunk has left this host for good: `num_bytes` in all, in `elapsed_s` on the lane, which were over at
+    `ended_s` by the monotonic clock; None from a lane that has none."""
 
     chunk: Chunk
     num_bytes: int
     elapsed_s: float
+    ended_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
