@@ -1,0 +1,38 @@
+"""The engine's thread goes on while there is a step to launch or to fetch, and tells in order what came of each."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from protos.values import StepMessage
+from tests.unit.workers.harness import ToyEngine, ask, by_hand
+from workers.rpc import loop as loop_module
+from workers.rpc.loop import EngineLoop
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+async def test_it_never_dozes_with_a_step_in_flight(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "IDLE_TICK_S", 3600.0)  # whoever waits for a tick, waits too long
+    toy = ToyEngine(depth=depth)
+    told: list[StepMessage] = []
+    ended = asyncio.Event()
+
+    def publish(message: StepMessage) -> None:
+        told.append(message)
+        if any(update.finish_reason for update in message.updates):
+            ended.set()
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    engine_loop = EngineLoop(toy.engine, clock=asyncio.get_running_loop().time, publish=publish, on_fault=fail)
+    engine_loop.start()
+    await engine_loop.call(lambda: toy.submit(ask("r", range(10), 6)))
+    await asyncio.wait_for(ended.wait(), 60)
+    await engine_loop.stop()
+    tokens: list[Any] = [token for message in told for update in message.updates for token in update.token_ids]
+    assert tuple(tokens) == by_hand(range(10), 6)
+    toy.engine.assert_idle()
