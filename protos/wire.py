@@ -119,7 +119,6 @@ def _decode_update(message: Any) -> Any:
 
 
 _EVENTS: dict[type, str] = {values.BlockStored: "stored", values.BlockRemoved: "removed", values.Cleared: "cleared"}
-_EVENT_KINDS: dict[str, type] = {name: kind for kind, name in _EVENTS.items()}
 
 
 def _encode_events(events: Iterable[values.KVEvent]) -> list[kv_pb2.KVEvent]:
@@ -127,8 +126,16 @@ def _encode_events(events: Iterable[values.KVEvent]) -> list[kv_pb2.KVEvent]:
 
 
 def _decode_events(messages: Iterable[Any]) -> tuple[values.KVEvent, ...]:
-    named = ((message.WhichOneof("event"), message) for message in messages)
-    return tuple(from_proto(_EVENT_KINDS[name], getattr(message, name)) for name, message in named)
+    return tuple([_decode_event(message) for message in messages])
+
+
+def _decode_event(message: Any) -> values.KVEvent:
+    """Written out: a router hears thousands a second."""
+    kind = message.WhichOneof("event")
+    if kind == "stored":
+        stored = message.stored
+        return values.BlockStored(hashes=Chain(stored.hashes), parent=stored.parent)
+    return values.BlockRemoved(hashes=Chain(message.removed.hashes)) if kind == "removed" else values.Cleared()
 
 
 def _encode_bias(bias: Iterable[tuple[int, float]]) -> list[worker_pb2.TokenBias]:

@@ -67,6 +67,8 @@ class FleetCollector(Collector):
         for (pool, state), count in counts.items():
             workers.add_metric((pool, state), count)
         yield workers
+        amiss = bool(self._fleet.degraded())
+        yield GaugeMetricFamily("baton_index_shared", "0 while a prefix index in Redis is not reached", 1.0 - amiss)
         yield from self._fleet.lane_totals.metrics(pools)
 
     def describe(self) -> Iterable[Metric]:

@@ -26,7 +26,7 @@ from router.prefix.redis_url import close
 
 FORM = "kv1"
 LEASE_S = 5.0
-MAX_ENTRIES = 8192  # of the stream of events, about
+MAX_ENTRIES = 4096  # of the stream of events, about
 MAX_EXPECTED = 1024  # prompts in the stream of those
 ENTRY_BLOCKS = 1024  # in an entry, unless one event has more
 PIECE_BLOCKS = 65_536  # of a snapshot in one value: a megabyte

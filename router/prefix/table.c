@@ -378,6 +378,7 @@ int table_store(Table *t, u32 slot, const u64 *keys, u32 num, const u64 *parent)
     if (above == UNKNOWN) return -1;
     for (u32 i = 0; i < num; i++) {
         if (i + AHEAD < num) __builtin_prefetch(t->heads + bucket(t, keys + 2 * (i + AHEAD)));
+        if (i + AHEAD / 2 < num) __builtin_prefetch(t->entries + t->heads[bucket(t, keys + 2 * (i + AHEAD / 2))]);
         u32 id = obtain(t, keys + 2 * i);
         if (id == UNKNOWN) return -1;
         adopt(t, id, above);

@@ -86,7 +86,7 @@ class Worker:
 class Gateway:
     """What of a gateway has to do with the index."""
 
-    def __init__(self, gateway_id: str, url: str, *, max_entries: int = 8192) -> None:
+    def __init__(self, gateway_id: str, url: str, *, max_entries: int = 4096) -> None:
         self.gateway_id = gateway_id
         store = Store(
             parse(url, setting="index").client(timeout_s=TIMEOUT_S),

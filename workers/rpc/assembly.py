@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtransfer.config import LaneConfig
+from kvtransfer.hashing import fastest
 from kvtransfer.transport import Receiver, Sender
 from kvtransfer.transports.collective import CollectiveTransport
 from kvtransfer.transports.store import BoardStore
@@ -53,6 +54,7 @@ def assemble(
 ) -> tuple[Parts, RoleT]:
     """Rank 0 of a worker, and its role. Blocks while the weights are read. Raises as `open_rank` does."""
     assert seat.rank == 0, f"rank {seat.rank} follows"
+    fastest()  # compiled now, if it must be, and not under the first request
     store = open_store(seat.store_host, seat.store_port) if seat.size > 1 else None
     group = _meet(config, seat, store)
     rank = open_rank(config, group, on_progress=on_progress)
