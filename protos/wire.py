@@ -135,7 +135,11 @@ def _decode_event(message: Any) -> values.KVEvent:
     if kind == "stored":
         stored = message.stored
         return values.BlockStored(hashes=Chain(stored.hashes), parent=stored.parent)
-    return values.BlockRemoved(hashes=Chain(message.removed.hashes)) if kind == "removed" else values.Cleared()
+    if kind == "removed":
+        return values.BlockRemoved(hashes=Chain(message.removed.hashes))
+    if kind == "cleared":
+        return values.Cleared()
+    raise ValueError("a KV event of no kind that is known here")
 
 
 def _encode_bias(bias: Iterable[tuple[int, float]]) -> list[worker_pb2.TokenBias]:
