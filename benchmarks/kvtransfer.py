@@ -27,6 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cpu_engine import DEMO, opened
 from benchmarks.kv_destination import (
     CHUNK_BLOCKS,
     LAYOUT,
@@ -41,13 +42,15 @@ from cluster.bench.hardware import find_hardware, find_versions
 from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.registry import transport
 from kvtransfer.transport import Chunk, LaneLost
-from protos.values import LaneAddress, Ticket
+from protos.values import GenerateRequest, LaneAddress, SamplingParams, Ticket
+from workers.models.config import read_config
 
 BLOCKS = (1, 4, 16, 64, 256, 512)
 NUM_ROUNDS = 5
 NUM_SETUPS = 20
 NUM_BUFFERS = 4  # memcpy goes round as many, as a lane's staging does
 PROMPTS = (2048, 8192, 32768)
+LOCAL_PROMPT = 1024
 BOUNDS = {"gloo lane": "raw gloo", "shm lane": "memcpy"}
 LANES: dict[str, Preference] = {"gloo lane": "collective", "shm lane": "shm"}
 
@@ -89,6 +92,7 @@ class Prompt:
     """What a prompt's KV costs beside its computation at a stated speed. All but the last chunk travel while a later
     one is computed; `exposed_s` is what that one takes, after the prompt's last token."""
 
+    model: str
     way: str
     num_tokens: int
     transfer_s: float
@@ -260,18 +264,57 @@ def set_up(way: str) -> Setup:
     )
 
 
-def prompts(figures: Sequence[Figure], tokens_per_s: float) -> list[Prompt]:
-    of = {(figure.way, figure.num_blocks): figure.seconds for figure in figures}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """How fast prompts are read, and how many bytes of KV a token has."""
+
+    name: str
+    tokens_per_s: float
+    token_bytes: int
+
+
+def local_model() -> Model:
+    """The demo model, measured here and now."""
+    with opened(DEMO) as engine:
+        layout = read_config(str(DEMO)).kv_layout(block_size=LAYOUT.block_size, dtype="bfloat16")
+        seconds = []
+        for attempt in range(4):
+            prompt_ids = tuple((attempt * 7919 + index * 31) % 4000 + 3 for index in range(LOCAL_PROMPT))
+            request = GenerateRequest(
+                request_id=str(attempt), prompt_ids=prompt_ids, sampling=SamplingParams(temperature=0.0, max_tokens=1)
+            )
+            engine.submit(request, time.monotonic())
+            start_s = time.perf_counter()
+            while engine.has_work():
+                engine.step(time.monotonic())
+            seconds.append(time.perf_counter() - start_s)
+    return Model(
+        name="the demo model, on this machine",
+        tokens_per_s=LOCAL_PROMPT / min(seconds),
+        token_bytes=layout.block_bytes // layout.block_size,
+    )
+
+
+def prompts(figures: Sequence[Figure], model: Model, lengths: Sequence[int]) -> list[Prompt]:
+    """At the rate of the measured number of blocks that is nearest from below."""
+    smallest = LAYOUT.block_bytes
+
+    def seconds(way: str, num_bytes: float) -> float:
+        measured = [f for f in figures if f.way == way and f.num_bytes <= max(num_bytes, smallest)]
+        nearest = max(measured, key=lambda figure: figure.num_bytes)
+        return nearest.seconds * num_bytes / nearest.num_bytes
+
     return [
         Prompt(
+            model=model.name,
             way=way,
             num_tokens=num_tokens,
-            transfer_s=of[way, max(BLOCKS)] / max(BLOCKS) * num_tokens / LAYOUT.block_size,
-            exposed_s=of[way, CHUNK_BLOCKS],
-            prefill_s=num_tokens / tokens_per_s,
+            transfer_s=seconds(way, num_tokens * model.token_bytes),
+            exposed_s=seconds(way, min(num_tokens * model.token_bytes, CHUNK_BLOCKS * LAYOUT.block_bytes)),
+            prefill_s=num_tokens / model.tokens_per_s,
         )
         for way in LANES
-        for num_tokens in PROMPTS
+        for num_tokens in lengths
     ]
 
 
@@ -302,12 +345,12 @@ def setup_table(setups: Sequence[Setup]) -> Table:
     return table
 
 
-def prompt_table(found: Sequence[Prompt], tokens_per_s: float) -> Table:
-    table = Table(title=f"a prompt's KV beside its computation at {tokens_per_s:,.0f} tokens/s (stated, not measured)")
+def prompt_table(found: Sequence[Prompt], model: Model) -> Table:
+    table = Table(title=f"KV beside the prompt's computation: {model.name}, {model.tokens_per_s:,.0f} tokens/s")
     for head in ("tokens", "lane", "prefill", "transfer", "after the last token", "share of both"):
         table.add_column(head, justify="right")
     for one in found:
-        times = (f"{seconds * 1000:,.0f} ms" for seconds in (one.prefill_s, one.transfer_s, one.exposed_s))
+        times = (f"{seconds * 1000:,.1f} ms" for seconds in (one.prefill_s, one.transfer_s, one.exposed_s))
         table.add_row(f"{one.num_tokens:,}", one.way, *times, f"{one.share:.1%}")
     return table
 
@@ -336,9 +379,18 @@ def main(
     ways = [way for pair in BOUNDS.items() for way in pair]
     figures = best([figure for _ in range(runs) for way in ways for figure in throughput(way, NUM_ROUNDS)])
     setups = [set_up(way) for way in LANES]
-    beside = prompts(figures, tokens_per_s)
+    stated = Model(
+        name="Llama 3.1 8B, its speed stated",
+        tokens_per_s=tokens_per_s,
+        token_bytes=LAYOUT.block_bytes // LAYOUT.block_size,
+    )
+    beside = {stated: prompts(figures, stated, PROMPTS)}
+    local = local_model()
+    beside[local] = prompts(figures, local, (LOCAL_PROMPT,))
     console = Console(width=130)
-    for table in (throughput_table(figures), setup_table(setups), prompt_table(beside, tokens_per_s)):
+    tables = [throughput_table(figures), setup_table(setups)]
+    tables += [prompt_table(found, model) for model, found in beside.items()]
+    for table in tables:
         console.print(table)
     if as_json is not None:
         told = {
@@ -346,7 +398,8 @@ def main(
             "versions": dict(find_versions()),
             "throughput": [asdict(figure) for figure in figures],
             "setup": [asdict(one) for one in setups],
-            "prompts": [asdict(one) for one in beside],
+            "models": [asdict(model) for model in beside],
+            "prompts": [asdict(one) for found in beside.values() for one in found],
         }
         as_json.write_text(json.dumps(told, indent=2) + "\n")
     if plot is not None:
