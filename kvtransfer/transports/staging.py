@@ -28,11 +28,7 @@ class Staging:
         self._lock = threading.Lock()
         self._free: list[tuple[torch.Tensor, Any]] = []  # with the event after which it may be written into
         self._taken: dict[int, torch.Tensor] = {}  # by address
-        self._num_free_bytes = 0
-
-    @property
-    def num_taken(self) -> int:
-        return len(self._taken)
+        self.num_free_bytes = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes]. The caller owns it until it is given back."""
@@ -41,7 +37,7 @@ class Staging:
             if fitting:
                 buffer, ready = min(fitting, key=lambda entry: entry[0].numel())
                 self._free = [entry for entry in self._free if entry[0] is not buffer]
-                self._num_free_bytes -= buffer.numel()
+                self.num_free_bytes -= buffer.numel()
             else:
                 capacity = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
                 buffer, ready = torch.empty(capacity, dtype=torch.uint8, device=self._device), None
@@ -61,11 +57,11 @@ class Staging:
                 ready = _cuda.Event()
                 ready.record()
             self._free.append((buffer, ready))
-            self._num_free_bytes += buffer.numel()
-            while self._num_free_bytes > self._max_bytes:
+            self.num_free_bytes += buffer.numel()
+            while self.num_free_bytes > self._max_bytes:
                 smallest = min(self._free, key=lambda entry: entry[0].numel())
                 self._free = [entry for entry in self._free if entry is not smallest]
-                self._num_free_bytes -= smallest[0].numel()
+                self.num_free_bytes -= smallest[0].numel()
 
     def forget(self, payload: torch.Tensor) -> None:
         """What `take` gave is never to be used again: somebody may still write into it."""
