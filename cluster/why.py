@@ -130,8 +130,8 @@ def _costs(choice: View) -> Table:
             Text(one["worker_id"], "bold green" if one["worker_id"] in chosen else ""),
             one["role"],
             f"{cached.get(one['worker_id'], 0):,}",
-            *(f"{terms[name]:.4g}" if name in terms else "" for name in names),
-            f"{one['total']:.4g}",
+            *(f"{terms[name]:.3g}" if name in terms else "" for name in names),
+            f"{one['total']:.3g}",
         )
     return table
 

@@ -75,6 +75,7 @@ class Fit:
         self.errors = Judge()
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._observed_s = 0.0
+        self._known: tuple[Line, Line] | None = None  # what `line` last said, and to which prior
 
     def observe(self, amount: float, seconds: float, *, prior: Line, now: float) -> None:
         """What was expected, and counts as predicted, is what `line(prior)` says before this."""
@@ -85,11 +86,17 @@ class Fit:
         self._y += seconds
         self._xx += amount * amount
         self._xy += amount * seconds
+        self._known = None
 
     def line(self, prior: Line) -> Line:
         """Neither part is negative. The prior's observations are of amounts as seen so far."""
         if not self._weight:
             return prior
+        if self._known is None or self._known[0] != prior:
+            self._known = (prior, self._fitted(prior))
+        return self._known[1]
+
+    def _fitted(self, prior: Line) -> Line:
         amount = self._x / self._weight or 1.0
         half = TRUST / 2  # at nothing, and at twice the mean
         weight, x, xx = self._weight + 2 * half, self._x + half * 2 * amount, self._xx + half * (2 * amount) ** 2
