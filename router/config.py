@@ -14,6 +14,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "local_prefill_tokens": (0, 2**20),
     "local_prefill_share": (0.0, 1.0),
     "max_attempts": (1, 100),
+    "max_kills": (1, 100),
     "ticket_lease_s": (0.1, 3600.0),
     "connect_timeout_s": (0.01, 600.0),
     "control_timeout_s": (0.01, 600.0),
@@ -23,8 +24,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "retry_pause_s": (0.001, 60.0),
     "sibling_s": (0.0, 60.0),
     "num_decisions": (1, 10**6),
-    "ttft_ms": (1.0, 10**7),
     "canary_every": (0, 10**9),
+    "ttft_ms": (1.0, 10**7),
     "tpot_ms": (0.1, 10**6),
     "max_queued": (0, 10**6),
     "max_backlog": (1, 10**6),
@@ -42,15 +43,17 @@ class RouterConfig:
     `ticket_lease_s` is how long a decode worker keeps blocks for a request that nobody renews and no KV comes for: it
     bounds silence, not the time that a prompt waits for its prefill worker.
 
+    A request that was on `max_kills` workers when they died, without a token in between, is not tried again.
+
     A request that met a failure is tried `max_attempts` times in all, after pauses that start at `retry_pause_s` and
     double; while no worker can take it, it waits for at most `max_queue_s`. A prompt just routed counts as cached on
     its workers for `sibling_s`. The last `num_decisions` requests' decisions can be asked for.
 
+    One in `canary_every` greedy requests is run again on one worker alone, afterwards, and compared; 0: none.
+
     `shadow_policy` (one, or several with commas between) scores every request as well, without acting.
 
     The policy `slo` tries to keep the time to a first token under `ttft_ms`, and that between tokens under `tpot_ms`.
-    One in `canary_every` greedy requests is run again on one worker alone, afterwards, and compared; 0: none.
-
 
     A worker that has prompts to read for more than `max_backlog_s`, or `max_backlog` requests that have not begun, is
     given no more: up to `max_queued` requests wait at the gateway, in fair order, and the others are refused.
@@ -67,6 +70,7 @@ class RouterConfig:
     local_prefill_tokens: int = 64
     local_prefill_share: float = 0.7
     max_attempts: int = 3
+    max_kills: int = 2
     ticket_lease_s: float = 30.0
     connect_timeout_s: float = 10.0
     control_timeout_s: float = 10.0
@@ -76,11 +80,11 @@ class RouterConfig:
     retry_pause_s: float = 0.1
     sibling_s: float = 3.0
     num_decisions: int = 1024
+    canary_every: int = 0
     ttft_ms: float = 1000.0
     tpot_ms: float = 50.0
     max_queued: int = 1024
     max_backlog: int = 64
-    canary_every: int = 0
     max_backlog_s: float = 0.5
     tenants: str = ""
 

@@ -36,6 +36,7 @@ from router.policies.base import Candidate, Decision, Policy
 from router.policies.pair import decodes
 from router.pulling import Pull, Pulls
 from router.record import What
+from router.suspects import Life, Suspects
 
 log = logging.getLogger("baton.router")
 
@@ -59,8 +60,17 @@ class Attempt:
         return self.prefill or self.decode
 
     @property
+    def members(self) -> tuple[Member, ...]:
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
+    @property
     def worker_ids(self) -> tuple[str, ...]:
-        return tuple(member.worker_id for member in (self.prefill, self.decode) if member is not None)
+        return tuple(member.worker_id for member in self.members)
+
+    def lost(self) -> Life | None:
+        """Which of its workers is gone, as far as is known yet."""
+        gone = (member for member in self.members if member.client is None or member.client.lost)
+        return next(((member.worker_id, member.info.incarnation) for member in gone if member.info is not None), None)
 
 
 class Dispatcher:
@@ -78,6 +88,7 @@ class Dispatcher:
         self._line = asyncio.Lock()
         self.moves = Moves(self._elsewhere, gateway_id=fleet.gateway_id, config=config)
         self.pulls = Pulls(fleet, lease_s=config.ticket_lease_s)
+        self._suspects = Suspects(max_kills=config.max_kills)
         self.num_resumed = 0
 
     async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
@@ -87,24 +98,32 @@ class Dispatcher:
         journal = Journal(job, now=_now(), record=record)
         while True:
             attempt: Attempt | None = None
+            trial = self._suspects.trial(journal.suspicion)
             try:
+                await trial.begin(patience_s=self._config.max_queue_s)
                 attempt = self._decide(journal)
                 async with aclosing(self._run(journal, attempt)) as updates:
                     async for update in updates:
                         first = not journal.output_ids
                         delta = journal.take(update)
+                        if journal.suspicion.strikes:
+                            trial.progressed(len(journal.output_ids))
                         if first and delta.token_ids:
                             self._fleet.count_read(attempt.reader, len(job.prompt_ids), delta.num_cached_tokens)
                         if delta.token_ids:
                             chooser.took(record, len(delta.token_ids), delta.num_cached_tokens)
                         if delta.finish_reason is not None:
                             chooser.ended(record, delta.finish_reason)
+                            for member in attempt.members:
+                                member.breaker.succeeded()
                         yield delta
                         if delta.finish_reason is not None:
                             return
                 raise Internal(f"{attempt.request_id} ended without a reason on {', '.join(attempt.worker_ids)}")
             except BatonError as error:
                 await self._recover(error, journal, attempt)
+            finally:
+                trial.end()
 
     def decision(self, request_id: str) -> tuple[Decision, ...]:
         """The decisions made for a job, oldest first; empty when it is unknown or too long ago."""
@@ -248,6 +267,7 @@ class Dispatcher:
         """Returns when the job is worth another attempt, after waiting for what was missing. Else raises `error`."""
         now, config = _now(), self._config
         journal.record.failed(error, now)
+        journal.failed_again()
         if journal.blocked_since_s is None:
             journal.blocked_since_s = now
         deadline = journal.blocked_since_s + config.max_queue_s
@@ -261,6 +281,8 @@ class Dispatcher:
         if attempt is None:
             await self._fleet.wait(until=deadline)
             return
+        if isinstance(error, WorkerLost) and (life := attempt.lost()) is not None:
+            await self._suspects.lost(journal.job.request_id, journal.suspicion, life, len(journal.output_ids))
         log.info("%s goes on elsewhere, after %d tokens: %s", attempt.request_id, len(journal.output_ids), error)
         if isinstance(error, Overloaded):
             await self._wait_for_room(journal, attempt, deadline)
@@ -270,6 +292,7 @@ class Dispatcher:
             await self._fleet.wait(until=min(deadline, now + config.retry_pause_s))
             return
         self.num_resumed += 1
+        self._fleet.blame(attempt.worker_ids)
         if journal.num_failures > 1:  # the first time, others are there to try
             await asyncio.sleep(config.retry_pause_s * 2 ** (journal.num_failures - 2))
 

@@ -9,6 +9,10 @@ from protos.chain import Chain
 from protos.values import GenerateRequest, SequenceUpdate, Ticket
 from router.generation import Job, TokenDelta
 from router.record import Record
+from router.suspects import Suspicion
+
+LEAST_PROGRESS = 16
+"""An answer that has grown by so many tokens since it failed last has its attempts anew."""
 
 
 class Journal:
@@ -23,6 +27,8 @@ class Journal:
         self._arrival_s = now
         self.output_ids: list[int] = []
         self.num_failures = 0
+        self.suspicion = Suspicion()
+        self._num_tokens_at_failure = 0
         self.blocked_since_s: float | None = None
         self.failed: set[str] = set()
         self.full: set[str] = set()
@@ -48,6 +54,12 @@ class Journal:
         if self._hashes[:2] != key:
             self._hashes = (*key, chain_hashes(self.token_ids, block_size, salt=self.job.cache_salt))
         return self._hashes[2]
+
+    def failed_again(self) -> None:
+        """An attempt has failed. Those before it are forgotten if the answer has grown since."""
+        if len(self.output_ids) >= self._num_tokens_at_failure + LEAST_PROGRESS:
+            self.num_failures = 0
+        self._num_tokens_at_failure = len(self.output_ids)
 
     def next_attempt(self) -> tuple[str, int]:
         """(request id on the workers, generation). Attempts never share an id: what a worker still says, or still

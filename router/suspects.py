@@ -1,9 +1,11 @@
 """Finds the request that kills its workers before it has killed them all, and blames nobody who was only beside it.
 
-worker lost ─▶ a strike for each job on it ─▶ second strike, the only one in that loss ─▶ condemned
-                      ▲         │                        │
-   LEAST_PROGRESS tokens since: forgotten                └─ several in that loss: each is tried apart, one after
-                                                            another; a loss then condemns, progress acquits
+    worker lost ─▶ a strike for each job on it ─▶ `max_kills` strikes, the only one in that loss ─▶ condemned
+                               │                             │
+          a token since the last one: forgotten              └─ several in that loss: each is tried apart, one after
+                                                                another; a loss then condemns, a token acquits
+
+What kills and gets on all the same, a few tokens a life, is bounded by the attempts a request has.
 """
 
 from __future__ import annotations
@@ -12,11 +14,8 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from protos.errors import RequestKillsWorkers
+from protos.errors import Overloaded, RequestKillsWorkers
 
-LEAST_PROGRESS = 16
-"""So many tokens beyond the last loss, and a job had nothing to do with it."""
-MAX_STRIKES = 2
 PAUSE_S = 0.05
 """For the other jobs of a lost worker to come forward: they all learn of it at once."""
 MAX_LOSSES = 256
@@ -37,7 +36,8 @@ class Suspicion:
 class Suspects:
     """One for a dispatcher. Lives on its event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_kills: int) -> None:
+        self._max_kills = max_kills
         self._struck_out: OrderedDict[Life, set[str]] = OrderedDict()
         self._trial = asyncio.Lock()
         self.num_condemned = 0
@@ -45,14 +45,15 @@ class Suspects:
     async def lost(self, job_id: str, suspicion: Suspicion, life: Life, num_tokens: int) -> None:
         """A worker was lost with the job on it, which has `num_tokens` of its answer. Returns when the job may be tried
         again; raises RequestKillsWorkers when it may not."""
-        if num_tokens >= suspicion.num_tokens + LEAST_PROGRESS:
+        if num_tokens > suspicion.num_tokens:
             suspicion.strikes = 0
+            suspicion.apart = False
         suspicion.strikes += 1
         suspicion.num_tokens = num_tokens
+        if suspicion.strikes < self._max_kills:
+            return
         if suspicion.apart:
             raise self._condemned(job_id, suspicion, life)
-        if suspicion.strikes < MAX_STRIKES:
-            return
         others = self._struck_out.setdefault(life, set())
         others.add(job_id)
         while len(self._struck_out) > MAX_LOSSES:
@@ -82,18 +83,23 @@ class Trial:
         self._lock = lock
         self._holds = False
 
-    async def begin(self, *, until: float) -> None:
-        """Returns at once unless the job is tried apart. Raises TimeoutError when its turn does not come by then."""
-        if self._suspicion.apart:
-            async with asyncio.timeout_at(until):
+    async def begin(self, *, patience_s: float) -> None:
+        """Returns at once unless the job is tried apart. Raises Overloaded when its turn does not come in time."""
+        if not self._suspicion.apart:
+            return
+        try:
+            async with asyncio.timeout(patience_s):
                 await self._lock.acquire()
-            self._holds = True
+        except TimeoutError:
+            raise Overloaded(
+                "workers died twice with this request and others on them, which are tried one by one: its turn did not "
+                f"come within {patience_s:g} s"
+            ) from None
+        self._holds = True
 
     def progressed(self, num_tokens: int) -> None:
         """The answer has so many tokens now."""
-        if self._holds and num_tokens >= self._suspicion.num_tokens + LEAST_PROGRESS:
-            self._suspicion.apart = False
-            self._suspicion.strikes = 0
+        if self._holds and num_tokens > self._suspicion.num_tokens:
             self.end()
 
     def end(self) -> None:

@@ -65,9 +65,10 @@ class Sequence:
 class FakeWorker:
     """`peers` maps worker ids to workers, so that a fake prefill worker can push. What a test may set:
 
-    `pause_after` tokens of every request, no step is made until `go()`; `refuse` ends Reserve with an error and
-    `reserving` keeps it open; `loses_kv` makes pushes fail, and `clings` moves; `skips` drops the next message with
-    events; `cached` is what prompts find; `draining` and `healthy` are what they say.
+    `pause_after` tokens of every request, no step is made until `go()`; a prompt it is `stuck_on` gets no token;
+    `refuse` ends Reserve with an error and `reserving` keeps it open; `loses_kv` makes pushes fail, and `clings`
+    moves; `skips` drops the next message with events; `cached` is what prompts find; `draining` and `healthy` are
+    what they say.
     """
 
     def __init__(self, worker_id: str, role: WorkerRole, peers: dict[str, FakeWorker], /, **info: Any) -> None:
@@ -81,6 +82,7 @@ class FakeWorker:
         self.pause_after: int | None = None
         self.refuse: BatonError | None = None
         self.reserving: asyncio.Event | None = None
+        self.stuck_on: tuple[int, ...] | None = None
         self.loses_kv = False
         self.clings = False
         self.skips = 0
@@ -156,7 +158,7 @@ class FakeWorker:
 
     def _make(self, sequence: Sequence) -> tuple[Sequence, SequenceUpdate] | None:
         request = sequence.request
-        if not sequence.ready or sequence.num_made == self.pause_after:
+        if not sequence.ready or sequence.num_made == self.pause_after or request.prompt_ids == self.stuck_on:
             return None
         index = len(request.output_ids) + sequence.num_made
         token = token_at(request.prompt_ids, index)

@@ -1,0 +1,93 @@
+"""A request that kills its workers does not kill them all, and takes nobody down with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from protos.errors import RequestKillsWorkers
+from router.breaker import MAX_FAILURES
+from router.generation import TokenDelta
+from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
+from tests.unit.router.fake_worker import FakeWorker, expected_tokens
+
+POISON = tuple(range(500, 520))
+
+
+async def dying_of(worker: FakeWorker, prompt_ids: tuple[int, ...]) -> None:
+    """The worker dies, and comes again, whenever it is given this prompt."""
+    while True:
+        await worker.until(lambda: any(one.request.prompt_ids == prompt_ids for one in worker.running.values()))
+        await worker.die()
+        await worker.restart()
+
+
+@pytest.fixture
+async def frail(make: Callable[..., Cluster]) -> Cluster:
+    """Four workers that die of POISON, while `dying_of` watches them."""
+    cluster = make(max_attempts=100)
+    await cluster.add("c0", "c1", "c2", "c3")
+    for worker in cluster.workers.values():
+        worker.stuck_on = POISON
+    return cluster
+
+
+async def test_a_request_that_kills_workers_is_stopped_after_two(frail: Cluster) -> None:
+    dying = [asyncio.create_task(dying_of(worker, POISON)) for worker in frail.workers.values()]
+    with pytest.raises(RequestKillsWorkers) as refused:
+        await collect(frail, job("poison", POISON))
+    assert not refused.value.retryable
+    assert sum(worker.incarnation - 1 for worker in frail.workers.values()) == 2
+    for task in dying:
+        task.cancel()
+
+
+async def test_those_beside_it_go_on_to_their_end(frail: Cluster) -> None:
+    for worker in frail.workers.values():
+        worker.pause_after = 2
+    beside = [asyncio.create_task(collect(frail, job(f"r{i}", max_tokens=12))) for i in range(8)]
+    for worker in frail.workers.values():
+        await worker.until(lambda worker=worker: len(worker.running) == 2)  # type: ignore[misc]
+    dying = [asyncio.create_task(dying_of(worker, POISON)) for worker in frail.workers.values()]
+    with pytest.raises(RequestKillsWorkers):
+        await collect(frail, job("poison", POISON))
+    for worker in frail.workers.values():
+        worker.go()
+    for deltas in await asyncio.gather(*beside):
+        assert tokens(deltas) == expected_tokens(PROMPT, 12)
+    for task in dying:
+        task.cancel()
+
+
+async def test_an_answer_that_gets_on_between_deaths_may_meet_any_number_of_them(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    workers = list(cluster.workers.values())
+    for worker in workers:
+        worker.pause_after = 17
+    deltas = cluster.generate(job(max_tokens=17 * 7))
+    seen: list[TokenDelta] = []
+    for death in range(1, 7):
+        while len(tokens(seen)) < 17 * death:
+            seen.append(await anext(deltas))
+        [busy] = [worker for worker in workers if worker.running]
+        await busy.die()
+        await busy.restart()
+    seen += [delta async for delta in deltas]
+    assert tokens(seen) == expected_tokens(PROMPT, 17 * 7)
+
+
+async def test_a_worker_that_fails_all_it_is_given_is_kept_away_from_until_it_has_had_a_pause(
+    make: Callable[..., Cluster],
+) -> None:
+    cluster = make(max_attempts=100, local_prefill_tokens=0)
+    await cluster.add("p0", "p1", "d0")
+    failing = cluster["p0"]
+    failing.loses_kv = True
+    cluster["d0"].loses_kv = False
+    for number in range(4 * MAX_FAILURES):
+        asked = job(f"r{number}", prompt_ids=tuple(range(number, number + 30)))
+        assert tokens(await collect(cluster, asked)) == expected_tokens(asked.prompt_ids, 8)
+    assert len(failing.submitted) == MAX_FAILURES
