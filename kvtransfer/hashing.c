@@ -2,6 +2,7 @@
 
 #include <stdint.h>
 #include <string.h>
+#include <sys/types.h>
 
 typedef uint64_t u64;
 
@@ -63,4 +64,25 @@ void chain(const unsigned char *parent, const unsigned char *data, int64_t num_b
         before[0] = h[0]; before[1] = h[1];
         memcpy(out, before, 16);
     }
+}
+
+/* Python's own, declared here so that none of its headers is needed; the interpreter that loads this has them. */
+extern void *PyTuple_GetItem(void *, ssize_t), *PyList_GetItem(void *, ssize_t);
+extern long long PyLong_AsLongLong(void *);
+
+/* `chain` of a tuple or list of token ids, packed block by block into `block`, as long as one. Returns the place of the
+   first that is not a number from 0 to 2**32 - 1, or -1. */
+int64_t chain_ids(const unsigned char *parent, void *ids, int is_list, int64_t num_blocks, int64_t block_size,
+                  uint32_t *block, unsigned char *out) {
+    int64_t place = 0;
+    for (int64_t i = 0; i < num_blocks; i++, out += 16) {
+        for (int64_t j = 0; j < block_size; j++, place++) {
+            long long id = PyLong_AsLongLong(is_list ? PyList_GetItem(ids, place) : PyTuple_GetItem(ids, place));
+            if (id < 0 || id > 0xffffffffll) return place;
+            block[j] = (uint32_t)id;
+        }
+        chain(parent, (const unsigned char *)block, 1, 4 * block_size, out);
+        parent = out;
+    }
+    return -1;
 }

@@ -46,12 +46,27 @@ def chain_hashes(
     Token ids are unsigned 32-bit numbers; others raise OverflowError.
     """
     num_full = len(token_ids) // block_size
+    root = root_hash(salt) if parent is None else parent
+    library = _library() if num_full >= _FEW else None
+    if library is not None and isinstance(token_ids, tuple | list):
+        return Chain(_of_ids(library, root, token_ids, num_full, block_size))
     ids = array("I", token_ids[: num_full * block_size])
     assert ids.itemsize == _TOKEN_BYTES
     if sys.byteorder == "big":
         ids.byteswap()
     hashed = in_python if num_full < _FEW else fastest()
-    return Chain(hashed(root_hash(salt) if parent is None else parent, ids.tobytes(), block_size * _TOKEN_BYTES))
+    return Chain(hashed(root, ids.tobytes(), block_size * _TOKEN_BYTES))
+
+
+def _of_ids(
+    library: ctypes.PyDLL, root: BlockHash, token_ids: Sequence[int], num_blocks: int, block_size: int
+) -> bytes:
+    out = ctypes.create_string_buffer(num_blocks * BLOCK_HASH_BYTES)
+    block = ctypes.create_string_buffer(block_size * _TOKEN_BYTES)
+    wrong = library.chain_ids(root, token_ids, isinstance(token_ids, list), num_blocks, block_size, block, out)
+    if wrong >= 0:
+        raise OverflowError(f"token id {token_ids[wrong]} is no number from 0 to 2**32 - 1")
+    return out.raw
 
 
 def in_python(parent: BlockHash, data: bytes, block_bytes: int) -> bytes:
@@ -70,17 +85,25 @@ def in_python(parent: BlockHash, data: bytes, block_bytes: int) -> bytes:
 def fastest() -> Hash:
     """The best `Hash` of this machine. Its first call may compile for half a second: processes that serve call it
     before they do."""
-    library = load(Path(__file__).with_suffix(".c")) if sys.byteorder == "little" else None
+    library = _library()
     if library is None:
         return in_python
-    chain = library.chain
-    chain.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)
-    chain.restype = None
 
     def compiled(parent: BlockHash, data: bytes, block_bytes: int) -> bytes:
         num_blocks = len(data) // block_bytes
         out = ctypes.create_string_buffer(num_blocks * BLOCK_HASH_BYTES)
-        chain(parent, data, num_blocks, block_bytes, out)
+        library.chain(parent, data, num_blocks, block_bytes, out)
         return out.raw
 
     return compiled
+
+
+@cache
+def _library() -> ctypes.PyDLL | None:
+    library = load(Path(__file__).with_suffix(".c")) if sys.byteorder == "little" else None
+    if library is not None:
+        text, number = ctypes.c_char_p, ctypes.c_int64
+        library.chain.argtypes, library.chain.restype = (text, text, number, number, text), None
+        library.chain_ids.argtypes = (text, ctypes.py_object, ctypes.c_int, number, number, text, text)
+        library.chain_ids.restype = number
+    return library

@@ -55,10 +55,20 @@ def test_a_salt_may_be_long() -> None:
     assert chain_hashes(range(4), 4, salt=b"x" * 1000) != chain_hashes(range(4), 4, salt=b"x" * 1001)
 
 
-@pytest.mark.parametrize("token_id", [-1, 2**32])
-def test_a_token_id_beyond_32_bits_is_not_hashed_to_something_else(token_id: int) -> None:
+@pytest.mark.parametrize("num_blocks", [1, 9])
+@pytest.mark.parametrize("token_id", [-1, 2**32, 2**70])
+def test_a_token_id_beyond_32_bits_is_not_hashed_to_something_else(token_id: int, num_blocks: int) -> None:
     with pytest.raises(OverflowError):
-        chain_hashes([token_id], 1)
+        chain_hashes([*range(num_blocks - 1), token_id], 1)
+
+
+def test_whatever_holds_the_tokens_their_hashes_are_the_same() -> None:
+    tokens = range(2**32 - 200, 2**32)
+    first = chain_hashes(tokens, 7)
+    assert len(first) == 28
+    assert chain_hashes(list(tokens), 7) == chain_hashes(tuple(tokens), 7) == first
+    with pytest.raises(TypeError):
+        chain_hashes(["no", *tokens], 7)  # type: ignore[list-item]
 
 
 @given(st.binary(min_size=16, max_size=16), st.integers(1, 100), st.integers(0, 9), st.randoms(use_true_random=False))
