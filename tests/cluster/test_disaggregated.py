@@ -181,8 +181,9 @@ async def test_tensor_parallel_pools_hand_over_every_heads_kv(oracle: Oracle, tp
     prefilling, decoding = (config_for(folder, tp=ranks, prefill_chunk=64) for ranks in (tp, tp_there))
     async with pair_of(folder, prefilling, decoding, PrefillConfig(group_bytes=1)) as pair:
         assert await pair.answers(PROMPTS) == expected
-        assert (await pair.stats("decode-0")).load.transfer_bytes > 0
-        load = (await pair.stats("prefill-0")).load
+        loads = [(await pair.stats(worker_id)).load for worker_id in ("prefill-0", "decode-0")]
+        assert loads[0].transfer_bytes == loads[1].transfer_bytes > 0, "what one rank sent is not what the worker did"
+        load = loads[0]
         assert 0 < load.transfer_hidden_s <= load.transfer_s
 
 

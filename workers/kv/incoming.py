@@ -309,7 +309,7 @@ class Incoming:
         else:
             self._mover.land(chunk, block_ids)
             self.ledger.landed(chunk, now)
-            self._num_bytes += event.num_bytes
+            self._num_bytes += chunk.num_bytes(self._layout)  # on all ranks; the event tells of rank 0 only
             self._busy_s += event.elapsed_s
 
     def _lost(self, event: LaneLost) -> None:
