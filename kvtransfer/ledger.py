@@ -14,6 +14,7 @@ is dropped, a newer one ends the older.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -235,6 +236,10 @@ class Ledger:
         ]
 
     # -- what is known -------------------------------------------------------------------------------------------------
+
+    def next_deadline_s(self) -> float:
+        """When the first lease ends if nothing comes and nobody renews; infinity where there is none."""
+        return min((entry.deadline_s for entry in self._live.values()), default=math.inf)
 
     def state(self, ticket_id: str, generation: int) -> TicketState | None:
         """Where this generation of the ticket stands; None if it was never here, was fenced or was long ago."""

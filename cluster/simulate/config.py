@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.config import PoolsConfig, SupervisionConfig
+from cluster.config import ClusterConfig, PoolsConfig, SupervisionConfig
+from cluster.settings import Table, make_config, merge, read_file, setting
 from cluster.simulate.lanes import Cards
 from cluster.simulate.latency import Latency, Roofline
 from cluster.simulate.network import Wire
 from cluster.simulate.shapes import gpu_of, model_of, num_blocks
 from cluster.simulate.worker import Spec
-from decode_pool.config import DecodeConfig
-from prefill_pool.config import PrefillConfig
 from protos.errors import Misconfigured
-from protos.values import KVLayout
 from router.config import RouterConfig
 from workers.config import SchedulerConfig
 
 VOCAB_SIZE = 32_768
-TOY_LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=64, block_size=8, dtype="bfloat16")
+MEMORY_SHARE = 0.9
+GPU_WORKERS: Table = {
+    "model": "simulated",
+    "worker": {"block_size": 64, "max_num_batched_tokens": 8192, "max_num_seqs": 256, "prefill_chunk": 8192},
+}
+"""Settings that suit large models on GPUs; those of the file and of `--set` are put over them."""
 
 
 def simulated_router(policy: str = "prefix_aware", **settings: float) -> RouterConfig:
@@ -52,15 +56,20 @@ class SimulationConfig:
             raise Misconfigured(f"--gateways {self.num_gateways}: give at least 1", param="gateways")
 
 
+def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
+    """What `baton serve` would read, over the defaults of a GPU's worker. Raises Misconfigured."""
+    tables = merge(GPU_WORKERS, read_file(file) if file is not None else {})
+    for one in further:
+        tables = merge(tables, setting(one))
+    return make_config(tables)
+
+
 def hardware_spec(
     *,
     gpu: str,
     model: str,
     tp: int,
-    block_size: int = 64,
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 8192,
-    max_model_len: int | None = None,
+    settings: ClusterConfig | None = None,
     latency: Latency | None = None,
     leaping: bool = True,
 ) -> Spec:
@@ -68,21 +77,25 @@ def hardware_spec(
     card, shape = gpu_of(gpu), model_of(model)
     if tp < 1:
         raise Misconfigured(f"--tp {tp}: give at least 1", param="tp")
-    layout = shape.layout(block_size)
-    blocks = num_blocks(card, shape, tp=tp, block_size=block_size)
+    settings = settings or read_settings(None, ())
+    worker = settings.worker
+    share = worker.memory_fraction or MEMORY_SHARE
     return Spec(
         model=model,
-        layout=layout,
-        num_blocks=blocks,
+        layout=shape.layout(worker.block_size),
+        num_blocks=worker.num_blocks
+        or num_blocks(card, shape, tp=tp, block_size=worker.block_size, memory_share=share),
         scheduler=SchedulerConfig(
-            max_model_len=max_model_len or shape.max_len,
+            max_model_len=worker.max_model_len or shape.max_len,
             vocab_size=VOCAB_SIZE,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            prefill_chunk=max_num_batched_tokens,
+            max_num_batched_tokens=worker.max_num_batched_tokens,
+            max_num_seqs=worker.max_num_seqs,
+            prefill_chunk=worker.prefill_chunk,
+            max_waiting=worker.max_waiting,
         ),
         latency=latency or Roofline(gpu=card, model=shape, tp=tp),
-        prefill=PrefillConfig(chunk_bytes=256 * 2**20),
-        decode=DecodeConfig(),
+        prefill=settings.prefill,
+        decode=settings.decode,
+        depth=1 if worker.steps_in_flight is None else worker.steps_in_flight,
         leaping=leaping,
     )

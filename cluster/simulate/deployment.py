@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.placement import Node, WorkerPlan, plan
@@ -25,6 +25,7 @@ from router.admission.admission import Admission
 from router.client import WorkerClient
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
+from router.policies.base import Candidate, Decision, RequestView
 from router.policies.registry import policy_of
 from router.prefix.memory import MemoryPrefixIndex
 
@@ -46,14 +47,20 @@ class WatchedFleet(Fleet):
 
 
 class Gateway:
-    """One life of a gateway: the router without its faces."""
+    """One life of a gateway: the router without its faces. `decided` hears of every decision."""
 
-    def __init__(self, name: str, config: SimulationConfig, network: Network) -> None:
+    def __init__(self, name: str, config: SimulationConfig, network: Network, decided: Callable[[str], object]) -> None:
         self.name = name
         self.fleet = WatchedFleet(
             index=MemoryPrefixIndex(), config=config.router, gateway_id=name, open_channel=network.open_channel
         )
-        self.dispatcher = Dispatcher(fleet=self.fleet, policy=policy_of(config.router), config=config.router)
+        policy = policy_of(config.router)
+
+        def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
+            decided(view.request_id)
+            return policy(view, candidates)
+
+        self.dispatcher = Dispatcher(fleet=self.fleet, policy=decide, config=config.router)
         self.admission = Admission(self.dispatcher, fleet=self.fleet, config=config.router)
         self.requests: dict[asyncio.Task[None], None] = {}
         self.alive = True
@@ -83,6 +90,7 @@ class Deployment:
         self.served: list[Served] = []
         self._skews = random.Random(f"{config.seed} clocks")
         self._num_gateways = 0
+        self._undecided: dict[str, None] = {}
         self._loop = asyncio.get_running_loop()
         self._supervisor: Supervisor | None = None
         self._supervising: asyncio.Task[None] | None = None
@@ -121,9 +129,20 @@ class Deployment:
         return self.gateways[number % len(self.gateways)]
 
     def settle(self) -> None:
-        """Ends every leap: somebody is about to look."""
+        """Ends every leap: somebody looks."""
         for worker in self.workers.values():
             worker.turns.settle()
+
+    def watch(self, request_id: str) -> None:
+        """A request is about to be decided on: until it is, every message may matter, and nobody leaps."""
+        self._undecided[request_id] = None
+        self.settle()
+
+    def unwatch(self, request_id: str) -> None:
+        self._undecided.pop(request_id, None)
+
+    def _may_leap(self) -> bool:
+        return not self._undecided and not any(gateway.fleet.num_waiting for gateway in self.gateways)
 
     def assert_no_faults(self) -> None:
         """The loops that must survive our own bugs have survived none."""
@@ -141,7 +160,7 @@ class Deployment:
 
     def _open_gateway(self) -> Gateway:
         self._num_gateways += 1
-        gateway = Gateway(f"gateway-{self._num_gateways}", self.config, self.network)
+        gateway = Gateway(f"gateway-{self._num_gateways}", self.config, self.network, self.unwatch)
         self.gateways.append(gateway)
         for worker in self.workers.values():
             gateway.fleet.join(worker.info.address, worker_id=worker.worker_id)
@@ -189,6 +208,7 @@ class Deployment:
             network=self.network,
             lanes=self.lanes,
             skew_s=self._skews.random() * config.max_skew_s,
+            may_leap=self._may_leap,
         )
         try:
             yield Loading(share=0.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.simulate.latency import Latency, step_of
+from cluster.simulate.latency import Latency, Step, step_of
 from kvtransfer.reshard import Cut
 from protos.values import KVLayout
 from workers.engine.batch import Batch, Row, RowOutput, StepOutput
@@ -44,13 +44,12 @@ class Tally:
     def busy_s(self) -> float:
         return self.prompt_s + self.answer_s
 
-    def count(self, batch: Batch, step_s: float) -> None:
-        num_answer = sum([row.num_tokens == 1 for row in batch.rows])
-        num_tokens = batch.num_tokens
+    def count(self, step: Step, num_answer: int, step_s: float) -> None:
+        num_prompt = step.num_tokens - num_answer
         self.num_answer_tokens += num_answer
-        self.num_prompt_tokens += num_tokens - num_answer
-        self.answer_s += step_s * num_answer / num_tokens
-        self.prompt_s += step_s * (num_tokens - num_answer) / num_tokens
+        self.num_prompt_tokens += num_prompt
+        self.answer_s += step_s * num_answer / step.num_tokens
+        self.prompt_s += step_s * num_prompt / step.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +101,11 @@ class Device:
 
     def launch(self, batch: Batch) -> Launched:
         """Begins when the step before it is over."""
-        step_s = self._latency.step_s(step_of([(row.num_tokens, row.stop) for row in batch.rows])) * self.slowness
+        sizes = [(len(row.token_ids) + (row.follows is not None), row.start) for row in batch.rows]
+        step = step_of([(num, start + num) for num, start in sizes])
+        step_s = self._latency.step_s(step) * self.slowness
         self._free_s = max(self._free_s, self.now_s) + step_s
-        self.tally.count(batch, step_s)
+        self.tally.count(step, sum([num == 1 for num, _ in sizes]), step_s)
         self.last, self.last_s = batch, step_s
         self._output = self._compute(batch)
         return Launched(device=self, output=self._output, end_s=self._free_s)
@@ -113,13 +114,26 @@ class Device:
         return self.now_s
 
     def _compute(self, batch: Batch) -> StepOutput:
-        """All rows write before any reads."""
-        for row in batch.rows:
-            self._write(row, self._tokens(row))
+        """All rows write before any reads. A sequence that only went on by a token need not be read again."""
+        rows = batch.rows
+        added = [self._write(row, self._tokens(row)) for row in rows]
         totals: dict[str, tuple[int, int]] = {}
-        output = StepOutput(rows=tuple([self._sample(row, totals) for row in batch.rows]))
+        outputs = []
+        for row, value in zip(rows, added, strict=True):
+            if row.sample is None:
+                outputs.append(_NOTHING)
+                continue
+            known = self._totals.get(row.request_id)
+            if value is None or known is None or known[0] != row.start or self._thorough:
+                stop = row.stop
+                total = self._total(row.block_ids, stop)
+            else:
+                stop, total = known[0] + 1, known[1] + value
+            totals[row.request_id] = (stop, total)
+            token_id = summed_token(total, weight=WEIGHT, vocab_size=self._vocab_size, sample=row.sample)
+            outputs.append(RowOutput(token_id=token_id))
         self._totals = totals
-        return output
+        return StepOutput(rows=tuple(outputs))
 
     def _tokens(self, row: Row) -> Sequence[int]:
         """With the one that the step before this has sampled."""
@@ -128,18 +142,6 @@ class Device:
         token_id = self._output.rows[row.follows].token_id
         assert token_id is not None, f"request {row.request_id} follows a row that sampled nothing"
         return (*row.token_ids, token_id)
-
-    def _sample(self, row: Row, totals: dict[str, tuple[int, int]]) -> RowOutput:
-        if row.sample is None:
-            return _NOTHING
-        start, stop = row.start, row.stop
-        known = self._totals.get(row.request_id)
-        if known is None or self._thorough or known[0] != start:
-            total = self._total(row.block_ids, stop)
-        else:
-            total = known[1] + self._range(row.block_ids, start, stop)
-        totals[row.request_id] = (stop, total)
-        return RowOutput(token_id=summed_token(total, weight=WEIGHT, vocab_size=self._vocab_size, sample=row.sample))
 
     # -- what blocks hold ----------------------------------------------------------------------------------------------
 
@@ -159,8 +161,8 @@ class Device:
         for block_id, total in zip(ids, content.sum(axis=1).tolist(), strict=True):
             self._sums[block_id] = total
 
-    def _write(self, row: Row, token_ids: Sequence[int]) -> None:
-        """A block that is begun anew loses what an earlier owner left in it."""
+    def _write(self, row: Row, token_ids: Sequence[int]) -> int | None:
+        """What was written, if it is one position. A block that is begun anew loses what an earlier owner left."""
         size, start = self._block_size, row.start
         if len(token_ids) == 1:
             block_id, offset = row.block_ids[start // size], start % size
@@ -171,7 +173,7 @@ class Device:
             else:
                 self._sums[block_id] += value - int(self._content[block_id, offset])
             self._content[block_id, offset] = value
-            return
+            return value
         values = weighed(token_ids, start)
         first, stop = start // size, start + len(token_ids)
         for index in range(first, -(-stop // size)):
@@ -181,18 +183,13 @@ class Device:
                 self._content[block_id] = 0
             self._content[block_id, low - index * size : high - index * size] = values[low - start : high - start]
             self._sums[block_id] = int(self._content[block_id].sum())
+        return None
 
     def _total(self, block_ids: Sequence[int], stop: int) -> int:
         """Of positions [0, stop): all full blocks', and the beginning of the last."""
         full, rest = divmod(stop, self._block_size)
         total = sum([self._sums[block_id] for block_id in block_ids[:full]])
         return total + (int(self._content[block_ids[full], :rest].sum()) if rest else 0)
-
-    def _range(self, block_ids: Sequence[int], start: int, stop: int) -> int:
-        size = self._block_size
-        if stop - start == 1:
-            return int(self._content[block_ids[start // size], start % size])
-        return self._total(block_ids, stop) - self._total(block_ids, start)
 
 
 def weighed(token_ids: Sequence[int], start: int) -> Any:

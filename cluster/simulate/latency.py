@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from cluster.simulate.shapes import Gpu, Model
 from protos.errors import Misconfigured
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """What a step's time depends on. `num_rows` sequences, `num_tokens` computed in all; `num_read`: positions of KV
     that are read, each once a row; `num_attended`: pairs of a computed position and one it looks at."""
 
@@ -167,9 +166,10 @@ def read_points(path: Path) -> list[Measured]:
 
 def step_of(rows: Sequence[tuple[int, int]]) -> Step:
     """From (computed tokens, context after them) of every row."""
-    return Step(
-        num_rows=len(rows),
-        num_tokens=sum(computed for computed, _ in rows),
-        num_read=sum(context for _, context in rows),
-        num_attended=sum(computed * (context - (computed - 1) / 2) for computed, context in rows),
-    )
+    num_tokens = num_read = 0
+    num_attended = 0.0
+    for computed, context in rows:
+        num_tokens += computed
+        num_read += context
+        num_attended += computed * (context - (computed - 1) / 2)
+    return Step(num_rows=len(rows), num_tokens=num_tokens, num_read=num_read, num_attended=num_attended)

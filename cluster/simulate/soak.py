@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from cluster.bench.workload import Lengths
 from cluster.config import PoolsConfig, SupervisionConfig
-from cluster.simulate.config import SimulationConfig, hardware_spec, simulated_router
+from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, simulated_router
 from cluster.simulate.faults import Fault, drawn
 from cluster.simulate.network import Wire
 from cluster.simulate.simulation import Outcome, simulate
@@ -73,7 +73,8 @@ def reason(error: BaseException) -> str:
 
 def _config(seed: int, rng: random.Random) -> SimulationConfig:
     block_size = rng.choice((4, 16))
-    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, block_size=block_size, leaping=False)
+    settings = read_settings(None, [f"worker.block_size={block_size}"])
+    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=settings, leaping=False)
     spec = replace(
         spec,
         num_blocks=rng.choice((1, 2, 8)) * (2 * MAX_PROMPT) // block_size,

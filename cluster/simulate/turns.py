@@ -9,6 +9,7 @@ them could end an answer, or somebody looks: then all of them are taken, each at
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,7 +31,8 @@ MAX_GROWTH = 1.5
 class EngineTurns:
     """`workers.rpc.loop.Turns`. `publish` is called with each step's message when the step is over.
 
-    Frozen, it takes no turn and no call. The engine's clock is `skew_s` ahead. `leaping` allows leaps.
+    Frozen, it takes no turn and no call. The engine's clock is `skew_s` ahead. `quiet_until` says until when, by the
+    engine's clock, its role certainly does nothing unless something comes from outside; without it there are no leaps.
     """
 
     def __init__(
@@ -41,14 +43,14 @@ class EngineTurns:
         publish: Callable[[StepMessage], None],
         stall_s: float = 60.0,
         skew_s: float = 0.0,
-        leaping: bool = False,
+        quiet_until: Callable[[], float] | None = None,
     ) -> None:
         self._engine = engine
         self._device = device
         self._publish = publish
         self._stall_s = stall_s
         self._skew_s = skew_s
-        self._leaping = leaping
+        self._quiet_until = quiet_until
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Callable[[], None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
@@ -161,7 +163,9 @@ class EngineTurns:
         end_s = self._step(self._loop.time())
         if end_s is None:
             self._tell()
-            self._arm(self._loop.time() + IDLE_TICK_S)
+            quiet_s = self._quiet_s()
+            num_ticks = max(1, math.ceil(quiet_s / IDLE_TICK_S)) if math.isfinite(quiet_s) else 1
+            self._arm(self._loop.time() + num_ticks * IDLE_TICK_S)
         else:
             self._busy = True
             self._arm(end_s)
@@ -194,13 +198,17 @@ class EngineTurns:
     def _may_leap(self) -> bool:
         """Is the last step one of a row of equal steps, in which nobody's answer ends?"""
         engine = self._engine
-        if not self._leaping or engine.scheduler.num_waiting or engine.scheduler.role.busy():
+        if engine.scheduler.num_waiting or self._quiet_s() <= 0.0:
             return False
         rows = self._device.last.rows
-        if len(rows) != engine.scheduler.num_running:
+        if not rows or len(rows) != engine.scheduler.num_running:
             return False
         num_ahead = self._num_ahead()
         return num_ahead >= LEAST_LEAP and self._has_room(num_ahead * len(rows) + len(rows) * engine.pool.block_size)
+
+    def _quiet_s(self) -> float:
+        """For how long from now the role does nothing by itself."""
+        return self._quiet_until() - self._loop.time() - self._skew_s if self._quiet_until is not None else 0.0
 
     def _has_room(self, num_tokens: int) -> bool:
         """Then nobody has to give up blocks meanwhile."""
@@ -221,7 +229,7 @@ class EngineTurns:
     def _begin_leap(self) -> None:
         now = self._loop.time()
         self._leap_from_s = now
-        self._arm(now + self._num_ahead() * self._device.last_s * (1 - 1e-9))
+        self._arm(now + min(self._num_ahead() * self._device.last_s * (1 - 1e-9), self._quiet_s()))
 
     def settle(self) -> None:
         """Takes the steps of a leap that are over by now; the one under way ends as any other does."""
@@ -230,8 +238,8 @@ class EngineTurns:
             return
         now = self._loop.time()
         while True:
-            if start_s + MAX_GROWTH * self._device.last_s > now:  # the next step may not be over by now
-                self._tell()
+            if self._updates and start_s + MAX_GROWTH * self._device.last_s > now:
+                self._tell()  # of the steps so far: the next one may not be over by now
             end_s = self._step(start_s)
             if end_s is None or end_s > now:
                 break

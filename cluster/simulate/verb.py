@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,12 +16,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cluster import flags
 from cluster.bench.report import Objective
 from cluster.bench.verb import write_json
 from cluster.bench.workload import Lengths
-from cluster.config import PoolsConfig
+from cluster.config import ClusterConfig, PoolsConfig
 from cluster.simulate import soak as soaking
-from cluster.simulate.config import SimulationConfig, hardware_spec, simulated_router
+from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings
 from cluster.simulate.faults import Fault, drawn
 from cluster.simulate.latency import Calibrated, calibrate, read_points
 from cluster.simulate.page import page
@@ -34,6 +35,8 @@ from protos.errors import Misconfigured
 from router.policies.registry import NAMES
 
 FORMAT = "baton-simulation/1"
+LEARNING = ("slo",)
+"""Policies that learn from the time of every message: where they decide, no message may be leapt over."""
 
 
 def simulate(
@@ -49,9 +52,10 @@ def simulate(
     tp: Annotated[str, typer.Option(help="GPUs of a worker; several, such as 1,2,4, with --sweep.")] = "1",
     prefill: Annotated[str, typer.Option(help="Prefill workers; 0: the others read themselves. 1:8 to sweep.")] = "1",
     decode: Annotated[str, typer.Option(help="Decode workers; 1:8 to sweep.")] = "1",
-    policy: Annotated[str, typer.Option(help=f"{', '.join(NAMES)}; several, with commas, to sweep.")] = "prefix_aware",
+    policy: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}; several, with commas, to sweep.")] = None,
     gateways: Annotated[int, typer.Option(help="Gateways, which share the requests.")] = 1,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 64,
+    file: flags.ConfigFile = None,
+    further: flags.Set = None,
     calibration: Annotated[Path | None, typer.Option(help="Measured steps to take times from, as JSON.")] = None,
     ttft_ms: Annotated[float | None, typer.Option(help="Objective: first token within.")] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token.")] = None,
@@ -80,14 +84,15 @@ def simulate(
         prompts=Lengths.parse(input_len, param="input-len"), outputs=Lengths.parse(output_len, param="output-len"),
     )  # fmt: skip
     scene = _Scene(
-        gpu=gpu, model=model, block_size=block_size, gateways=gateways, leaping=not single_step, seed=seed,
+        gpu=gpu, model=model, settings=read_settings(file, further or ()), gateways=gateways,
+        leaping=not single_step, seed=seed,
         latency=calibrate(read_points(calibration)) if calibration is not None else None,
         usd_per_gpu_hour=gpu_of(gpu).usd_per_hour if usd_per_gpu_hour is None else usd_per_gpu_hour,
         objective=Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms)),
         sessions=recorded(trace, limit=num_requests, rate_scale=rate_scale) if trace else generated(workload, load),
         faults=[Fault.parse(text) for text in fault or ()], num_faults=faults, audit_every=audit_every,
     )  # fmt: skip
-    every = _choices(prefill, decode, tp, policy)
+    every = _choices(prefill, decode, tp, policy or scene.settings.router.policy)
     if sweep_all:
         return _sweep(scene, every, attainment, json_file)
     if len(every) != 1:
@@ -110,7 +115,7 @@ class _Scene:
 
     gpu: str
     model: str
-    block_size: int
+    settings: ClusterConfig
     latency: Calibrated | None
     usd_per_gpu_hour: float
     gateways: int
@@ -127,9 +132,9 @@ class _Scene:
             gpu=self.gpu,
             model=self.model,
             tp=choice.tp,
-            block_size=self.block_size,
+            settings=self.settings,
             latency=self.latency,
-            leaping=self.leaping,
+            leaping=self.leaping and choice.policy not in LEARNING,
         )
         pools = PoolsConfig(prefill=choice.prefill, decode=choice.decode)
         if not choice.prefill:
@@ -137,7 +142,8 @@ class _Scene:
         return SimulationConfig(
             pools=pools,
             spec=spec,
-            router=simulated_router(choice.policy),
+            router=replace(self.settings.router, policy=choice.policy),
+            supervision=self.settings.supervision,
             num_gateways=self.gateways,
             num_gpus=choice.tp,
             usd_per_gpu_hour=self.usd_per_gpu_hour,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,12 +58,14 @@ class SimulatedWorker:
         network: Network,
         lanes: Lanes,
         skew_s: float = 0.0,
+        may_leap: Callable[[], bool] = lambda: True,
     ) -> None:
         self.worker_id = worker_id
         self._spec = spec
         self._network = network
         self._loop = asyncio.get_running_loop()
         self._skew_s = skew_s
+        self._may_leap = may_leap
         self._lane = LaneAddress(worker_id=worker_id, incarnation=incarnation, host=worker_id, port=incarnation)
         self.info = self._make_info(role)
         self.device = Device(
@@ -91,7 +94,7 @@ class SimulatedWorker:
             publish=self.servicer.publish,
             stall_s=spec.stall_s,
             skew_s=skew_s,
-            leaping=spec.leaping,
+            quiet_until=self._quiet_until if spec.leaping else None,
         )
         self.servicer.attach(self.turns)
         self.port: Port | None = None
@@ -194,6 +197,12 @@ class SimulatedWorker:
         if self.info.role is WorkerRole.PREFILL:
             return PrefillRole(self._mover, pool, spec.layout, spec.prefill)
         return DecodeRole(self._mover, pool, spec.layout, spec.decode)
+
+    def _quiet_until(self) -> float:
+        """Tickets whose KV has not come are left alone until their leases end; whatever moves wants every turn."""
+        if not self._may_leap() or self._mover.busy() or self.role.outgoing.busy():
+            return -math.inf
+        return self.role.ledger.next_deadline_s()
 
     def _ring(self) -> None:
         self.turns.wake()

@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.bench.workload import Lengths
 from cluster.config import PoolsConfig, SupervisionConfig
-from cluster.simulate.config import SimulationConfig, hardware_spec, simulated_router
+from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, simulated_router
 from cluster.simulate.workload import Load, Session, generated
 
 BLOCK_SIZE = 16
@@ -17,7 +17,8 @@ def town(
     *, prefill: int = 2, decode: int = 2, leaping: bool = False, num_blocks: int = 2000, seed: int = 0, **more: Any
 ) -> SimulationConfig:
     """Workers as fast as an H100 with an 8B model, with little memory and short blocks."""
-    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, block_size=BLOCK_SIZE, leaping=leaping)
+    settings = read_settings(None, [f"worker.block_size={BLOCK_SIZE}"])
+    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=settings, leaping=leaping)
     return SimulationConfig(
         pools=PoolsConfig(prefill=prefill, decode=decode),
         spec=replace(spec, num_blocks=num_blocks),
