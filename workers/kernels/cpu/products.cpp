@@ -117,8 +117,8 @@ inline __m256i gate_times_up(__m512 gate, __m512 up) {
     return (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(through_bfloat16(silu), through_bfloat16(up)));
 }
 
-// A block's sums become outputs of `num_rows` rows from `row` on.
-void finish(const Product& product, const float* sums, int64_t row, int num_rows, int64_t panel_index) {
+// Rows [begin, end) of a block's sums become outputs; `row` is the block's first.
+void finish(const Product& product, const float* sums, int64_t row, int begin, int end, int64_t panel_index) {
     const int64_t width = product.gated ? panel / 2 : panel;
     const int64_t outputs = product.gated ? product.num_outputs / 2 : product.num_outputs;
     const int64_t first = panel_index * width, here = std::min<int64_t>(width, outputs - first);
@@ -128,7 +128,7 @@ void finish(const Product& product, const float* sums, int64_t row, int num_rows
         low_bias = _mm512_loadu_ps(product.bias + panel_index * panel);
         high_bias = _mm512_loadu_ps(product.bias + panel_index * panel + 16);
     }
-    for (int i = 0; i < num_rows; i++) {
+    for (int i = begin; i < end; i++) {
         bfloat16* to = product.out + (row + i) * product.out_stride + first;
         const __m512 low = _mm512_add_ps(_mm512_load_ps(sums + i * panel), low_bias);
         const __m512 high = _mm512_add_ps(_mm512_load_ps(sums + i * panel + 16), high_bias);
@@ -161,7 +161,7 @@ void few(const Product& product, tiles::Registers& registers, int64_t panel_inde
         const int num_rows = int(std::min<int64_t>(panel, product.num_rows - row));
         auto* multiply_some = num_rows > 16 ? multiply_few<true> : multiply_few<false>;
         multiply_some(product, registers, product.panel_at(panel_index), row, row == 0, sums);
-        finish(product, sums, row, num_rows, panel_index);
+        finish(product, sums, row, 0, num_rows, panel_index);
     }
 }
 
@@ -202,16 +202,24 @@ class Laid {
     bfloat16* data_ = nullptr;
 };
 
-// The panel for rows [first, last), which `laid` holds.
+// The panel for rows [first, last), which `laid` holds. A block is finished while the tiles of the next one multiply: they
+// leave the vector units idle.
 void many(const Product& product, tiles::Registers& registers, Laid& laid, int64_t panel_index, int64_t first,
           int64_t last) {
     static thread_local tiles::Scratch<float> memory;
     const int64_t num_blocks = (last - first + panel - 1) / panel;
     float* all_sums = memory.at_least(num_blocks * sums_size);
+    const auto finish_rows = [&](int64_t block, int64_t begin, int64_t end) {
+        const int64_t row = first + block * panel, num_rows = std::min<int64_t>(panel, last - row);
+        finish(product, all_sums + block * sums_size, row, int(std::min(begin, num_rows)), int(std::min(end, num_rows)),
+               panel_index);
+    };
     registers.shape(16, 16);
     const bfloat16* right = product.panel_at(panel_index);
     for (int64_t begin = 0; begin < product.num_steps; begin += depth_steps) {
         const int64_t num_steps = std::min(depth_steps, product.num_steps - begin);
+        const bool last_part = begin + num_steps == product.num_steps;
+        const int64_t rows_of_step = (panel + num_steps - 1) / num_steps;
         const int64_t num_lines = (step_size * 2 / 64 + num_blocks - 1) / num_blocks;
         const char* next = reinterpret_cast<const char*>(right + num_steps * step_size);
         for (int64_t block = 0; block < num_blocks; block++) {
@@ -223,25 +231,26 @@ void many(const Product& product, tiles::Registers& registers, Laid& laid, int64
                 prefetch(next, num_lines);
                 next += num_lines * 64;
                 multiply<true>(left + step * tiles::size, 64, num_steps * tiles::size, right + step * step_size);
+                if (last_part && block > 0) finish_rows(block - 1, step * rows_of_step, (step + 1) * rows_of_step);
             }
             store_sums<true>(sums);
-            if (begin + num_steps == product.num_steps) {
-                const int64_t row = first + block * panel;
-                finish(product, sums, row, int(std::min<int64_t>(panel, last - row)), panel_index);
-            }
         }
+        if (last_part) finish_rows(num_blocks - 1, 0, panel);
         right += num_steps * step_size;
     }
 }
 
-// Threads share the panels, and take the rows a chunk at a time.
+// Threads share the panels and take the rows a chunk at a time; of many chunks each takes its own, and lays out no other.
 void compute(const Product& product, int num_threads) {
     const bool is_few = product.num_rows <= few_rows;
     const int64_t num_panels = product.num_panels();
     const int64_t most_rows = std::max<int64_t>(panel, most_laid / (product.num_steps * tiles::depth * 2));
-    const int64_t num_chunks = is_few ? 1 : (product.num_rows + most_rows - 1) / most_rows;
+    int64_t num_chunks = is_few ? 1 : (product.num_rows + most_rows - 1) / most_rows;
+    const bool by_rows = num_chunks >= num_threads;
+    if (by_rows) num_chunks = (num_chunks + num_threads - 1) / num_threads * num_threads;
     const int64_t chunk = ((product.num_rows + num_chunks - 1) / num_chunks + panel - 1) / panel * panel;
-    const int64_t together = std::clamp<int64_t>(num_panels / (4 * num_threads), 1, is_few ? 16 : 4);
+    const int64_t together =
+        by_rows && !is_few ? num_panels : std::clamp<int64_t>(num_panels / (4 * num_threads), 1, is_few ? 16 : 4);
     const int64_t num_shares = (num_panels + together - 1) / together;
     const bool parallel = product.num_rows * num_panels * product.num_steps * panel * panel > worth_a_thread;
 #pragma omp parallel num_threads(num_threads) if (parallel)
