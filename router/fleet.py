@@ -109,7 +109,7 @@ class Fleet:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens in a block, the same for all workers that can be routed to; None while nobody was met."""
+        """Tokens in the blocks that prompts are hashed in: those of the first worker; None while nobody was met."""
         reference = self._reference()
         return reference.layout.block_size if reference is not None else None
 
@@ -255,7 +255,6 @@ class Fleet:
         for name, theirs, ours in (
             ("model", info.model, reference.model),
             ("vocab_size", info.vocab_size, reference.vocab_size),
-            ("block_size", info.layout.block_size, reference.layout.block_size),  # prompts are hashed in one size
         ):
             if theirs != ours:
                 raise IncompatibleWorkers(
@@ -264,6 +263,13 @@ class Fleet:
                     param=name,
                 )
         require_compatible(info.worker_id, info.layout, reference.worker_id, reference.layout)
+        if info.layout.block_size != reference.layout.block_size:
+            log.warning(
+                "worker %s has blocks of %d tokens, %s of %d: KV goes between them, but prompts are hashed in blocks "
+                "of %d, so what %s has cached is not known here",
+                info.worker_id, info.layout.block_size, reference.worker_id, reference.layout.block_size,
+                reference.layout.block_size, info.worker_id,
+            )  # fmt: skip
 
     def _reference(self, besides: Member | None = None) -> WorkerInfo | None:
         """Who newcomers are compared with: the first that is here."""

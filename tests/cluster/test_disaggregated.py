@@ -174,11 +174,18 @@ async def test_greedy_tokens_are_the_oracles(oracle: Oracle, family: str, prefil
         assert warm.load.transfer_bytes - cold.load.transfer_bytes == block_bytes * sum(n % 16 > 0 for n in LENGTHS)
 
 
-@pytest.mark.parametrize(("tp", "tp_there"), [(2, 2), (1, 2), (2, 1)])
-async def test_tensor_parallel_pools_hand_over_every_heads_kv(oracle: Oracle, tp: int, tp_there: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "tp_there", "size", "size_there"), [(2, 2, 16, 16), (1, 2, 16, 16), (2, 1, 8, 16), (1, 1, 32, 8)]
+)
+async def test_unlike_pools_hand_over_every_heads_kv(
+    oracle: Oracle, tp: int, tp_there: int, size: int, size_there: int
+) -> None:
     """Block by block as the prompt is read, and the layers of its last step one by one."""
     folder, expected = oracle("llama")
-    prefilling, decoding = (config_for(folder, tp=ranks, prefill_chunk=64) for ranks in (tp, tp_there))
+    prefilling, decoding = (
+        config_for(folder, tp=ranks, block_size=tokens, num_blocks=160 * 16 // tokens, prefill_chunk=64)
+        for ranks, tokens in ((tp, size), (tp_there, size_there))
+    )
     async with pair_of(folder, prefilling, decoding, PrefillConfig(group_bytes=1)) as pair:
         assert await pair.answers(PROMPTS) == expected
         loads = [(await pair.stats(worker_id)).load for worker_id in ("prefill-0", "decode-0")]

@@ -109,7 +109,7 @@ class KVStorage:
         whole = range(self.num_heads)
         for piece, part in zip(cut.pieces, self._split(cut, payload), strict=True):
             view = layers.view(len(layers), 2, self.num_blocks * self.num_heads * per_block, -1)
-            if per_block == 1 and piece == whole:
+            if per_block == 1 and piece == whole and cut.units == range(len(cut.block_ids)):
                 view, rows = layers.view(len(layers), 2, self.num_blocks, -1), self._ids(cut.block_ids)
             else:
                 rows = self._rows(cut, piece, per_block)

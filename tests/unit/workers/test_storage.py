@@ -57,6 +57,14 @@ def test_a_cut_is_what_indexing_gives_and_lands_in_any_other(data: st.DataObject
     assert torch.equal(destination.data, expected)
 
 
+def test_beyond_the_last_block_its_last_unit_is_repeated() -> None:
+    """For a destination whose larger last block the prompt does not fill."""
+    source = filled(6)
+    cut = Cut(block_ids=(4, 1), unit=2, units=range(4), layers=range(3), pieces=(range(2),))
+    payload = source.read(cut, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    assert torch.equal(payload.view(3, 2, 4, 2, 2, 8), source.data[:, :, [4, 1, 1, 1]])
+
+
 def test_a_range_of_a_blocks_heads_is_contiguous() -> None:
     payload = filled(6).gather([1, 3])
     assert payload[0, 1, 1, 0:1].is_contiguous()
