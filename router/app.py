@@ -11,13 +11,14 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import BatonError, InvalidRequest, NotFound
 from router.admin.routes import mount_admin
 from router.admin.status import not_ready
-from router.asgi import Authenticate, BodyLimit, HeadLimit, RequestId
+from router.asgi import REQUEST_ID, Authenticate, BodyLimit, HeadLimit, RequestId
 from router.gateway import Gateway
 from router.metrics import Track
 from router.openai.chat import chat_completions
@@ -49,6 +50,15 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_middleware(Authenticate, reception=gateway.reception)
     app.add_middleware(HeadLimit, max_bytes=MAX_HEAD_BYTES)
     app.add_middleware(RequestId)
+    if gateway.cors_origins:
+        # Before all else: a page's browser asks whether it may without a key, and must be able to read a refusal.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=gateway.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "retry-after"],
+        )
     app.add_exception_handler(BatonError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
     _generating_routes(app, gateway)

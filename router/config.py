@@ -20,6 +20,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "control_timeout_s": (0.01, 600.0),
     "health_period_s": (0.01, 600.0),
     "max_body_bytes": (1024, 2**30),
+    "keep_alive_s": (0.1, 3600.0),
     "max_queue_s": (0.0, 3600.0),
     "retry_pause_s": (0.001, 60.0),
     "sibling_s": (0.0, 60.0),
@@ -57,6 +58,9 @@ class RouterConfig:
 
     A worker that has prompts to read for more than `max_backlog_s`, or `max_backlog` requests that have not begun, is
     given no more: up to `max_queued` requests wait at the gateway, in fair order, and the others are refused.
+    A stream that has nothing to say for `keep_alive_s` sends a comment. Pages of `cors_origins` ("https://a.example,
+    https://b.example", or "*") may ask from a browser.
+
     `tenants` is a file of tenants and the hashes of their keys (docs/operating.md); empty: no keys are asked for.
     """
 
@@ -76,6 +80,8 @@ class RouterConfig:
     control_timeout_s: float = 10.0
     health_period_s: float = 1.0
     max_body_bytes: int = 16 * 2**20
+    keep_alive_s: float = 15.0
+    cors_origins: str = ""
     max_queue_s: float = 30.0
     retry_pause_s: float = 0.1
     sibling_s: float = 3.0

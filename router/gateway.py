@@ -38,6 +38,8 @@ class Gateway:
     routing: Routing = field(default_factory=Routing)
     pace: Pace = field(default_factory=Pace)
     max_body_bytes: int = 16 * 2**20
+    keep_alive_s: float = 15.0
+    cors_origins: tuple[str, ...] = ()
     wall_clock: Callable[[], float] = time.time
 
     def check_model(self, name: str) -> None:
@@ -139,6 +141,8 @@ def open_gateway(
         reception=reception or Reception(),
         routing=routing or Routing(),
         max_body_bytes=config.max_body_bytes,
+        keep_alive_s=config.keep_alive_s,
+        cors_origins=tuple(origin.strip() for origin in config.cors_origins.split(",") if origin.strip()),
     )
 
 

@@ -42,7 +42,7 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
     )
     chat = _Chat(gateway, body, ask)
     if body.stream:
-        return EventStream(chat.events(track), track)
+        return EventStream(chat.events(track), track, keep_alive_s=gateway.keep_alive_s)
     return json_response(await while_connected(request.receive, chat.whole(track)))
 
 

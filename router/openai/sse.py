@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
+from math import inf
 from typing import Any, TypeVar
 
 import orjson
@@ -19,6 +20,7 @@ from router.openai.errors import error_body, error_response, internal_error
 log = logging.getLogger("baton.http")
 
 DONE = b"data: [DONE]\n\n"
+_COMMENT = b": the answer is on its way\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -54,23 +56,40 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
+@asynccontextmanager
+async def _while_it_runs(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
+    """`work` goes on beside the block, and ends with it."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
 class EventStream(Response):
     """Sends events as they come, the status and headers with the first of them.
 
     An error before the first event is an ordinary error response with its status; after it, an event and the end,
     without [DONE]. The events are closed, and the track finished, however it ends.
+
+    While there is no event for `keep_alive_s`, a comment is sent, which clients pass over: proxies would take the
+    connection for dead, and a client for hung, while a long prompt is read. It begins the response, if nothing has.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], track: Track) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], track: Track, *, keep_alive_s: float = inf) -> None:
         super().__init__(media_type="text/event-stream")
         self._events = events
         self._track = track
+        self._keep_alive_s = keep_alive_s
         self._started = False
+        self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error: BaseException | None = None
         try:
-            await while_connected(receive, self._send_all(send))
+            async with _while_it_runs(self._keep_alive(send)):
+                await while_connected(receive, self._send_all(send))
         except Cancelled as left:
             error = left
         except BatonError as failed:
@@ -87,13 +106,28 @@ class EventStream(Response):
             self._track.finish(error)
 
     async def _send_all(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
         async with aclosing(self._events) as events:
             async for chunk in events:
-                if not self._started:
-                    self._started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                await self._begin(send)
+                self._sent_s = clock()
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+    async def _keep_alive(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        self._sent_s = clock()
+        while True:
+            await asyncio.sleep(self._sent_s + self._keep_alive_s - clock())
+            if clock() >= self._sent_s + self._keep_alive_s:
+                await self._begin(send)
+                self._sent_s = clock()
+                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+
+    async def _begin(self, send: Send) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
 
     async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started:
