@@ -206,6 +206,8 @@ class Fleet:
             except BatonError as error:
                 if member.role is not None and member.state in (WorkerState.READY, WorkerState.DRAINING):
                     self.totals[member.role].num_losses += 1
+                if member.role is not None and member.state is WorkerState.READY:  # one that drains is meant to go
+                    self.totals[member.role].num_losses += 1
                     pause_s = FIRST_PAUSE_S
                 self._enter(member, WorkerState.LOST, error.message)
             except Exception as error:  # one worker's nonsense must not end the others' fleet

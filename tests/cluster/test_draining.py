@@ -24,7 +24,7 @@ from router.fleet import Fleet
 from router.generation import Job, TokenDelta
 from router.policies.registry import policy_of
 from router.prefix.memory import MemoryPrefixIndex
-from tests.cluster.test_disaggregated import PROMPTS, config_for
+from tests.cluster.test_disaggregated import PROMPTS, config_for, start
 from tests.numerics.checkpoints import make_checkpoint
 from workers.config import Seat
 from workers.rpc.worker import Worker
@@ -68,14 +68,11 @@ class Cluster:
         await worker.start("127.0.0.1")
         self.workers[worker_id] = worker
         self.fleet.join(worker.info.address, worker_id=worker_id)
+        await self.until_ready(worker)
+
+    async def until_ready(self, worker: Worker) -> None:
         clock = asyncio.get_running_loop().time
-        while not any(
-            one.worker_id == worker_id
-            and one.state == "ready"
-            and one.info
-            and one.info.incarnation == seat.incarnation
-            for one in self.fleet.status()
-        ):
+        while not any(one.state == "ready" and one.info == worker.info for one in self.fleet.status()):
             await self.fleet.wait(until=clock() + 30)
 
     async def replace(self, worker_id: str) -> None:
@@ -166,3 +163,22 @@ async def test_a_drained_worker_with_nobody_beside_it_finishes_first(checkpoint:
         await cluster.replace("colocated-0")
         assert [len(await client.answer()) for client in clients] == [NUM_TOKENS] * len(clients)
         assert cluster.generate.num_resumed == 0
+
+
+async def test_a_sequence_moves_to_a_worker_of_another_tensor_parallelism(checkpoint: Path) -> None:
+    async with cluster_of(checkpoint, "colocated-0") as cluster:
+        undisturbed = [await client.answer() for client in await ask_all(cluster)]
+        split, followers = await start(decode, "decode-1", config_for(checkpoint, num_blocks=NUM_BLOCKS, tp=2))
+        cluster.workers["decode-1"] = split
+        cluster.fleet.join(split.info.address, worker_id="decode-1")
+        await cluster.until_ready(split)
+        clients = await ask_all(cluster)
+        await cluster.fleet.drain("decode-1")
+        await split.wait()
+        assert [await client.answer() for client in clients] == undisturbed
+        assert cluster.generate.moves.num_moved > 0
+        assert cluster.generate.num_resumed == 0
+        await cluster.workers.pop("decode-1").stop()
+    for follower in followers:
+        await asyncio.to_thread(follower.join, 30)
+        assert not follower.is_alive(), "a rank did not end with rank 0"
