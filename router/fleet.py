@@ -204,8 +204,8 @@ class Fleet:
             except IncompatibleWorkers as error:
                 self._enter(member, WorkerState.INCOMPATIBLE, error.message)
             except BatonError as error:
-                if member.role is not None and member.state in (WorkerState.READY, WorkerState.DRAINING):
-                    self.totals[member.role].num_losses += 1
+                if member.state in (WorkerState.READY, WorkerState.DRAINING):
+                    pause_s = FIRST_PAUSE_S
                 if member.role is not None and member.state is WorkerState.READY:  # one that drains is meant to go
                     self.totals[member.role].num_losses += 1
                     pause_s = FIRST_PAUSE_S
