@@ -208,7 +208,6 @@ class Fleet:
                     pause_s = FIRST_PAUSE_S
                 if member.role is not None and member.state is WorkerState.READY:  # one that drains is meant to go
                     self.totals[member.role].num_losses += 1
-                    pause_s = FIRST_PAUSE_S
                 self._enter(member, WorkerState.LOST, error.message)
             except Exception as error:  # one worker's nonsense must not end the others' fleet
                 log.exception("worker %s: its session failed for a reason of our own", member.worker_id)
