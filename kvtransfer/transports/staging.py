@@ -60,6 +60,8 @@ class Staging:
             self.num_free_bytes += buffer.numel()
             while self.num_free_bytes > self._max_bytes:
                 smallest = min(self._free, key=lambda entry: entry[0].numel())
+                if smallest[1] is not None:
+                    smallest[1].synchronize()  # torch's allocator knows nothing of the streams that used it
                 self._free = [entry for entry in self._free if entry is not smallest]
                 self.num_free_bytes -= smallest[0].numel()
 
