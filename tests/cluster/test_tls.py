@@ -100,7 +100,9 @@ async def test_clients_are_served_over_tls_by_a_worker_behind_it(files: Files) -
             await front.ready()
             assert front.url.startswith("https://")
             asked = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
-            async with httpx.AsyncClient(base_url=front.url, verify=ssl.create_default_context(cafile=files.ca)) as client:
+            async with httpx.AsyncClient(
+                base_url=front.url, verify=ssl.create_default_context(cafile=files.ca)
+            ) as client:
                 answer = await client.post("/v1/completions", json=asked)
             assert answer.json()["usage"]["completion_tokens"] == 4
             trusted = grpc.ssl_channel_credentials(files.ca.read_bytes())
