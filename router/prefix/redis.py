@@ -52,7 +52,8 @@ class RedisPrefixIndex:
     """`PrefixIndex` and `Peers` of one gateway, on one event loop. `start` and `close` it.
 
     Without Redis it is its local index, and `trouble` says so. `num_entries` of the stream of events were read;
-    `num_faults` counts times that sharing began again for a reason of our own.
+    `num_outages` counts times that Redis was lost or had forgotten everything, `num_faults` times that sharing began
+    again for a reason of our own.
     """
 
     def __init__(self, local: PrefixIndex, store: Store) -> None:
@@ -62,6 +63,7 @@ class RedisPrefixIndex:
         self._scribes: dict[str, Scribe] = {}
         self._expected: list[tuple[str, Sequence[BlockHash], float]] = []
         self._released: list[str] = []
+        self._lost: set[str] = set()  # leases that turned out not to be ours any more
         self._unled_since_s: dict[str, float] = {}
         self._places = Places()
         self._news = asyncio.Event()
@@ -71,6 +73,7 @@ class RedisPrefixIndex:
         self.warm_s = WARM_S
         self.num_entries = 0
         self.num_faults = 0
+        self.num_outages = 0
         self.trouble = NOT_YET
 
     # -- the index -----------------------------------------------------------------------------------------------------
@@ -180,11 +183,16 @@ class RedisPrefixIndex:
             await asyncio.wait(both)
         raise AssertionError("neither ends by itself")
 
-    def _met_trouble(self, error: BaseException) -> None:
+    def _interrupted(self, reason: str) -> None:
         if self.trouble in ("", NOT_YET):
-            log.warning("the prefix index in Redis cannot be reached (%s): going on with this gateway's own", error)
-        self.trouble = f"the prefix index in Redis cannot be reached: {str(error) or type(error).__name__}"
+            self.num_outages += 1
+            log.warning("%s: going on with this gateway's own prefix index", reason)
+        self.trouble = reason
+
+    def _met_trouble(self, error: BaseException) -> None:
+        self._interrupted(f"the prefix index in Redis cannot be reached: {str(error) or type(error).__name__}")
         self._expected.clear()
+        self._lost.clear()
         for scribe in self._scribes.values():
             _begin_again(scribe)
 
@@ -262,11 +270,15 @@ class RedisPrefixIndex:
 
     async def _tick(self) -> None:
         """Renews leases, takes those that are free, and forgets workers that nobody hears any more."""
-        for worker_id in await self._store.renew([name for name, scribe in self._scribes.items() if scribe.writing]):
+        self._lost.update(await self._store.renew([name for name, one in self._scribes.items() if one.writing]))
+        lost, self._lost = self._lost, set()
+        for worker_id in lost:
             if worker_id in self._scribes:
                 _begin_again(self._scribes[worker_id])
         waiting = [name for name, scribe in self._scribes.items() if not scribe.writing]
         for worker_id, holder in (await self._store.holders(waiting)).items():
+            if holder is None and worker_id in lost:
+                self._interrupted("Redis has forgotten what it was told")
             if holder in (None, self._store.gateway_id):
                 await self._acquire(worker_id)
         await self._bury()
@@ -309,8 +321,11 @@ class RedisPrefixIndex:
                 self._news.set()
                 return
             if scribe.writing and not (await self._bring_up_to_date(worker_id, scribe)):
-                _begin_again(scribe)
+                self._lost.add(worker_id)
                 self._tick_due = True
+                self._news.set()
+        if not self._tick_due:
+            self._over()
 
     async def _bring_up_to_date(self, worker_id: str, scribe: Scribe) -> bool:
         """False when this gateway may not write for the worker any more."""

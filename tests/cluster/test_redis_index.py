@@ -264,7 +264,7 @@ async def test_streams_are_trimmed_and_a_late_gateway_is_warm_all_the_same(redis
             assert late.index.num_blocks("w") == worker.pool.num_cached
 
 
-@pytest.mark.parametrize("fault", ["killed", "paused", "emptied"])
+@pytest.mark.parametrize("fault", ["killed", "paused", "emptied", "emptied under load"])
 async def test_routing_goes_on_without_redis_and_sharing_comes_back(redis: RedisServer, fault: str) -> None:
     worker, first, second = Worker("w"), Gateway("g1", redis.url), Gateway("g2", redis.url)
     async with opened(first, second):
@@ -272,9 +272,12 @@ async def test_routing_goes_on_without_redis_and_sharing_comes_back(redis: Redis
         worker.meet(second)
         worker.read(PROMPTS[0])
         await until(lambda: first.index.writes_for("w") or second.index.writes_for("w"))
-        if fault == "emptied":
+        if "emptied" in fault:
             async with Redis.from_url(redis.url) as client:
                 await client.flushall()
+            if fault == "emptied under load":
+                worker.read(PROMPTS[1])
+            await until(lambda: first.index.num_outages + second.index.num_outages > 0)
         else:
             (redis.stop if fault == "killed" else redis.pause)()
             await until(lambda: "cannot be reached" in first.index.trouble and "cannot be" in second.index.trouble)
@@ -282,7 +285,7 @@ async def test_routing_goes_on_without_redis_and_sharing_comes_back(redis: Redis
         for gateway in (first, second):
             gateway.index.expect("w", chain(PROMPTS[3]), until=asyncio.get_running_loop().time() + 60.0)
             assert knows(gateway, PROMPTS[:4])()
-        if fault != "emptied":
+        if "emptied" not in fault:
             (redis.start if fault == "killed" else redis.resume)()
         await until(lambda: not first.index.trouble and not second.index.trouble)
         worker.read(PROMPTS[4])
