@@ -23,6 +23,7 @@ WORKERS = ("p0", "p1", "d0")
 BLOCKS = tuple(bytes([number + 1]) * 16 for number in range(6))
 TWIGS = tuple(bytes([number + 101]) * 16 for number in range(3))
 PATHS = (BLOCKS, (*BLOCKS[:2], *TWIGS[:2]), (*BLOCKS[:2], TWIGS[2]), (bytes([200]) * 16, bytes([201]) * 16))
+PARENTS = {block: parent for path in PATHS for parent, block in zip((b"", *path), path, strict=False)}
 QUERIES = ([], *(list(path) for path in PATHS), [*BLOCKS[:4], bytes([99]) * 16], list(BLOCKS[:3]))
 
 
@@ -112,6 +113,9 @@ def test_matches_what_a_dictionary_of_sets_would(
             assert index.num_blocks(name) == len(naive.held.get(name, ()))
         if isinstance(index, TablePrefixIndex):
             index.check_integrity()
+    for name in WORKERS:
+        for listed in index.blocks(name):
+            assert [PARENTS[block] for block in listed.hashes] == [listed.parent, *listed.hashes[:-1]]
     copy = backend()
     for name in WORKERS:
         copy.apply(name, index.blocks(name))
