@@ -281,11 +281,8 @@ class CollectiveReceiver:
 
     def part(self, peer: str) -> None:
         with self._changed:
-            inbox = self._lanes.get(peer)
-            if inbox is not None:
-                inbox.lane.parting = True
-        if inbox is not None:
-            inbox.lane.sever()
+            if peer in self._lanes:
+                self._lanes[peer].lane.leave()
 
     def loads(self) -> Sequence[LaneLoad]:
         return self._tally.loads()

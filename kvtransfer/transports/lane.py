@@ -50,6 +50,7 @@ class Lane:
         self.num_staged_bytes = 0
         self.closing = threading.Event()
         self.parting = False
+        self._left = False  # severed by us, because it was not needed
         self._tally = tally
         self._config = config
         self._wire: Wire | None = None
@@ -91,6 +92,11 @@ class Lane:
             self._severed_s = self._severed_s or time.monotonic()
             wire.sever()
 
+    def leave(self) -> None:
+        """Parts without a goodbye, as one does who only receives."""
+        self.parting = self._left = True
+        self.sever()
+
     def end(self) -> None:
         """Returns at once; the thread ends as soon as it notices."""
         self.closing.set()
@@ -129,7 +135,7 @@ class Lane:
     def _run(self, works: Sequence[Callable[[Wire], None]], lost: Lost, over: Over) -> None:
         while True:
             reason = self._live(works)
-            if self.closing.is_set() or self.parting or reason is None:
+            if self.closing.is_set() or reason is None:
                 if over():
                     return
                 self._deadline_s = time.monotonic() + self._wait_s
@@ -152,13 +158,15 @@ class Lane:
             self._work(first, wire, reasons)
             for thread in beside:
                 thread.join()
-        reason = reasons[0] if reasons and not isinstance(reasons[0], Closing | Parted) else None
+        wanted = not reasons or isinstance(reasons[0], Closing | Parted) or self._left
+        reason = None if wanted else reasons[0]
         self._severed_s = None
+        self._left = False
         if wire is not None:
             self._tally.ended(
                 wire.transport,
                 wire.why,
-                lost=reason is not None and not (self.closing.is_set() or self.parting),
+                lost=reason is not None and not self.closing.is_set(),
                 stuck=isinstance(reason, WireStuck),
                 corrupt=isinstance(reason, PayloadCorrupted),
             )
@@ -216,7 +224,7 @@ class Lane:
     def _keep_waiting(self, seconds: float) -> None:
         if self.closing.wait(seconds):
             raise Closing
-        if self.parting:
+        if self.parting and not self.num_staged_bytes:
             raise Parted
         if time.monotonic() > self._deadline_s:
             raise WireBroken(f"{self.peer} did not come within {self._wait_s:g} s")

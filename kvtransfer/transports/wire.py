@@ -293,7 +293,7 @@ class Rendezvous:
             return
         with contextlib.suppress(OSError):  # the destination and its board are gone: its next life starts afresh
             self._store.raise_to("epoch", self._epoch + 1)
-            self._store.forget(f"{self._epoch}/")
+            self._store.forget(f"{self._epoch - 1}/")  # of this one, ranks may still be reading what was said
         self._store.close()
         self._store = None
 

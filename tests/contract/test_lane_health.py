@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from kvtransfer.config import LaneConfig
 from kvtransfer.transport import LaneLost
 from kvtransfer.transports.wire import Wire
 from protos.values import LaneLoad
-from tests.contract.site import LAYOUT, PATIENCE_S, Site, chunk_of, kv, meet, push
+from tests.contract.site import LAYOUT, PATIENCE_S, Site, address, chunk_of, kv, meet, one_head, push, ticket_for
 
 Sites = Callable[..., Site]
 
@@ -111,6 +112,26 @@ def test_an_expected_source_is_met_although_its_lane_was_about_to_end(make_site:
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
     (arrived,) = site.events(receiver, 1)
     assert torch.equal(receiver.take(arrived.chunk, 1.0), kv())
+
+
+def test_all_ranks_part_and_meet_again(make_site: Sites) -> None:
+    """Two on each side, told one after the other, as a worker's are: what was sent has arrived everywhere."""
+    layout = replace(LAYOUT, tp=2)
+    site = make_site()
+    leader = site.receiver(address("d0"), layout=layout)
+    receivers = [leader, site.receiver(leader.address, rank=1, layout=layout)]
+    senders = [site.sender(address("p0"), rank=rank, layout=layout) for rank in range(2)]
+    ticket = replace(ticket_for(leader), layout=layout)
+    for receiver in receivers:
+        receiver.expect(address("p0"), layout)
+    for turn in range(3):
+        for rank, sender in enumerate(senders):
+            sender.offer(ticket, chunk_of(ticket, turn), one_head(rank))
+        for sender in senders:
+            sender.part("d0#1")
+        for rank, receiver in enumerate(receivers):
+            assert torch.equal(receiver.take(chunk_of(ticket, turn), PATIENCE_S), one_head(rank))
+        until(lambda: not any(sender.lanes() for sender in senders))
 
 
 # -- it is stuck -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Two hosts as far as the network can tell, and a link between them that a test may spoil: needs root, `ip` and TUN.
 
-    namespace a: 10.77.0.1 on a TUN device ──▶ this process: delays, loses, holds back ──▶ TUN device, 10.77.0.2: namespace b
+    namespace a: 10.77.0.1 on a TUN device ──▶ this process: delays, loses ──▶ TUN device, 10.77.0.2: namespace b
 
 The packets pass through here, so nothing of the kernel's traffic control is needed, which not every kernel has.
 """
@@ -42,7 +42,7 @@ def why_not() -> str:
 
 
 class BadNetwork:
-    """A good one until it is told otherwise. `delay_s` each way and `loss` (from 0 to 1) hold from the next packet on."""
+    """A good one until told otherwise. `delay_s` each way and `loss` (from 0 to 1) hold from the next packet on."""
 
     def __init__(self) -> None:
         self.delay_s = 0.0
