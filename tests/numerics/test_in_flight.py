@@ -49,7 +49,9 @@ def test_whatever_is_asked_for_is_told_as_without(checkpoint: Checkpoint) -> Non
         SamplingParams(temperature=1.0, max_tokens=24, seed=5, prompt_logprobs=2),
         SamplingParams(temperature=0.7, max_tokens=12, seed=6, top_p=0.8, logprobs=0),
         SamplingParams(temperature=0.0, max_tokens=30, min_tokens=10, stop_token_ids=tuple(range(60))),
-        SamplingParams(temperature=1.2, max_tokens=9, frequency_penalty=0.5, logit_bias=((7, 5.0),)),
+        SamplingParams(
+            temperature=0.0, max_tokens=30, presence_penalty=-2.0, frequency_penalty=-2.0, logit_bias=((7, 1.0),)
+        ),
     ]
     told = []
     for steps in (0, 1):
@@ -106,7 +108,10 @@ def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, mon
     prompts = (row("a", plain, token_ids=(5, 6, 7), start=0), row("b", busy, token_ids=(5, 6), start=0))
     runner.launch(Batch(rows=prompts))
     for start in (3, 4, 5):
-        following = row("a", plain, token_ids=(), start=start, follows=0), row("b", busy, token_ids=(9,), start=start)
+        following = (
+            row("a", plain, token_ids=(), start=start, follows=0),
+            row("b", busy, token_ids=(), start=start - 1, follows=1),
+        )
         step = runner.launch(Batch(rows=following))
     assert attention.num_attended == 4 * config.num_layers
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):

@@ -23,8 +23,9 @@ class Sample:
     """How to choose the token after a row's last position.
 
     `index` counts the output tokens before it: with the seed it is all the randomness there is. `prompt_ids` and
-    `output_ids` are filled in only when a penalty is asked for (they are what penalties count), and so is
-    `banned_ids`: ids that must not be chosen yet (end-of-sequence and stop ids while `min_tokens` is not reached).
+    `output_ids` are filled in only when a penalty is asked for (they are what penalties count); where the row follows
+    another, one more output token counts, which nobody knows yet. `banned_ids` must not be chosen yet: end-of-sequence
+    and stop ids while `min_tokens` is not reached.
     """
 
     params: SamplingParams
@@ -32,6 +33,11 @@ class Sample:
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
     banned_ids: tuple[int, ...] = ()
+
+
+def is_penalised(params: SamplingParams) -> bool:
+    """Do the tokens so far change the next one's logits?"""
+    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,4 +165,7 @@ def _followed(row: Row, last: StepOutput) -> Row:
         return row
     token_id = last.rows[row.follows].token_id
     assert token_id is not None, f"request {row.request_id} follows a row that sampled nothing"
-    return replace(row, token_ids=(*row.token_ids, token_id), follows=None)
+    sample = row.sample
+    if sample is not None and is_penalised(sample.params):
+        sample = replace(sample, output_ids=(*sample.output_ids, token_id))
+    return replace(row, token_ids=(*row.token_ids, token_id), sample=sample, follows=None)

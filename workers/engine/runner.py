@@ -16,11 +16,12 @@ import torch
 from protos.values import Logprobs
 from workers.attention.base import AttentionBackend, AttentionInputs
 from workers.attention.watched import WatchedAttention
-from workers.engine.batch import Batch, Done, Pending, RowOutput, StepOutput
+from workers.engine.batch import Batch, Done, Pending, RowOutput, StepOutput, is_penalised
 from workers.engine.graphs import DecodeGraphs, Recorder
 from workers.engine.logprobs import Scores
 from workers.engine.packing import Packed, pack, sampled_rows
 from workers.engine.padding import padded
+from workers.engine.penalties import NONE
 from workers.engine.sampler import Drawn, sample
 from workers.kernels.staging import to_device
 from workers.models.decoder import Decoder, ModelInputs
@@ -53,13 +54,14 @@ class TorchRunner:
     def launch(self, batch: Batch) -> Pending:
         """Raises WorkerLost when a rank has gone, and torch's own error when memory runs out."""
         packed = pack(batch, block_size=self._block_size, sampled=self._sampled)
+        latest_R = self._latest(batch)
         self._sampled = sampled_rows(batch)
         logits_RV = self._forward(packed)
         if self._parallel.rank:
             self._ids_R = torch.zeros(len(self._sampled), dtype=torch.int64, device=self._device)
             self._share()
             return Done(output=StepOutput(rows=()))
-        step = Sampling(batch, logits_RV)
+        step = Sampling(batch, logits_RV, latest_R)
         if step.drawn is not None:
             self._ids_R = step.drawn.ids_R
             self._share()
@@ -83,6 +85,18 @@ class TorchRunner:
         logits_RV = self.graphs.replay(self._inputs(padded(packed, size)), size)[: len(packed.logit_rows_R)]
         self._attention.tell(self._decoder.config.num_layers - 1)
         return logits_RV
+
+    def _latest(self, batch: Batch) -> torch.Tensor | None:
+        """For the rows that sample, the token that each follows if penalties must count it."""
+        places = [
+            self._sampled[row.follows] if row.follows is not None and is_penalised(row.sample.params) else NONE
+            for row in batch.rows
+            if row.sample is not None
+        ]
+        if not any(place != NONE for place in places):
+            return None
+        places_R = to_device(np.array(places), self._device)
+        return torch.where(places_R < 0, NONE, self._ids_R[places_R.clamp(min=0)])
 
     def _share(self) -> None:
         if self._shares_tokens and len(self._ids_R):
@@ -113,7 +127,7 @@ class TorchRunner:
 class Sampling:
     """A step whose logits are queued: samples where rows ask for it and scores the prompt tokens they name."""
 
-    def __init__(self, batch: Batch, logits_RV: torch.Tensor) -> None:
+    def __init__(self, batch: Batch, logits_RV: torch.Tensor, latest_R: torch.Tensor | None) -> None:
         self._batch = batch
         self._scored: dict[int, Scores] = {}
         samples, positions, position = [], [], 0
@@ -130,7 +144,7 @@ class Sampling:
                 position += 1
         if self._scored and samples:
             logits_RV = logits_RV.index_select(0, to_device(np.array(positions), logits_RV.device))
-        self.drawn: Drawn | None = sample(logits_RV, samples) if samples else None
+        self.drawn: Drawn | None = sample(logits_RV, samples, latest_R) if samples else None
 
     def fetch(self) -> StepOutput:
         drawn = iter(self.drawn.fetch() if self.drawn is not None else ())

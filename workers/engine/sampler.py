@@ -1,8 +1,7 @@
 """Chooses the next token of each row from its logits. A row's choice depends on its own logits and `Sample` alone.
 
-Order of the steps, as in vLLM (v1/sample/sampler.py): logprobs of the raw logits; banned ids; logit bias; repetition
-penalty (over prompt and output, as in transformers); frequency and presence penalties (over the output, as in OpenAI);
-then argmax when the temperature is 0, or temperature, min-p, top-k, top-p and one draw by inverse CDF.
+Order of the steps, as in vLLM (v1/sample/sampler.py): logprobs of the raw logits; banned ids; logit bias; penalties
+(`penalties`); then argmax when the temperature is 0, or temperature, min-p, top-k, top-p and one draw by inverse CDF.
 
 Tokens are ranked by logit, equal logits by lower id first: everywhere, so that top-k 1 is greedy.
 Legend: R rows, V vocabulary, P adjusted (row, id) pairs, T rows with logprobs. Probabilities are float64.
@@ -18,8 +17,9 @@ import numpy as np
 import torch
 
 from protos.values import SamplingParams
-from workers.engine.batch import RowOutput, Sample
+from workers.engine.batch import RowOutput, Sample, is_penalised
 from workers.engine.logprobs import Scores
+from workers.engine.penalties import penalise
 from workers.engine.philox import uniforms
 from workers.kernels.staging import Landing, to_device
 
@@ -46,12 +46,13 @@ class Drawn:
         ]
 
 
-def sample(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> Drawn:
+def sample(logits_RV: torch.Tensor, samples: Sequence[Sample], latest_R: torch.Tensor | None = None) -> Drawn:
     """One token per row of the float32 logits, with the logprobs its parameters ask for. On a GPU nobody waits.
 
-    Logprobs are those of the model: the log-softmax of the logits before penalties, bias, temperature and filters.
+    `latest_R` as in `penalties.penalise`. Logprobs are those of the model: the log-softmax of the logits before
+    penalties, bias, temperature and filters.
     """
-    adjusted_RV = _adjust(logits_RV, samples)
+    adjusted_RV = _adjust(logits_RV, samples, latest_R)
     ids_R = _choose_on_gpu(adjusted_RV, samples) if logits_RV.is_cuda else _choose(adjusted_RV, samples)
     asked = [(row, one.params.logprobs) for row, one in enumerate(samples) if one.params.logprobs is not None]
     if not asked:
@@ -62,13 +63,11 @@ def sample(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> Drawn:
     return Drawn(ids_R, {row: place for place, row in enumerate(rows)}, scores)
 
 
-def _adjust(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+def _adjust(logits_RV: torch.Tensor, samples: Sequence[Sample], latest_R: torch.Tensor | None) -> torch.Tensor:
     """Logits after bans, bias and penalties: the same tensor when there are none, a copy otherwise."""
     banned = _pairs(samples, lambda one: ((token_id, 0.0) for token_id in one.banned_ids))
     biased = _pairs(samples, lambda one: one.params.logit_bias)
-    repeated = _pairs(samples, _repetition)
-    counted = _pairs(samples, _presence_and_frequency)
-    if not (banned or biased or repeated or counted):
+    if not (banned or biased or any(is_penalised(one.params) for one in samples)):
         return logits_RV
     logits_RV = logits_RV.clone()
     device = logits_RV.device
@@ -78,29 +77,8 @@ def _adjust(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     if biased:
         rows_P, ids_P, values_P = _columns(biased, device)
         logits_RV[rows_P, ids_P] += values_P
-    if repeated:
-        rows_P, ids_P, values_P = _columns(repeated, device)
-        old_P = logits_RV[rows_P, ids_P]
-        logits_RV[rows_P, ids_P] = torch.where(old_P > 0, old_P / values_P, old_P * values_P)
-    if counted:
-        rows_P, ids_P, values_P = _columns(counted, device)
-        logits_RV[rows_P, ids_P] -= values_P
+    penalise(logits_RV, samples, latest_R)
     return logits_RV
-
-
-def _repetition(one: Sample) -> Iterable[tuple[int, float]]:
-    penalty = one.params.repetition_penalty
-    if penalty == 1.0:
-        return ()
-    return ((token_id, penalty) for token_id in {*one.prompt_ids, *one.output_ids})
-
-
-def _presence_and_frequency(one: Sample) -> Iterable[tuple[int, float]]:
-    presence, frequency = one.params.presence_penalty, one.params.frequency_penalty
-    if (presence == 0.0 and frequency == 0.0) or not one.output_ids:
-        return ()
-    ids, counts = np.unique(np.array(one.output_ids), return_counts=True)
-    return zip(ids.tolist(), (presence + frequency * counts).tolist(), strict=True)
 
 
 def _pairs(

@@ -13,8 +13,8 @@ the smallest rank always moves on, and everybody becomes that one.
 step n is applied; then
 
 - its decoding rows follow those of step n, whose tokens they take on the device;
-- a row whose token depends on what the host must see first sits the step out: one with penalties, which are counted
-  here, and the first one of a request whose role may hand it over. So does one that is known to end in step n;
+- a row sits the step out if its request is known to end in step n, or if its role may hand it over then. So does one
+  with penalties of whose tokens more than one is not known: the device counts one;
 - a request that turns out to have ended in step n has computed its row in vain;
 - blocks of a request that has gone are free when the last step that computes it is applied;
 - nobody is preempted: a plan that lacks blocks to grow into is None until step n is applied.
@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvtransfer.hashing import chain_hashes, salted
-from protos.values import BlockHash, FinishReason, GenerateRequest, SamplingParams, SequenceUpdate
+from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate
 from workers.config import SchedulerConfig
-from workers.engine.batch import Batch, Row, RowOutput, Sample, StepOutput
+from workers.engine.batch import Batch, Row, RowOutput, Sample, StepOutput, is_penalised
 from workers.engine.request import Request, State
 from workers.engine.role import Disposition, Role
 from workers.kv.blocks import BlockPool
@@ -40,10 +40,6 @@ from workers.kv.blocks import BlockPool
 def no_key(num_prompt: int) -> bytes:
     """For models whose KV depends on tokens alone: nearly all."""
     return b""
-
-
-def _is_penalised(params: SamplingParams) -> bool:
-    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 def _rank(request: Request) -> tuple[float, int]:
@@ -184,7 +180,9 @@ class Scheduler:
         ends = num_output >= request.sampling.max_tokens or request.num_expected >= self.max_len
         is_first = num_output == request.num_given + 1
         may_be_handed_over = is_first and request.ticket is not None and not request.adopted
-        return not (ends or may_be_handed_over or _is_penalised(request.sampling))
+        uncounted = request.num_due > 1 and is_penalised(request.sampling)
+        is_next = request in self._in_flight[-1].sampling
+        return is_next and not (ends or may_be_handed_over or uncounted)
 
     def _take_chunk(self, request: Request, budget: int, rows: list[tuple[Request, Row]]) -> int:
         num_tokens = min(request.num_to_plan, self.config.prefill_chunk, budget)
@@ -333,7 +331,7 @@ class Scheduler:
 
     def _sample(self, request: Request) -> Sample:
         params = request.sampling
-        penalised = _is_penalised(params)
+        penalised = is_penalised(params)
         index = len(request.output_ids) + request.num_due
         return Sample(
             params=params,

@@ -174,13 +174,23 @@ def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
     assert counts[0] == counts[1] > 0
 
 
-def test_penalties_cost_only_their_own_request_its_pace() -> None:
-    """They are counted on the host: such a row takes part in every other step, its neighbour in all."""
+def test_penalties_cost_nobody_a_step() -> None:
     toy = ToyEngine(depth=1)
-    toy.submit(ask("plain", range(10), 9), ask("penalised", range(50, 60), 5, presence_penalty=0.5))
+    toy.submit(ask("plain", range(10), 9), ask("penalised", range(50, 60), 9, presence_penalty=0.5))
     toy.step(10)
     assert toy.answers["plain"].finish_reason is FinishReason.LENGTH
     assert toy.answers["penalised"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_penalties_count_every_token_so_far(depth: int) -> None:
+    """Also that which is not known when the row is planned."""
+    toy = ToyEngine(depth=depth)
+    rows = rows_of(toy)
+    answer = toy.serve(ask("r", range(10), 7, frequency_penalty=0.5))["r"]
+    samples = [row.sample for row in rows if row.sample is not None]
+    assert [one.output_ids for one in samples] == [answer.token_ids[:index] for index in range(7)]
+    assert all(one.prompt_ids == tuple(range(10)) for one in samples)
 
 
 def test_a_prompt_that_is_to_be_handed_over_is_not_decoded_in_vain() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from protos.values import Logprobs, SamplingParams
 from workers.engine.batch import RowOutput, Sample
 from workers.engine.logprobs import Scores
+from workers.engine.penalties import NONE, penalise
 from workers.engine.philox import uniforms
 from workers.engine.sampler import sample as begin
 
@@ -191,6 +192,32 @@ def test_the_input_is_left_alone() -> None:
     before = logits.clone()
     sample(logits, [make(ban=[1], logit_bias=((2, 5.0),), min_p=0.2), make(output=[1], presence_penalty=1.0, top_k=3)])
     assert torch.equal(logits, before)
+
+
+@given(
+    outputs=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6), min_size=1, max_size=4),
+    repetition=st.sampled_from([1.0, 1.3, 0.8]),
+    frequency=st.sampled_from([0.0, 0.37]),
+    presence=st.sampled_from([0.0, -0.6]),
+)
+def test_a_token_that_only_the_device_knows_is_penalised_to_the_bit(
+    outputs: list[list[int]], repetition: float, frequency: float, presence: float
+) -> None:
+    """The last token of every other row is not among those told: it lies where the step before sampled it."""
+    penalties = {
+        "repetition_penalty": repetition,
+        "frequency_penalty": frequency,
+        "presence_penalty": presence,
+    }
+    logits = random_logits(len(outputs))
+    known, partly, latest = logits.clone(), logits.clone(), []
+    for row, output in enumerate(outputs):
+        latest.append(output[-1] if row % 2 == 0 else NONE)
+    penalise(known, [make(prompt=[1, 2], output=output, **penalties) for output in outputs], None)
+    told = [output if place == NONE else output[:-1] for output, place in zip(outputs, latest, strict=True)]
+    samples = [make(prompt=[1, 2], output=output, **penalties) for output in told]
+    penalise(partly, samples, torch.tensor(latest))
+    assert torch.equal(known, partly)
 
 
 def test_logprobs_are_the_models_own() -> None:
