@@ -157,11 +157,15 @@ void multiply_few(const Product& product, tiles::Registers& registers, const bfl
 
 void few(const Product& product, tiles::Registers& registers, int64_t panel_index) {
     alignas(64) float sums[sums_size];
+    const char* next = reinterpret_cast<const char*>(product.panel_at(panel_index + 1)) + ahead;
     for (int64_t row = 0; row < product.num_rows; row += panel) {
         const int num_rows = int(std::min<int64_t>(panel, product.num_rows - row));
         auto* multiply_some = num_rows > 16 ? multiply_few<true> : multiply_few<false>;
         multiply_some(product, registers, product.panel_at(panel_index), row, row == 0, sums);
-        finish(product, sums, row, 0, num_rows, panel_index);
+        for (int i = 0; i < num_rows; i++) {  // memory is not idle meanwhile
+            if (row == 0) prefetch(next + i * 128, 2);
+            finish(product, sums, row, i, i + 1, panel_index);
+        }
     }
 }
 
