@@ -93,6 +93,7 @@ class Figures:
 def opened(folder: Path) -> Iterator[Engine]:
     config = WorkerConfig(model=str(folder), device="cpu", num_blocks=NUM_BLOCKS)
     rank = open_rank(config, Solo())
+    rank.storage.data.zero_()  # as after a while: a system that lends a page for the first time takes its time
     leader = Leader(rank.group)
     try:
         yield build_engine(rank, leader, lambda _: Colocated(), incarnation=1, clock=time.monotonic)
