@@ -209,6 +209,7 @@ class Deployment:
             lanes=self.lanes,
             skew_s=self._skews.random() * config.max_skew_s,
             may_leap=self._may_leap,
+            settle=self.settle,
         )
         try:
             yield Loading(share=0.0)

@@ -147,21 +147,35 @@ def non_negative(matrix: Any, target: Any) -> Any:
 
 
 def read_points(path: Path) -> list[Measured]:
-    """A JSON list of steps: `rows` (pairs of computed tokens and context after them, one a sequence) and `seconds`.
-    Raises Misconfigured."""
+    """From a JSON list of steps: `rows` (pairs of computed tokens and context after them, one a sequence) and
+    `seconds`. Or from what `baton bench --concurrency N --json FILE` wrote: the mean time per token is a step of N
+    sequences, and with N = 1 the mean time to the first token is a step that reads a prompt. Raises Misconfigured."""
     try:
-        steps = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        steps = _steps_of_bench(content) if isinstance(content, dict) else content
         return [
             Measured(
                 step=step_of([(int(computed), int(context)) for computed, context in one["rows"]]),
                 seconds=float(one["seconds"]),
             )
-            for one in (steps["steps"] if isinstance(steps, dict) else steps)
+            for one in steps
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Misconfigured(
-            f"--calibration {path}: give a JSON list of steps with rows and seconds ({error})", param="calibration"
+            f"--calibration {path}: give a JSON list of steps with rows and seconds, or figures of baton bench with "
+            f"--concurrency ({error!r})",
+            param="calibration",
         ) from error
+
+
+def _steps_of_bench(document: dict[str, Any]) -> list[dict[str, Any]]:
+    figures, at_once = document["figures"], int(document["workload"]["concurrency"])
+    prompt = figures["num_prompt_tokens"] // figures["num_completed"]
+    answer = figures["num_output_tokens"] // figures["num_completed"]
+    steps = [{"rows": [(1, prompt + answer // 2)] * at_once, "seconds": figures["tpot_s"]["mean"]}]
+    if at_once == 1:
+        steps.append({"rows": [(prompt, prompt)], "seconds": figures["ttft_s"]["mean"]})
+    return steps
 
 
 def step_of(rows: Sequence[tuple[int, int]]) -> Step:

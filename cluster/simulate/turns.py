@@ -16,12 +16,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from cluster.simulate.device import Device
-from protos.values import Health, SequenceUpdate, StepMessage
+from protos.values import FinishReason, Health, SequenceUpdate, StepMessage
 from workers.engine.engine import Engine
 from workers.rpc.loop import IDLE_TICK_S
 
 Result = TypeVar("Result")
 
+MOMENT_S = 1e-9
 LEAST_LEAP = 3
 """Steps below which a leap is not worth it."""
 MAX_GROWTH = 1.5
@@ -33,6 +34,7 @@ class EngineTurns:
 
     Frozen, it takes no turn and no call. The engine's clock is `skew_s` ahead. `quiet_until` says until when, by the
     engine's clock, its role certainly does nothing unless something comes from outside; without it there are no leaps.
+    `before_handover` is called a moment before a prompt's first token is told: its gateway then looks at others.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class EngineTurns:
         stall_s: float = 60.0,
         skew_s: float = 0.0,
         quiet_until: Callable[[], float] | None = None,
+        before_handover: Callable[[], object] | None = None,
     ) -> None:
         self._engine = engine
         self._device = device
@@ -51,6 +54,7 @@ class EngineTurns:
         self._stall_s = stall_s
         self._skew_s = skew_s
         self._quiet_until = quiet_until
+        self._before_handover = before_handover
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Callable[[], None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
@@ -169,6 +173,8 @@ class EngineTurns:
         else:
             self._busy = True
             self._arm(end_s)
+            if self._before_handover is not None and any(map(_hands_over, self._updates)):
+                self._loop.call_at(end_s - MOMENT_S, self._before_handover)
 
     def _step(self, start_s: float) -> float | None:
         """One step of the engine from `start_s` on; when it is over, or None if there was nothing to compute. Its
@@ -251,6 +257,10 @@ class EngineTurns:
             self._timer = None
         self._busy = True
         self._arm(end_s)
+
+
+def _hands_over(update: SequenceUpdate) -> bool:
+    return update.finish_reason is FinishReason.PREFILLED
 
 
 def merged(updates: Sequence[SequenceUpdate]) -> tuple[SequenceUpdate, ...]:

@@ -44,7 +44,8 @@ def simulate(
     workload: Annotated[str, typer.Option(help=f"Without a trace: {', '.join(GENERATED)}.")] = "poisson",
     num_requests: Annotated[int | None, typer.Option("--requests", help="How many. Default: 1000, or all.")] = None,
     rate: Annotated[float, typer.Option(help="Generated requests a second, on average.")] = 4.0,
-    rate_scale: Annotated[float, typer.Option(help="Run the trace's time this many times as fast.")] = 1.0,
+    trace_scale: Annotated[float, typer.Option(help="Multiplies the trace's lengths.")] = 1.0,
+    trace_speed: Annotated[float, typer.Option(help="Run the trace's time this many times as fast.")] = 1.0,
     input_len: Annotated[str, typer.Option(help="Tokens of a generated prompt: 256 or 100:200.")] = "200:4000",
     output_len: Annotated[str, typer.Option(help="Tokens of a generated answer.")] = "20:400",
     gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}.")] = "h100",
@@ -56,7 +57,7 @@ def simulate(
     gateways: Annotated[int, typer.Option(help="Gateways, which share the requests.")] = 1,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
-    calibration: Annotated[Path | None, typer.Option(help="Measured steps to take times from, as JSON.")] = None,
+    calibration: Annotated[list[Path] | None, typer.Option(help="Measured steps or bench figures. Repeatable.")] = None,
     ttft_ms: Annotated[float | None, typer.Option(help="Objective: first token within.")] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token.")] = None,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
@@ -86,10 +87,11 @@ def simulate(
     scene = _Scene(
         gpu=gpu, model=model, settings=read_settings(file, further or ()), gateways=gateways,
         leaping=not single_step, seed=seed,
-        latency=calibrate(read_points(calibration)) if calibration is not None else None,
+        latency=calibrate([one for path in calibration for one in read_points(path)]) if calibration else None,
         usd_per_gpu_hour=gpu_of(gpu).usd_per_hour if usd_per_gpu_hour is None else usd_per_gpu_hour,
         objective=Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms)),
-        sessions=recorded(trace, limit=num_requests, rate_scale=rate_scale) if trace else generated(workload, load),
+        sessions=recorded(trace, limit=num_requests, speed=trace_speed, scale=trace_scale)
+        if trace else generated(workload, load),
         faults=[Fault.parse(text) for text in fault or ()], num_faults=faults, audit_every=audit_every,
     )  # fmt: skip
     every = _choices(prefill, decode, tp, policy or scene.settings.router.policy)

@@ -59,6 +59,7 @@ class SimulatedWorker:
         lanes: Lanes,
         skew_s: float = 0.0,
         may_leap: Callable[[], bool] = lambda: True,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker_id = worker_id
         self._spec = spec
@@ -95,6 +96,7 @@ class SimulatedWorker:
             stall_s=spec.stall_s,
             skew_s=skew_s,
             quiet_until=self._quiet_until if spec.leaping else None,
+            before_handover=settle if spec.leaping else None,
         )
         self.servicer.attach(self.turns)
         self.port: Port | None = None

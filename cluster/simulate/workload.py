@@ -61,9 +61,9 @@ class Load:
             raise Misconfigured(f"--rate {self.rate}: give requests a second, above 0", param="rate")
 
 
-def recorded(path: Path, *, limit: int | None = None, rate_scale: float = 1.0, scale: float = 1.0) -> list[Session]:
-    """A trace in Mooncake's format; its time runs `rate_scale` times as fast. Raises Misconfigured."""
-    return [_alone(item) for item in read_trace(path, limit=limit, scale=scale, speed=rate_scale)]
+def recorded(path: Path, *, limit: int | None = None, speed: float = 1.0, scale: float = 1.0) -> list[Session]:
+    """A trace in Mooncake's format; its time runs `speed` times as fast. Raises Misconfigured."""
+    return [_alone(item) for item in read_trace(path, limit=limit, scale=scale, speed=speed)]
 
 
 def _alone(item: Item) -> Session:

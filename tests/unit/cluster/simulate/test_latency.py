@@ -79,3 +79,20 @@ def test_measured_steps_are_read_from_a_file_and_mistakes_are_named(tmp_path: Pa
     file.write_text("[{}]")
     with pytest.raises(Misconfigured, match=r"steps\.json"):
         read_points(file)
+
+
+def test_figures_of_a_bench_are_steps_too(tmp_path: Path) -> None:
+    def ran(at_once: int) -> list[Measured]:
+        file = tmp_path / f"{at_once}.json"
+        figures = {
+            "num_completed": 10, "num_prompt_tokens": 1000, "num_output_tokens": 400,
+            "ttft_s": {"mean": 0.2}, "tpot_s": {"mean": 0.01},
+        }  # fmt: skip
+        file.write_text(json.dumps({"figures": figures, "workload": {"concurrency": at_once}}))
+        return read_points(file)
+
+    token, prompt = ran(1)
+    assert (token.step.num_tokens, token.step.num_read, token.seconds) == (1, 120, 0.01)
+    assert (prompt.step.num_tokens, prompt.step.num_rows, prompt.seconds) == (100, 1, 0.2)
+    (four,) = ran(4)
+    assert (four.step.num_rows, four.step.num_tokens) == (4, 4)

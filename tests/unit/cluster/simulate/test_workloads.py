@@ -57,7 +57,7 @@ def test_a_trace_is_read_and_its_time_can_run_faster(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     line = '{"timestamp": %d, "input_length": 600, "output_length": 3, "hash_ids": [1, %d]}\n'
     file.write_text(line % (0, 2) + line % (4000, 3))
-    first, second = recorded(file, rate_scale=2.0)
+    first, second = recorded(file, speed=2.0)
     assert second.due_s == 2.0
     assert first.turns[0].spans[0] == second.turns[0].spans[0]
 
