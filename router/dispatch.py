@@ -96,6 +96,7 @@ class Dispatcher:
         chooser = self._chooser
         record = chooser.record(job)
         journal = Journal(job, now=_now(), record=record)
+        record.note(What.ADMITTED, _now())
         while True:
             attempt: Attempt | None = None
             trial = self._suspects.trial(journal.suspicion)
@@ -197,6 +198,7 @@ class Dispatcher:
             pull = await self.pulls.fetch(journal, attempt.pull)
             journal.read_since_s = _now()
             answer = worker.submit(journal.request(request_id, pull=pull))
+            journal.record.note(What.SUBMITTED, _now(), worker=worker.worker_id)
             place = Place(worker=worker, request_id=request_id, updates=answer)
             async with aclosing(self.moves.follow(journal, place)) as updates:
                 async for update in updates:
@@ -220,6 +222,7 @@ class Dispatcher:
             journal.read_since_s = _now()
             journal.record.note(What.RESERVED, _now(), worker=decode.worker_id, blocks=len(ticket.block_ids))
             reading = prefill.submit(journal.request(request_id, ticket=ticket, pull=pull))
+            journal.record.note(What.SUBMITTED, _now(), worker=prefill.worker_id)
             with _renewing(asked, decode, ticket.lease_s, reading) as renewals:
                 async for update in reading:
                     if update.finish_reason is FinishReason.PREFILLED:

@@ -29,9 +29,10 @@ Told = str | int | float
 
 class What(StrEnum):
     RECEIVED = "received"
+    ADMITTED = "admitted"
     DECIDED = "decided"
     RESERVED = "blocks reserved"
-    SUBMITTED = "submitted"
+    SUBMITTED = "prompt sent"
     FIRST_TOKEN = "first token"
     PREFILLED = "prompt read"
     KV_ARRIVED = "KV arrived"
