@@ -1,0 +1,112 @@
+"""A random worker killed, or stopped, at a random moment under 16 requests of every kind: no answer is another one.
+
+Two runs in every test run; `BATON_CHAOS_RUNS=200 make test ARGS=tests/cluster/test_chaos.py` makes as many as one likes.
+A run is made from its number alone, but for what the machine does meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.deployed import LONG, PRECISE, Deployed
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4 * 3600)]
+
+RUNS = int(os.environ.get("BATON_CHAOS_RUNS", "2"))
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 7},
+    {"temperature": 0.7, "seed": 11, "top_p": 0.9, "top_k": 40, "stream": True},
+    {"temperature": 0.8, "seed": 3, "n": 2, "stream": True},
+    {"temperature": 0.0, "logprobs": 2, "stream": True},
+    {"temperature": 0.6, "seed": 5, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"temperature": 0.9, "seed": 9, "repetition_penalty": 1.2, "stream": True},
+    {"temperature": 0.9, "seed": 13, "stop": ["return", "self"], "ignore_eos": False},
+)
+
+
+def asked(number: int) -> dict[str, Any]:
+    """One of 16 requests; half of their prompts go through both pools."""
+    prompt = f"# {number}\n{LONG}" if number % 2 else f"# {number}\ndef read(path):\n"
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 96, "ignore_eos": True, "return_token_ids": True}
+    return body | KINDS[number // 2]
+
+
+def answer(url: str, number: int) -> list[tuple[tuple[int, ...], str, str]]:
+    """Token ids, text and finish of every choice."""
+    body = asked(number)
+    with httpx.Client(timeout=120.0) as client:
+        if not body.get("stream"):
+            response = client.post(f"{url}/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            pieces = response.json()["choices"]
+        else:
+            pieces = []
+            with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+                assert response.status_code == 200, response.read()
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        chunk = json.loads(line[6:])
+                        assert "error" not in chunk, chunk
+                        pieces += chunk["choices"]
+    return [
+        (
+            tuple(token for piece in pieces if piece["index"] == index for token in piece["token_ids"]),
+            "".join(piece["text"] for piece in pieces if piece["index"] == index),
+            next(piece["finish_reason"] for piece in pieces if piece["index"] == index and piece["finish_reason"]),
+        )
+        for index in range(body.get("n", 1))
+    ]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Deployed]:
+    quick = ("--set", "supervision.health_period_s=0.5", "--set", "supervision.max_misses=3")
+    size = ("--prefill", "2", "--decode", "2", "--port", "0", "--grpc-port", "0")
+    deployed = Deployed("up", *size, *PRECISE, *quick)
+    try:
+        deployed.wait_for("^serving ")
+        yield deployed
+    finally:
+        deployed.kill()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(four: Deployed) -> list[Any]:
+    return [answer(four.url, number) for number in range(16)]
+
+
+@pytest.mark.parametrize("run", range(RUNS))
+def test_every_answer_is_the_undisturbed_one_and_nothing_is_left(
+    four: Deployed, undisturbed: list[Any], run: int
+) -> None:
+    chance = random.Random(run)
+    victim = chance.choice(WORKERS)
+    how = chance.choice([signal.SIGKILL, signal.SIGSTOP])
+    lives = four.count(rf"^{victim}: runs in process")
+    [pid] = four.worker_pids(victim, life=lives)
+    with ThreadPoolExecutor(16) as clients:
+        answers = [clients.submit(answer, four.url, number) for number in range(16)]
+        time.sleep(chance.uniform(0.0, 1.5))  # the moment is what is random here, nothing waits for it
+        os.kill(pid, how)
+        told = [one.result() for one in answers]
+    for number, (seen, expected) in enumerate(zip(told, undisturbed, strict=True)):
+        assert seen == expected, f"request {number} of run {run}: {victim}, {how.name}"
+    four.worker_pids(victim, life=lives + 1)
+    four.wait_until(lambda: four.status()["ready"] and all(map(_idle, four.status()["workers"])), timeout_s=60.0)
+
+
+def _idle(worker: dict[str, Any]) -> bool:
+    counts = (worker["load"][name] for name in ("num_running", "num_waiting", "num_tickets"))
+    return worker["state"] == "ready" and not any(counts)
