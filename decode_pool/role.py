@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from decode_pool.config import DecodeConfig
 from kvtransfer.ledger import Ledger
-from protos.values import BlockHash, KVLayout, ReserveRequest, Ticket, TicketStats, WorkerLoad
+from protos.values import BlockHash, GenerateRequest, KVLayout, ReserveRequest, Ticket, TicketStats, WorkerLoad
 from workers.engine.batch import Batch
 from workers.engine.request import Request
 from workers.engine.role import Disposition, Tick
@@ -53,6 +53,9 @@ class DecodeRole:
 
     def tickets(self, now: float) -> tuple[TicketStats, ...]:
         return self.incoming.stats(now) + self.outgoing.stats(now)
+
+    def promised(self, request: GenerateRequest) -> bool:
+        return request.ticket is not None and self.incoming.holds(request.ticket)
 
     def admissible(self, request: Request, now: float) -> bool:
         if request.ticket is None:

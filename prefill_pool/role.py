@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from kvtransfer.ledger import Ledger
 from prefill_pool.config import PrefillConfig
-from protos.values import BlockHash, KVLayout, ReserveRequest, Ticket, TicketStats, WorkerLoad
+from protos.values import BlockHash, GenerateRequest, KVLayout, ReserveRequest, Ticket, TicketStats, WorkerLoad
 from workers.engine.batch import Batch
 from workers.engine.request import Request
 from workers.engine.role import Disposition, Tick
@@ -54,6 +54,10 @@ class PrefillRole:
 
     def tickets(self, now: float) -> tuple[TicketStats, ...]:
         return self.incoming.stats(now) + self.outgoing.stats(now)
+
+    def promised(self, request: GenerateRequest) -> bool:
+        """What is reserved here is a prefix to begin with, and no promise to read on."""
+        return False
 
     def admissible(self, request: Request, now: float) -> bool:
         """A request without a ticket is served to its end here."""

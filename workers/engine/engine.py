@@ -111,8 +111,9 @@ class Engine:
 
     def submit(self, request: GenerateRequest, now: float) -> None:
         """Takes a request. Raises WorkerDraining, InvalidRequest, ContextLengthExceeded or Overloaded, and nothing has
-        happened. A request whose ticket is out is taken however many wait: its blocks are reserved already."""
-        if self.draining:
+        happened. A request whose ticket is out is taken however many wait, and one that has blocks reserved here also
+        while this worker drains: it moves on from here with its KV."""
+        if self.draining and not self._role.promised(request):
             raise WorkerDraining("this worker is draining and takes no new requests: send them to another one")
         if request.request_id in self._scheduler:
             raise InvalidRequest(

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from protos.errors import BatonError, InvalidRequest
-from protos.values import BlockHash, Ticket, WorkerLoad
+from protos.values import BlockHash, GenerateRequest, Ticket, WorkerLoad
 from workers.engine.batch import Batch
 from workers.engine.request import Request
 
@@ -44,6 +44,10 @@ class Tick:
 
 
 class Role(Protocol):
+    def promised(self, request: GenerateRequest) -> bool:
+        """Are blocks reserved here for a request that has not come yet?"""
+        ...
+
     def admissible(self, request: Request, now: float) -> bool:
         """May this waiting request enter the batch? Called for every waiting request, every step; must be cheap.
 
@@ -94,6 +98,9 @@ class Role(Protocol):
 
 class Colocated:
     """Serves prefill and decode in one process: nothing moves, everything stays."""
+
+    def promised(self, request: GenerateRequest) -> bool:
+        return False
 
     def admissible(self, request: Request, now: float) -> bool:
         return True

@@ -168,6 +168,10 @@ class Incoming:
 
     # -- what a role passes on -----------------------------------------------------------------------------------------
 
+    def holds(self, ticket: Ticket) -> bool:
+        """Are the ticket's blocks reserved here still?"""
+        return self.ledger.reservation(ticket.ticket_id, ticket.generation) is not None
+
     def adopted(self, request: Request, ticket: Ticket) -> bool:
         """Has the request got the ticket's blocks now? If not it must wait, or has failed: the next tick says so."""
         self._settle(ticket, request.num_tokens - 1)

@@ -9,7 +9,7 @@ import pytest
 
 from decode_pool.role import DecodeRole
 from kvtransfer.transports.inproc import Exchange
-from protos.errors import UnknownRequest
+from protos.errors import UnknownRequest, WorkerDraining
 from protos.values import (
     FinishReason,
     GenerateRequest,
@@ -267,6 +267,20 @@ def test_a_sequence_that_ends_meanwhile_needs_to_go_nowhere() -> None:
     pool.new.engine.abort(["r"])
     pool.post.kept.clear()
     pool.finish()
+
+
+def test_a_sequence_whose_room_was_promised_comes_although_the_new_worker_drains_by_now() -> None:
+    pool = Pool()
+    pool.run("r", prompt(10))
+    pool.step(2)
+    ticket = pool.ask_to_move("r")
+    pool.new.engine.drain()
+    pool.until_moved("r")
+    pool.go_on("r", ticket)
+    with pytest.raises(WorkerDraining):
+        pool.new.engine.submit(GenerateRequest(request_id="s", prompt_ids=(1, 2), sampling=GREEDY), pool.now)
+    pool.finish()
+    pool.check_text("r")
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4])
