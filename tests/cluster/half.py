@@ -96,7 +96,7 @@ class Half:
         self.side.engine.assert_idle()
         assert self.side.pool.num_free == NUM_BLOCKS
         for end in (self.sender, self.receiver):
-            assert end._staging.num_taken == 0, "a payload is left in staging"
+            assert not end._staging._taken, "a payload is left in staging"
 
     def close(self) -> None:
         self.mover.close()
