@@ -140,6 +140,17 @@ def test_layers_that_the_model_has_not_are_dropped(ledger: Ledger, first_layer: 
     assert land(ledger, replace(chunk(0), first_layer=first_layer, num_layers=num_layers)) == ()
 
 
+def test_a_settled_ticket_has_arrived_with_fewer_blocks_and_gives_the_others_back(ledger: Ledger) -> None:
+    land(ledger, chunk(0))
+    assert ledger.settle("r1", 1, 1) == (11, 12)
+    ledger.check_integrity()
+    assert ledger.state("r1", 1) is TicketState.ARRIVED
+    assert land(ledger, chunk(1)) == (), "a block that was given back is written by nobody"
+    assert ledger.settle("r1", 1, 1) == ()
+    assert ledger.settle("r1", 2, 0) == (), "another generation settles nothing"
+    assert ledger.adopt("r1", 1).block_ids == (10,)
+
+
 def test_only_the_source_that_was_lost_loses_its_tickets(ledger: Ledger) -> None:
     ledger.reserve(reservation("r2", blocks=(20,), source="p1#1"))
     assert [ended.ticket.ticket_id for ended in ledger.abort_source("p1#1", "it died")] == ["r2"]

@@ -157,3 +157,17 @@ def test_every_block_is_offered_once_in_order_and_never_early(
             push.offered(chunk, 0.0)
     assert push.all_offered
     assert offered == list(range(len(push.ticket.block_ids)))
+
+
+def test_a_sequence_that_stops_short_of_its_room_offers_what_there_is_and_no_more() -> None:
+    push = session(40)
+    push.offered(piece(0, 2), 0.0)
+    assert not push.all_sent(11)
+    push.sent(piece(0, 2), 1.0)
+    assert push.all_sent(11)
+    assert not push.is_full(39)
+    assert push.is_full(40)
+    push.settle(11)
+    assert push.next_chunk(11, complete=True) == piece(2, 1)
+    push.offered(piece(2, 1), 2.0)
+    assert push.all_offered
