@@ -191,7 +191,7 @@ async def test_unlike_pools_hand_over_every_heads_kv(
         loads = [(await pair.stats(worker_id)).load for worker_id in ("prefill-0", "decode-0")]
         assert loads[0].transfer_bytes == loads[1].transfer_bytes > 0, "what one rank sent is not what the worker did"
         load = loads[0]
-        assert 0 < load.transfer_hidden_s <= load.transfer_s
+        assert 0 <= load.transfer_hidden_s <= load.transfer_s, "more is hidden than has travelled"
 
 
 async def test_a_decode_worker_short_of_blocks_preempts_and_still_says_the_same(oracle: Oracle) -> None:
