@@ -27,8 +27,8 @@ class Choice:
         return (self.prefill + self.decode) * self.tp
 
     def __str__(self) -> str:
-        pools = f"{self.prefill}P + {self.decode}D" if self.prefill else f"{self.decode} colocated"
-        return f"{pools}, tp {self.tp}, {self.policy}"
+        pools = f"{self.prefill}P+{self.decode}D" if self.prefill else f"{self.decode} colocated"
+        return f"{pools} tp{self.tp} {self.policy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +89,11 @@ def cheapest(trials: Sequence[Trial], attainment: float) -> Trial | None:
 
 
 def sweep_table(trials: Sequence[Trial], attainment: float) -> Table:
-    """All trials by cost; those on the front are marked, the cheapest that meets the objective stands out."""
+    """All trials by cost, times in ms; those on the front are marked, the cheapest that is good enough stands out."""
     on_front, best = front(trials), cheapest(trials, attainment)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("cluster")
-    for name in ("GPUs", "USD", "objective met", "goodput /s", "TTFT p99 ms", "TPOT p99 ms", "front"):
+    table.add_column("cluster", no_wrap=True)
+    for name in ("GPUs", "USD", "met", "goodput", "TTFT p99", "TPOT p99", "front"):
         table.add_column(name, justify="right")
     for trial in sorted(trials, key=lambda one: (one.usd, str(one.choice))):
         report = trial.summary.report
