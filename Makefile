@@ -36,8 +36,8 @@ test: $(DEV)  ## the whole test suite: make test ARGS="-k router"
 gpu: $(DEV)  ## verify and measure what needs an NVIDIA GPU: again and again until all is done
 	@exec $(BIN)/python benchmarks/verify_gpu.py $(ARGS)
 
-bench: $(RUNTIME)  ## measure a running cluster
-	@exec $(BIN)/baton bench $(ARGS)
+bench: $(DEV)  ## the benchmarks that a CPU can run, in under ten minutes; `baton bench` measures a running cluster
+	@exec $(BIN)/python -m benchmarks.cpu_set $(ARGS)
 
 format: $(DEV)  ## rewrite the code in the house style
 	$(BIN)/ruff check --fix

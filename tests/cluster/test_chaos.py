@@ -1,6 +1,6 @@
 """A random worker killed, or stopped, at a random moment under 16 requests of every kind: no answer is another one.
 
-Two runs in every test run; `BATON_CHAOS_RUNS=200 make test ARGS=tests/cluster/test_chaos.py` makes as many as one likes.
+Two runs in every test run; `BATON_CHAOS_RUNS=200 make test ARGS=tests/cluster/test_chaos.py` makes as many as wanted.
 A run is made from its number alone, but for what the machine does meanwhile.
 """
 

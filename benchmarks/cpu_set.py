@@ -1,0 +1,70 @@
+"""Runs the benchmarks that a CPU can, one after another, in under ten minutes: `make bench`.
+
+    python -m benchmarks.cpu_set --out results        a JSON file and a plot each, their tables on the terminal
+    python -m benchmarks.cpu_set --only router        one of them
+
+Nothing else should run meanwhile: wall clocks are measured. Peers (vLLM, llama.cpp, Dynamo) need environments of their
+own and are left out here: docs/performance.md has them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.bench.hardware import find_hardware
+
+LIMIT_S = 300.0
+# Name -> module and flags; those in _PLOTTED draw, too.
+SET: dict[str, tuple[str, ...]] = {
+    "attention": ("benchmarks.cpu_attention",),
+    "engine": ("benchmarks.cpu_engine", "--divisor", "8", "--repeat", "1"),
+    "prefix-index": ("benchmarks.prefix_index",),
+    "router": ("benchmarks.router",),
+    "kvtransfer": ("benchmarks.kvtransfer", "--runs", "3"),
+}
+_PLOTTED = ("engine", "prefix-index", "kvtransfer")
+_PLAIN = ("attention",)  # prints, and writes nothing
+
+
+def run_set(
+    out: Annotated[Path, typer.Option(help="Folder for JSON files and plots.")] = Path("results"),
+    only: Annotated[str, typer.Option(help=f"One of {', '.join(SET)}.")] = "",
+) -> None:
+    """Exits with 1 when a benchmark failed; the others have run all the same."""
+    if only and only not in SET:
+        raise typer.BadParameter(f"there is no benchmark {only!r}: choose one of {', '.join(SET)}", param_hint="--only")
+    out.mkdir(parents=True, exist_ok=True)
+    typer.echo(f"on {find_hardware().cpu}; results go to {out}")
+    failed = []
+    for number, name in enumerate([only] if only else SET, 1):
+        typer.echo(f"\n[{number}/{1 if only else len(SET)}] {name}", err=True)
+        start_s = time.monotonic()
+        if not _run(name, out):
+            failed.append(name)
+        typer.echo(f"{name}: {time.monotonic() - start_s:.0f} s", err=True)
+    if failed:
+        typer.echo(f"failed: {', '.join(failed)}", err=True)
+        raise typer.Exit(1)
+
+
+def _run(name: str, out: Path) -> bool:
+    module, *flags = SET[name]
+    if name not in _PLAIN:
+        flags += ["--json", str(out / f"{name}.json")]
+    if name in _PLOTTED:
+        flags += ["--plot", str(out / f"{name}.svg")]
+    try:
+        return subprocess.run([sys.executable, "-m", module, *flags], timeout=LIMIT_S, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        typer.echo(f"{name} took longer than {LIMIT_S:g} s", err=True)
+        return False
+
+
+if __name__ == "__main__":
+    typer.run(run_set)
