@@ -34,7 +34,7 @@ test: $(DEV)  ## the whole test suite: make test ARGS="-k router"
 	$(BIN)/pytest $(ARGS)
 
 gpu: $(DEV)  ## verify and measure what needs an NVIDIA GPU: again and again until all is done
-	@exec $(BIN)/python benchmarks/verify_gpu.py $(ARGS)
+	@exec $(BIN)/python -m benchmarks.verify_gpu $(ARGS)
 
 bench: $(DEV)  ## the benchmarks that a CPU can run, in under ten minutes; `baton bench` measures a running cluster
 	@exec $(BIN)/python -m benchmarks.cpu_set $(ARGS)

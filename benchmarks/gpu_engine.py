@@ -1,7 +1,7 @@
 """Measures the whole engine on this machine's GPU: decode steps and prompts beside their floors, and transformers.
 
-    python benchmarks/gpu_engine.py --json engine.json --plot engine.svg      a Llama 3 8B in shape, random weights
-    python benchmarks/gpu_engine.py --tiny --device cpu                       the same program on a toy: does it run?
+    python -m benchmarks.gpu_engine --json engine.json --plot engine.svg      a Llama 3 8B in shape, random weights
+    python -m benchmarks.gpu_engine --tiny --device cpu                       the same program on a toy: does it run?
 
 Floors are those of the roofline: the bytes that a step must read over the bandwidth of a copy (read and written bytes
 counted), or its operations over the rate of bfloat16 products, whichever is longer; both are measured in the same run.

@@ -1,8 +1,8 @@
 """Measures every Triton kernel on this machine's GPU, each beside its floor and, for prefill, beside torch's attention.
 
-    python benchmarks/gpu_kernels.py --json kernels.json --plot kernels.svg
-    python benchmarks/gpu_kernels.py --sweep                  the attention kernels with other tiles, too
-    python benchmarks/gpu_kernels.py --tiny --device cpu      small parts of it in Triton's interpreter: does it run?
+    python -m benchmarks.gpu_kernels --json kernels.json --plot kernels.svg
+    python -m benchmarks.gpu_kernels --sweep                  the attention kernels with other tiles, too
+    python -m benchmarks.gpu_kernels --tiny --device cpu      small parts of it in Triton's interpreter: does it run?
 
 A floor is the larger of two times: the bytes that a kernel must move over the bandwidth of a copy (read and written
 bytes counted), its operations over the rate of a matrix product, both measured in the same run on random data.

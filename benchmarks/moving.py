@@ -1,7 +1,7 @@
 """How long a client waits for the next token when its sequence moves to another worker with its KV.
 
     baton up --colocated --workers 2
-    python benchmarks/moving.py                 a cluster at http://127.0.0.1:8000
+    python -m benchmarks.moving                 a cluster at http://127.0.0.1:8000
 
 Streams greedy answers, drains the worker that writes them in the middle, and compares the longest gap between tokens
 with that of an undisturbed run of the same requests; the texts must be the same. Looks at a quarter of a second after

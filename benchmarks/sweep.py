@@ -1,8 +1,8 @@
 """Measures a running cluster under the loads that docs/benchmarking.md describes; a JSON file each, and a table for a
 README.
 
-    python benchmarks/sweep.py --out results                          a cluster at http://127.0.0.1:8000
-    python benchmarks/sweep.py --out results --trace trace.jsonl      and a Mooncake trace, scaled to its context
+    python -m benchmarks.sweep --out results                          a cluster at http://127.0.0.1:8000
+    python -m benchmarks.sweep --out results --trace trace.jsonl      and a Mooncake trace, scaled to its context
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs everything that waits for a GPU, the cheapest proof first, and writes down what came of it (docs/gpu.md).
 
-    python benchmarks/verify_gpu.py --out results            or: make gpu
+    python -m benchmarks.verify_gpu --out results            or: make gpu
 
 A GPU is often lent for minutes at a time. So no check begins that could outlast `--budget-s`; the next call with the
 same `--out` goes on where this one stopped, and does again only what failed, or what another commit passed.
@@ -52,10 +52,10 @@ CHECKS = (
     _tests("engine", "greedy tokens are transformers', with graphs and without", "tests/gpu/test_engine_cuda.py"),
     _tests("steady-state", "no launch waits for the device", "tests/gpu/test_steady_state.py"),
     _tests("ranks", "ranks meet over NCCL", "tests/gpu/test_ranks_nccl.py"),
-    _measures("gpu-engine", "decode, prefill, transformers beside", "benchmarks/gpu_engine.py", limit_s=480.0),
-    _measures("gpu-kernels", "each kernel beside its floor", "benchmarks/gpu_kernels.py", limit_s=240.0),
+    _measures("gpu-engine", "decode, prefill, transformers beside", "-m", "benchmarks.gpu_engine", limit_s=480.0),
+    _measures("gpu-kernels", "each kernel beside its floor", "-m", "benchmarks.gpu_kernels", limit_s=240.0),
     _tests("all", "whatever else is marked", "-m", "gpu", "tests", limit_s=480.0),
-    _measures("gpu-sweep", "other tiles", "benchmarks/gpu_kernels.py", "--sweep", limit_s=480.0),
+    _measures("gpu-sweep", "other tiles", "-m", "benchmarks.gpu_kernels", "--sweep", limit_s=480.0),
 )
 
 

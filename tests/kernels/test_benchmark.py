@@ -22,7 +22,7 @@ def test_a_dry_run_goes_all_the_way(name: str, pytestconfig: pytest.Config, tmp_
     """On a toy, on a CPU: the program is known to run before a GPU is there to spend time of."""
     files = tmp_path / "figures.json", tmp_path / "figures.svg"
     options = "--tiny", "--device", "cpu", "--json", str(files[0]), "--plot", str(files[1])
-    result = run(pytestconfig, f"benchmarks/{name}.py", *options)
+    result = run(pytestconfig, "-m", f"benchmarks.{name}", *options)
     assert result.returncode == 0, result.stderr
     told = json.loads(files[0].read_text())
     assert all(figure["seconds"] > 0 and figure["floor_s"] > 0 for figure in told["figures"])
@@ -38,7 +38,7 @@ def test_a_dry_run_goes_all_the_way(name: str, pytestconfig: pytest.Config, tmp_
 @pytest.mark.skipif(ON_GPU, reason="there is a GPU")
 @pytest.mark.parametrize("name", ["gpu_kernels", "gpu_engine"])
 def test_without_a_gpu_it_says_so(name: str, pytestconfig: pytest.Config) -> None:
-    result = run(pytestconfig, f"benchmarks/{name}.py")
+    result = run(pytestconfig, "-m", f"benchmarks.{name}")
     assert result.returncode == 2
     assert "torch sees none: nothing was measured" in result.stderr
     assert not result.stdout
