@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 
 from kvtransfer.transports.links import HEADER_TAG, Links, Meeting, open_collective
-from kvtransfer.transports.shm import MAX_SLOT_BYTES, Door, Link, LinkBroken, ShmGroup, knock, prove
+from kvtransfer.transports.shm import MAX_SLOT_BYTES, Door, Link, LinkBroken, ShmGroup, close_all, knock, prove
 
 log = logging.getLogger("baton.kvtransfer")
 
@@ -51,7 +51,11 @@ def open_links(meeting: Meeting) -> Links:
         links = _send_side(meeting, why_not) if meeting.sends else _receive_side(meeting, why_not)
     except LinkBroken as error:
         why_not = why_not or str(error)
-    reasons, insisting = _verdicts(meeting, why_not)
+    try:
+        reasons, insisting = _verdicts(meeting, why_not)
+    except BaseException:
+        close_all(links.values())
+        raise
     if not reasons:
         transport = "cuda-ipc" if meeting.on_gpu else "shm"
         group = ShmGroup(links, header_tag=HEADER_TAG)
@@ -63,8 +67,7 @@ def open_links(meeting: Meeting) -> Links:
             sever=group.abort,
             close=group.close,
         )
-    for link in links.values():
-        link.close()
+    close_all(links.values())
     if insisting:
         raise TransportRefused(f"transport is set to shm, which cannot be had here: {reasons[0]}")
     return open_collective(meeting, why=reasons[0])
@@ -113,12 +116,10 @@ def _send_side(meeting: Meeting, why_not: str) -> dict[int, Link]:
         for rank in meeting.peer_ranks:
             links[rank] = prove(connections.pop(rank), meeting.config.stall_s)
     except BaseException:
-        for link in links.values():
-            link.close()
+        close_all(links.values())
         raise
     finally:
-        for connection in connections.values():
-            connection.close()
+        close_all(connections.values())
     return links
 
 

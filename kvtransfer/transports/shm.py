@@ -218,8 +218,7 @@ class ShmGroup:
 
     def close(self) -> None:
         self.abort()
-        for link in self._links.values():
-            link.close()
+        close_all(self._links.values())
 
 
 class Work:
@@ -271,8 +270,7 @@ class Door:
                 else:
                     link.close()
         except BaseException:
-            for link in links.values():
-                link.close()
+            close_all(links.values())
             raise
         finally:
             self._listener.close()
@@ -288,19 +286,30 @@ class Door:
             connection, _ = self._listener.accept()
         except OSError as error:
             raise LinkBroken(f"nobody came through the door: {error}") from error
-        ring = Ring.make(self._device, self._slot_bytes)
-        link = Link(connection, ring)
         try:
-            rank, token = _HELLO.unpack(link.hear(timeout_s))
-            if not secrets.compare_digest(token, self._token):
-                raise LinkBroken("a stranger knocked")
-            link.show(timeout_s)
-        except (LinkBroken, struct.error):
-            link.close()
+            ring = Ring.make(self._device, self._slot_bytes)
+            try:
+                link = Link(connection, ring)
+                rank, token = _hello(link.hear(timeout_s))
+                if not secrets.compare_digest(token, self._token):
+                    raise LinkBroken("a stranger knocked")
+                link.show(timeout_s)
+            finally:
+                ring.forget_names()
+        except BaseException:
+            connection.close()
             raise
-        finally:
-            ring.forget_names()
-        return int(rank), link
+        return rank, link
+
+
+def _hello(message: bytes) -> tuple[int, bytes]:
+    """A rank and its token. Whatever else comes is no rank's, and so no token."""
+    return _HELLO.unpack(message) if len(message) == _HELLO.size else (0, b"")
+
+
+def close_all(ends: Iterable[Link | socket.socket]) -> None:
+    for end in ends:
+        end.close()
 
 
 def knock(notice: bytes, rank: int) -> socket.socket:

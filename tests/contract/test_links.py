@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -210,6 +211,41 @@ def test_a_stranger_who_knows_the_door_but_not_the_token_gets_no_memory() -> Non
         door.admit([0], 5.0)
     assert connection.recv(1) == b""
     connection.close()
+
+
+def test_who_says_no_hello_is_a_stranger() -> None:
+    door = Door("cpu", 100)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect("\0baton-kv-" + door.notice[:16].hex())
+    connection.send(b"?")
+    with pytest.raises(LinkBroken, match="stranger"):
+        door.admit([0], 5.0)
+    connection.close()
+
+
+class Deaf(BoardStore):
+    """Is cut off from the board once the ranks have proved what they share."""
+
+    def get(self, key: str) -> bytes:
+        if "/verdict/" in key:
+            raise ConnectionError("the board is gone")
+        return super().get(key)
+
+
+def test_a_lane_that_ends_while_it_is_opened_leaves_no_socket(lane: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that is closed before anything was sent."""
+    before = our_shm_sockets()
+    monkeypatch.setattr(sys.modules[__name__], "BoardStore", Deaf)
+    with pytest.raises(ConnectionError) as failed:
+        lane(1, 1).open("shm")
+    assert our_shm_sockets() == before, f"while {failed.value} still holds the frames it came through"
+
+
+def our_shm_sockets() -> list[str]:
+    """Inodes of what this process listens and answers with at doors."""
+    ours = {str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    rows = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [row[6] for row in rows if row[-1].startswith("@baton-kv-") and f"socket:[{row[6]}]" in ours]
 
 
 def test_who_does_not_write_into_the_memory_has_proved_nothing() -> None:
