@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -44,28 +44,34 @@ RETRY_AFTER_S = 1.0  # what a client is told when the worker did not say
 RENEWALS_A_LEASE = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
     """One try of a job on one worker or one pair. `prefill` is None where `decode` works alone; `pull` is what
-    the reader had better fetch than compute."""
+    the reader had better fetch than compute. A sequence that has moved rests on other `members`."""
 
     request_id: str
     generation: int
     prefill: Member | None
     decode: Member
     pull: Pull | None = None
+    moved_to: Sequence[Member] = ()
 
     @property
     def reader(self) -> Member:
         return self.prefill or self.decode
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> Sequence[Member]:
+        if self.moved_to:
+            return self.moved_to
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
         return tuple(member.worker_id for member in self.members)
+
+    def rest_on(self, members: Sequence[Member]) -> None:
+        self.moved_to = members
 
     def lost(self) -> Life | None:
         """Which of its workers is gone, as far as is known yet."""
@@ -200,7 +206,7 @@ class Dispatcher:
             answer = worker.submit(journal.request(request_id, pull=pull))
             journal.record.note(What.SUBMITTED, _now(), worker=worker.worker_id)
             place = Place(worker=worker, request_id=request_id, updates=answer)
-            async with aclosing(self.moves.follow(journal, place)) as updates:
+            async with aclosing(self.moves.follow(journal, place, attempt.rest_on)) as updates:
                 async for update in updates:
                     finished = update.finish_reason is not None
                     yield update
@@ -236,7 +242,7 @@ class Dispatcher:
             if answer is None:
                 return  # the first token was the last: `finally` gives the reservation back
             place = Place(worker=decode, request_id=request_id, updates=answer)
-            async with aclosing(self.moves.follow(journal, place)) as updates:
+            async with aclosing(self.moves.follow(journal, place, attempt.rest_on)) as updates:
                 async for update in updates:
                     if not arrived:  # then prefill has nothing more to do, or to fail with
                         arrived = True

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from protos.errors import BatonError, TransferFailed
@@ -32,6 +32,9 @@ PAUSE_S = 0.5
 
 Choose = Callable[[Journal, Member], Member]
 """Where a sequence that a worker writes had better go on. Raises NoWorkers when there is no other."""
+
+RestOn = Callable[[Sequence[Member]], None]
+"""Is told which workers a sequence needs, when it has moved: whatever it fails with from then on is theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,7 @@ class Moves:
         self.num_moved = 0
         self.num_stayed = 0
 
-    async def follow(self, journal: Journal, place: Place) -> AsyncGenerator[SequenceUpdate, None]:
+    async def follow(self, journal: Journal, place: Place, rest_on: RestOn) -> AsyncGenerator[SequenceUpdate, None]:
         """All updates of a running sequence, wherever it goes; whoever takes one must have noted it in the journal
         before the next. Closed early, or failing, it ends the sequence everywhere but at its first place."""
         here, again_s = place, 0.0
@@ -85,8 +88,12 @@ class Moves:
                 if left is not None:  # the KV has come: there is nothing more to do, or to fail with
                     left.worker.abort(left.request_id)
                     left = None
+                    rest_on((here.worker,))
                 if update.finish_reason is FinishReason.MOVED:
+                    if update.token_ids:  # a slow reader gets the last ones joined to the word that it has moved
+                        yield replace(update, finish_reason=None)
                     here, left = self._take_over(journal, here, move), here
+                    rest_on((left.worker, here.worker))
                     move = None
                     continue
                 if update.error is not None and update.finish_reason is None:
@@ -103,10 +110,6 @@ class Moves:
                     move, again_s = None, _now() + PAUSE_S
                 if move is None and here.worker.drains and _now() >= again_s:
                     move = self._begin(journal, here)
-        except BatonError:
-            if here is not place:  # of its first place whoever tried it knows
-                journal.failed.add(here.worker.worker_id)
-            raise
         finally:
             if move is not None:
                 move.end()

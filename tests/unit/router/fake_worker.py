@@ -67,8 +67,8 @@ class FakeWorker:
 
     `pause_after` tokens of every request, no step is made until `go()`; a prompt it is `stuck_on` gets no token;
     `refuse` ends Reserve with an error and `reserving` keeps it open; `loses_kv` makes pushes fail, and `clings`
-    moves; `skips` drops the next message with events; `cached` is what prompts find; `draining` and `healthy` are
-    what they say.
+    moves, which are told of with `says_when_moving` tokens; `skips` drops the next message with events; `cached` is
+    what prompts find; `draining` and `healthy` are what they say.
     """
 
     def __init__(self, worker_id: str, role: WorkerRole, peers: dict[str, FakeWorker], /, **info: Any) -> None:
@@ -85,6 +85,7 @@ class FakeWorker:
         self.stuck_on: tuple[int, ...] | None = None
         self.loses_kv = False
         self.clings = False
+        self.says_when_moving = 0
         self.skips = 0
         self.cached = 0
         self.draining = False
@@ -217,8 +218,11 @@ class FakeWorker:
             error = error_info(TransferFailed("the lane is gone"))
             self.say([(sequence, SequenceUpdate(request_id=asked.request_id, error=error))])
             return
+        index, count = len(sequence.request.output_ids) + sequence.num_made, self.says_when_moving
+        last = tuple(token_at(sequence.request.prompt_ids, index + i) for i in range(count))
+        moved = SequenceUpdate(request_id=asked.request_id, token_ids=last, finish_reason=FinishReason.MOVED)
         del self.running[asked.request_id]
-        self.say([(sequence, SequenceUpdate(request_id=asked.request_id, finish_reason=FinishReason.MOVED))])
+        self.say([(sequence, moved)])
         self._push(asked.ticket)
 
     def adopt(self, request_id: str) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from protos.errors import Overloaded
+from protos.errors import Overloaded, RequestKillsWorkers
 from router.generation import TokenDelta
+from router.member import WorkerState
 from tests.unit.router.fake_cluster import PROMPT, Cluster, job, tokens
 from tests.unit.router.fake_worker import FakeWorker, expected_tokens
 
@@ -202,3 +203,40 @@ async def test_a_sequence_whose_new_worker_drains_too_moves_again(make: Callable
     go(cluster)
     assert await client.done() == EXPECTED
     assert cluster.generate.moves.num_moved == 2
+
+
+async def test_tokens_said_together_with_the_word_that_it_moves_are_not_lost(make: Callable[..., Cluster]) -> None:
+    """As a reader hears it who was too slow to take them before."""
+    cluster = make()
+    await cluster.add("c0", "c1")
+    client = Client(cluster)
+    first = await client.paused()
+    second = other(cluster, first)
+    cluster[first].says_when_moving = 2
+    drain(cluster, first)
+    await cluster[first].until(lambda: bool(cluster[first].moved))
+    go(cluster)
+    assert await client.done() == EXPECTED
+    assert len(cluster[second].submitted[-1].output_ids) == 3 + 1 + 2
+
+
+@pytest.mark.parametrize("first_is_gone", [False, True])
+async def test_a_worker_that_dies_with_a_sequence_that_came_to_it_is_the_one_that_was_lost(
+    make: Callable[..., Cluster], first_is_gone: bool
+) -> None:
+    cluster = make(max_kills=1)
+    await cluster.add("c0", "c1", "c2")
+    client = Client(cluster)
+    first = await client.paused()
+    for worker_id in set(cluster.workers) - {first}:
+        cluster[worker_id].pause_after = 2  # of what it makes itself
+    drain(cluster, first)
+    await cluster[first].until(lambda: bool(cluster[first].moved))
+    second = await client.paused()
+    if first_is_gone:
+        await cluster[first].die()
+        await cluster.until(lambda: cluster.state(first) is not WorkerState.DRAINING)
+    await client.until(lambda: len(client.deltas) >= 3 + 1 + 2)
+    await cluster[second].die()
+    with pytest.raises(RequestKillsWorkers, match=f"the last of them {second}"):
+        await client.done()
