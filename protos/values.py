@@ -350,3 +350,27 @@ class Health:
     healthy: bool
     reason: str = ""
     since_last_step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One part of a step, by the worker's own clock. `step` counts from 1, 0 for what belongs to none in particular;
+    `depth` is how many other steps were in flight."""
+
+    name: str
+    start_s: float
+    duration_s: float
+    step: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What a worker has recorded of its steps. `num_dropped` older spans are missing; `wall_offset_s` added to a span's
+    times gives seconds since 1970."""
+
+    spans: tuple[Span, ...] = ()
+    num_dropped: int = 0
+    wall_offset_s: float = 0.0

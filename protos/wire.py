@@ -50,6 +50,8 @@ _MESSAGES: dict[type, type[Message]] = {
     values.LaneStats: worker_pb2.LaneStats,
     values.WorkerStats: worker_pb2.WorkerStats,
     values.Health: worker_pb2.HealthReply,
+    values.Span: worker_pb2.Span,
+    values.Profile: worker_pb2.ProfileReply,
 }
 
 

@@ -924,3 +924,97 @@ class HealthReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HealthReply: _TypeAlias = HealthReply  # noqa: Y015
+
+@_typing.final
+class ProfileRequest(_message.Message):
+    """The reply tells what was recorded before it was asked."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDING_FIELD_NUMBER: _builtins.int
+    recording: _builtins.bool
+    """begin anew, or end; absent: go on as before"""
+    def __init__(
+        self,
+        *,
+        recording: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_recording", b"_recording", "recording", b"recording"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recording", b"_recording", "recording", b"recording"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__recording: _TypeAlias = _typing.Literal["recording"]  # noqa: Y015
+    _WhichOneofArgType__recording: _TypeAlias = _typing.Literal["_recording", b"_recording"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__recording) -> _WhichOneofReturnType__recording | None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class Span(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    START_S_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    start_s: _builtins.float
+    """by the worker's own clock"""
+    duration_s: _builtins.float
+    step: _builtins.int
+    """counted from 1; 0: of no step in particular"""
+    num_rows: _builtins.int
+    num_tokens: _builtins.int
+    depth: _builtins.int
+    """steps in flight"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        start_s: _builtins.float = ...,
+        duration_s: _builtins.float = ...,
+        step: _builtins.int = ...,
+        num_rows: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        depth: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "duration_s", b"duration_s", "name", b"name", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "start_s", b"start_s", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Span: _TypeAlias = Span  # noqa: Y015
+
+@_typing.final
+class ProfileReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPANS_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_FIELD_NUMBER: _builtins.int
+    WALL_OFFSET_S_FIELD_NUMBER: _builtins.int
+    num_dropped: _builtins.int
+    """older ones, for which there was no room"""
+    wall_offset_s: _builtins.float
+    """added to a span's times it gives seconds since 1970"""
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
+        """by their ends"""
+
+    def __init__(
+        self,
+        *,
+        spans: _abc.Iterable[Global___Span] | None = ...,
+        num_dropped: _builtins.int = ...,
+        wall_offset_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_dropped", b"num_dropped", "spans", b"spans", "wall_offset_s", b"wall_offset_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileReply: _TypeAlias = ProfileReply  # noqa: Y015

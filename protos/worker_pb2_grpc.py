@@ -75,6 +75,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.HealthRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.HealthReply.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/baton.worker.v1.Worker/Profile',
+                request_serializer=protos_dot_worker__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.ProfileReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -129,6 +134,12 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -171,6 +182,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Health,
                     request_deserializer=protos_dot_worker__pb2.HealthRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.HealthReply.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=protos_dot_worker__pb2.ProfileRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.ProfileReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -389,6 +405,33 @@ class Worker:
             '/baton.worker.v1.Worker/Health',
             protos_dot_worker__pb2.HealthRequest.SerializeToString,
             protos_dot_worker__pb2.HealthReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.worker.v1.Worker/Profile',
+            protos_dot_worker__pb2.ProfileRequest.SerializeToString,
+            protos_dot_worker__pb2.ProfileReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,7 @@ class WorkerStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]
     Stats: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StatsRequest, _worker_pb2.WorkerStats]
     Health: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HealthRequest, _worker_pb2.HealthReply]
+    Profile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileReply]
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -54,6 +55,7 @@ class WorkerAsyncStub(WorkerStub):
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]  # type: ignore[assignment]
     Stats: _aio.UnaryUnaryMultiCallable[_worker_pb2.StatsRequest, _worker_pb2.WorkerStats]  # type: ignore[assignment]
     Health: _aio.UnaryUnaryMultiCallable[_worker_pb2.HealthRequest, _worker_pb2.HealthReply]  # type: ignore[assignment]
+    Profile: _aio.UnaryUnaryMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileReply]  # type: ignore[assignment]
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -112,5 +114,12 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.HealthRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.HealthReply, _abc.Awaitable[_worker_pb2.HealthReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _worker_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ProfileReply, _abc.Awaitable[_worker_pb2.ProfileReply]]: ...
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -29,6 +29,7 @@ from protos.values import (
     Health,
     Hello,
     MoveRequest,
+    Profile,
     ReserveRequest,
     SequenceUpdate,
     ShareRequest,
@@ -283,6 +284,11 @@ class WorkerClient:
     async def stats(self) -> WorkerStats:
         reply = await self._call(self._stub.Stats, worker_pb2.StatsRequest(), self._control_timeout_s)
         return from_proto(WorkerStats, reply)
+
+    async def profile(self, recording: bool | None = None) -> Profile:
+        """What was recorded of its steps; then it begins anew, ends, or goes on as before (None)."""
+        asked = worker_pb2.ProfileRequest(recording=recording)
+        return from_proto(Profile, await self._call(self._stub.Profile, asked, self._control_timeout_s))
 
     async def health(self) -> Health:
         reply = await self._call(self._stub.Health, worker_pb2.HealthRequest(), self._control_timeout_s)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvtransfer.reshard import require_compatible
 from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
-from protos.values import StepMessage, WorkerInfo, WorkerRole, WorkerStats
+from protos.values import Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from router.client import OpenChannel, WorkerClient, open_channel
 from router.config import RouterConfig
 from router.lane_metrics import LaneTotals
@@ -73,6 +73,7 @@ class Fleet:
         self.totals = {role: PoolTotals() for role in WorkerRole}
         self.lane_totals = LaneTotals()
         self.num_faults = 0
+        self.num_turned_away = 0  # jobs that wait because no worker had room for them, though it seemed so
 
     # -- who belongs ---------------------------------------------------------------------------------------------------
 
@@ -171,6 +172,11 @@ class Fleet:
     async def stats(self, worker_id: str) -> WorkerStats:
         """Tickets and lanes, asked of the worker itself. Raises WorkerLost."""
         return await self.member(worker_id).connection().stats()
+
+    async def profile(self, worker_id: str, recording: bool | None = None) -> Profile:
+        """What the worker has recorded of its steps; then it begins anew, ends, or goes on as before (None). Raises
+        WorkerLost."""
+        return await self.member(worker_id).connection().profile(recording)
 
     async def drain(self, worker_id: str) -> int:
         """The worker takes no new work from now on, and ends when nothing runs on it; how many requests do. Raises

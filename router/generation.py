@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from protos.values import FinishReason, Logprobs, SamplingParams, WorkerInfo, WorkerLoad, WorkerStats
+from protos.values import FinishReason, Logprobs, Profile, SamplingParams, WorkerInfo, WorkerLoad, WorkerStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +91,11 @@ class FleetView(Protocol):
 
     async def stats(self, worker_id: str) -> WorkerStats:
         """Tickets and lanes, asked of the worker itself. Raises WorkerLost."""
+        ...
+
+    async def profile(self, worker_id: str, recording: bool | None = None) -> Profile:
+        """What the worker has recorded of its steps; then it begins anew, ends, or goes on as before (None). Raises
+        WorkerLost."""
         ...
 
     async def drain(self, worker_id: str) -> int:

@@ -6,8 +6,9 @@ import asyncio
 import secrets
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from cluster.bench.client import CompletionClient, Dialect
 from cluster.bench.hardware import find_hardware, find_versions
 from cluster.bench.http import Endpoint
 from cluster.bench.load import Progress, run_load
+from cluster.bench.profile import Mark, profiling
 from cluster.bench.prompts import Prompts
 from cluster.bench.report import Objective, Record, Report, make_report
 from cluster.bench.table import report_table
@@ -127,6 +129,10 @@ def bench(
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 600.0,
     api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", help="Sent as a bearer token.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures and hardware to this file.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the workers' steps.")] = None,
+    admin_key: Annotated[
+        str, typer.Option(envvar="BATON_ADMIN_KEY", help="For --profile, where keys are asked for.")
+    ] = "",
 ) -> None:
     """Measure a running cluster, or any OpenAI-compatible server: TTFT, TPOT, ITL, E2E, throughput and goodput."""
     shape = Shape(
@@ -146,7 +152,7 @@ def bench(
             temperature=temperature,
         )  # fmt: skip
 
-    records, dialect = asyncio.run(_measure(items, make_client, shape.at_once))
+    records, dialect = asyncio.run(_measure(items, make_client, shape.at_once, profiling(profile, url, admin_key)))
     report = make_report(records, objective)
     _tell(target, dialect, records, num_left_out, num_asked=len(items))
     Console().print(report_table(report))
@@ -177,13 +183,19 @@ def find_target(url: str, model: str, api_key: str) -> Target:
 
 
 async def _measure(
-    items: Sequence[Item], make_client: Callable[[], CompletionClient], at_once: int | None
+    items: Sequence[Item],
+    make_client: Callable[[], CompletionClient],
+    at_once: int | None,
+    profiled: AbstractContextManager[Mark],
 ) -> tuple[list[Record], Dialect]:
     client = make_client()
     try:
         await client.learn(PROBE_TOKENS)
-        with _bar(len(items)) as tell:
-            return await run_load(items, client, concurrency=at_once, tell=tell), client.dialect
+        with profiled as mark, _bar(len(items)) as tell:
+            start_s = time.time()
+            records = await run_load(items, client, concurrency=at_once, tell=tell)
+            mark(records, start_s)
+        return records, client.dialect
     finally:
         client.close()
 

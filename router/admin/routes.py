@@ -10,12 +10,12 @@ from collections.abc import Callable
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.requests import Request
 
-from router.admin import drain, kv, requests, status
+from router.admin import drain, kv, profile, requests, status
 from router.gateway import Gateway
 
 Adding = Callable[[APIRouter, Gateway], None]
 
-ADDED: tuple[Adding, ...] = (status.add, kv.add, drain.add, requests.add)
+ADDED: tuple[Adding, ...] = (status.add, kv.add, drain.add, profile.add, requests.add)
 
 
 def mount_admin(app: FastAPI, gateway: Gateway) -> None:

@@ -25,6 +25,7 @@ from workers.engine.graphs import CudaRecorder, why_eager
 from workers.engine.role import Role
 from workers.engine.runner import TorchRunner
 from workers.engine.scheduler import Scheduler
+from workers.engine.timeline import Timeline
 from workers.kernels.cpu.memory import keep_freed_memory
 from workers.kv.blocks import BlockPool
 from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit, free_ram_bytes
@@ -107,7 +108,9 @@ def build_engine(
     pool = BlockPool(rank.storage.num_blocks, rank.layout.block_size, events.record)
     scheduler = Scheduler(rank.scheduler, pool, make_role(pool), prefix_key=rank.model.prefix_key)
     runner = LeadingRunner(leader, rank.runner)
-    return Engine(scheduler, runner, events=events, clock=clock, depth=rank.steps_in_flight)
+    timeline = Timeline(clock)
+    rank.runner.record(timeline)
+    return Engine(scheduler, runner, events=events, clock=clock, depth=rank.steps_in_flight, timeline=timeline)
 
 
 def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:

@@ -27,6 +27,7 @@ from protos.values import (
 from protos.wire import error_info
 from workers.engine.batch import Batch, Pending, Pipeline, Runner, StepOutput, pipeline
 from workers.engine.scheduler import Scheduler
+from workers.engine.timeline import Timeline
 from workers.kv.blocks import BlockPool
 
 
@@ -72,7 +73,8 @@ class _Launched:
 
 
 class Engine:
-    """`events` must be what the scheduler's pool records to. `clock` times the runner, nothing else.
+    """`events` must be what the scheduler's pool records to. `clock` times the runner and, while it
+    records, `timeline`; nothing else.
 
     `depth` steps are in flight when `step` returns, if there is enough to do: 0 for a runner that computes while it
     launches, 1 for a device that computes by itself. Tokens are the same at any depth.
@@ -86,6 +88,7 @@ class Engine:
         events: EventLog,
         clock: Callable[[], float],
         depth: int = 0,
+        timeline: Timeline | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._pipeline = pipeline(runner)
@@ -99,6 +102,7 @@ class Engine:
         self._num_drained = 0
         self.num_steps = 0
         self.draining = False
+        self.timeline = timeline or Timeline(clock)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -147,13 +151,17 @@ class Engine:
 
     def step(self, now: float) -> list[SequenceUpdate]:
         """Launches the next step and tells what the one `depth` before it did; without a next one, the oldest."""
-        updates = self._tick(now)
-        batch = self._scheduler.plan(now)
+        with self.timeline.span("tick"):
+            updates = self._tick(now)
+        with self.timeline.span("plan"):
+            batch = self._scheduler.plan(now)
         if batch is not None:
             self._launch(batch, now)
         if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
             oldest = self._in_flight.popleft()
-            updates += self._scheduler.apply(oldest.batch, self._fetch(oldest))
+            output = self._fetch(oldest)
+            with self.timeline.span("apply", oldest.batch, step=self.num_steps):
+                updates += self._scheduler.apply(oldest.batch, output)
         return updates
 
     def has_work(self) -> bool:
@@ -226,16 +234,21 @@ class Engine:
         return updates
 
     def _launch(self, batch: Batch, now: float) -> None:
-        self._role.launching(batch, now)
-        start_s = self._clock()
-        self._in_flight.append(_Launched(batch=batch, pending=self._pipeline.launch(batch), start_s=start_s))
+        depth = len(self._in_flight)
+        with self.timeline.span("launch", batch, step=self.num_steps + depth + 1, depth=depth):
+            self._role.launching(batch, now)
+            start_s = self._clock()
+            self._in_flight.append(_Launched(batch=batch, pending=self._pipeline.launch(batch), start_s=start_s))
 
     def _fetch(self, launched: _Launched) -> StepOutput:
         """Its time counts from when the step before it was over."""
-        output = launched.pending.fetch()
+        step = self.num_steps + 1
+        with self.timeline.span("fetch", launched.batch, step=step):
+            output = launched.pending.fetch()
         start_s, self._fetched_s = max(launched.start_s, self._fetched_s), self._clock()
         self._pace.observe(launched.batch, self._fetched_s - start_s)
-        self.num_steps += 1
+        self.timeline.add("device", start_s, self._fetched_s, launched.batch, step=step, depth=len(self._in_flight))
+        self.num_steps = step
         return output
 
     def _check_room(self) -> None:

@@ -8,6 +8,7 @@ CPU and CUDA share every line. Legend: T tokens of the batch (rows packed), R po
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -23,6 +24,7 @@ from workers.engine.packing import Packed, pack, sampled_rows
 from workers.engine.padding import padded
 from workers.engine.penalties import NONE
 from workers.engine.sampler import Drawn, sample
+from workers.engine.timeline import Timeline
 from workers.kernels.staging import to_device
 from workers.models.decoder import Decoder, ModelInputs
 
@@ -44,6 +46,7 @@ class TorchRunner:
         self._shares_tokens = shares_tokens and self._parallel.size > 1
         self._sampled: Mapping[int, int] = {}
         self._ids_R = torch.zeros(0, dtype=torch.int64, device=self._device)
+        self._timeline = Timeline(time.monotonic)
         self.graphs: DecodeGraphs | None = None
 
     def run(self, batch: Batch) -> StepOutput:
@@ -56,12 +59,14 @@ class TorchRunner:
         packed = pack(batch, block_size=self._block_size, sampled=self._sampled)
         latest_R = self._latest(batch)
         self._sampled = sampled_rows(batch)
-        logits_RV = self._forward(packed)
+        with self._timeline.span("forward", batch):
+            logits_RV = self._forward(packed)
         if self._parallel.rank:
             self._ids_R = torch.zeros(len(self._sampled), dtype=torch.int64, device=self._device)
             self._share()
             return Done(output=StepOutput(rows=()))
-        step = Sampling(batch, logits_RV, latest_R)
+        with self._timeline.span("sample", batch):
+            step = Sampling(batch, logits_RV, latest_R)
         if step.drawn is not None:
             self._ids_R = step.drawn.ids_R
             self._share()
@@ -71,6 +76,10 @@ class TorchRunner:
         """Calls it with each layer whose keys and values a step has written, or queued, in order and within `launch`;
         of a step that is replayed with the last one only."""
         self._attention.watch(watcher)
+
+    def record(self, timeline: Timeline) -> None:
+        """Where the forward pass and the sampling of each launch are told of: on a GPU how long queueing them took."""
+        self._timeline = timeline
 
     def capture(self, recorder: Recorder, *, max_rows: int, max_blocks: int) -> None:
         """From now on steps that only decode are replayed. To be called once, by all ranks at the same time."""

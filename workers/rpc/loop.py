@@ -159,7 +159,7 @@ class EngineLoop:
         events = engine.drain_events()
         if updates or events:
             self._told = engine.load()
-            self._tell(self._publish, _message(updates, events, self._told))
+            self._tell(self._send, _message(updates, events, self._told))
         if engine.num_steps != step or engine.num_in_flight:
             self._last_progress_s = self._clock()
         else:
@@ -170,7 +170,11 @@ class EngineLoop:
         load = self._engine.load()
         if load != self._told:
             self._told = load
-            self._tell(self._publish, StepMessage(load=load))
+            self._tell(self._send, StepMessage(load=load))
+
+    def _send(self, message: StepMessage) -> None:
+        with self._engine.timeline.span("send", num_rows=len(message.updates)):
+            self._publish(message)
 
     def _tell(self, fn: Callable[..., None], *args: object) -> None:
         try:

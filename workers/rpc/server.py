@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from protos.values import (
     GenerateRequest,
     Hello,
     MoveRequest,
+    Profile,
     ReserveRequest,
     SequenceUpdate,
     ShareRequest,
@@ -60,8 +62,8 @@ class GatewayStream:
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """`reserve` is None on workers that do not receive KV; `leave` has the worker end once it is drained. Lives on the
-    event loop; the engine only through `loop`."""
+    """`reserve` is None on workers that do not receive KV; `leave` has the worker end once it is drained; by
+    `wall_clock` profiles of several workers line up. Lives on the event loop; the engine only through `loop`."""
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         stats: Callable[[], WorkerStats],
         reserve: Reserve | None = None,
         leave: Callable[[], None] = lambda: None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._info = info
         self._engine = engine
@@ -79,6 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._stats = stats
         self._reserve = reserve
         self._leave = leave
+        self._wall_clock = wall_clock
         self._streams: dict[GatewayStream, None] = {}  # oldest first
         self._owners: dict[str, GatewayStream] = {}
         self._disowned = asyncio.Event()
@@ -126,7 +130,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         reader = asyncio.create_task(self._read(messages, stream))
         try:
             while (message := await stream.queue.get()) is not None:
-                yield to_proto(message)
+                with self._engine.timeline.span("encode", num_rows=len(message.updates)):
+                    encoded = to_proto(message)
+                yield encoded
         finally:
             reader.cancel()
             self._end(stream)
@@ -295,6 +301,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def Stats(self, request: Any, context: Any) -> Any:
         return to_proto(await self.loop.call(self._stats))
+
+    async def Profile(self, request: Any, context: Any) -> Any:
+        """Answered also while a step does not end."""
+        timeline = self._engine.timeline
+        spans, num_dropped = timeline.record(request.recording if request.HasField("recording") else None)
+        offset_s = self._wall_clock() - timeline.now()
+        return to_proto(Profile(spans=spans, num_dropped=num_dropped, wall_offset_s=offset_s))
 
     async def Health(self, request: Any, context: Any) -> Any:
         return to_proto(self.loop.health(self._clock()))

@@ -55,6 +55,8 @@ REQUEST = values.GenerateRequest(
     request_id="a", prompt_ids=(1, 2, 3), sampling=SAMPLING, cache_salt=b"s", ticket=TICKET
 )
 
+SPAN = values.Span(name="launch", start_s=1.5, duration_s=0.25, step=7, num_rows=2, num_tokens=65, depth=1)
+
 SAMPLES = [
     SAMPLING,
     LAYOUT,
@@ -82,6 +84,8 @@ SAMPLES = [
     values.LaneStats(peer="p", transport="inproc", state="open", num_bytes=1, busy_s=0.5, idle_s=0.25, reason="why"),
     values.WorkerStats(info=INFO, load=LOAD),
     values.Health(healthy=False, reason="stuck", since_last_step_s=9.5),
+    SPAN,
+    values.Profile(spans=(SPAN, SPAN), num_dropped=3, wall_offset_s=1.5e9),
 ]
 
 

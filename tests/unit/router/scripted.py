@@ -16,7 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from uvicorn.server import ServerState
 
 from protos.errors import NotFound, WorkerLost
-from protos.values import FinishReason, Logprobs, TokenLogprob, WorkerInfo, WorkerLoad, WorkerStats
+from protos.values import FinishReason, Logprobs, Profile, TokenLogprob, WorkerInfo, WorkerLoad, WorkerStats
 from router.app import create_app
 from router.gateway import Gateway
 from router.generation import Job, TokenDelta
@@ -88,6 +88,8 @@ class Crew:
         self.is_ready = True
         self.amiss = ""
         self.held: dict[str, WorkerStats] = {}
+        self.profiles: dict[str, Profile] = {}
+        self.recording: list[bool | None] = []
         self.drained: list[str] = []
 
     def ready(self) -> bool:
@@ -103,6 +105,12 @@ class Crew:
         if worker_id not in self.held:
             raise WorkerLost(f"worker {worker_id} has left")
         return self.held[worker_id]
+
+    async def profile(self, worker_id: str, recording: bool | None = None) -> Profile:
+        self.recording.append(recording)
+        if worker_id not in self.profiles:
+            raise WorkerLost(f"worker {worker_id} has left")
+        return self.profiles[worker_id]
 
     async def drain(self, worker_id: str) -> int:
         if worker_id not in [worker.worker_id for worker in self.workers]:

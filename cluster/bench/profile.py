@@ -1,0 +1,125 @@
+"""`baton bench --profile`: what the workers did meanwhile, as a Chrome trace (chrome://tracing, ui.perfetto.dev).
+
+a process a worker    threads: engine (tick, plan, launch, fetch, apply), device, event loop (send, encode)
+                      counters: rows and tokens of each step
+a process of requests from sent to the last token, with a mark at the first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+from rich.console import Console
+
+from cluster.bench.report import Record
+from cluster.remote import no_answer, open_client, raise_for_error
+from protos.errors import Misconfigured
+
+Mark = Callable[[Sequence[Record], float], None]
+"""Told what became of the requests, and when their time began in seconds since 1970."""
+Event = dict[str, Any]
+
+_THREADS = ("engine", "device", "event loop")
+_THREAD_OF = {"device": 1, "send": 2, "encode": 2}
+
+
+@contextmanager
+def profiling(path: Path | None, url: str, api_key: str) -> Iterator[Mark]:
+    """Workers record while this is open, and the file is written when it closes; without a path nothing happens.
+
+    Raises Misconfigured when the file cannot be written, Unauthenticated or Forbidden without an administrator's key,
+    Unavailable when nobody answers, NotFound where the server is no Baton gateway.
+    """
+    requests: list[Event] = []
+    if path is None:
+        yield lambda records, start_s: None
+        return
+    _write(path, b"")
+    with open_client(url, api_key) as client:
+        _ask(client, "POST")
+        try:
+            yield lambda records, start_s: requests.extend(_requests(records, start_s))
+        finally:
+            workers = _ask(client, "DELETE")
+    _say_missing(workers)
+    _write(path, orjson.dumps(chrome_trace(workers, requests)))
+
+
+def chrome_trace(workers: Sequence[Mapping[str, Any]], requests: Sequence[Event] = ()) -> dict[str, Any]:
+    """The trace's JSON object, from what /admin/profile tells of each worker and events with `ts` in seconds since
+    1970. Times of the trace are microseconds since the first event."""
+    known = [(one["worker_id"], one["profile"]) for one in workers if one["profile"] is not None]
+    starts = [span["start_s"] + profile["wall_offset_s"] for _, profile in known for span in profile["spans"]]
+    origin_s = min([*starts, *(event["ts"] for event in requests)], default=0.0)
+    events = [_named("process", 0, "requests")]
+    events += [event | {"ts": _micros(event["ts"] - origin_s)} for event in requests]
+    for pid, (worker_id, profile) in enumerate(known, 1):
+        events.append(_named("process", pid, worker_id))
+        events += [_named("thread", pid, name, tid=tid) for tid, name in enumerate(_THREADS)]
+        shift_s = profile["wall_offset_s"] - origin_s
+        for span in profile["spans"]:
+            events += _steps(span, pid, shift_s)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _steps(span: Mapping[str, Any], pid: int, shift_s: float) -> Iterator[Event]:
+    """A span, and, of the device's, how much was in the step: 0 once it is over."""
+    start, end = _micros(span["start_s"] + shift_s), _micros(span["start_s"] + span["duration_s"] + shift_s)
+    args = {name: span[name] for name in ("step", "num_rows", "num_tokens", "depth") if span[name]}
+    place = {"pid": pid, "tid": _THREAD_OF.get(span["name"], 0)}
+    yield {"name": span["name"], "ph": "X", "ts": start, "dur": round(end - start, 3), "args": args} | place
+    if span["name"] == "device":
+        for name, field in (("rows", "num_rows"), ("tokens", "num_tokens")):
+            yield {"name": name, "ph": "C", "ts": start, "pid": pid, "args": {name: span[field]}}
+            yield {"name": name, "ph": "C", "ts": end, "pid": pid, "args": {name: 0}}
+
+
+def _requests(records: Sequence[Record], start_s: float) -> Iterator[Event]:
+    """Of each request that got tokens: its begin, its first token, its end."""
+    for record in records:
+        if record.sent_s is None or not record.arrivals_s:
+            continue
+        event = {"name": f"request {record.index}", "cat": "request", "id": record.index, "pid": 0, "tid": 0}
+        asked = {"prompt_tokens": record.num_prompt, "output_tokens": record.num_output, "error": record.error}
+        yield event | {"ph": "b", "ts": start_s + record.sent_s, "args": asked}
+        yield event | {"name": "first token", "ph": "n", "ts": start_s + record.arrivals_s[0]}
+        yield event | {"ph": "e", "ts": start_s + record.arrivals_s[-1]}
+
+
+def _named(what: str, pid: int, name: str, tid: int = 0) -> Event:
+    return {"name": f"{what}_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _ask(client: httpx.Client, method: str) -> Sequence[Mapping[str, Any]]:
+    try:
+        response = client.request(method, "/admin/profile")
+    except httpx.HTTPError as error:
+        raise no_answer(client, error) from error
+    raise_for_error(response)
+    workers: Sequence[Mapping[str, Any]] = response.json()["workers"]
+    return workers
+
+
+def _say_missing(workers: Sequence[Mapping[str, Any]]) -> None:
+    errors = Console(stderr=True)
+    for one in workers:
+        if one["profile"] is None:
+            errors.print(f"{one['worker_id']} did not answer: it is not in the profile", style="yellow")
+        elif dropped := one["profile"]["num_dropped"]:
+            errors.print(f"{one['worker_id']} has kept its latest spans only: {dropped} are missing", style="yellow")
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise Misconfigured(f"--profile {path}: {error.strerror}", param="profile") from error

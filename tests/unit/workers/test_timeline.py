@@ -1,0 +1,100 @@
+"""What a timeline shows of an engine's steps, and that it keeps nothing, and reads no clock, while nobody asks."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from protos.values import Span
+from tests.unit.workers.harness import ToyEngine, ask, by_hand
+from workers.engine.timeline import Timeline
+
+
+def ticking(capacity: int = 100) -> Timeline:
+    ticks = count()
+    return Timeline(lambda: float(next(ticks)), capacity=capacity)
+
+
+def run(toy: ToyEngine) -> None:
+    toy.submit(ask("r", range(10), 6), ask("s", range(20, 30), 6))
+    while toy.engine.has_work():
+        toy.step()
+
+
+def test_nothing_is_kept_and_no_clock_is_read_before_somebody_asks() -> None:
+    timeline = Timeline(lambda: pytest.fail("nobody asked for the time"))
+    with timeline.span("plan"):
+        pass
+    timeline.add("device", 0.0, 1.0)
+    assert not timeline.recording
+    assert timeline.record() == ((), 0)
+
+
+def test_a_full_ring_keeps_the_latest_and_says_how_many_are_missing() -> None:
+    timeline = ticking(capacity=3)
+    timeline.record(True)
+    for step in range(1, 6):
+        with timeline.span("plan", step=step):
+            pass
+    spans, num_dropped = timeline.record()
+    assert ([span.step for span in spans], num_dropped) == ([3, 4, 5], 2)
+    assert spans[0] == Span(name="plan", start_s=4.0, duration_s=1.0, step=3)
+
+
+def test_a_recording_ends_with_what_it_has_and_a_new_one_is_empty() -> None:
+    timeline = ticking()
+    timeline.record(True)
+    with timeline.span("tick"):
+        pass
+    assert len(timeline.record(False)[0]) == 1
+    with timeline.span("tick"):
+        pass
+    assert timeline.record(True) == ((), 0)
+    assert timeline.record() == ((), 0)
+
+
+def test_a_span_that_began_while_recording_and_ended_after_is_left_out() -> None:
+    timeline = ticking()
+    timeline.record(True)
+    with timeline.span("tick"):
+        timeline.record(False)
+    assert timeline.record() == ((), 0)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_every_step_is_seen_once_in_each_of_its_parts(depth: int) -> None:
+    toy = ToyEngine(depth=depth)
+    toy.engine.timeline.record(True)
+    run(toy)
+    spans, num_dropped = toy.engine.timeline.record(False)
+    assert num_dropped == 0
+    steps = list(range(1, toy.engine.num_steps + 1))
+    for name in ("launch", "fetch", "device", "apply"):
+        seen = [span for span in spans if span.name == name]
+        assert [span.step for span in seen] == steps
+        assert all(0 < span.num_rows <= span.num_tokens for span in seen)
+    assert sum(span.num_tokens for span in spans if span.name == "device") >= 20
+    assert max(span.depth for span in spans) == depth
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_parts_of_one_thread_never_overlap_and_device_times_neither(depth: int) -> None:
+    toy = ToyEngine(depth=depth)
+    toy.engine.timeline.record(True)
+    run(toy)
+    spans, _ = toy.engine.timeline.record(False)
+    for lane in ({"device"}, {"tick", "plan", "launch", "fetch", "apply"}):
+        end_s = 0.0
+        for span in sorted((span for span in spans if span.name in lane), key=lambda span: span.start_s):
+            assert span.start_s >= end_s
+            assert span.duration_s >= 0
+            end_s = span.start_s + span.duration_s
+
+
+def test_recording_changes_no_token() -> None:
+    toy = ToyEngine(depth=1)
+    toy.engine.timeline.record(True)
+    run(toy)
+    assert toy.answers["r"].token_ids == by_hand(range(10), 6)
+    assert toy.answers["s"].token_ids == by_hand(range(20, 30), 6)
