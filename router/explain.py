@@ -7,6 +7,7 @@ Losses ◀── the feed: what workers removed, and when          Records: what
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,11 +20,13 @@ MAX_LOSSES = 2**18  # blocks, of all workers together
 
 
 class Losses:
-    """Blocks that workers said they removed, the latest `capacity` of them, with the time they said so."""
+    """Blocks that workers said they removed, with the time they said so: `capacity` of them. Those of a worker that has
+    removed none for longest, such as one that has left, are forgotten first."""
 
     def __init__(self, capacity: int = MAX_LOSSES) -> None:
         self._capacity = capacity
-        self._lost: dict[str, dict[BlockHash, float]] = {}
+        self._num_lost = 0
+        self._lost: OrderedDict[str, OrderedDict[BlockHash, float]] = OrderedDict()  # who removed last comes last
         self._cleared: dict[str, float] = {}
 
     def observe(self, worker_id: str, events: Sequence[KVEvent], now: float) -> None:
@@ -36,7 +39,8 @@ class Losses:
 
     def removed_s(self, worker_id: str, block: BlockHash, *, before: float) -> float | None:
         """When a worker removed a block, if it is known to have done so by then."""
-        at_s = self._lost.get(worker_id, {}).get(block)
+        lost = self._lost.get(worker_id)
+        at_s = lost.get(block) if lost is not None else None
         return at_s if at_s is not None and at_s <= before else None
 
     def cleared_s(self, worker_id: str, *, since: float, before: float) -> float | None:
@@ -45,13 +49,19 @@ class Losses:
         return at_s if at_s is not None and since <= at_s <= before else None
 
     def _remove(self, worker_id: str, hashes: Sequence[BlockHash], now: float) -> None:
-        lost = self._lost.setdefault(worker_id, {})
+        lost = self._lost.setdefault(worker_id, OrderedDict())
+        self._lost.move_to_end(worker_id)
+        self._num_lost -= len(lost)
         for block in hashes:
-            lost.pop(block, None)
             lost[block] = now
-        most = max(self._capacity // len(self._lost), 1)
-        while len(lost) > most:
-            del lost[next(iter(lost))]
+            lost.move_to_end(block)
+        self._num_lost += len(lost)
+        while self._num_lost > self._capacity:
+            quietest, theirs = next(iter(self._lost.items()))
+            theirs.popitem(last=False)
+            self._num_lost -= 1
+            if not theirs:
+                del self._lost[quietest]
 
 
 class Reason(StrEnum):
@@ -94,14 +104,14 @@ class Miss:
 
 def explain(record: Record, records: Records, losses: Losses) -> Miss:
     """Of a job that was decided on; its first token may be still to come."""
-    choice = record.choices[0]
+    choice = record.reading
     reader, block_size = choice.reader, choice.view.block_size
     read = record.marks.first_s is not None
     found = record.marks.num_cached_tokens // block_size
     return Miss(
         reader=reader.worker_id,
         block_size=block_size,
-        num_blocks=len(record.job.prompt_ids) // block_size,
+        num_blocks=record.num_prompt_tokens // block_size,
         num_expected=reader.num_cached_tokens // block_size,
         num_found=found,
         findings=tuple(_findings(record, choice, found, records, losses)) if read else (_not_read(),),
@@ -113,7 +123,7 @@ def _not_read() -> Finding:
 
 
 def _findings(record: Record, choice: Choice, found: int, records: Records, losses: Losses) -> Iterator[Finding]:
-    size, num_tokens = choice.view.block_size, len(record.job.prompt_ids)
+    size, num_tokens = choice.view.block_size, record.num_prompt_tokens
     num_blocks = num_tokens // size
     if not num_blocks:
         told = f"the prompt has {num_tokens} tokens and a block {size}: only full blocks are cached"
@@ -193,7 +203,7 @@ def _history(record: Record, choice: Choice, found: int, records: Records, losse
 
 def _had_before(nearest: Record, choice: Choice, found: int, block: BlockHash, losses: Losses) -> Finding:
     """An earlier request had the block: where it was read, and what happened there."""
-    name, where, then = nearest.job.group_id, nearest.choices[-1].reader.worker_id, nearest.received_s
+    name, where, then = nearest.job.group_id, nearest.reading.reader.worker_id, nearest.received_s
     ago_s = choice.at_s - then
     if (at_s := losses.removed_s(where, block, before=choice.at_s)) is not None:
         gone_s = choice.at_s - at_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
 
@@ -101,8 +101,9 @@ class Record:
     """One job's story, written by the event loop it runs on. `chain` has the hashes of its prompt's full blocks, empty
     where they are not kept any more; `opening` tells what the first block says whatever the tenant's salt."""
 
-    job: Job
+    job: Job  # without its prompt once it has ended
     received_s: float
+    num_prompt_tokens: int = field(init=False)
     chain: Chain = field(default_factory=Chain)
     opening: bytes = b""
     block_size: int = 0
@@ -112,6 +113,16 @@ class Record:
     num_failures: int = 0
     outcome: str = ""
     message: str = ""
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.job.prompt_ids)
+
+    @property
+    def reading(self) -> Choice:
+        """The decision whose reader made the first token; while there is no token, the latest."""
+        first_s = self.marks.first_s
+        before = (one for one in reversed(self.choices) if first_s is None or one.at_s <= first_s)
+        return next(before, self.choices[0])
 
     def note(self, what: What, now: float, **told: Told) -> None:
         self.events.append(Event(what=what, at_s=now, told=told))
@@ -155,6 +166,7 @@ class Record:
         self.outcome, self.message = outcome, message
         self.marks.ended_s = now
         self.note(What.ENDED, now, reason=outcome, tokens=self.marks.num_tokens)
+        self.job = replace(self.job, prompt_ids=())
 
 
 class Records:
@@ -197,8 +209,10 @@ class Records:
     def keep_chain(self, record: Record, chain: Chain, block_size: int) -> None:
         """Notes a prompt's blocks. Beyond `MAX_CHAIN_BYTES` the oldest requests' are forgotten."""
         record.chain, record.block_size = chain, block_size
+        if not chain:
+            return
         record.opening = bytes(chain[:1].packed)
-        if record.job.cache_salt and record.opening:
+        if record.job.cache_salt:
             record.opening = chain_hashes(record.job.prompt_ids[:block_size], block_size).packed
         self._chained.append(record)
         self._chain_bytes += len(chain.packed)

@@ -21,7 +21,7 @@ def summary(record: Record, wall_offset_s: float) -> View:
         "received_at": record.received_s + wall_offset_s,
         "state": "ended" if marks.ended_s is not None else "running" if choice else "waiting",
         "outcome": record.outcome,
-        "prompt_tokens": len(record.job.prompt_ids),
+        "prompt_tokens": record.num_prompt_tokens,
         "cached_tokens": marks.num_cached_tokens,
         "output_tokens": marks.num_tokens,
         "ttft_s": _since(record, marks.first_s),

@@ -62,4 +62,4 @@ def _count(limit: str) -> int:
 
 
 def _explained(record: Record, miss: Any) -> dict[str, Any]:
-    return {"job": record.job.request_id, "prompt_tokens": len(record.job.prompt_ids), "miss": miss}
+    return {"job": record.job.request_id, "prompt_tokens": record.num_prompt_tokens, "miss": miss}

@@ -109,6 +109,7 @@ class Admission:
             async with asyncio.timeout(self._config.max_queue_s):
                 await turn
         except TimeoutError:
+            self.refused.late += 1
             raise self._overloaded(
                 f"no worker could begin with this request within {self._config.max_queue_s:g} s", entry
             ) from None
@@ -143,11 +144,10 @@ class Admission:
         last = self._line.last()
         assert last is not None
         error = self._overloaded(f"{self._config.max_queued} requests wait before this one, as many as may", last)
-        self._line.remove(last)
         self.refused.crowded += 1
+        self._answer(last, error)
         if last is entry:
             raise error
-        self._turns[last.number].set_exception(error)
 
     def _overloaded(self, why: str, entry: Entry) -> Overloaded:
         """Come again when what is in line has been read."""

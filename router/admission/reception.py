@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
-from protos.errors import Forbidden, Misconfigured, Unauthenticated
+from protos.errors import Forbidden, Misconfigured, RateLimited, Unauthenticated
 from router.admission.limits import LocalLimits, TenantLimits
 from router.admission.tenants import NOBODY, Roster, Tenant, read_roster
 
@@ -73,7 +73,7 @@ class Reception:
         now = asyncio.get_running_loop().time()
         try:
             await self._limits.enter(tenant, request_id, num_prompt_tokens, now)
-        except Exception:
+        except RateLimited:
             self._refused.labels(tenant.name).inc()
             raise
         try:

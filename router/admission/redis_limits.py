@@ -88,6 +88,8 @@ class RedisLimits:
         self.num_lost = 0
 
     async def enter(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
+        if not tenant.is_limited:
+            return
         answer = await self._asked(tenant, request_id, num_tokens, now)
         if answer is None:
             await self._local.enter(tenant, request_id, num_tokens, now)
@@ -154,15 +156,19 @@ class RedisLimits:
             self._flushing = asyncio.create_task(self._keep_flushing(), name="tenants' limits")
 
     async def _keep_flushing(self) -> None:
-        """For as long as anything runs or is to be told."""
+        """For as long as anything runs or is to be told. What Redis has not heard of for a lease it has forgotten."""
         clock = asyncio.get_running_loop().time
+        told_s = clock()
         try:
             while self._running or self._left or self._spent:
                 await asyncio.sleep(FLUSH_S)
+                if clock() - told_s > LEASE_S:
+                    self._left.clear()
                 if clock() < self._lost_until_s:
                     continue
                 try:
                     await self._flush()
+                    told_s = clock()
                 except (RedisError, OSError, TimeoutError) as error:
                     self._lose(error, clock())
         finally:

@@ -58,6 +58,10 @@ class Tenant:
     max_concurrent: int | None = None
     shares_cache: bool = False
 
+    @property
+    def is_limited(self) -> bool:
+        return (self.requests_per_min, self.tokens_per_min, self.max_concurrent) != (None, None, None)
+
     def cache_salt(self, salt: bytes) -> bytes:
         """What the hashes of its blocks begin with, from the client's own salt: never another tenant's, unless caches
         are shared."""
@@ -88,8 +92,8 @@ class Roster:
 
     @property
     def is_open(self) -> bool:
-        """Nobody needs a key."""
-        return not self.by_key
+        """Nobody needs a key. Where there are tenants one is needed, even if all have been taken back."""
+        return not self.tenants
 
     def tenant_of(self, key: str) -> Tenant | None:
         return self.by_key.get(hash_of(key))

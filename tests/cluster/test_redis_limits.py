@@ -123,3 +123,26 @@ async def test_without_redis_every_gateway_keeps_the_limits_by_itself_and_then_t
         await told(lambda: now() > other._lost_until_s)
         with pytest.raises(RateLimited):
             await other.enter(tenant, "e", 1, now())
+
+
+async def test_nothing_piles_up_for_a_redis_that_stays_away(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenant = Tenant(name="acme", max_concurrent=100)
+    async with gateways(redis, 1) as [limits]:
+        await limits.enter(tenant, "a", 1, now())
+        redis.stop()
+        monkeypatch.setattr(redis_limits, "LEASE_S", 0.05)
+        for number in range(10):
+            await limits.enter(tenant, f"b{number}", 1, now())
+            limits.leave(tenant, f"b{number}")
+        limits.leave(tenant, "a")
+        await told(lambda: not limits._left)  # what Redis had of them has ended by itself
+
+
+async def test_redis_is_not_asked_about_a_tenant_without_limits(redis: RedisServer) -> None:
+    redis.stop()
+    async with gateways(redis, 1) as [limits]:
+        await limits.enter(Tenant(name="acme"), "a", 1, now())
+        limits.leave(Tenant(name="acme"), "a")
+        assert not limits.num_lost

@@ -204,6 +204,23 @@ async def test_who_leaves_the_line_is_out_of_it() -> None:
     assert not pool.given
 
 
+async def test_a_full_line_has_the_place_of_one_who_is_just_leaving_it() -> None:
+    pool = Pool()
+    gate = admission(pool, max_queued=1)
+    pool.show(num_waiting=64)
+    leaving = asyncio.create_task(run(gate, job("leaving", tenant="flood")))
+    await settle()
+    coming = asyncio.create_task(run(gate, job("coming", num_tokens=1, tenant="quiet")))
+    leaving.cancel()  # it hears of it after the other one has come
+    await settle()
+    assert leaving.cancelled()
+    assert gate.num_waiting == 1
+    pool.show(num_waiting=0)
+    pool.finish("coming")
+    assert await coming
+    assert pool.given == ["coming"]
+
+
 async def test_nobody_waits_for_longer_than_a_request_may() -> None:
     pool = Pool()
     gate = admission(pool, max_queue_s=0.05)
@@ -212,3 +229,4 @@ async def test_nobody_waits_for_longer_than_a_request_may() -> None:
         await run(gate, job("a"))
     assert refused.value.retry_after_s == pytest.approx(64.0)
     assert not gate.num_waiting
+    assert gate.refused.late == 1

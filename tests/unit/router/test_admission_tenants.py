@@ -43,6 +43,12 @@ def test_without_a_roster_everybody_may_ask() -> None:
     assert Roster().is_admin("")
 
 
+def test_taking_back_the_last_key_opens_nothing(tmp_path: Path) -> None:
+    roster = roster_of(tmp_path, f"admin_keys = ['{hash_of(ADMIN)}']\n[tenants.acme]\nkeys = []")
+    assert not roster.is_open
+    assert roster.tenant_of(ONE) is None
+
+
 def test_tenants_have_caches_of_their_own_unless_they_share_them(tmp_path: Path) -> None:
     a, b, nobody = Tenant(name="a"), Tenant(name="b"), Tenant()
     assert a.cache_salt(b"x") != b.cache_salt(b"x")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -54,6 +56,10 @@ class Past:
         record.chose(Choice(at_s=float(self.num), view=view, candidates=candidates, decision=decision, outlook=outlook))
         record.took(1, found * SIZE, float(self.num))
         return record
+
+    def decide_again(self, record: Record, *, by: str, at_s: float) -> None:
+        choice = record.choices[-1]
+        record.chose(replace(choice, at_s=at_s, decision=replace(choice.decision, decode=by)))
 
     def why(self, record: Record) -> Finding:
         return explain(record, self.records, self.losses).findings[0]
@@ -113,6 +119,14 @@ async def test_an_index_ahead_of_its_worker_is_told(past: Past) -> None:
     assert past.why(past.read(found=1, p0=4)).reason is Reason.EVENTS_BEHIND
 
 
+async def test_the_worker_that_read_the_prompt_is_asked_not_one_that_failed_or_followed(past: Past) -> None:
+    record = past.read(by="p0")
+    record.marks.first_s = 3.0
+    past.decide_again(record, by="p1", at_s=2.0)  # p0 failed before it had read
+    past.decide_again(record, by="p0", at_s=4.0)  # and p1 after its first tokens
+    assert explain(record, past.records, past.losses).reader == "p1"
+
+
 async def test_another_salt_is_told(past: Past) -> None:
     past.read(salt=b"one tenant")
     finding = past.why(past.read(salt=b"another"))
@@ -141,6 +155,9 @@ async def test_the_memory_of_removed_blocks_is_bounded() -> None:
         losses.observe("a", (BlockRemoved(hashes=(block,)),), 1.0)
     known = [block for block in hashes if losses.removed_s("a", block, before=2.0) is not None]
     assert known == list(hashes)[-4:]
+    losses.observe("b", (BlockRemoved(hashes=tuple(hashes[:3])),), 1.5)
+    assert [losses.removed_s("b", block, before=2.0) for block in hashes[:3]] == [1.5] * 3
+    assert [losses.removed_s("a", block, before=2.0) is not None for block in hashes[-4:]] == [False] * 3 + [True]
 
 
 async def test_hashes_are_kept_in_bounds_and_a_request_without_them_says_so(
@@ -172,3 +189,30 @@ async def test_records_are_found_by_every_name_until_they_are_too_old() -> None:
     [found] = records.find("b")
     assert records.find("cmpl-b") == records.find("cmpl-b-0") == (found,)
     assert [one.job.group_id for one in records.recent(9)] == ["c", "b"]
+
+
+class Name(str):
+    """A string that can be referred to weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
+async def test_nothing_is_left_of_a_request_that_is_too_old_not_even_of_a_short_one() -> None:
+    records = Records(capacity=1)
+    name = Name("first-0")
+    gone = ref(name)
+    for one in (name, "second-0"):
+        job = Job(request_id=one, group_id="", prompt_ids=(1, 2), sampling=SamplingParams())
+        records.open([job])
+        records.keep_chain(records.of(job), chain_hashes(job.prompt_ids, SIZE), SIZE)
+    del name, one, job
+    assert gone() is None
+
+
+async def test_a_prompt_is_not_kept_beyond_the_end_of_its_request() -> None:
+    records = Records()
+    job = Job(request_id="a-0", group_id="a", prompt_ids=PROMPT, sampling=SamplingParams())
+    records.open([job])
+    records.close([job], None)
+    [record] = records.find("a")
+    assert (record.job.prompt_ids, record.num_prompt_tokens, record.outcome) == ((), len(PROMPT), "stop")
