@@ -88,9 +88,15 @@ class Lane:
         """Returns at once; whatever waits on the wire fails as soon as it notices."""
         with self._wire_lock:
             wire = self._wire
+            if wire is not None:
+                self._severed_s = self._severed_s or time.monotonic()
         if wire is not None:
-            self._severed_s = self._severed_s or time.monotonic()
             wire.sever()
+
+    @property
+    def severed(self) -> bool:
+        """Is the wire given up, so that whoever works on it had better end?"""
+        return self._severed_s is not None
 
     def leave(self) -> None:
         """Parts without a goodbye, as one does who only receives."""
@@ -160,7 +166,6 @@ class Lane:
                 thread.join()
         wanted = not reasons or isinstance(reasons[0], Closing | Parted) or self._left
         reason = None if wanted else reasons[0]
-        self._severed_s = None
         self._left = False
         if wire is not None:
             self._tally.ended(
@@ -172,6 +177,7 @@ class Lane:
             )
         with self._wire_lock:
             self._wire = None  # and with it go the connections, which the peer notices
+            self._severed_s = None
         if wire is not None:
             wire.close()
         self.meeting.leave()

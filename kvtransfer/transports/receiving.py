@@ -23,6 +23,8 @@ from kvtransfer.transports.staging import Staging
 from kvtransfer.transports.wire import Header, PayloadCorrupted, Wire, WireBroken
 from protos.values import KVLayout
 
+_LOOK_S = 0.1
+
 
 @dataclass(slots=True, eq=False)
 class Parcel:
@@ -136,7 +138,9 @@ class Inbox:
         per_head = header.num_elements // self._heads[stream]
         with self._changed:
             if parcel.payload is None:
-                self._changed.wait_for(self._has_room_for(parcel))
+                while not self._changed.wait_for(self._has_room_for(parcel), _LOOK_S):
+                    if self.lane.severed:  # a stream that waits for room reads nothing, and would not notice
+                        raise WireBroken("the lane was given up while a payload waited for room")
                 if self.lane.closing.is_set():
                     raise Closing
             if parcel.payload is None:

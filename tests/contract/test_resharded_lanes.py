@@ -135,6 +135,20 @@ def test_what_has_come_over_a_lost_lane_is_forgotten_but_for_what_is_kept(lanes:
     assert [lanes.receiver.look(chunk(name)) for name in ("kept", "other")] == [Presence.HERE, Presence.COMING]
 
 
+def test_a_rank_that_dies_while_another_ones_payloads_fill_all_room_is_a_lost_lane(lanes: Lanes) -> None:
+    """What has come of rank 0 waits for rank 1's part, which never comes, and takes all the room there is."""
+    lanes.receiver.expect(lanes.senders[0].address, TWO)
+    for index in range(5):
+        lanes.offer(0, chunk("r", index), numbers(0))
+    lanes.senders[1].open(lanes.ticket("r"))  # and says nothing
+    (inbox,) = lanes.receiver._lanes.values()
+    while inbox.lane.num_staged_bytes < CONFIG.max_staged_bytes:
+        threading.Event().wait(0.005)
+    lanes.senders[1].close()
+    (lost,) = lanes.events(1)
+    assert isinstance(lost, LaneLost)
+
+
 def test_staging_uses_memory_again_and_keeps_no_more_than_it_may() -> None:
     staging = Staging(device="cpu", max_bytes=2**20)
     first = staging.take(300_000)
