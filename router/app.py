@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from functools import cache
+from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from prometheus_client.exposition import choose_encoder
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from protos.errors import BatonError, InvalidRequest, NotFound
 from router.admin.routes import mount_admin
@@ -25,20 +25,13 @@ from router.openai.chat import chat_completions
 from router.openai.completions import completions
 from router.openai.errors import error_body, error_response, json_response
 from router.openai.models import model_list, one_model
-from router.openai.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai.sse import EventStream
 from router.openai.tokens import detokenize, tokenize
+from router.openapi import describe
 
 MAX_HEAD_BYTES = 64 * 1024
 
 Generating = Callable[[Gateway, Request, Track], Awaitable[Response]]
-
-_BODIES: dict[str, type[Body]] = {
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
-}
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -65,7 +58,16 @@ def create_app(gateway: Gateway) -> FastAPI:
     _asking_routes(app, gateway)
     _operating_routes(app, gateway)
     mount_admin(app, gateway)
-    app.openapi = lambda: _documented(app)  # type: ignore[method-assign]  # FastAPI's own way of changing it
+
+    @cache  # a tenth of a second of everybody's tokens
+    def described(needs_key: bool, needs_admin_key: bool) -> dict[str, Any]:
+        return describe(app, gateway.card, needs_key=needs_key, needs_admin_key=needs_admin_key)
+
+    def document() -> dict[str, Any]:
+        roster = gateway.reception.roster
+        return described(not roster.is_open, bool(roster.admin_keys))
+
+    app.openapi = document  # type: ignore[method-assign]  # FastAPI's own way of changing it
     return app
 
 
@@ -133,26 +135,23 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _unrouted(request: Request, error: Exception) -> Response:
     """No such route, or not with this method."""
     assert isinstance(error, HTTPException)
-    path, method = request.url.path[:200], request.method
+    path, method, headers = request.url.path[:200], request.method, MutableHeaders(error.headers or {})
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(_methods(request))
+        headers["allow"] = allowed
         refusal: BatonError = InvalidRequest(f"{path} does not answer {method}: use {allowed}")
     elif error.status_code == 404:
         refusal = NotFound(f"There is nothing at {path}: the API begins at /v1, /openapi.json lists it")
     else:
         refusal = InvalidRequest(str(error.detail))
-    return json_response(error_body(refusal), status=error.status_code, headers=dict(error.headers or {}))
+    return json_response(error_body(refusal), status=error.status_code, headers=dict(headers))
 
 
-def _documented(app: FastAPI) -> dict[str, Any]:
-    """OpenAPI with the bodies, which FastAPI does not see: they are read by us, so that their errors are ours."""
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    bodies: list[tuple[type[BaseModel], Literal["validation"]]] = [(body, "validation") for body in _BODIES.values()]
-    _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
-    document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-    for path, body in _BODIES.items():
-        reference = {"$ref": f"#/components/schemas/{body.__name__}"}
-        document["paths"][path]["post"]["requestBody"] = {
-            "required": True, "content": {"application/json": {"schema": reference}},
-        }  # fmt: skip
-    return document
+def _methods(request: Request) -> list[str]:
+    """What a path answers, over all its routes: Starlette's own refusal names those of the first one alone."""
+    routes, scope = request.app.routes, request.scope
+    return [
+        method
+        for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
+    ]

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from protos.errors import Cancelled, InvalidRequest, UnsupportedMediaType
 from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS, MESSAGE_REFUSALS, Harmless, without_harmless
 from router.openai.sizes import check_parameters, check_sizes
-from router.text.asking import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS, RANGES, Asked
+from router.text.asking import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, RANGES, Asked
 from router.text.model_card import ModelCard
 
 MAX_OPTIONS = 64  # of a chat template
@@ -25,9 +25,39 @@ MAX_TTFT_MS = "x-baton-max-ttft-ms"
 MAX_NAME_CHARS = 100  # of a client's own word in an answer
 
 
+def bounds(name: str) -> dict[str, float]:
+    """A parameter's range as JSON Schema."""
+    low, high = RANGES[name]
+    return {"minimum": low, "maximum": high}
+
+
 def _ranged(name: str, kind: str) -> Any:
     low, high = RANGES[name]
-    return Field(default=None, description=f"{kind} between {low} and {high}")
+    return Field(default=None, description=f"{kind} between {low} and {high}", json_schema_extra=dict(bounds(name)))
+
+
+def _only_with(name: str, given: Mapping[str, Any], other: str, needed: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON Schema of a parameter that, where it is like `given`, needs `other` to be like `needed`, or left out if null
+    is."""
+    then: dict[str, Any] = {"properties": {other: needed}}
+    if None not in needed["enum"]:
+        then["required"] = [other]
+    return {"if": {"properties": {name: given}, "required": [name]}, "then": then}
+
+
+def _given(name: str, kind: str) -> dict[str, Any]:
+    return {"properties": {name: {"type": kind}}, "required": [name]}
+
+
+def _described(refusals: Mapping[str, Harmless], *conditions: dict[str, Any]) -> ConfigDict:
+    """A body's JSON Schema has what is accepted because it changes nothing, and what depends on another parameter."""
+
+    def add(schema: dict[str, Any]) -> None:
+        schema["properties"] |= {name: dict(one.schema) for name, one in refusals.items()}
+        if conditions:
+            schema["allOf"] = list(conditions)
+
+    return ConfigDict(json_schema_extra=add)
 
 
 def _at_most(num_entries: int) -> BeforeValidator:
@@ -71,6 +101,14 @@ class StreamOptions(Body):
     continuous_usage_stats: Literal[False] | None = Field(default=None, description="false: usage comes at the end")
 
 
+_STOP: dict[str, Any] = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
+_NUMBER, _TRUE = {"type": "number"}, {"enum": [True]}
+_STREAMED = (
+    _only_with("stream_options", {"type": "object"}, "stream", _TRUE),
+    _only_with("prompt_logprobs", _NUMBER, "stream", {"enum": [False, None]}),
+)
+
+
 class SamplingBody(Body):
     """What chat and completions have in common; the last block is vLLM's."""
 
@@ -83,11 +121,19 @@ class SamplingBody(Body):
     presence_penalty: float | None = _ranged("presence_penalty", "a number")
     frequency_penalty: float | None = _ranged("frequency_penalty", "a number")
     logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_BIASES)] = Field(
-        default=None, description=f"an object from at most {MAX_BIASES} token ids to numbers"
+        default=None,
+        description=f"an object from at most {MAX_BIASES} token ids to numbers",
+        json_schema_extra={
+            "maxProperties": MAX_BIASES,
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"minimum": -100, "maximum": 100},
+        },
     )
     seed: int | None = _ranged("seed", "an integer")
     stop: Annotated[str | Texts | None, _at_most(MAX_STOPS)] = Field(
-        default=None, description=f"a string or a list of at most {MAX_STOPS} strings"
+        default=None,
+        description=f"a string or a list of at most {MAX_STOPS} strings",
+        json_schema_extra={"maxItems": MAX_STOPS, "items": dict(_STOP), **_STOP},
     )
     max_tokens: int | None = _ranged("max_tokens", "an integer")
 
@@ -96,7 +142,9 @@ class SamplingBody(Body):
     repetition_penalty: float | None = _ranged("repetition_penalty", "a number")
     min_tokens: int | None = _ranged("min_tokens", "an integer")
     stop_token_ids: Annotated[Ids | None, _at_most(MAX_STOP_TOKENS)] = Field(
-        default=None, description=f"a list of at most {MAX_STOP_TOKENS} token ids"
+        default=None,
+        description=f"a list of at most {MAX_STOP_TOKENS} token ids",
+        json_schema_extra={"maxItems": MAX_STOP_TOKENS},
     )
     ignore_eos: bool | None = Field(default=None, description="true or false")
     skip_special_tokens: bool | None = Field(default=None, description="true or false")
@@ -149,6 +197,8 @@ Content = Annotated[
 
 
 class ChatMessage(Body):
+    model_config = _described(MESSAGE_REFUSALS)
+
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="system, developer, user, assistant or tool"
     )
@@ -158,6 +208,8 @@ class ChatMessage(Body):
 
 
 class ChatBody(SamplingBody):
+    model_config = _described(CHAT_REFUSALS, *_STREAMED, _only_with("top_logprobs", _NUMBER, "logprobs", _TRUE))
+
     messages: Annotated[list[ChatMessage], _FirstWrong()] = Field(
         min_length=1, description="a list of at least one message"
     )
@@ -168,7 +220,9 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool | None = Field(default=None, description="true or false")
     continue_final_message: bool | None = Field(default=None, description="true or false")
     chat_template_kwargs: Annotated[dict[str, str | int | float | bool | None] | None, _at_most(MAX_OPTIONS)] = Field(
-        default=None, description=f"an object of at most {MAX_OPTIONS} strings, numbers and booleans"
+        default=None,
+        description=f"an object of at most {MAX_OPTIONS} strings, numbers and booleans",
+        json_schema_extra={"maxProperties": MAX_OPTIONS},
     )
 
     def asked(self) -> Asked:
@@ -193,6 +247,13 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
+    model_config = _described(COMPLETION_REFUSALS, *_STREAMED, _only_with("max_tokens", {"const": 0}, "echo", _TRUE))
+
+    max_tokens: int | None = Field(
+        default=None,
+        description=f"an integer between 1 and {RANGES['max_tokens'][1]}, or 0 with echo",
+        json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
+    )
     prompt: str | Texts | Ids | IdLists = Field(
         description="a string, a list of strings, a list of token ids or a list of lists of token ids"
     )
@@ -216,6 +277,8 @@ class CompletionBody(SamplingBody):
 
 class TokenizeBody(Body):
     """Either `prompt` or `messages`."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_given("prompt", "string"), _given("messages", "array")]})
 
     model: str | None = Field(default=None, description="the name of a served model")
     prompt: str | None = Field(default=None, description="a string")
@@ -264,16 +327,17 @@ async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Bo
 def with_bound(asked: Asked, request: Request) -> Asked:
     """With the header's `max_ttft_ms`, for clients that cannot put one into the body; the body's wins."""
     told = request.headers.get(MAX_TTFT_MS)
-    if told is None or asked.max_ttft_ms is not None:
+    if told is None:
         return asked
     low, high = RANGES["max_ttft_ms"]
     try:
-        return replace(asked, max_ttft_ms=float(told))
+        bound = float(told)
     except ValueError:
         raise InvalidRequest(
             f"The header '{MAX_TTFT_MS}' is {told[:60]!r}: it must be a number of milliseconds from {low} to {high}",
             param="max_ttft_ms",
         ) from None
+    return replace(asked, max_ttft_ms=bound) if asked.max_ttft_ms is None else asked
 
 
 def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:

@@ -1,0 +1,158 @@
+"""What /admin answers, as the API's description has it. Values of the fleet and of the policies describe themselves."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from protos.values import LaneStats, Profile, TicketStats
+from router.explain import Miss
+from router.member import WorkerStatus
+from router.openai.replies import Reply
+from router.policies.base import Alone, Candidate
+from router.policies.costs import Outlook
+
+
+class Held(Reply):
+    tickets: list[TicketStats]
+    lanes: list[LaneStats]
+
+
+class StatusReply(Reply):
+    """`kv` is null for a worker that does not say in time."""
+
+    model: str
+    ready: bool
+    reason: str
+    workers: list[WorkerStatus]
+    kv: dict[str, Held | None]
+
+
+class HeldByWorker(Reply):
+    worker_id: str
+    state: str
+    tickets: list[TicketStats] | None
+    lanes: list[LaneStats] | None
+
+
+class KVReply(Reply):
+    num_tickets: int
+    num_bytes_reserved: int
+    oldest_s: float
+    workers: list[HeldByWorker]
+
+
+class DrainReply(Reply):
+    worker_id: str
+    num_running: int
+
+
+class RequestSummary(Reply):
+    request_id: str
+    job: str
+    received_at: float
+    state: Literal["waiting", "running", "ended"]
+    outcome: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_s: float | None
+    tpot_s: float | None
+    seconds: float | None
+    policy: str | None
+    prefill: str | None
+    decode: str | None
+    decisions: int
+    failures: int
+
+
+class RequestsReply(Reply):
+    requests: list[RequestSummary]
+
+
+class Measured(Reply):
+    ttft_s: float | None
+    ttft_error_s: float | None
+    tpot_s: float | None
+    tpot_error_s: float | None
+
+
+class ScoreView(Reply):
+    worker_id: str
+    role: str
+    total: float
+    terms: dict[str, float]
+
+
+class ShadowChoice(Reply):
+    policy: str
+    prefill: str | None
+    decode: str | None
+    expected: Outlook
+    ttft_difference_s: float
+
+
+class ChoiceView(Reply):
+    """`candidates` has each worker as it was when the decision was made."""
+
+    at_s: float
+    policy: str
+    prefill: str | None
+    decode: str | None
+    alone: Alone | None
+    expected: Outlook
+    scores: list[ScoreView]
+    candidates: list[Candidate]
+    shadows: list[ShadowChoice]
+    measured: Measured | None
+
+
+class RequestView(RequestSummary):
+    """Each entry of `timeline` has `at_s`, `what`, and what belongs to it."""
+
+    message: str
+    session: str
+    choices: list[ChoiceView]
+    timeline: list[dict[str, Any]]
+
+
+class RequestReply(Reply):
+    request_id: str
+    jobs: list[RequestView]
+
+
+class ExplainedJob(Reply):
+    job: str
+    prompt_tokens: int
+    miss: Miss
+
+
+class CacheReply(Reply):
+    request_id: str
+    jobs: list[ExplainedJob]
+
+
+class ShadowTally(Reply):
+    policy: str
+    decisions: int
+    agreement: float
+    predicted_ttft_s: float
+    taken_predicted_ttft_s: float
+    ttft_difference_s: float
+    hit_rate: float
+    taken_hit_rate: float
+    hit_difference: float
+
+
+class ShadowsReply(Reply):
+    shadows: list[ShadowTally]
+
+
+class WorkerProfile(Reply):
+    """`profile` is null for a worker that does not answer."""
+
+    worker_id: str
+    profile: Profile | None
+
+
+class ProfileReply(Reply):
+    workers: list[WorkerProfile]

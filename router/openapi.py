@@ -1,0 +1,219 @@
+"""The API for machines, /openapi.json: every route with its body, its answers and every error it may answer with.
+
+    paths: FastAPI's, from the routes     bodies: router.openai.schema     answers: replies.py of openai/ and admin/
+
+FastAPI sees neither body nor answer: both are read and written by us, so that errors are ours and tokens are cheap.
+A test holds that every route has its line in OPERATIONS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import JsonSchemaMode
+
+from router.admin import replies as admin
+from router.admin.requests import DEFAULT_COUNT, MAX_COUNT
+from router.openai import replies
+from router.openai.schema import MAX_TTFT_MS, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, bounds
+from router.openai.sizes import MAX_PIECES
+from router.text.asking import MAX_CHOICES
+from router.text.model_card import ModelCard
+
+Schema = dict[str, Any]
+
+_REASONS = {
+    400: "The request is wrong: `param` names what to mend",
+    401: "No key, or none that is known here",
+    403: "The key is not for this",
+    404: "There is no such model, request or worker",
+    413: "The body is too large",
+    415: "The body is compressed: send plain JSON",
+    429: "Too busy, or over the tenant's limits: come again after `Retry-After` seconds",
+    431: "The headers and the path are too large",
+    500: "A bug of ours: the log has it under `x-baton-request-id`",
+    503: "Nothing was wrong with the request: send it again",
+    504: "It took too long",
+}
+_ALWAYS = (413, 431, 500)
+_READING = (400, 401, 404, 415)
+_GENERATING = (*_READING, 429, 503, 504)
+_ADMIN = (401, 403)
+
+REQUEST_ID_HEADER = {
+    "description": "The request's name: the client's own, or its x-request-id, or a new one",
+    "required": True,
+    "schema": {"type": "string"},
+}
+RETRY_AFTER = {"description": "Seconds", "schema": {"type": "string", "pattern": "^[1-9][0-9]*$"}}
+WWW_AUTHENTICATE = {"required": True, "schema": {"type": "string", "const": "Bearer"}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """`errors` are statuses beside those that every route may answer with. `texts` are other media types of success,
+    `parameters` those that FastAPI does not know, or knows as the strings that they are read as."""
+
+    summary: str
+    reply: type[BaseModel] | None = None
+    status: int = 200
+    body: type[Body] | None = None
+    errors: Sequence[int] = ()
+    texts: Mapping[str, str] | None = None
+    parameters: Sequence[Schema] = ()
+
+
+_MAX_TTFT = {
+    "name": MAX_TTFT_MS,
+    "in": "header",
+    "description": "max_ttft_ms, for clients that cannot put it into the body, whose word counts",
+    "schema": {"type": "number"} | bounds("max_ttft_ms"),
+}
+_LIMIT = {
+    "name": "limit",
+    "in": "query",
+    "schema": {"type": "integer", "minimum": 1, "maximum": MAX_COUNT, "default": DEFAULT_COUNT},
+}
+_STREAM = {"text/event-stream": "With stream = true: an event for each piece, `data: [DONE]` at the end"}
+# Before OpenAPI 3.2, the schema of a stream of events is taken for that of each.
+_EVENT: Schema = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_METRICS = {"text/plain": "Prometheus", "application/openmetrics-text": "OpenMetrics, if it is asked for"}
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("post", "/v1/chat/completions"): Operation(
+        summary="An answer to a conversation, whole or streamed",
+        body=ChatBody, reply=replies.ChatReply, errors=_GENERATING, texts=_STREAM, parameters=(_MAX_TTFT,),
+    ),
+    ("post", "/v1/completions"): Operation(
+        summary="Continuations of prompts, whole or streamed",
+        body=CompletionBody, reply=replies.CompletionReply, errors=_GENERATING, texts=_STREAM, parameters=(_MAX_TTFT,),
+    ),
+    ("get", "/v1/models"): Operation(summary="The models served", reply=replies.ModelsReply, errors=(401,)),
+    ("get", "/v1/models/{name}"): Operation(summary="One model", reply=replies.ModelReply, errors=(401, 404)),
+    ("post", "/tokenize"): Operation(
+        summary="What a prompt or a conversation costs",
+        body=TokenizeBody, reply=replies.TokenizeReply, errors=_READING,
+    ),
+    ("post", "/detokenize"): Operation(
+        summary="What tokens say", body=DetokenizeBody, reply=replies.DetokenizeReply, errors=_READING
+    ),
+    ("get", "/health"): Operation(summary="The process lives", reply=replies.HealthReply),
+    ("get", "/ready"): Operation(summary="A request would be served", reply=replies.ReadyReply),
+    ("get", "/metrics"): Operation(summary="For Prometheus", texts=_METRICS),
+    ("get", "/admin/status"): Operation(summary="The fleet", reply=admin.StatusReply, errors=_ADMIN),
+    ("get", "/admin/kv"): Operation(summary="Every ticket and lane", reply=admin.KVReply, errors=_ADMIN),
+    ("post", "/admin/workers/{worker_id}/drain"): Operation(
+        summary="No new work for a worker: what runs moves on or finishes, then it ends",
+        reply=admin.DrainReply, status=202, errors=(*_ADMIN, 404, 503),
+    ),
+    ("get", "/admin/requests"): Operation(
+        summary="The latest requests", reply=admin.RequestsReply, errors=(400, *_ADMIN), parameters=(_LIMIT,)
+    ),
+    ("get", "/admin/requests/{name}"): Operation(
+        summary="How a request was routed, why, and how it went", reply=admin.RequestReply, errors=(*_ADMIN, 404)
+    ),
+    ("get", "/admin/requests/{name}/cache"): Operation(
+        summary="Why a prompt was not found in a cache", reply=admin.CacheReply, errors=(*_ADMIN, 404)
+    ),
+    ("post", "/admin/profile"): Operation(
+        summary="Every worker records its steps from now on", reply=admin.ProfileReply, errors=_ADMIN
+    ),
+    ("get", "/admin/profile"): Operation(
+        summary="The steps recorded so far", reply=admin.ProfileReply, errors=_ADMIN
+    ),
+    ("delete", "/admin/profile"): Operation(
+        summary="Ends the recording, and tells it", reply=admin.ProfileReply, errors=_ADMIN
+    ),
+    ("get", "/admin/shadows"): Operation(
+        summary="What other policies would have done", reply=admin.ShadowsReply, errors=_ADMIN
+    ),
+}  # fmt: skip
+
+
+_UNTOLD = Operation(summary="Not described yet")
+
+
+def describe(app: FastAPI, card: ModelCard, *, needs_key: bool, needs_admin_key: bool) -> Schema:
+    """The document for one model's gateway. Where no key is needed one may still be sent."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas: Schema = {}
+    _schema(replies.ErrorReply, schemas, "serialization")
+    for path, methods in document["paths"].items():
+        for method, described in methods.items():
+            operation = OPERATIONS.get((method, path), _UNTOLD)
+            described |= _operation(operation, schemas, path)
+            needed = needs_admin_key if path.startswith("/admin") else needs_key
+            if 401 in operation.errors:
+                described["security"] = [{"key": []}] if needed else [{"key": []}, {}]
+    for body in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody):
+        _narrow(schemas[body.__name__], card)
+    document["components"] = {
+        "schemas": dict(sorted(schemas.items())),
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    return document
+
+
+def _operation(operation: Operation, schemas: Schema, path: str) -> Schema:
+    told: Schema = {"summary": operation.summary, "responses": _responses(operation, schemas, path)}
+    if operation.body is not None:
+        reference = _schema(operation.body, schemas, "validation")
+        told["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
+    if operation.parameters:
+        told["parameters"] = list(operation.parameters)
+    return told
+
+
+def _responses(operation: Operation, schemas: Schema, path: str) -> Schema:
+    content: Schema = {
+        kind: {"schema": (_EVENT if operation.texts is _STREAM else {"type": "string"}) | {"description": told}}
+        for kind, told in (operation.texts or {}).items()
+    }
+    if operation.reply is not None:
+        content = {"application/json": {"schema": _schema(operation.reply, schemas, "serialization")}} | content
+    named: Schema = {"x-baton-request-id": REQUEST_ID_HEADER}
+    responses: Schema = {
+        str(operation.status): {"description": operation.summary, "headers": named, "content": content}
+    }
+    error: Schema = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorReply"}}}
+    for status in sorted({*operation.errors, *_ALWAYS}):
+        headers: Schema = dict(named)
+        if status in (429, 503):
+            headers["retry-after"] = RETRY_AFTER
+        if status == 401:
+            headers["www-authenticate"] = WWW_AUTHENTICATE
+        responses[str(status)] = {"description": _REASONS[status], "headers": headers, "content": error}
+    if path == "/ready":  # the same words, with the status that load balancers look at
+        responses["503"] = responses["200"] | {"description": "A request would not be served, for the `reason`"}
+    return responses
+
+
+def _schema(kind: type[BaseModel], schemas: Schema, mode: JsonSchemaMode) -> Schema:
+    """A reference to the schema of `kind`, which is put to `schemas` with all it is made of."""
+    whole = TypeAdapter(kind).json_schema(mode=mode, ref_template="#/components/schemas/{model}")
+    schemas |= whole.pop("$defs", {})
+    schemas[kind.__name__] = whole
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+def _narrow(schema: Schema, card: ModelCard) -> None:
+    """What the model that is served makes of a body: its name, its token ids and its context."""
+    known, token_id = schema["properties"], {"type": "integer", "minimum": 0, "maximum": card.vocab_size - 1}
+    required = schema.get("required", ())
+    known["model"]["enum"] = [card.name] if "model" in required else [card.name, None]
+    if "tokens" in known:
+        known["tokens"] |= {"items": token_id, "maxItems": card.max_model_len}
+    if "stop_token_ids" in known:
+        known["stop_token_ids"]["items"] = token_id
+    if "messages" in known:
+        known["messages"]["maxItems"] = min(card.max_model_len, MAX_PIECES)
+    if "prompt" in required:
+        ids = {"type": "array", "items": token_id, "minItems": 1, "maxItems": card.max_model_len}
+        many = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES}
+        texts = many | {"items": {"type": "string"}}
+        known["prompt"]["anyOf"] = [{"type": "string"}, texts, ids, many | {"items": ids}]
