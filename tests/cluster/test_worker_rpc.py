@@ -169,7 +169,9 @@ async def test_a_draining_worker_serves_what_it_has_and_takes_nothing_new(worker
     await gateway.close()
 
 
-async def test_a_worker_that_is_told_to_leave_ends_after_its_last_word(worker: Worker) -> None:
+async def test_a_worker_that_is_told_to_leave_ends_after_its_last_word() -> None:
+    worker = Worker(parts_of(Slow(ToyRunner(WEIGHT, BLOCK, VOCAB))))  # it still writes when it is told
+    await worker.start("127.0.0.1")
     gateway = Gateway(worker.info.address, "g")
     gateway.submit("old", tuple(range(8)), ENDLESS)
     while not (await gateway.read()).updates:
