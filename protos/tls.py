@@ -73,12 +73,15 @@ class FaceTls:
         """Raises Misconfigured for files that cannot be read, or are no certificate and its key."""
         if not self.cert:
             return
-        _read("tls.cert", self.cert), _read("tls.key", self.key)
+        _read("tls.cert", self.cert)
+        _read("tls.key", self.key)
         try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.cert, self.key)
+            # Without a password OpenSSL would ask the terminal for that of an encrypted key.
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.cert, self.key, password="")
         except ssl.SSLError as error:
             raise Misconfigured(
-                f"tls: {self.cert} and {self.key} are no certificate and its key (PEM): {error}", param="tls"
+                f"tls: {self.cert} and {self.key} are no certificate and its key (PEM, without a password): {error}",
+                param="tls",
             ) from error
 
     def server_credentials(self) -> grpc.ServerCredentials | None:

@@ -13,6 +13,12 @@ import grpc
 import httpx
 import pytest
 import trustme
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from cluster.front import Front
 from cluster.serve import DEMO
@@ -140,3 +146,14 @@ def test_files_that_are_no_certificates_are_named(tmp_path: Path) -> None:
         FaceTls(cert=str(wrong), key=str(wrong)).check()
     with pytest.raises(Misconfigured, match=r"peers\.ca"):
         channels_of(PeerTls(ca=str(tmp_path / "ca"), cert=str(wrong), key=str(wrong)))
+
+
+@pytest.mark.timeout(30)
+def test_a_key_that_wants_a_password_is_refused_and_nobody_is_asked_for_it(files: Files, tmp_path: Path) -> None:
+    key = load_pem_private_key(Path(files.face.key).read_bytes(), None)
+    locked = tmp_path / "locked.key"
+    locked.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"a word")),
+    )
+    with pytest.raises(Misconfigured, match="without a password"):
+        FaceTls(cert=files.face.cert, key=str(locked)).check()
