@@ -160,9 +160,10 @@ class EngineLoop:
         if updates or events:
             self._told = engine.load()
             self._tell(self._send, _message(updates, events, self._told))
-        if engine.num_steps != step or engine.num_in_flight:
+        stepped = engine.num_steps != step or engine.num_in_flight
+        if stepped or not engine.scheduler.has_requests():  # a ticket waits for others, for as long as they renew it
             self._last_progress_s = self._clock()
-        else:
+        if not stepped:
             self._wake.wait(IDLE_TICK_S)
 
     def _say_idle(self) -> None:

@@ -9,8 +9,16 @@ import pytest
 
 from protos.values import StepMessage
 from tests.unit.workers.harness import ToyEngine, ask, by_hand
+from workers.engine.role import Colocated
 from workers.rpc import loop as loop_module
 from workers.rpc.loop import EngineLoop
+
+
+class Expecting(Colocated):
+    """A role with a ticket out, whose KV does not come yet."""
+
+    def busy(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -36,3 +44,18 @@ async def test_it_never_dozes_with_a_step_in_flight(depth: int, monkeypatch: pyt
     tokens: list[Any] = [token for message in told for update in message.updates for token in update.token_ids]
     assert tuple(tokens) == by_hand(range(10), 6)
     toy.engine.assert_idle()
+
+
+async def test_a_worker_that_only_waits_for_a_long_prompt_of_another_one_is_healthy() -> None:
+    now = [0.0]
+    toy = ToyEngine(role=Expecting())
+    engine_loop = EngineLoop(
+        toy.engine, clock=lambda: now[0], publish=lambda message: None, on_fault=lambda error: None, stall_s=60.0
+    )
+    engine_loop.start()
+    await engine_loop.call(lambda: None)
+    now[0] = 1000.0
+    for _ in range(2):  # a turn has begun and ended since
+        await engine_loop.call(lambda: None)
+    assert engine_loop.health(now[0]).healthy
+    await engine_loop.stop()
