@@ -158,17 +158,18 @@ class Dispatcher:
             pull=pull,
         )
         num_cached = pull.num_tokens if pull is not None else cached[reader.worker_id]
-        attempt.decode.route(request_id, 0)
-        self._give(reader, request_id, journal.num_tokens - num_cached)
+        num_blocks = -(-journal.num_tokens // (fleet.block_size or 1))
+        attempt.decode.route(request_id, 0, num_blocks)
+        self._give(reader, request_id, journal.num_tokens - num_cached, num_blocks)
         # The decode worker of a pair is not expected to hold anything yet: a sibling would stay there as a short
         # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
         hashes = journal.hashes(fleet.block_size or 1)
         fleet.index.expect(attempt.reader.worker_id, hashes, until=_now() + self._config.sibling_s)
         return attempt
 
-    def _give(self, reader: Member, request_id: str, num_tokens: int) -> None:
+    def _give(self, reader: Member, request_id: str, num_tokens: int, num_blocks: int) -> None:
         """So many tokens to compute: they count as the reader's from now on."""
-        reader.route(request_id, num_tokens)
+        reader.route(request_id, num_tokens, num_blocks)
         if reader.role is not None:
             self._fleet.predictor.routed(reader.worker_id, reader.role, num_tokens, now=_now())
 
@@ -280,6 +281,8 @@ class Dispatcher:
         if journal.blocked_since_s is None:
             journal.blocked_since_s = now
         deadline = journal.blocked_since_s + config.max_queue_s
+        if isinstance(error, Overloaded):
+            deadline = min(deadline, journal.first_due_s)
         waits = isinstance(error, NoWorkers | Overloaded | WorkerDraining)
         if not waits and not error.retryable:
             raise error
@@ -313,9 +316,13 @@ class Dispatcher:
         if any(decodes(candidate) and candidate.worker_id not in journal.full for candidate in candidates):
             return
         journal.full.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline), self._line:
-                await self._fleet.wait(until=min(deadline, _now() + self._config.retry_pause_s))
+        self._fleet.num_turned_away += 1
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline), self._line:
+                    await self._fleet.wait(until=min(deadline, _now() + self._config.retry_pause_s))
+        finally:
+            self._fleet.num_turned_away -= 1
 
 
 @contextmanager

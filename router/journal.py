@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from kvtransfer.hashing import chain_hashes
@@ -37,6 +38,12 @@ class Journal:
         self._num_prompt_logprobs = 0  # emitted to the client
         self._num_heard = 0  # of them, said by the present attempt
         self._hashes: tuple[int, int, Chain] = (0, 0, Chain())
+
+    @property
+    def first_due_s(self) -> float:
+        """When the first token must be there, or inf."""
+        max_ttft_s = self.job.max_ttft_s
+        return math.inf if max_ttft_s is None or self.output_ids else self._arrival_s + max_ttft_s
 
     @property
     def token_ids(self) -> tuple[int, ...]:

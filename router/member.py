@@ -54,9 +54,11 @@ class WorkerStatus:
 
 @dataclass(slots=True)
 class Routed:
-    """Work on its way to a worker. `since_step` is the worker's last known step when the worker was told."""
+    """Work on its way to a worker: tokens to read, blocks to hold. `since_step` is the worker's last known step when
+    the worker was told."""
 
     num_tokens: int
+    num_blocks: int = 0
     since_step: int | None = None
 
 
@@ -109,9 +111,9 @@ class Member:
 
     # -- work under way ------------------------------------------------------------------------------------------------
 
-    def route(self, request_id: str, num_tokens: int) -> None:
+    def route(self, request_id: str, num_tokens: int, num_blocks: int = 0) -> None:
         """A decision sent a request here, with so many tokens to read. Counted until the worker's load shows it."""
-        self._routed[request_id] = Routed(num_tokens)
+        self._routed[request_id] = Routed(num_tokens, num_blocks)
 
     async def reserve(self, request: ReserveRequest) -> Ticket:
         """Raises what the worker says, or WorkerLost."""
@@ -178,7 +180,7 @@ class Member:
             num_requests=load.num_running + load.num_waiting + load.num_tickets + len(routed),
             num_waiting=load.num_waiting + sum(work.num_tokens > 0 for work in routed.values()),
             queued_prefill_tokens=load.queued_prefill_tokens + sum(work.num_tokens for work in routed.values()),
-            num_free_blocks=load.num_free_blocks,
+            num_free_blocks=max(0, load.num_free_blocks - sum(work.num_blocks for work in routed.values())),
             num_blocks=load.num_blocks,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,

@@ -120,16 +120,17 @@ class Clients:
             group_id=request_id,
             prompt_ids=prompt_ids,
             sampling=SamplingParams(temperature=0.0, max_tokens=turn.num_output, ignore_eos=True),
+            max_ttft_s=self._deployment.config.max_ttft_s,
         )
         asked.task = asyncio.create_task(
             self._listen(gateway, job, asked, tokens, cached), name=f"request {request_id}"
         )
         gateway.requests[asked.task] = None
-        error = ""
+        error, retry_after_s = "", None
         try:
             await asked.task
         except BatonError as failed:
-            error = failed.code
+            error, retry_after_s = failed.code, failed.retry_after_s
         except asyncio.CancelledError:
             error = ABORTED if gateway.alive else GATEWAY_LOST
         del self.asked[request_id], gateway.requests[asked.task]
@@ -146,6 +147,7 @@ class Clients:
                 num_output=len(tokens),
                 num_cached=cached[0] if cached else None,
                 error=error,
+                retry_after_s=retry_after_s,
             )
         )
         return tuple(tokens) if not error else None

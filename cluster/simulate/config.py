@@ -34,7 +34,8 @@ def simulated_router(policy: str = "prefix_aware", **settings: float) -> RouterC
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
     """`num_gpus` of a worker; `load_s` from a worker's launch until it serves. `audit_every` events all invariants are
-    looked at, 0: only at the end. A request that gets nothing for `patience_s` is stuck."""
+    looked at, 0: only at the end. A request that gets nothing for `patience_s` is stuck. All want their first token
+    within `max_ttft_s`, if given."""
 
     pools: PoolsConfig
     spec: Spec
@@ -49,6 +50,7 @@ class SimulationConfig:
     max_skew_s: float = 0.0
     audit_every: int = 0
     patience_s: float = 600.0
+    max_ttft_s: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

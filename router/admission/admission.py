@@ -22,13 +22,14 @@ from typing import Protocol
 from kvtransfer.hashing import chain_hashes
 from protos.errors import Overloaded
 from router.admission.fair import Entry, FairQueue
-from router.admission.outlook import Room, predicted_ttft_s
+from router.admission.outlook import Overrun, Room, predicted_ttft_s
 from router.config import RouterConfig
 from router.generation import Generate, Job, TokenDelta
 from router.policies.base import Candidate
 from router.prefix.index import PrefixIndex
 
 LEAST_RETRY_S = 0.1
+TOO_LATE = "no worker could begin with this request within its max_ttft_ms"
 
 
 class Fleet(Protocol):
@@ -38,6 +39,8 @@ class Fleet(Protocol):
     def index(self) -> PrefixIndex: ...
     @property
     def block_size(self) -> int | None: ...
+    @property
+    def num_turned_away(self) -> int: ...
     def candidates(self, matched: Mapping[str, int], num_tokens: int) -> list[Candidate]: ...
     def each_candidate(self) -> Iterator[Candidate]: ...
     async def wait(self, *, until: float) -> None: ...
@@ -52,6 +55,14 @@ class Refused:
     crowded: int = 0  # the line was full
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A job in line; `came` is told how its waiting ended."""
+
+    job: Job
+    came: asyncio.Future[None]
+
+
 class Admission:
     """A `Generate` before another one. `num_waiting` and `refused` are for metrics."""
 
@@ -63,7 +74,8 @@ class Admission:
         self._config = config
         self._room = Room(max_backlog_s=config.max_backlog_s, max_waiting=config.max_backlog)
         self._line = FairQueue(weights)
-        self._turns: dict[int, asyncio.Future[None]] = {}
+        self._overrun = Overrun()
+        self._turns: dict[int, Turn] = {}
         self._numbers = count()
         self._watching: asyncio.Task[None] | None = None
         self.refused = Refused()
@@ -81,8 +93,14 @@ class Admission:
         await self._enter(job)
         # Counted before it is served, or a whole line of one tenant's would go before its first prompt has been read.
         self._line.charge(job.tenant, num_input=len(job.prompt_ids))
+        let_s = _now()
+        expected_s = self._reading_s(job, 0, let_s) if job.max_ttft_s is not None else None
         async with aclosing(self._generate(job)) as deltas:
             async for delta in deltas:
+                if expected_s is not None and delta.token_ids:
+                    now, late_since_s = _now(), let_s + expected_s
+                    self._overrun.observe(now - late_since_s, now=now)
+                    expected_s = None
                 # What was found in a cache, as the first delta says, cost nobody anything.
                 self._line.charge(job.tenant, num_input=-delta.num_cached_tokens, num_output=len(delta.token_ids))
                 yield delta
@@ -102,12 +120,12 @@ class Admission:
             return
         self._line.push(entry)
         self._bound(entry, now)
-        turn = self._turns[entry.number] = asyncio.get_running_loop().create_future()
+        turn = self._turns[entry.number] = Turn(job, asyncio.get_running_loop().create_future())
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch(), name="admission")
         try:
             async with asyncio.timeout(self._config.max_queue_s):
-                await turn
+                await turn.came
         except TimeoutError:
             self.refused.late += 1
             raise self._overloaded(
@@ -123,10 +141,7 @@ class Admission:
         """Raises Overloaded when the first token is predicted to come too late."""
         if job.max_ttft_s is None:
             return
-        fleet = self._fleet
-        hashes = chain_hashes(job.prompt_ids, fleet.block_size or 1, salt=job.cache_salt)
-        candidates = fleet.candidates(fleet.index.match(hashes, now=now), entry.num_tokens)
-        predicted_s = predicted_ttft_s(candidates, entry.num_tokens, self._line.tokens_ahead(entry))
+        predicted_s = self._predicted_s(job, self._line.tokens_ahead(entry), now)
         if predicted_s is None or predicted_s <= job.max_ttft_s:
             return
         self.refused.hopeless += 1
@@ -136,6 +151,29 @@ class Admission:
             param="max_ttft_ms",
             retry_after_s=max(LEAST_RETRY_S, predicted_s - job.max_ttft_s),
         )
+
+    def _too_late(self, entry: Entry, now: float) -> Overloaded | None:
+        """Why a job whose turn has come had better not be served any more: reading it takes longer than it has left."""
+        turn = self._turns.get(entry.number)
+        if turn is None or entry.deadline_s == math.inf:
+            return None
+        predicted_s = self._predicted_s(turn.job, 0, now)
+        if predicted_s is None or now + predicted_s <= entry.deadline_s:
+            return None
+        self.refused.late += 1
+        return self._overloaded(TOO_LATE, entry)
+
+    def _predicted_s(self, job: Job, num_ahead: int, now: float) -> float | None:
+        """To the first token, if it comes as much later than computed as others did lately."""
+        reading_s = self._reading_s(job, num_ahead, now)
+        return None if reading_s is None else reading_s + self._overrun.at(now)
+
+    def _reading_s(self, job: Job, num_ahead: int, now: float) -> float | None:
+        """To the first token, with so many tokens in line before it."""
+        fleet, num_tokens = self._fleet, len(job.prompt_ids)
+        hashes = chain_hashes(job.prompt_ids, fleet.block_size or 1, salt=job.cache_salt)
+        candidates = fleet.candidates(fleet.index.match(hashes, now=now), num_tokens)
+        return predicted_ttft_s(candidates, num_tokens, num_ahead)
 
     def _bound(self, entry: Entry, now: float) -> None:
         """Keeps the line as long as it may be: whoever would go last is refused. Raises Overloaded if it is `entry`."""
@@ -171,25 +209,26 @@ class Admission:
         now = _now()
         for entry in self._line.late(now):
             self.refused.late += 1
-            told = "no worker could begin with this request within its max_ttft_ms"
-            self._answer(entry, self._overloaded(told, entry))
+            self._answer(entry, self._overloaded(TOO_LATE, entry))
         head = self._line.peek()
         if head is not None and self._has_room(head):
-            self._answer(head, None)
+            self._answer(head, self._too_late(head, now))
             # One at a time: its job runs before this is called again, and the decision it makes counts as load then.
             asyncio.get_running_loop().call_soon(self._move)
 
     def _answer(self, entry: Entry, error: Overloaded | None) -> None:
         self._line.remove(entry)
         turn = self._turns.get(entry.number)
-        if turn is None or turn.done():
+        if turn is None or turn.came.done():
             return
         if error is None:
-            turn.set_result(None)
+            turn.came.set_result(None)
         else:
-            turn.set_exception(error)
+            turn.came.set_exception(error)
 
     def _has_room(self, entry: Entry) -> bool:
+        if self._fleet.num_turned_away:  # they were let through before, and found no room
+            return False
         num_blocks = -(-entry.num_tokens // (self._fleet.block_size or 1))
         return self._room.fits(self._fleet.each_candidate(), num_blocks)
 

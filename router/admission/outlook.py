@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from protos.values import WorkerRole
 from router.policies.base import Candidate
 
+HALF_LIFE_S = 3.0
+_ATTACK = 0.3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
@@ -47,6 +50,22 @@ class Room:
         return not writers or (not readers and not writers)
 
 
+class Overrun:
+    """How much later than predicted first tokens have come lately: what steps in between, full writers and a burst add.
+    Learned soon, forgotten by half in `HALF_LIFE_S`, so that nobody is refused for long for what is over."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since_s = 0.0
+
+    def observe(self, seconds: float, *, now: float) -> None:
+        known = self.at(now)
+        self._seconds, self._since_s = known + _ATTACK * max(0.0, seconds - known), now
+
+    def at(self, now: float) -> float:
+        return float(self._seconds * 0.5 ** ((now - self._since_s) / HALF_LIFE_S))
+
+
 def predicted_ttft_s(candidates: Sequence[Candidate], num_tokens: int, num_ahead: int) -> float | None:
     """Seconds to the first token on the best reader, with `num_ahead` prompt tokens in line before it at the gateway.
 
@@ -56,12 +75,14 @@ def predicted_ttft_s(candidates: Sequence[Candidate], num_tokens: int, num_ahead
     speed = sum(reader.prefill_tokens_per_s for reader in readers)
     if not speed:
         return None
-    times = [
-        (reader.queued_prefill_tokens + num_tokens - reader.num_cached_tokens) / reader.prefill_tokens_per_s
-        for reader in readers
-        if reader.prefill_tokens_per_s
-    ]
-    return num_ahead / speed + min(times)
+    return num_ahead / speed + min(_reading_s(reader, num_tokens) for reader in readers if reader.prefill_tokens_per_s)
+
+
+def _reading_s(reader: Candidate, num_tokens: int) -> float:
+    """As the worker measures its steps, or as first tokens have come of late, which also waited for each other's steps
+    and for answers in between: whatever is longer."""
+    before = reader.queued_prefill_tokens + num_tokens - reader.num_cached_tokens
+    return max(before / reader.prefill_tokens_per_s, reader.reading(before))
 
 
 def readers_of(candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -32,6 +32,7 @@ class Pool:
             worker_id="w0", role=WorkerRole.COLOCATED, num_free_blocks=1000, num_blocks=1000, prefill_tokens_per_s=SPEED
         )
         self.given: list[str] = []
+        self.num_turned_away = 0
         self._turn = asyncio.Event()
         self._open: dict[str, asyncio.Event] = {}
 
@@ -230,3 +231,30 @@ async def test_nobody_waits_for_longer_than_a_request_may() -> None:
     assert refused.value.retry_after_s == pytest.approx(64.0)
     assert not gate.num_waiting
     assert gate.refused.late == 1
+
+
+async def test_a_job_that_waited_too_long_to_be_read_in_time_is_not_begun_with() -> None:
+    pool = Pool()
+    gate = admission(pool)
+    pool.show(num_waiting=64)
+    waiting = asyncio.create_task(run(gate, job("a", num_tokens=1000, max_ttft_s=1.05)))
+    await asyncio.sleep(0.1)  # of the 0.05 s that it had to spare
+    pool.show(num_waiting=0)
+    with pytest.raises(Overloaded, match="within its max_ttft_ms"):
+        await waiting
+    assert not pool.given
+    assert gate.refused.late == 1
+
+
+async def test_nobody_is_let_past_those_that_were_let_through_and_turned_away() -> None:
+    pool = Pool()
+    gate = admission(pool)
+    pool.num_turned_away = 1
+    waiting = asyncio.create_task(run(gate, job("a")))
+    await settle()
+    assert not pool.given
+    pool.num_turned_away = 0
+    pool.finish("a")
+    pool.show()
+    await waiting
+    assert pool.given == ["a"]

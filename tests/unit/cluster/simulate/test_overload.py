@@ -1,0 +1,24 @@
+"""More is asked than can be done: whoever is let through is answered in time, and no work is thrown away."""
+
+from __future__ import annotations
+
+from benchmarks.overload import CASES, Point, measure
+
+
+def at(case: int, *multiples: float) -> list[Point]:
+    return list(measure(CASES[case], num_requests=100, multiples=multiples).points)
+
+
+def test_where_reading_is_scarce_three_times_the_load_costs_no_goodput() -> None:
+    full, flooded = at(0, 1.0, 3.0)
+    assert flooded.goodput >= 0.9 * full.goodput
+    assert flooded.late <= 0.05 * flooded.admitted
+    assert flooded.refused > flooded.goodput
+    assert not flooded.errors
+
+
+def test_where_writing_is_scarce_three_times_the_load_costs_no_goodput() -> None:
+    full, flooded = at(1, 1.0, 3.0)
+    assert flooded.goodput >= 0.9 * full.goodput
+    assert flooded.late <= 0.05 * flooded.admitted
+    assert not flooded.errors
