@@ -159,7 +159,7 @@ class Predictor:
         self._receiving: dict[str, Fit] = {}
         self._pools: dict[WorkerRole, tuple[Fit, Fit]] = {role: (Fit(), Fit()) for role in WorkerRole}
         self._all_lanes = Fit()
-        self._priors: dict[str, Expectation] = {}
+        self._priors: dict[str, Expectation] = {}  # of candidates when they last were, without what their jobs taught
         self._fits_of_lanes: dict[tuple[str, str], Fit] = {}
         self._lanes: dict[tuple[str, str], Line] = {}
         self._recent: dict[WorkerRole, dict[str, tuple[float, float]]] = {role: {} for role in WorkerRole}
@@ -202,32 +202,35 @@ class Predictor:
         """A worker was given so many tokens to read."""
         self._recent[role][worker_id] = (self._recent_tokens(worker_id, role, now) + num_tokens, now)
 
-    # -- what was observed ---------------------------------------------------------------------------------------------
+    # -- what was observed: of a worker that has left, its pool learns and nothing else is kept ------------------------
 
     def saw_first_token(
         self, worker_id: str, role: WorkerRole, *, num_tokens: float, seconds: float, now: float
     ) -> None:
         """A first token came so long after its decision; until then the worker had so many tokens to read."""
-        pace = self._reading.setdefault(worker_id, Pace())
-        pace.observe(num_tokens, seconds, line=self._prior(worker_id).reading, now=now)
+        if worker_id in self._priors:
+            pace = self._reading.setdefault(worker_id, Pace())
+            pace.observe(num_tokens, seconds, line=self._priors[worker_id].reading, now=now)
         self._pools[role][0].observe(num_tokens, seconds, prior=READING, now=now)
 
     def saw_answer(
         self, worker_id: str, role: WorkerRole, *, num_sequences: float, num_tokens: int, seconds: float, now: float
     ) -> None:
         """The tokens of an answer, written among so many sequences, were so many seconds apart."""
-        pace = self._stepping.setdefault(worker_id, Pace())
-        pace.observe(num_sequences, seconds, line=self._prior(worker_id).stepping, now=now)
+        if worker_id in self._priors:
+            pace = self._stepping.setdefault(worker_id, Pace())
+            pace.observe(num_sequences, seconds, line=self._priors[worker_id].stepping, now=now)
         self._pools[role][1].observe(num_sequences, seconds, prior=STEPPING, now=now)
         self.answer_tokens += (num_tokens - self.answer_tokens) / HALF_COUNT
 
     def saw_transfer(self, reader: str, writer: str, *, num_bytes: float, seconds: float, now: float) -> None:
         """An answer was held up by so much, for KV of so many bytes."""
-        prior = self._prior(writer).receiving
-        lane = self._fits_of_lanes.setdefault((reader, writer), Fit())
-        lane.observe(num_bytes, seconds, prior=prior, now=now)
-        self._lanes[reader, writer] = lane.line(prior)
-        self._receiving.setdefault(writer, Fit()).observe(num_bytes, seconds, prior=prior, now=now)
+        if reader in self._priors and writer in self._priors:
+            prior = self._priors[writer].receiving
+            lane = self._fits_of_lanes.setdefault((reader, writer), Fit())
+            lane.observe(num_bytes, seconds, prior=prior, now=now)
+            self._lanes[reader, writer] = lane.line(prior)
+            self._receiving.setdefault(writer, Fit()).observe(num_bytes, seconds, prior=prior, now=now)
         self._all_lanes.observe(num_bytes, seconds, prior=RECEIVING, now=now)
 
     def forget(self, worker_id: str) -> None:
@@ -242,10 +245,6 @@ class Predictor:
             del self._fits_of_lanes[lane], self._lanes[lane]
 
     # ------------------------------------------------------------------------------------------------------------------
-
-    def _prior(self, worker_id: str) -> Expectation:
-        """What was believed of a worker when it was last a candidate, without what its jobs have taught."""
-        return self._priors.get(worker_id) or Expectation()
 
     def _recent_tokens(self, worker_id: str, role: WorkerRole, now: float) -> float:
         """A newcomer counts as if it had had its pool's mean: it is not owed what others did before it came."""
