@@ -85,6 +85,7 @@ class RedisLimits:
         self._left: dict[Tenant, set[str]] = {}
         self._running: dict[Tenant, set[str]] = {}
         self._flushing: asyncio.Task[None] | None = None
+        self._closing = False
         self.num_lost = 0
 
     async def enter(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
@@ -120,8 +121,8 @@ class RedisLimits:
         self._flush_soon()
 
     async def close(self) -> None:
-        if self._flushing is not None:
-            self._flushing.cancel()
+        self._closing = True
+        if self._flushing is not None:  # not cancelled: redis-py may swallow that, and it would go on for ever
             await asyncio.wait([self._flushing])
         with suppress(RedisError, OSError, TimeoutError):
             await self._flush()
@@ -160,7 +161,7 @@ class RedisLimits:
         clock = asyncio.get_running_loop().time
         told_s = clock()
         try:
-            while self._running or self._left or self._spent:
+            while not self._closing and (self._running or self._left or self._spent):
                 await asyncio.sleep(FLUSH_S)
                 if clock() - told_s > LEASE_S:
                     self._left.clear()
