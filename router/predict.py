@@ -88,6 +88,11 @@ class Fit:
         self._xy += amount * seconds
         self._known = None
 
+    @property
+    def known(self) -> bool:
+        """Has anything been observed?"""
+        return self._weight > 0
+
     def line(self, prior: Line) -> Line:
         """Neither part is negative. The prior's observations are of amounts as seen so far."""
         if not self._weight:
@@ -263,7 +268,8 @@ class Predictor:
 
     def _step_prior(self, role: WorkerRole, load: WorkerLoad) -> Line:
         pool = self._pools[role][1].line(STEPPING)
-        if not load.decode_step_s:
+        idle = not load.num_running and self._pools[role][1].known
+        if idle or not load.decode_step_s:  # what an idle worker took long ago must not keep it idle for ever
             return pool
         return Line(fixed_s=max(0.0, load.decode_step_s - pool.each_s * load.num_running), each_s=pool.each_s)
 

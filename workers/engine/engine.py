@@ -32,11 +32,17 @@ from workers.kv.blocks import BlockPool
 
 
 class Pace:
-    """How fast steps have been lately: older ones count less, each by a tenth than the one after it."""
+    """How fast steps have been lately: older ones count less, each by a tenth than the one after it.
+
+    The first step of a kind does not count: memory is touched and code is loaded in it that later ones find there. Nor
+    do a few prompt tokens: what any step costs is most of their time, and would be taken for the speed of long prompts.
+    """
 
     _KEEP = 0.9
+    _LEAST_PREFILL = 32
 
     def __init__(self) -> None:
+        self._is_cold = {"prefill": True, "decode": True}
         self._prefill_tokens = 0.0
         self._prefill_s = 0.0
         self._decode_steps = 0.0
@@ -47,12 +53,16 @@ class Pace:
         long the decoding clients waited."""
         num_tokens = batch.num_tokens
         num_prefill = num_tokens - sum(row.num_tokens == 1 for row in batch.rows)
-        if num_prefill:
+        if num_prefill and self._counts("prefill") and num_prefill >= self._LEAST_PREFILL:
             self._prefill_tokens = self._prefill_tokens * self._KEEP + num_prefill
             self._prefill_s = self._prefill_s * self._KEEP + elapsed_s * num_prefill / num_tokens
-        if num_prefill < num_tokens:
+        if num_prefill < num_tokens and self._counts("decode"):
             self._decode_steps = self._decode_steps * self._KEEP + 1
             self._decode_s = self._decode_s * self._KEEP + elapsed_s
+
+    def _counts(self, kind: str) -> bool:
+        was_cold, self._is_cold[kind] = self._is_cold[kind], False
+        return not was_cold
 
     @property
     def prefill_tokens_per_s(self) -> float:

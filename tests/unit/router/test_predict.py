@@ -116,3 +116,14 @@ def test_a_newcomer_is_not_owed_what_others_did_before_it_came() -> None:
     assert recent == [10_000] * 2 + [pytest.approx(10_000)]
     later = predictor.expect("p0", PREFILL, WorkerLoad(), now=300.0).recent_tokens
     assert later == pytest.approx(5_000)
+
+
+def test_an_idle_worker_is_not_held_to_a_step_it_took_long_ago() -> None:
+    predictor = Predictor()
+    busy = WorkerLoad(num_running=2, decode_step_s=0.008)
+    for number in range(8):
+        predictor.expect("d1", WorkerRole.DECODE, busy, now=float(number))
+        predictor.saw_answer("d1", WorkerRole.DECODE, num_sequences=2, num_tokens=64, seconds=0.008, now=float(number))
+    cold = WorkerLoad(decode_step_s=0.035)
+    idle = predictor.expect("d0", WorkerRole.DECODE, cold, now=8.0)
+    assert idle.stepping(1) < 0.012

@@ -76,14 +76,16 @@ class TestSubmit:
 
     def test_a_full_queue_refuses_more_and_says_when_to_come_back(self) -> None:
         toy = ToyEngine(max_num_seqs=1, max_waiting=2)
+        for name, token_id in (("cold", 5), ("warm", 6)):
+            toy.serve(ask(name, [token_id] * 40, 1))
         toy.submit(ask("running", [1] * 10))
         toy.step()
         toy.submit(ask("first", [2] * 10), ask("second", [3] * 10))
         with pytest.raises(Overloaded, match="max_waiting") as raised:
             toy.submit(ask("third", [4]))
-        assert raised.value.retry_after_s == 20 / 2 / 10  # tokens queued, a seat's share of them, tokens a second
+        assert raised.value.retry_after_s == 20 / 2 / 40  # tokens queued, a seat's share of them, tokens a second
         answers = toy.finish()
-        assert {name: answer.token_ids for name, answer in answers.items()} == {
+        assert {name: answers[name].token_ids for name in ("running", "first", "second")} == {
             "running": by_hand([1] * 10, 8),
             "first": by_hand([2] * 10, 8),
             "second": by_hand([3] * 10, 8),
@@ -244,12 +246,24 @@ class TestLoad:
 def test_a_mixed_step_counts_for_both_kinds_of_work() -> None:
     pace = Pace()
     prompt, decode = (Row(request_id="r", token_ids=(1,) * n, start=0, block_ids=()) for n in (90, 1))
+    pace.observe(Batch(rows=(decode,) * 10 + (prompt,)), 60.0)
+    assert (pace.prefill_tokens_per_s, pace.decode_step_s) == (0.0, 0.0), "the first step is cold"
     pace.observe(Batch(rows=(decode,) * 10 + (prompt,)), 2.0)
     assert pace.prefill_tokens_per_s == pytest.approx(90 / 1.8)
     assert pace.decode_step_s == pytest.approx(2.0)
     pace.observe(Batch(rows=(decode,)), 1.0)
     assert pace.prefill_tokens_per_s == pytest.approx(90 / 1.8)
     assert 1.0 < pace.decode_step_s < 1.5
+
+
+def test_a_few_tokens_of_a_prompt_say_nothing_of_long_ones() -> None:
+    pace = Pace()
+    short, long = (Row(request_id="r", token_ids=(1,) * n, start=0, block_ids=()) for n in (10, 1000))
+    for _ in range(3):
+        pace.observe(Batch(rows=(short,)), 0.1)
+    assert pace.prefill_tokens_per_s == 0.0
+    pace.observe(Batch(rows=(long,)), 0.2)
+    assert pace.prefill_tokens_per_s == pytest.approx(5000)
 
 
 def mirror(known: set[bytes], message: KVEvents, cursor: EventCursor) -> set[bytes]:
