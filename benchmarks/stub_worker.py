@@ -66,7 +66,7 @@ class Stub(worker_pb2_grpc.WorkerServicer):
     async def Reserve(self, request: Any, context: Any) -> Any:
         raise NotImplementedError("a stub serves alone: nobody hands KV over to it")
 
-    Share = Stats = Drain = Abort = Reserve
+    Share = Stats = Drain = Abort = Profile = Reserve
 
     async def Stream(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         running: dict[str, list[int]] = {}  # request -> tokens made, tokens asked for
