@@ -39,6 +39,12 @@ async def answer(generate: Dispatcher, request_id: str, prompt: tuple[int, ...] 
     return [token for delta in deltas for token in delta.token_ids], sum(delta.num_cached_tokens for delta in deltas)
 
 
+async def warm_up(generate: Dispatcher) -> None:
+    """The first prompt is read cold; from the second on the reader's speed is known."""
+    await answer(generate, "cold", tuple(reversed(PROMPT)))
+    await answer(generate, "warm", PROMPT[1:])
+
+
 @pytest.fixture(autouse=True)
 def keen(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small a model is as quick to compute as a call is to make: here calls cost nothing."""
@@ -49,7 +55,7 @@ async def test_a_worker_reads_what_another_has_cached(checkpoint: Path) -> None:
     async with cluster_of(checkpoint, "colocated-0", "colocated-1") as cluster:
         there, here = reading_at(cluster, "colocated-0"), reading_at(cluster, "colocated-1")
         expected, none_cached = await answer(there, "first")
-        await answer(here, "warms-up", PROMPTS[4])  # from now on its speed is known
+        await warm_up(here)
         pulled, num_cached = await answer(here, "second")
         assert pulled == expected
         assert (none_cached, num_cached) == (0, NUM_FULL)
@@ -65,6 +71,7 @@ async def test_a_worker_reads_what_another_has_cached(checkpoint: Path) -> None:
 async def test_prefill_reads_the_answer_of_the_last_turn_from_decode(checkpoint: Path) -> None:
     async with cluster_of(checkpoint, "prefill-0", "decode-0") as cluster:
         generate = reading_at(cluster, "decode-0", "prefill-0")
+        await warm_up(generate)
         first, _ = await answer(generate, "first")
         turn = (*PROMPT, *first, *PROMPTS[2])
         read, num_cached = await answer(generate, "second", turn)
