@@ -42,7 +42,7 @@ def compile_c(source: Path, folder: Path) -> Path:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     if compiler is None:
         raise FileNotFoundError("there is no C compiler: install gcc, or name one with CC")
-    told = hashlib.sha256(" ".join((compiler, *_FLAGS, _processor())).encode() + source.read_bytes())
+    told = hashlib.sha256(" ".join((compiler, *_FLAGS, processor())).encode() + source.read_bytes())
     told.update(subprocess.check_output([compiler, "--version"], timeout=_TIMEOUT_S))
     path = folder / f"{source.stem}-{told.hexdigest()[:16]}.so"
     if not path.exists():
@@ -60,7 +60,7 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "baton"
 
 
-def _processor() -> str:
+def processor() -> str:
     """What `-march=native` depends on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -33,21 +33,19 @@ class Room:
 
     def fits(self, candidates: Iterable[Candidate], num_blocks: int) -> bool:
         """Is there a worker, or a pair of them, that would begin with a request of so many blocks soon? Where nobody
-        reads or nobody writes at all the answer is yes: what to do then is for the dispatcher to say."""
-        readers = writers = 0
-        reads = writes = alone = False
+        writes at all the answer is yes: what to do then is for the dispatcher to say."""
+        reads = writes = alone = has_writers = False
         for candidate in candidates:
             if candidate.role is WorkerRole.PREFILL:
-                readers += 1
                 reads = reads or self.reads(candidate)
             else:
-                writers += 1
+                has_writers = True
                 room = self.writes(candidate, num_blocks)
                 writes = writes or room
                 alone = alone or (room and self.reads(candidate))
             if alone or (reads and writes):
                 return True
-        return not writers or (not readers and not writers)
+        return not has_writers
 
 
 class Overrun:

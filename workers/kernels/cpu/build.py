@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -18,6 +17,8 @@ from functools import cache
 from pathlib import Path
 
 import torch  # before the library: it brings the OpenMP runtime that both then share
+
+from kvtransfer.native import cache_folder, processor
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def native(dtype: torch.dtype) -> Native | None:
 @cache
 def _library() -> ctypes.CDLL | None:
     try:
-        return ctypes.CDLL(str(compile_library(_cache_folder())))
+        return ctypes.CDLL(str(compile_library(cache_folder())))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home folder
         reason = getattr(error, "stderr", "") or error
         log.warning("the CPU kernels are not compiled, torch computes instead, more slowly: %s", reason)
@@ -129,26 +130,13 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
 
 
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "baton"
-
-
 def _fingerprint(compiler: str, flags: list[str]) -> str:
-    told = hashlib.sha256(" ".join((compiler, *flags, *_SOURCES.values(), _processor())).encode())
+    told = hashlib.sha256(" ".join((compiler, *flags, *_SOURCES.values(), processor())).encode())
     told.update(subprocess.check_output([compiler, "--version"], timeout=_TIMEOUT_S))
     for path in sorted(_FOLDER.glob("*.h")) + [_FOLDER / name for name in _SOURCES]:
         told.update(path.read_bytes())
     return told.hexdigest()[:16]
 
 
-def _processor() -> str:
-    """What `-march=native` depends on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    told = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
-    return "\n".join([platform.machine(), platform.processor(), *sorted(told)])
-
-
 if __name__ == "__main__":
-    print(compile_library(_cache_folder()))
+    print(compile_library(cache_folder()))
