@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, KVEvents
+from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, KVEvents, Tier
 
 
 class EventLog:
     """The worker's side. Keeps the last `capacity` events for replay; older ones need a snapshot.
 
-    Chains that continue one another, and removals in a row, are merged into one event until somebody reads it.
+    Chains that continue one another, and removals in a row, are merged into one event until somebody reads it: those
+    of one tier.
     """
 
     def __init__(self, incarnation: int, capacity: int = 4096) -> None:
@@ -30,6 +31,7 @@ class EventLog:
         self._kind: type[BlockStored] | type[BlockRemoved] = BlockRemoved
         self._hashes: list[BlockHash] = []  # the event that may still grow
         self._parent: BlockHash = b""
+        self._tier = Tier.DEVICE
 
     @property
     def next_seq(self) -> int:
@@ -46,9 +48,9 @@ class EventLog:
             grows = self._kind is BlockStored and bool(self._hashes) and event.parent == self._hashes[-1]
         else:
             grows = self._kind is BlockRemoved
-        if not grows:
+        if not (grows and event.tier is self._tier):
             self._close()
-            self._kind = type(event)
+            self._kind, self._tier = type(event), event.tier
             self._parent = event.parent if isinstance(event, BlockStored) else b""
         self._hashes.extend(event.hashes)
 
@@ -70,9 +72,9 @@ class EventLog:
             return
         hashes = tuple(self._hashes)
         self._append(
-            BlockStored(hashes=hashes, parent=self._parent)
+            BlockStored(hashes=hashes, parent=self._parent, tier=self._tier)
             if self._kind is BlockStored
-            else BlockRemoved(hashes=hashes)
+            else BlockRemoved(hashes=hashes, tier=self._tier)
         )
         self._hashes.clear()
 

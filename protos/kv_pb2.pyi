@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,22 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _KVTier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KVTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KVTier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_TIER_DEVICE: _KVTier.ValueType  # 0
+    KV_TIER_HOST: _KVTier.ValueType  # 1
+
+class KVTier(_KVTier, metaclass=_KVTierEnumTypeWrapper):
+    """Where a worker keeps a block. It may be in both at once; what is on the host is loaded before it is read."""
+
+KV_TIER_DEVICE: KVTier.ValueType  # 0
+KV_TIER_HOST: KVTier.ValueType  # 1
+Global___KVTier: _TypeAlias = KVTier  # noqa: Y015
 
 @_typing.final
 class KVLayout(_message.Message):
@@ -146,19 +163,22 @@ class BlockStored(_message.Message):
 
     HASHES_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     hashes: _builtins.bytes
     """16 bytes a block, in the order of the prompt"""
     parent: _builtins.bytes
     """hash of the block before the first; empty at the root"""
+    tier: Global___KVTier.ValueType
     def __init__(
         self,
         *,
         hashes: _builtins.bytes = ...,
         parent: _builtins.bytes = ...,
+        tier: Global___KVTier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "parent", b"parent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "parent", b"parent", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -169,15 +189,19 @@ class BlockRemoved(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HASHES_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     hashes: _builtins.bytes
+    tier: Global___KVTier.ValueType
+    """the one that dropped it; the other may have it still"""
     def __init__(
         self,
         *,
         hashes: _builtins.bytes = ...,
+        tier: Global___KVTier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 BlockHash = bytes
 """16 bytes: chained hash of a full KV block and everything before it (`kvtransfer.hashing`)."""
@@ -203,22 +203,37 @@ class SequenceUpdate:
     num_cached_tokens: int = 0
 
 
+class Tier(IntEnum):
+    """Where a worker keeps a block: `DEVICE` is the cache that steps read, `HOST` what it evicts to and loads from.
+
+    A block may be in both. Of a chain, what is in either is a prefix, unless the worker has said that it lost a block
+    of it; and so is what is on the device.
+    """
+
+    DEVICE = 0
+    HOST = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
     """Blocks that became a cached prefix, in prompt order; `parent` is the block before the first, b"" at the root."""
 
     hashes: Sequence[BlockHash]
     parent: BlockHash = b""
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRemoved:
+    """Blocks that one tier dropped; the other may have them still."""
+
     hashes: Sequence[BlockHash]
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cleared:
-    """The whole cache is gone."""
+    """The whole cache is gone, in both tiers."""
 
 
 KVEvent = BlockStored | BlockRemoved | Cleared

@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -64,7 +64,7 @@ def to_proto(value: Any) -> Any:
 
 
 def from_proto(kind: type[Value], message: Any) -> Value:
-    """The value a message stands for. Raises ValueError where an enum's text is unknown."""
+    """The value a message stands for. Raises ValueError where an enum's value is unknown."""
     key: Any = kind
     if key is values.SequenceUpdate:
         update: Value = _decode_update(message)
@@ -136,9 +136,10 @@ def _decode_event(message: Any) -> values.KVEvent:
     kind = message.WhichOneof("event")
     if kind == "stored":
         stored = message.stored
-        return values.BlockStored(hashes=Chain(stored.hashes), parent=stored.parent)
+        return values.BlockStored(hashes=Chain(stored.hashes), parent=stored.parent, tier=values.Tier(stored.tier))
     if kind == "removed":
-        return values.BlockRemoved(hashes=Chain(message.removed.hashes))
+        removed = message.removed
+        return values.BlockRemoved(hashes=Chain(removed.hashes), tier=values.Tier(removed.tier))
     if kind == "cleared":
         return values.Cleared()
     raise ValueError("a KV event of no kind that is known here")
@@ -197,6 +198,6 @@ def _decoder(kind: type, name: str, hint: Any) -> Decode:
     if is_dataclass(hint):
         nested: Any = hint
         return lambda message: from_proto(nested, getattr(message, name))
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
+    if isinstance(hint, type) and issubclass(hint, (StrEnum, IntEnum)):
         return lambda message: hint(getattr(message, name))
     return lambda message: getattr(message, name)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.events import EventCursor, EventLog, Gap
-from protos.values import BlockRemoved, BlockStored, Cleared, KVEvent, KVEvents
+from protos.values import BlockRemoved, BlockStored, Cleared, KVEvent, KVEvents, Tier
 
 
 def h(number: int) -> bytes:
@@ -54,6 +54,21 @@ class TestLog:
         events = log.since(7, 0)
         assert events is not None
         assert events.events == (stored(1, 2, 3, 4), stored(9), removed(5, 6))
+
+    def test_what_happens_in_two_tiers_stays_apart(self) -> None:
+        log = EventLog(incarnation=7)
+        hosted = [BlockStored(hashes=(h(n),), parent=h(n - 1), tier=Tier.HOST) for n in (2, 3)]
+        dropped = [BlockRemoved(hashes=(h(n),), tier=Tier.HOST) for n in (2, 3)]
+        for event in (stored(1), *hosted, removed(5), *dropped):
+            log.record(event)
+        events = log.since(7, 0)
+        assert events is not None
+        assert events.events == (
+            stored(1),
+            BlockStored(hashes=(h(2), h(3)), parent=h(1), tier=Tier.HOST),
+            removed(5),
+            BlockRemoved(hashes=(h(2), h(3)), tier=Tier.HOST),
+        )
 
     def test_an_event_that_was_read_no_longer_grows(self) -> None:
         log = EventLog(incarnation=7)

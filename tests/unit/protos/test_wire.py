@@ -42,6 +42,8 @@ EVENTS = values.KVEvents(
         values.BlockStored(hashes=Chain.of(HASHES), parent=bytes(16)),
         values.BlockStored(hashes=Chain.of(HASHES)),
         values.BlockRemoved(hashes=Chain.of(HASHES[:1])),
+        values.BlockStored(hashes=Chain.of(HASHES), tier=values.Tier.HOST),
+        values.BlockRemoved(hashes=Chain.of(HASHES), tier=values.Tier.HOST),
         values.Cleared(),
     ),
     snapshot=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protos.values import BlockStored, Hello, KVEvents
+from protos.values import BlockRemoved, BlockStored, Hello, KVEvents, Tier
 from router.prefix.feed import Feed
 from router.prefix.memory import MemoryPrefixIndex
 
@@ -49,3 +49,16 @@ def test_a_new_life_of_a_worker_starts_empty() -> None:
     fed.receive("w", stored(0, A, incarnation=8))
     fed.receive("w", stored(2, B, incarnation=7))
     assert fed.index.match([A, B], now=0.0) == {"w": 1}
+
+
+def test_what_a_worker_keeps_on_its_host_is_not_taken_for_what_its_steps_can_read() -> None:
+    fed = feed()
+    moved = (
+        BlockStored(hashes=(A, B)),
+        BlockStored(hashes=(B, C), parent=A, tier=Tier.HOST),
+        BlockRemoved(hashes=(B,)),
+    )
+    fed.receive("w", KVEvents(incarnation=7, first_seq=0, events=moved))
+    assert fed.index.match([A, B, C], now=0.0) == {"w": 1}
+    fed.receive("w", KVEvents(incarnation=7, first_seq=3, events=(BlockRemoved(hashes=(A,), tier=Tier.HOST),)))
+    assert fed.index.match([A, B, C], now=0.0) == {"w": 1}
