@@ -277,8 +277,10 @@ class RedisPrefixIndex:
                 _begin_again(self._scribes[worker_id])
         waiting = [name for name, scribe in self._scribes.items() if not scribe.writing]
         for worker_id, holder in (await self._store.holders(waiting)).items():
-            if holder is None and worker_id in lost:
+            if worker_id in lost and holder is None:
                 self._interrupted("Redis has forgotten what it was told")
+            elif worker_id in lost and holder != self._store.gateway_id:
+                log.warning("%s is not written for by this gateway any more but by %s", worker_id, holder)
             if holder in (None, self._store.gateway_id):
                 await self._acquire(worker_id)
         await self._bury()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -13,8 +15,7 @@ class RedisServer:
     file of its own, it is a Sentinel."""
 
     def __init__(self, folder: Path, *options: str, config: Path | None = None) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        self.port = _free_port()
         self.url = f"redis://127.0.0.1:{self.port}"
         kind = ["redis-server", str(config), "--sentinel"] if config else ["redis-server", "--save", ""]
         self._command = [*kind, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), *options]
@@ -45,3 +46,12 @@ class RedisServer:
             assert self._process.stdout is not None
             self._process.stdout.close()
             self._process = None
+
+
+def _free_port() -> int:
+    """Below those that the kernel hands out, as its cluster bus is, 10,000 above: nobody takes it from a Redis that is
+    down for a moment."""
+    while True:
+        port = random.randrange(10_000, 22_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
