@@ -30,11 +30,13 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the gpu tests on a machine without one; pytest's summary line counts them as deselected.
 
-    Where tests run in several processes, a file's stay together, and all that start Ray: there is room for one.
+    Where tests run in several processes, a file's stay together, and all that start Ray or need the GPU: there is room
+    for one.
     """
     on_ray = {item.path for item in items if {"up", "deploy"}.intersection(getattr(item, "fixturenames", ()))}
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.path in on_ray else str(item.path)))
+        alone = "ray" if item.path in on_ray else "gpu" if item.get_closest_marker("gpu") else None
+        item.add_marker(pytest.mark.xdist_group(alone or str(item.path)))
     if shutil.which("nvidia-smi"):
         return
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
