@@ -266,6 +266,24 @@ class LaneLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostLoad:
+    """The blocks a worker keeps in host memory. All but the first two count since its start: blocks copied from the
+    device, dropped, and copied back, prompt tokens loaded instead of computed, and those that were there and were
+    computed all the same, since that was quicker."""
+
+    num_blocks: int = 0
+    num_used: int = 0
+    num_stored: int = 0
+    num_evicted: int = 0
+    num_loaded: int = 0
+    num_hit_tokens: int = 0
+    num_passed_tokens: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """A worker's load after a step. `num_free_blocks` counts evictable cached blocks as free."""
 
@@ -286,6 +304,7 @@ class WorkerLoad:
     num_failed_pulls: int = 0
     num_moved: int = 0
     lanes: tuple[LaneLoad, ...] = ()
+    host: HostLoad | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ _MESSAGES: dict[type, type[Message]] = {
     values.Cleared: kv_pb2.Cleared,
     values.KVEvents: kv_pb2.KVEvents,
     values.LaneLoad: worker_pb2.LaneLoad,
+    values.HostLoad: worker_pb2.HostLoad,
     values.WorkerLoad: worker_pb2.WorkerLoad,
     values.StepMessage: worker_pb2.FromWorker,
     values.Hello: worker_pb2.Hello,

@@ -370,6 +370,7 @@ class WorkerLoad(_message.Message):
     NUM_FAILED_PULLS_FIELD_NUMBER: _builtins.int
     NUM_MOVED_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -395,6 +396,10 @@ class WorkerLoad(_message.Message):
     """running sequences that went on elsewhere"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneLoad]: ...
+    @_builtins.property
+    def host(self) -> Global___HostLoad:
+        """absent without a host tier"""
+
     def __init__(
         self,
         *,
@@ -415,14 +420,67 @@ class WorkerLoad(_message.Message):
         num_failed_pulls: _builtins.int = ...,
         num_moved: _builtins.int = ...,
         lanes: _abc.Iterable[Global___LaneLoad] | None = ...,
+        host: Global___HostLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "lanes", b"lanes", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_hidden_s", b"transfer_hidden_s", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "host", b"host", "lanes", b"lanes", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_hidden_s", b"transfer_hidden_s", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class HostLoad(_message.Message):
+    """The blocks that a worker keeps in host memory. All but the first two count since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_USED_FIELD_NUMBER: _builtins.int
+    NUM_STORED_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_FIELD_NUMBER: _builtins.int
+    NUM_LOADED_FIELD_NUMBER: _builtins.int
+    NUM_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PASSED_TOKENS_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
+    LOADED_BYTES_FIELD_NUMBER: _builtins.int
+    LOAD_S_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    num_used: _builtins.int
+    num_stored: _builtins.int
+    """blocks copied from the device"""
+    num_evicted: _builtins.int
+    num_loaded: _builtins.int
+    """blocks copied to the device"""
+    num_hit_tokens: _builtins.int
+    """of prompts, loaded instead of computed"""
+    num_passed_tokens: _builtins.int
+    """here, and computed all the same: that was quicker"""
+    stored_bytes: _builtins.int
+    loaded_bytes: _builtins.int
+    load_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        num_used: _builtins.int = ...,
+        num_stored: _builtins.int = ...,
+        num_evicted: _builtins.int = ...,
+        num_loaded: _builtins.int = ...,
+        num_hit_tokens: _builtins.int = ...,
+        num_passed_tokens: _builtins.int = ...,
+        stored_bytes: _builtins.int = ...,
+        loaded_bytes: _builtins.int = ...,
+        load_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_s", b"load_s", "loaded_bytes", b"loaded_bytes", "num_blocks", b"num_blocks", "num_evicted", b"num_evicted", "num_hit_tokens", b"num_hit_tokens", "num_loaded", b"num_loaded", "num_passed_tokens", b"num_passed_tokens", "num_stored", b"num_stored", "num_used", b"num_used", "stored_bytes", b"stored_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostLoad: _TypeAlias = HostLoad  # noqa: Y015
 
 @_typing.final
 class LaneLoad(_message.Message):

@@ -22,7 +22,8 @@ LOGPROBS = values.Logprobs(
     chosen=values.TokenLogprob(token_id=1, logprob=-0.5), top=(values.TokenLogprob(token_id=1, logprob=-0.5),)
 )
 LANES = values.LaneLoad(transport="gloo", reason="another host", num_open=2, num_opened=7, num_lost=5, num_corrupt=1)
-LOAD = values.WorkerLoad(step=3, num_running=2, num_blocks=10, draining=True, lanes=(LANES,))
+HOST = values.HostLoad(num_blocks=64, num_used=9, num_hit_tokens=2**33, load_s=0.25)
+LOAD = values.WorkerLoad(step=3, num_running=2, num_blocks=10, draining=True, lanes=(LANES,), host=HOST)
 INFO = values.WorkerInfo(
     worker_id="decode-0",
     incarnation=7,
@@ -77,6 +78,7 @@ SAMPLES = [
     *EVENTS.events,
     EVENTS,
     LANES,
+    HOST,
     LOAD,
     values.StepMessage(updates=UPDATES, events=(EVENTS,), load=LOAD),
     values.StepMessage(),
