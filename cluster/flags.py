@@ -26,7 +26,7 @@ Log = Annotated[LogFormat, typer.Option("--log-format", help="Lines for people, 
 Model = Annotated[str | None, typer.Option("--model", metavar="PATH", help="Folder of a Hugging Face checkpoint.")]
 Name = Annotated[str | None, typer.Option("--served-name", help="What clients call the model. Default: its folder.")]
 Host = Annotated[str | None, typer.Option("--host", help="Address to listen on. Default: 127.0.0.1.")]
-Port = Annotated[int | None, typer.Option("--port", help="Of HTTP; 0 takes a free one. Default: 8000.")]
+Port = Annotated[int | None, typer.Option("--port", help="Of HTTP; 0: any, and any for gRPC. Default: 8000.")]
 GrpcPort = Annotated[int | None, typer.Option("--grpc-port", help="Of the gRPC service; 0: any. Default: 8001.")]
 Prefill = Annotated[int | None, typer.Option("--prefill", help="Number of prefill workers. Default: 1.")]
 Decode = Annotated[int | None, typer.Option("--decode", help="Number of decode workers. Default: 1.")]

@@ -91,6 +91,8 @@ def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
     lanes = LaneConfig(**tables["lanes"])
     worker = WorkerConfig(model=model, served_name=top.get("served_name", ""), lanes=lanes, **tables["worker"])
     faces = {name: top[name] for name in ("host", "port", "grpc_port") if name in top}
+    if faces.get("port") == 0:
+        faces.setdefault("grpc_port", 0)  # whoever takes any free port does not want a certain one beside it
     name = worker.served_name or Path(model).resolve().name
     return ClusterConfig(
         worker=worker,

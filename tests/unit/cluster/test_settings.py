@@ -25,6 +25,11 @@ def test_a_model_is_all_it_takes() -> None:
     assert config.worker.model == "models/tiny"
 
 
+def test_any_free_port_is_any_two() -> None:
+    assert config_of(port=0).router.grpc_port == 0
+    assert config_of(port=0, grpc_port=9001).router.grpc_port == 9001
+
+
 def test_workers_get_the_settings_of_lanes() -> None:
     config = config_of(lanes={"transport": "collective", "max_lanes": 8})
     assert (config.worker.lanes.transport, config.worker.lanes.max_lanes) == ("collective", 8)
