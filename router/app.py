@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -28,6 +29,8 @@ from router.openai.models import model_list, one_model
 from router.openai.sse import EventStream
 from router.openai.tokens import detokenize, tokenize
 from router.openapi import describe
+from router.scrape import Merged, families_of
+from router.siblings import from_sibling
 
 MAX_HEAD_BYTES = 64 * 1024
 
@@ -117,14 +120,21 @@ def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        ready = gateway.fleet.ready()
-        told = {"ready": ready, "reason": not_ready(gateway), "degraded": gateway.fleet.degraded()}
+        ready, degraded = gateway.ready(), (gateway.fleet.degraded(), gateway.siblings.trouble)
+        told = {"ready": ready, "reason": not_ready(gateway), "degraded": "; ".join(filter(None, degraded))}
         return json_response(told, status=200 if ready else 503)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
+        registry = gateway.metrics.registry
+        if from_sibling(request):
+            return json_response(families_of(registry))
+        if not gateway.siblings.alone:
+            told = {gateway.siblings.number: families_of(registry), **await gateway.siblings.ask(request)}
+            registry = CollectorRegistry()
+            registry.register(Merged(told))
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(gateway.metrics.registry), media_type=content_type)
+        return Response(encode(registry), media_type=content_type)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -17,6 +17,7 @@ from router.config import RouterConfig
 from router.generation import FleetView, Generate
 from router.metrics import RequestMetrics, Track
 from router.pace import Pace
+from router.siblings import Siblings
 from router.text.answer import Piece, Tally, answer
 from router.text.asking import Ask, check_length
 from router.text.chat_template import ChatTemplate, Message
@@ -37,10 +38,15 @@ class Gateway:
     reception: Reception = field(default_factory=Reception)
     routing: Routing = field(default_factory=Routing)
     pace: Pace = field(default_factory=Pace)
+    siblings: Siblings = field(default_factory=Siblings)
     max_body_bytes: int = 16 * 2**20
     keep_alive_s: float = 15.0
     cors_origins: tuple[str, ...] = ()
     wall_clock: Callable[[], float] = time.time
+
+    def ready(self) -> bool:
+        """Would a request be served, whichever process gets it?"""
+        return self.siblings.settled and self.fleet.ready()
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModel."""
@@ -127,6 +133,7 @@ def open_gateway(
     metrics: RequestMetrics | None = None,
     reception: Reception | None = None,
     routing: Routing | None = None,
+    siblings: Siblings | None = None,
     max_model_len: int | None = None,
 ) -> Gateway:
     """Reads tokenizer, chat template and defaults from the checkpoint. Raises Misconfigured."""
@@ -140,6 +147,7 @@ def open_gateway(
         metrics=metrics or RequestMetrics(),
         reception=reception or Reception(),
         routing=routing or Routing(),
+        siblings=siblings or Siblings(),
         max_body_bytes=config.max_body_bytes,
         keep_alive_s=config.keep_alive_s,
         cors_origins=tuple(origin.strip() for origin in config.cors_origins.split(",") if origin.strip()),

@@ -130,7 +130,7 @@ class _Inference(pb_grpc.InferenceServicer):
             )
             for one in fleet.status()
         ]
-        return pb.StatusReply(ready=fleet.ready(), model=self._gateway.card.name, workers=workers)
+        return pb.StatusReply(ready=self._gateway.ready(), model=self._gateway.card.name, workers=workers)
 
     async def _ask(self, request: pb.GenerateRequest, context: Context, name: str) -> Ask:
         tenant = self._tenant(context)
@@ -167,7 +167,7 @@ class _Health:
     """grpc.health.v1: asks the fleet when asked, so that it can never say something else than /ready."""
 
     def __init__(self, gateway: Gateway, period_s: float) -> None:
-        self._fleet = gateway.fleet
+        self._gateway = gateway
         self._period_s = period_s
 
     async def Check(self, request: Any, context: Context) -> Any:
@@ -192,7 +192,7 @@ class _Health:
         if service not in ("", SERVICE):
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         states = health_pb2.HealthCheckResponse
-        return states.SERVING if self._fleet.ready() else states.NOT_SERVING
+        return states.SERVING if self._gateway.ready() else states.NOT_SERVING
 
 
 _OPTIONAL = (

@@ -11,6 +11,9 @@ from router.shadow import Shadow
 
 View = dict[str, Any]
 
+_PER_DECISION = ("agreement", "predicted_ttft_s", "taken_predicted_ttft_s", "ttft_difference_s")
+_PER_TOKEN = ("hit_rate", "taken_hit_rate", "hit_difference")
+
 
 def summary(record: Record, wall_offset_s: float) -> View:
     """One line of a list. `wall_offset_s`: the wall clock's time less the loop's."""
@@ -52,6 +55,7 @@ def shadow_view(shadow: Shadow) -> View:
     return {
         "policy": shadow.name,
         "decisions": tally.num_decisions,
+        "prompt_tokens": tally.prompt_tokens,
         "agreement": tally.num_agreed / count,
         "predicted_ttft_s": tally.shadow_ttft_s / count,
         "taken_predicted_ttft_s": tally.taken_ttft_s / count,
@@ -60,6 +64,17 @@ def shadow_view(shadow: Shadow) -> View:
         "taken_hit_rate": tally.taken_hit_tokens / tokens,
         "hit_difference": (tally.shadow_hit_tokens - tally.taken_hit_tokens) / tokens,
     }
+
+
+def shadows_together(views: Sequence[View]) -> View:
+    """What several gateway processes have of the same shadow, as one had it that saw all their requests."""
+    [name] = {view["policy"] for view in views}
+    whole: View = {"policy": name}
+    for weight, averages in (("decisions", _PER_DECISION), ("prompt_tokens", _PER_TOKEN)):
+        whole[weight] = total = sum(view[weight] for view in views)
+        for average in averages:
+            whole[average] = sum(view[average] * view[weight] for view in views) / (total or 1)
+    return whole
 
 
 def _choice(record: Record, choice: Choice) -> View:

@@ -10,6 +10,7 @@ from router.member import WorkerStatus
 from router.openai.replies import Reply
 from router.policies.base import Alone, Candidate
 from router.policies.costs import Outlook
+from router.siblings import ProcessStatus
 
 
 class Held(Reply):
@@ -18,13 +19,15 @@ class Held(Reply):
 
 
 class StatusReply(Reply):
-    """`kv` is null for a worker that does not say in time."""
+    """`kv` is null for a worker that does not say in time. `processes` are those of the gateway; none where it is one
+    process."""
 
     model: str
     ready: bool
     reason: str
     workers: list[WorkerStatus]
     kv: dict[str, Held | None]
+    processes: list[ProcessStatus]
 
 
 class HeldByWorker(Reply):
@@ -134,6 +137,7 @@ class CacheReply(Reply):
 class ShadowTally(Reply):
     policy: str
     decisions: int
+    prompt_tokens: int
     agreement: float
     predicted_ttft_s: float
     taken_predicted_ttft_s: float

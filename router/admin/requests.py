@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
+from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import InvalidRequest, UnknownRequest
-from router.explain import explain
+from router.explain import Losses, explain
 from router.gateway import Gateway
 from router.openai.errors import json_response
-from router.record import Record
-from router.record_view import shadow_view, summary, whole
+from router.record import Record, Records
+from router.record_view import shadow_view, shadows_together, summary, whole
 
 DEFAULT_COUNT = 50
 MAX_COUNT = 1000
@@ -23,36 +24,48 @@ Name = Annotated[str, Path(description="x-baton-request-id of an answer, the ans
 
 
 def add(admin: APIRouter, gateway: Gateway) -> None:
-    records, losses = gateway.routing.records, gateway.routing.losses
+    records, losses, siblings = gateway.routing.records, gateway.routing.losses, gateway.siblings
 
     def offset_s() -> float:
         return gateway.wall_clock() - asyncio.get_running_loop().time()
 
-    def found(name: str) -> Sequence[Record]:
-        if known := records.find(name):
-            return known
-        raise UnknownRequest(
-            f"There is no request {name[:128]!r} among the last of this gateway: take the name from the header "
-            "x-baton-request-id of its answer, and ask the gateway that gave it"
-        )
+    async def jobs(request: Request, name: str, view: Callable[[Record], Mapping[str, Any] | None]) -> Response:
+        """Of this process and of its siblings: clients may call several requests alike."""
+        known = [told for one in records.find(name) if (told := view(one)) is not None]
+        found = bool(records.find(name))
+        for reply in (await siblings.ask(request)).values():
+            known, found = [*known, *reply["jobs"]], True
+        if not found:
+            raise UnknownRequest(
+                f"There is no request {name[:128]!r} among the last of this gateway: take the name from the header "
+                "x-baton-request-id of its answer, and ask the gateway that gave it"
+            )
+        return json_response({"request_id": name, "jobs": known})
 
     @admin.get("/requests")
-    async def recent(limit: Annotated[str, Query()] = str(DEFAULT_COUNT)) -> Response:
+    async def recent(request: Request, limit: Annotated[str, Query()] = str(DEFAULT_COUNT)) -> Response:
         count = _count(limit)
-        return json_response({"requests": [summary(one, offset_s()) for one in records.recent(count)]})
+        latest = [summary(one, offset_s()) for one in records.recent(count)]
+        if told := await siblings.ask(request):
+            latest += [one for reply in told.values() for one in reply["requests"]]
+            latest.sort(key=lambda one: one["received_at"], reverse=True)
+        return json_response({"requests": latest[:count]})
 
     @admin.get("/requests/{name:path}/cache")
-    async def cache(name: Name) -> Response:
-        jobs = [_explained(one, explain(one, records, losses)) for one in found(name) if one.choices]
-        return json_response({"request_id": name, "jobs": jobs})
+    async def cache(request: Request, name: Name) -> Response:
+        return await jobs(request, name, lambda one: _explained(one, records, losses))
 
     @admin.get("/requests/{name:path}")
-    async def request(name: Name) -> Response:
-        return json_response({"request_id": name, "jobs": [whole(one, offset_s()) for one in found(name)]})
+    async def request(request: Request, name: Name) -> Response:
+        return await jobs(request, name, lambda one: whole(one, offset_s()))
 
     @admin.get("/shadows")
-    async def shadows() -> Response:
-        return json_response({"shadows": [shadow_view(one) for one in gateway.routing.shadows]})
+    async def shadows(request: Request) -> Response:
+        views = [shadow_view(one) for one in gateway.routing.shadows]
+        if told := await siblings.ask(request):
+            replies = [views, *(reply["shadows"] for reply in told.values())]
+            views = [shadows_together(same) for same in zip(*replies, strict=True)]
+        return json_response({"shadows": views})
 
 
 def _count(limit: str) -> int:
@@ -61,5 +74,9 @@ def _count(limit: str) -> int:
     raise InvalidRequest(f"'limit' is {limit[:32]!r}: it must be a number from 1 to {MAX_COUNT}", param="limit")
 
 
-def _explained(record: Record, miss: Any) -> dict[str, Any]:
+def _explained(record: Record, records: Records, losses: Losses) -> dict[str, Any] | None:
+    """None while nobody has decided about it."""
+    if not record.choices:
+        return None
+    miss = explain(record, records, losses)
     return {"job": record.job.request_id, "prompt_tokens": record.num_prompt_tokens, "miss": miss}

@@ -18,17 +18,17 @@ STATS_TIMEOUT_S = 2.0
 def add(admin: APIRouter, gateway: Gateway) -> None:
     @admin.get("/status")
     async def status() -> Response:
-        told = {"model": gateway.card.name, "ready": gateway.fleet.ready(), "reason": not_ready(gateway)}
+        told = {"model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway)}
         workers = gateway.fleet.status()
         said = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
         kv = {worker.worker_id: one for worker, one in zip(workers, said, strict=True)}
-        return json_response(told | {"workers": workers, "kv": kv})
+        return json_response(told | {"workers": workers, "kv": kv, "processes": gateway.siblings.statuses})
 
 
 def not_ready(gateway: Gateway) -> str:
     """Why a request would not be served now; "" when it would."""
     if gateway.fleet.ready():
-        return ""
+        return "" if gateway.siblings.settled else gateway.siblings.trouble or "not every gateway process is ready yet"
     workers = gateway.fleet.status()
     away = [one for one in workers if one.state != "ready"]
     told = [f"{one.worker_id} is {one.state}{f' ({one.reason})' if one.reason else ''}" for one in away]

@@ -1,0 +1,114 @@
+"""The other gateway processes behind the same port: who they are, and what they say to a question about all of them.
+
+    client ── GET /admin/requests/r ──▶ process 1: not mine ══ Unix sockets ══▶ processes 0 and 2: mine ──▶ one answer
+
+A question that came from a sibling is never passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+log = logging.getLogger("baton.router")
+
+TIMEOUT_S = 2.0
+_PASSED_ON = ("authorization", "accept")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStatus:
+    """A gateway process as its supervisor sees it. `reason` tells why it is not ready; `pid` is 0 of one that waits to
+    be started again."""
+
+    number: int
+    pid: int
+    state: str
+    reason: str = ""
+    num_connections: int = 0
+
+
+class Siblings:
+    """Process `number` of `count`. Each has its socket in `folder`; without one there are no siblings.
+
+    `settled`: all of them were ready once. Until then none of them says that it is.
+    """
+
+    def __init__(self, *, folder: Path | None = None, number: int = 0, count: int = 1) -> None:
+        self.number = number
+        self.folder = folder
+        self.statuses: Sequence[ProcessStatus] = ()
+        self.settled = count == 1
+        others = [other for other in range(count) if other != number] if folder is not None else []
+        self._clients = {other: _client(http_socket(folder, other)) for other in others if folder is not None}
+
+    @property
+    def alone(self) -> bool:
+        return not self._clients
+
+    @property
+    def trouble(self) -> str:
+        """Which process does not serve at present, and why; "" when all do."""
+        away = [one for one in self.statuses if one.state != "ready"]
+        told = [
+            f"gateway process {one.number} is {one.state}{f' ({one.reason})' if one.reason else ''}" for one in away
+        ]
+        return "; ".join(told)
+
+    async def ask(self, request: Request) -> Mapping[int, Any]:
+        """What each sibling answers to the same GET, from JSON, by its number: without those that know nothing of it
+        (404), and those that do not answer in time. Empty where a sibling asks."""
+        if self.alone or from_sibling(request):
+            return {}
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+        told = await asyncio.gather(*(self._ask(number, target, headers) for number in self._clients))
+        return {number: one for number, one in zip(self._clients, told, strict=True) if one is not None}
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.aclose()
+
+    async def _ask(self, number: int, target: str, headers: Mapping[str, str]) -> Any:
+        try:
+            response = await self._clients[number].get(target, headers=headers)
+        except httpx.HTTPError as error:
+            log.warning("gateway process %d does not answer %s: %r", number, target.partition("?")[0], error)
+            return None
+        return response.json() if response.status_code == 200 else None
+
+
+class ForSiblings:
+    """The application as siblings see it: it answers for this process alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["sibling"] = True
+        await self._app(scope, receive, send)
+
+
+def from_sibling(request: Request) -> bool:
+    return bool(getattr(request.state, "sibling", False))
+
+
+def http_socket(folder: Path, number: int) -> str:
+    return str(folder / f"{number}.http")
+
+
+def expectations_socket(folder: Path, number: int) -> str:
+    return str(folder / f"{number}.expectations")
+
+
+def _client(path: str) -> httpx.AsyncClient:
+    transport = httpx.AsyncHTTPTransport(uds=path)
+    return httpx.AsyncClient(transport=transport, base_url="http://sibling", timeout=TIMEOUT_S, trust_env=False)

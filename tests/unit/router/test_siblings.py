@@ -1,0 +1,81 @@
+"""Several gateway processes behind one port answer as one, whichever of them is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import uvicorn
+from uvicorn.server import ServerState
+
+from router.app import create_app
+from router.choosing import routing_of
+from router.dispatch import Dispatcher
+from router.fleet_metrics import FleetCollector
+from router.policies.registry import policy_of
+from router.siblings import ForSiblings, ProcessStatus, Siblings, http_socket
+from tests.unit.router.fake_cluster import Cluster
+from tests.unit.router.operating import ask
+from tests.unit.router.scripted import make_gateway
+
+
+@asynccontextmanager
+async def process(cluster: Cluster, siblings: Siblings) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway that its siblings reach over its socket, and clients as if they had come through the port."""
+    assert siblings.folder is not None
+    routing = routing_of(cluster.config)
+    generate = Dispatcher(fleet=cluster.fleet, policy=policy_of(cluster.config), config=cluster.config, routing=routing)
+    gateway = make_gateway(generate, fleet=cluster.fleet, routing=routing, siblings=siblings)
+    gateway.metrics.registry.register(FleetCollector(cluster.fleet))
+    app = create_app(gateway)
+    config = uvicorn.Config(ForSiblings(app), lifespan="off", http="httptools", log_config=None)
+    config.load()
+    state, protocol = ServerState(), cast("Any", config.http_protocol_class)
+    server = await asyncio.get_running_loop().create_unix_server(
+        lambda: protocol(config=config, server_state=state, app_state={}), http_socket(siblings.folder, siblings.number)
+    )
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+            yield client
+    finally:
+        await siblings.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def test_any_process_tells_of_all_of_them(make: Callable[..., Cluster], tmp_path: Path) -> None:
+    cluster = make(shadow_policy="least_loaded")
+    await cluster.add("c0")
+    all_three = [Siblings(folder=tmp_path, number=number, count=3) for number in range(3)]
+    async with AsyncExitStack() as stack:
+        first, second = [await stack.enter_async_context(process(cluster, one)) for one in all_three[:2]]
+        assert (await first.get("/ready")).status_code == 503
+        for one in all_three:
+            one.settled = True
+            one.statuses = (ProcessStatus(number=2, pid=0, state="waiting", reason="killed"),)  # and answers nobody
+        told = (await first.get("/ready")).json()
+        assert (told["ready"], told["degraded"]) == (True, "gateway process 2 is waiting (killed)")
+
+        for client, name in ((first, "one"), (second, "two"), (second, "same"), (first, "same")):
+            assert (await ask(client, name)).status_code == 200
+        for client in (first, second):
+            for name, count in (("one", 1), ("two", 1), ("same", 2)):
+                assert len((await client.get(f"/admin/requests/{name}")).json()["jobs"]) == count
+                assert len((await client.get(f"/admin/requests/{name}/cache")).json()["jobs"]) == count
+            assert (await client.get("/admin/requests/three")).status_code == 404
+            latest = (await client.get("/admin/requests?limit=3")).json()["requests"]
+            assert [one["request_id"] for one in latest] == ["same", "same", "two"]
+            assert (await client.get("/admin/shadows")).json()["shadows"][0]["decisions"] == 4
+            told = (await client.get("/admin/status")).json()
+            assert told["processes"][0]["state"] == "waiting"
+
+            page = (await client.get("/metrics")).text
+            counted = r'^baton_requests_total{endpoint="completions",outcome="ok",process="(.)"} (\S+)$'
+            assert re.findall(counted, page, re.MULTILINE) == [("0", "2.0"), ("1", "2.0")]
+            heard = r'^baton_pool_kv_blocks{pool="colocated"} (\S+)$'
+            assert len(re.findall(heard, page, re.MULTILINE)) == 1, "what workers say is told once"
