@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
@@ -35,6 +36,8 @@ _PROVED = b"seen"
 _MARK = 0xFE
 _FREED = b"\x01"
 _MAX_MESSAGE = 4096
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Nobody who has the descriptor can change the memory's length: touching what was cut off would kill the other end."""
 
 _cuda: Any = torch.cuda
 
@@ -59,19 +62,21 @@ class Ring:
             memory_B = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             storage: Any = memory_B.untyped_storage()
             return cls(memory_B, slot_bytes, ([], repr(storage._share_cuda_()).encode()))
-        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return cls(_map(fd, num_bytes), slot_bytes, ([fd], b""))
 
     @classmethod
     def find(cls, fds: Sequence[int], handle: bytes, slot_bytes: int) -> Ring:
-        """What the peer made. Takes the file descriptors over."""
+        """What the peer made. Takes the file descriptors over. Raises LinkBroken for memory that could shrink."""
         if handle:
             storage_type: Any = torch.UntypedStorage
             storage = storage_type._new_shared_cuda(*ast.literal_eval(handle.decode()))
             memory_B = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: NUM_SLOTS * slot_bytes]
             return cls(memory_B, slot_bytes, ([], handle))
         try:
+            _require_sealed(fds[0], NUM_SLOTS * slot_bytes)
             return cls(_map(fds[0], NUM_SLOTS * slot_bytes), slot_bytes, ([], b""))
         finally:
             os.close(fds[0])
@@ -85,6 +90,14 @@ class Ring:
     def slot(self, index: int, num_bytes: int) -> torch.Tensor:
         start = index % self.num_slots * self.slot_bytes
         return self.memory_B[start : start + num_bytes]
+
+
+def _require_sealed(fd: int, num_bytes: int) -> None:
+    sealed, length = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
+    if sealed & _SEALS != _SEALS or length != num_bytes:
+        raise LinkBroken(
+            f"the peer's memory has {length} bytes of {num_bytes}, or is not sealed against a change of it"
+        )
 
 
 def _map(fd: int, num_bytes: int) -> torch.Tensor:

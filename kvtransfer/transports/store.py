@@ -7,22 +7,32 @@ told to forget.
 
 from __future__ import annotations
 
+import errno
+import logging
 import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 
 from torch._C._distributed_c10d import Store
+
+log = logging.getLogger("baton.kvtransfer")
 
 _REQUEST = struct.Struct("<BII")  # what, bytes of the key, bytes of the value
 _REPLY = struct.Struct("<BI")  # found?, bytes of the value
 _COUNT = struct.Struct("<q")
 _MAX_BYTES = 2**20
 _LONGEST_POLL_S = 0.005
+_LOOK_S = 0.05
+_PAUSE_S = 0.2
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+MAX_LANES = 1024
 
 
 class _What(IntEnum):
@@ -31,17 +41,24 @@ class _What(IntEnum):
     ADD = 2
     RAISE = 3  # to this number, if it is less
     FORGET = 4  # every key that begins with this one
+    WILL = 5  # to be set when this client's connection ends; an empty value revokes the last
 
 
 class Board:
-    """The server: one thread, all values in memory. Binds to `host` only; `port` says where, if any will do (0)."""
+    """The server: one thread, all values in memory. Binds to `host` only; `port` says where, if any will do (0).
+
+    A lane is what its keys have before the first "/". Of at most `MAX_LANES` something is known: those that were asked
+    for last. A lane that lives asks several times a minute.
+    """
 
     def __init__(self, host: str, port: int = 0) -> None:
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, port), family=family)
         self.port: int = self._listener.getsockname()[1]
-        self._values: dict[bytes, bytes] = {}
-        self._unread: dict[socket.socket, bytearray] = {}
+        self._lanes: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()  # the one asked for last comes last
+        self._clients: dict[socket.socket, _Client] = {}
+        self._full = False  # nobody could be let in when somebody last knocked
+        self._resumes_s: float | None = None  # when the listener is looked at again; None while it is
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._stop, stopped = socket.socketpair()
@@ -51,7 +68,7 @@ class Board:
 
     @property
     def num_values(self) -> int:
-        return len(self._values)
+        return sum(map(len, tuple(self._lanes.values())))
 
     def close(self) -> None:
         """Ends the thread. May be called twice."""
@@ -60,9 +77,13 @@ class Board:
 
     def _serve(self, stopped: socket.socket) -> None:
         while True:
-            for key, _ in self._selector.select():
+            wait_s = None if self._resumes_s is None else max(0.0, self._resumes_s - time.monotonic())
+            ready = self._selector.select(wait_s)
+            if self._resumes_s is not None and time.monotonic() >= self._resumes_s:
+                self._resume()
+            for key, _ in ready:
                 if key.fileobj is stopped:
-                    for end in (self._listener, stopped, *self._unread):
+                    for end in (self._listener, stopped, *self._clients):
                         end.close()
                     self._selector.close()
                     return
@@ -72,34 +93,53 @@ class Board:
                     assert isinstance(key.fileobj, socket.socket)
                     self._hear(key.fileobj)
 
+    def _pause(self, error: OSError) -> None:
+        """Nobody can be let in, and who knocks stays in line: without a pause we would try without end."""
+        if not self._full:
+            log.error("nobody new can come to the board of lanes: %s; raise this worker's limit", error.strerror)
+        self._full = True
+        self._selector.unregister(self._listener)
+        self._resumes_s = time.monotonic() + _PAUSE_S
+
+    def _resume(self) -> None:
+        if self._resumes_s is not None:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._resumes_s = None
+
     def _welcome(self) -> None:
         try:
             client, _ = self._listener.accept()
-        except OSError:
-            return  # gone again already
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                self._pause(error)
+            return  # otherwise it is gone again already
+        self._full = False
         client.settimeout(1.0)
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._unread[client] = bytearray()
+        self._clients[client] = _Client()
         self._selector.register(client, selectors.EVENT_READ)
 
     def _hear(self, client: socket.socket) -> None:
         """A client that breaks off, or says what no client of ours would, is let go."""
+        known = self._clients[client]
         try:
             received = client.recv(65536)
-            unread = self._unread[client]
-            unread += received
-            replies = b"".join(self._answers(unread))
+            known.unread += received
+            replies = b"".join(self._answers(known))
             if replies:
                 client.sendall(replies)
         except (OSError, ValueError):
             received = b""
         if not received:
             self._selector.unregister(client)
-            del self._unread[client]
+            del self._clients[client]
             client.close()
+            if known.will is not None:
+                self._answer(_What.SET, *known.will)
+            self._resume()
 
-    def _answers(self, unread: bytearray) -> list[bytes]:
-        replies = []
+    def _answers(self, client: _Client) -> list[bytes]:
+        replies, unread = [], client.unread
         while len(unread) >= _REQUEST.size:
             what, key_bytes, value_bytes = _REQUEST.unpack_from(unread)
             end = _REQUEST.size + key_bytes + value_bytes
@@ -110,34 +150,55 @@ class Board:
             key = bytes(unread[_REQUEST.size : _REQUEST.size + key_bytes])
             value = bytes(unread[_REQUEST.size + key_bytes : end])
             del unread[:end]
+            if _What(what) is _What.WILL:
+                client.will = (key, value) if value else None
             answer = self._answer(_What(what), key, value)
             replies.append(_REPLY.pack(answer is not None, len(answer or b"")) + (answer or b""))
         return replies
 
     def _answer(self, what: _What, key: bytes, value: bytes) -> bytes | None:
+        values = self._values_of(key)
         if what is _What.SET:
-            self._values[key] = value
+            values[key] = value
         elif what in (_What.ADD, _What.RAISE):
             if len(value) != _COUNT.size:
                 raise ValueError("not a number")
-            before, given = int(self._values.get(key, b"0")), _COUNT.unpack(value)[0]
-            self._values[key] = b"%d" % (before + given if what is _What.ADD else max(before, given))
+            before, given = int(values.get(key, b"0")), _COUNT.unpack(value)[0]
+            values[key] = b"%d" % (before + given if what is _What.ADD else max(before, given))
         elif what is _What.FORGET:
-            self._values = {other: kept for other, kept in self._values.items() if not other.startswith(key)}
-        return self._values.get(key)
+            for other in [other for other in values if other.startswith(key)]:
+                del values[other]
+        return values.get(key)
+
+    def _values_of(self, key: bytes) -> dict[bytes, bytes]:
+        """What is known of the key's lane."""
+        lane = key.partition(b"/")[0]
+        values = self._lanes.setdefault(lane, {})
+        self._lanes.move_to_end(lane)
+        if len(self._lanes) > MAX_LANES:
+            self._lanes.popitem(last=False)
+        return values
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    unread: bytearray = field(default_factory=bytearray)
+    will: tuple[bytes, bytes] | None = None
 
 
 class BoardStore(Store):
     """A client of a board, under a prefix. Whatever goes wrong with the connection is an OSError.
 
-    `wait_s` bounds the wait for what others are to say, `answer_s` that for the board itself. torch calls the methods
-    from threads of its own. Keep the object alive as long as a process group made with it.
+    `wait_s` bounds the wait for what others are to say, `answer_s` that for the board itself. While it waits it calls
+    `look` now and then, which may raise to end that. torch calls the methods from threads of its own. Keep the object
+    alive as long as a process group made with it.
     """
 
     def __init__(self, host: str, port: int, prefix: str, *, wait_s: float, answer_s: float = 2.0) -> None:
         super().__init__()
         self._prefix = prefix
         self._wait_s = wait_s
+        self.look: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._socket = socket.create_connection((host, port), answer_s)
         if self._socket.getsockname() == self._socket.getpeername():
@@ -163,13 +224,22 @@ class BoardStore(Store):
         return all(self._ask(_What.GET, key) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        deadline_s = time.monotonic() + (timeout.total_seconds() if timeout else self._wait_s)
+        begun_s = time.monotonic()
+        deadline_s, next_look_s = begun_s + (timeout.total_seconds() if timeout else self._wait_s), begun_s + _LOOK_S
         poll_s = 0.0005
         while not self.check(keys):
-            if time.monotonic() > deadline_s:
+            now = time.monotonic()
+            if now > deadline_s:
                 raise TimeoutError(f"the other ranks did not say {', '.join(keys)} in time")
+            if self.look is not None and now > next_look_s:
+                self.look()
+                next_look_s = now + _LOOK_S
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+
+    def leave_behind(self, key: str, value: str) -> None:
+        """What is set once this connection has ended, however that came about; "" revokes what was left last."""
+        self._ask(_What.WILL, key, value.encode())
 
     def forget(self, key: str) -> None:
         """Every key that begins like this."""

@@ -3,7 +3,8 @@
     source ranks 0 .. m-1, destination ranks m .. m+n-1, meeting at the destination's board under
 
         <source peer>><destination peer>/epoch     an integer; whoever leaves a lane moves it on
-        <source peer>><destination peer>/<epoch>/  here/<rank> of everybody who has come, then the groups' own keys
+        <source peer>><destination peer>/<epoch>/  here/<rank> of everybody who has come, then the groups' own keys;
+                                                   gone: who was here, and hung up without a word
 
 Peer names hold the incarnation, so a restarted worker never meets an old group; the epoch does the same for a lane that
 broke between two living workers. Headers go over gloo on every device, payloads over NCCL on CUDA: an idle GPU lane
@@ -276,11 +277,26 @@ class Rendezvous:
             while not store.check([f"{self._epoch}/here/{rank}" for rank in range(self._size)]):
                 keep_waiting(poll_s)
                 poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+                self._require_all()
                 if self.moved_on():
                     self._come()
-            return self._wire(store)
+            store.look = self._require_unmoved
+            wire = self._wire(store)
+            store.look = None
+            return wire
         except (OSError, RuntimeError) as error:
             raise _broken("no lane could be opened", error) from error
+
+    def _require_all(self) -> None:
+        """Raises WireBroken when a process has died that had come."""
+        assert self._store is not None
+        if self._store.check([gone := f"{self._epoch}/gone"]):
+            raise WireBroken(f"{self._store.get(gone).decode()} hung up while the lane was opened")
+
+    def _require_unmoved(self) -> None:
+        self._require_all()
+        if self.moved_on():
+            raise WireBroken("another rank gave this lane up while it was opened")
 
     def moved_on(self) -> bool:
         """Has some rank of this lane left it? Raises WireBroken when the destination's board is gone."""
@@ -292,6 +308,7 @@ class Rendezvous:
         if self._store is None:
             return
         with contextlib.suppress(OSError):  # the destination and its board are gone: its next life starts afresh
+            self._store.leave_behind("", "")
             self._store.raise_to("epoch", self._epoch + 1)
             self._store.forget(f"{self._epoch - 1}/")  # of this one, ranks may still be reading what was said
         self._store.close()
@@ -304,6 +321,7 @@ class Rendezvous:
     def _come(self) -> None:
         assert self._store is not None
         self._epoch = self._read_epoch(self._store)
+        self._store.leave_behind(f"{self._epoch}/gone", f"rank {self._rank} of {self._size}")
         self._store.set(f"{self._epoch}/here/{self._rank}", "1")
 
     def _read_epoch(self, store: BoardStore) -> int:

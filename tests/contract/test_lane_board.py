@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 
-from kvtransfer.transports.store import Board, BoardStore
+from kvtransfer.transports.store import MAX_LANES, Board, BoardStore
 
 Client = Callable[..., BoardStore]
 
@@ -80,6 +81,63 @@ def test_what_is_forgotten_is_gone_and_nothing_else(client: Client) -> None:
     assert not one.check(["1/here"])
     assert one.check(["10/here"])
     assert stranger.check(["1/here"])
+
+
+def test_what_a_client_leaves_behind_is_said_when_it_is_gone(client: Client) -> None:
+    killed, closed, other = client(), client(), client()
+    killed.leave_behind("0/gone", "rank 0")
+    closed.leave_behind("1/gone", "rank 1")
+    closed.leave_behind("", "")
+    assert not other.check(["0/gone"])
+    for store in (closed, killed):
+        store.close()
+    assert other.get("0/gone") == b"rank 0"
+    assert not other.check(["1/gone"]), "it had said goodbye"
+
+
+def test_a_wait_ends_when_a_look_finds_that_it_is_in_vain(client: Client) -> None:
+    store = client()
+
+    def in_vain() -> None:
+        raise ConnectionError("the other one is gone")
+
+    store.look = in_vain
+    with pytest.raises(ConnectionError, match="is gone"):
+        store.get("never")
+
+
+def test_lanes_that_nobody_asks_for_are_forgotten_in_the_end(board: Board, client: Client) -> None:
+    """A worker that is restarted again and again leaves something behind each time."""
+    kept = client("p0#0>d0#1/")
+    kept.set("epoch", "7")
+    other = client("")
+    for life in range(2 * MAX_LANES):
+        other.set(f"p0#{life + 1}>d0#1/epoch", "1")
+        if life % 100 == 0:
+            assert kept.check(["epoch"]), "it is asked for now and then"
+    assert board.num_values == MAX_LANES
+
+
+def test_a_board_without_descriptors_serves_on_and_does_not_spin(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = client()
+    store.set("turn", "is let in before the descriptors are used up")
+    accept, refused = socket.socket.accept, 0
+
+    def full(self: socket.socket) -> None:
+        nonlocal refused
+        refused += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", full)
+    late = client()
+    for turn in range(1000):
+        store.set("turn", str(turn))
+    assert 0 < refused < 100
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    late.set("late", "but in the end")
+    assert store.get("late") == b"but in the end"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 
 from kvtransfer.config import LaneConfig
 from kvtransfer.transport import LaneLost
+from kvtransfer.transports.store import BoardStore
 from kvtransfer.transports.wire import Wire
 from protos.values import LaneLoad
 from tests.contract.site import LAYOUT, PATIENCE_S, Site, address, chunk_of, kv, meet, one_head, push, ticket_for
@@ -235,3 +236,24 @@ def test_a_lane_whose_thread_does_not_end_is_stuck(make_site: Sites, monkeypatch
     until(lambda: [lane.state for lane in sender.lanes()] == ["stuck"])
     monkeypatch.undo()
     thawed.set()
+
+
+# -- its peer dies before it is open -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["while others are missing", "while all prove what they share"])
+def test_a_source_that_dies_while_the_lane_is_opened_is_gone_at_once(make_site: Sites, alone: bool) -> None:
+    """However patient the lane is: its connection to the board tells."""
+    layout = replace(LAYOUT, tp=2 if alone else 1)
+    site = make_site(stall_s=600.0, beat_s=0.5)
+    receiver = site.receiver(address("d0"), layout=layout)
+    receiver.expect(address("p0"), layout)
+    source = BoardStore("127.0.0.1", receiver.address.port, "p0#1>d0#1/", wait_s=PATIENCE_S)
+    source.leave_behind("0/gone", "rank 0 of 2")
+    source.set("0/here/0", "1")
+    source.wait([f"0/here/{layout.tp}"])
+    source.close()
+    (lost,) = site.events(receiver, 1)
+    assert isinstance(lost, LaneLost)
+    assert lost.reason == "rank 0 of 2 hung up while the lane was opened"
+    assert not receiver.lanes()

@@ -3,6 +3,7 @@ a transport is chosen by what the ranks can prove, all of them alike."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import socket
@@ -264,6 +265,21 @@ def test_who_does_not_write_into_the_memory_has_proved_nothing() -> None:
             door.admit([0], 5.0)
         pretending.result()
     connection.close()
+
+
+@pytest.mark.parametrize("lie", ["unsealed", "too short"])
+def test_memory_that_could_be_cut_off_is_not_mapped(lie: str) -> None:
+    """Reading beyond its end would kill this process."""
+    ring = Ring.make("cpu", 100)
+    with pytest.raises(PermissionError):
+        os.ftruncate(ring.shared[0][0], 0)
+    ring.forget_names()
+    fd = os.memfd_create("baton-kv", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 100 if lie == "too short" else 400)
+    if lie == "too short":
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    with pytest.raises(LinkBroken, match="bytes of 400, or is not sealed"):
+        Ring.find([fd], b"", 100)
 
 
 def test_a_door_that_is_not_there_is_an_error_at_once() -> None:

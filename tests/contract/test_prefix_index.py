@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent
-from router.prefix.index import PrefixIndex
+from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, Tier
+from router.prefix.index import Match, PrefixIndex
 from router.prefix.memory import MemoryPrefixIndex
 from router.prefix.table import TablePrefixIndex
 
@@ -31,35 +31,41 @@ class Naive:
     """What a prefix index means, without any thought of speed."""
 
     def __init__(self) -> None:
-        self.held: dict[str, set[BlockHash]] = {}
+        self.held: dict[tuple[str, Tier], set[BlockHash]] = {(name, tier): set() for name in WORKERS for tier in Tier}
         self.until: dict[tuple[str, BlockHash], float] = {}
 
-    def match(self, hashes: list[BlockHash], now: float) -> dict[str, int]:
-        found = {}
-        for worker in WORKERS:
-            depth = 0
-            while depth < len(hashes) and (
-                hashes[depth] in self.held.get(worker, set()) or self.until.get((worker, hashes[depth]), now) > now
-            ):
-                depth += 1
-            if depth:
-                found[worker] = depth
-        return found
+    def match(self, hashes: list[BlockHash], now: float) -> Match:
+        near = {name: self._depth(hashes, self._near(name, now)) for name in WORKERS}
+        anywhere = {name: self._depth(hashes, self._near(name, now) | self.held[name, Tier.HOST]) for name in WORKERS}
+        return Match(
+            blocks={name: depth for name, depth in anywhere.items() if depth},
+            on_device={name: near[name] for name, depth in anywhere.items() if near[name] < depth},
+        )
+
+    def _depth(self, hashes: list[BlockHash], held: set[BlockHash]) -> int:
+        return next((depth for depth, block in enumerate(hashes) if block not in held), len(hashes))
+
+    def _near(self, name: str, now: float) -> set[BlockHash]:
+        expected = {block for (worker, block), until in self.until.items() if worker == name and until > now}
+        return self.held[name, Tier.DEVICE] | expected
+
+    def num_blocks(self, name: str) -> int:
+        return len(self.held[name, Tier.DEVICE] | self.held[name, Tier.HOST])
 
     def apply(self, worker: str, event: KVEvent) -> None:
-        held = self.held.setdefault(worker, set())
         match event:
             case BlockStored():
-                held.update(event.hashes)
+                self.held[worker, event.tier].update(event.hashes)
             case BlockRemoved():
-                held.difference_update(event.hashes)
-                for block in event.hashes:
+                self.held[worker, event.tier].difference_update(event.hashes)
+                for block in event.hashes if event.tier is Tier.DEVICE else ():
                     self.until.pop((worker, block), None)
             case Cleared():
                 self.drop(worker)
 
     def drop(self, worker: str) -> None:
-        self.held.pop(worker, None)
+        for tier in Tier:
+            self.held[worker, tier].clear()
         self.until = {key: until for key, until in self.until.items() if key[0] != worker}
 
     def expect(self, worker: str, hashes: tuple[BlockHash, ...], until: float) -> None:
@@ -67,17 +73,21 @@ class Naive:
             self.until[worker, block] = max(until, self.until.get((worker, block), until))
 
 
+tiers = st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.HOST])
+
+
 @st.composite
 def stored(draw: st.DrawFn) -> BlockStored:
     path = draw(st.sampled_from(PATHS))
     start = draw(st.integers(0, len(path) - 1))
     stop = draw(st.integers(start + 1, len(path)))
-    return BlockStored(hashes=path[start:stop], parent=path[start - 1] if start else b"")
+    return BlockStored(hashes=path[start:stop], parent=path[start - 1] if start else b"", tier=draw(tiers))
 
 
 some = st.lists(st.sampled_from(sorted({block for path in PATHS for block in path})), max_size=4).map(tuple)
 beginnings = st.sampled_from(PATHS).flatmap(lambda path: st.integers(1, len(path)).map(lambda stop: path[:stop]))
-events = st.one_of(stored(), some.map(lambda hashes: BlockRemoved(hashes=hashes)), st.just(Cleared()))
+removed = st.builds(lambda hashes, tier: BlockRemoved(hashes=hashes, tier=tier), some, tiers)
+events = st.one_of(stored(), removed, st.just(Cleared()))
 workers = st.sampled_from(WORKERS)
 steps = st.one_of(
     st.tuples(st.just("apply"), workers, st.lists(events, max_size=3).map(tuple)),
@@ -108,9 +118,10 @@ def test_matches_what_a_dictionary_of_sets_would(
         else:
             now += detail
         for chain in QUERIES:
-            assert dict(index.match(chain, now=now)) == naive.match(chain, now)
+            assert index.match(chain, now=now) == naive.match(chain, now)
         for name in WORKERS:
-            assert index.num_blocks(name) == len(naive.held.get(name, ()))
+            assert index.num_blocks(name) == naive.num_blocks(name)
+            assert index.num_on_host(name) == len(naive.held[name, Tier.HOST])
         if isinstance(index, TablePrefixIndex):
             index.check_integrity()
     for name in WORKERS:
@@ -122,7 +133,7 @@ def test_matches_what_a_dictionary_of_sets_would(
         assert copy.num_blocks(name) == index.num_blocks(name)
     naive.until.clear()
     for chain in QUERIES:
-        assert dict(copy.match(chain, now=now)) == naive.match(chain, now)
+        assert copy.match(chain, now=now) == naive.match(chain, now)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -131,18 +142,18 @@ def test_a_chain_counts_up_to_its_first_hole(backend: Callable[[], PrefixIndex])
     index.apply("p0", (BlockStored(hashes=BLOCKS),))
     index.apply("p1", (BlockStored(hashes=BLOCKS), BlockRemoved(hashes=(BLOCKS[2],))))
     index.apply("d0", (BlockStored(hashes=BLOCKS[1:], parent=BLOCKS[0]),))
-    assert index.match(BLOCKS, now=0.0) == {"p0": 6, "p1": 2}
+    assert index.match(BLOCKS, now=0.0).blocks == {"p0": 6, "p1": 2}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_siblings_find_a_prompt_before_its_worker_has_read_it(backend: Callable[[], PrefixIndex]) -> None:
     index = backend()
     index.expect("p0", BLOCKS[:3], until=2.0)
-    assert index.match(BLOCKS, now=1.9) == {"p0": 3}
-    assert index.match(BLOCKS, now=2.0) == {}
+    assert index.match(BLOCKS, now=1.9).blocks == {"p0": 3}
+    assert index.match(BLOCKS, now=2.0).blocks == {}
     index.expect("p0", BLOCKS[:3], until=4.0)
     index.apply("p0", (BlockStored(hashes=BLOCKS[:2]),))
-    assert index.match(BLOCKS, now=5.0) == {"p0": 2}
+    assert index.match(BLOCKS, now=5.0).blocks == {"p0": 2}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -152,5 +163,26 @@ def test_a_worker_that_left_leaves_nothing_to_its_successor(backend: Callable[[]
     index.expect("p0", BLOCKS, until=9.0)
     index.drop("p0")
     index.expect("p1", BLOCKS[:1], until=9.0)
-    assert index.match(BLOCKS, now=1.0) == {"p1": 1}
+    assert index.match(BLOCKS, now=1.0).blocks == {"p1": 1}
     assert index.num_blocks("p0") == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_block_counts_in_the_tier_it_is_in_until_it_has_left_both(backend: Callable[[], PrefixIndex]) -> None:
+    index = backend()
+    index.apply("p0", (BlockStored(hashes=BLOCKS),))
+    index.apply("p1", (BlockStored(hashes=BLOCKS),))
+    index.apply("p1", (BlockStored(hashes=BLOCKS[2:], parent=BLOCKS[1], tier=Tier.HOST),))
+    assert index.match(BLOCKS, now=0.0).on_device == {}
+    index.apply("p1", (BlockRemoved(hashes=BLOCKS[3:]),))
+    found = index.match(BLOCKS, now=0.0)
+    assert found == Match({"p0": 6, "p1": 6}, {"p1": 3})
+    assert (found.num_on_device("p0"), found.num_on_device("p1"), found.num_on_device("d0")) == (6, 3, 0)
+    index.apply("p1", (BlockRemoved(hashes=BLOCKS[5:], tier=Tier.HOST),))
+    assert index.match(BLOCKS, now=0.0) == Match({"p0": 6, "p1": 5}, {"p1": 3})
+    assert (index.num_blocks("p1"), index.num_on_host("p1")) == (5, 3)
+    index.expect("p1", BLOCKS, until=1.0)
+    assert index.match(BLOCKS, now=0.5) == Match({"p0": 6, "p1": 6}), "what is read is loaded"
+    assert index.match(BLOCKS, now=1.0) == Match({"p0": 6, "p1": 5}, {"p1": 3})
+    index.apply("p1", (Cleared(),))
+    assert index.match(BLOCKS, now=1.0) == Match({"p0": 6})
