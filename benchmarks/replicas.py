@@ -106,7 +106,7 @@ class Gateway:
 
     def knows(self, hashes: Chain) -> bool:
         matched = self.index.match(hashes, now=asyncio.get_running_loop().time())
-        return max(matched.values(), default=0) == len(hashes)
+        return max(matched.blocks.values(), default=0) == len(hashes)
 
     def route(self, hashes: Chain) -> Awaitable[None]:
         """The prompt being read by the worker that was chosen."""
@@ -117,7 +117,7 @@ class Gateway:
             Candidate(
                 worker_id=name,
                 role=WorkerRole.COLOCATED,
-                num_cached_tokens=min(matched.get(name, 0) * BLOCK_SIZE, num_tokens - 1),
+                num_cached_tokens=min(matched.blocks.get(name, 0) * BLOCK_SIZE, num_tokens - 1),
                 queued_prefill_tokens=(self._load[name] + self._since[name]) * BLOCK_SIZE,
                 num_free_blocks=worker.pool.num_free,
                 num_blocks=worker.pool.num_blocks,

@@ -203,7 +203,7 @@ class Replay:
         heapq.heappush(self._due, (self._now + seconds, self._num_due, happen))
 
     def _route(self, asked: Asked) -> None:
-        matched = self._index.match(asked.hashes, now=self._now)
+        matched = self._index.match(asked.hashes, now=self._now).blocks
         candidates = [self._candidate(worker, matched.get(worker.name, 0), asked) for worker in self.workers]
         view = RequestView(
             request_id=f"r{self._num_decided}",

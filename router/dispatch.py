@@ -34,6 +34,7 @@ from router.member import Member
 from router.moving import Moves, Place
 from router.policies.base import Candidate, Decision, Policy
 from router.policies.pair import decodes
+from router.prefix.index import NO_MATCH
 from router.pulling import Pull, Pulls
 from router.record import What
 from router.suspects import Life, Suspects
@@ -312,7 +313,7 @@ class Dispatcher:
         """Returns at once while there are decode workers that have not refused yet; else jobs wait in line, and each
         change of a load lets one of them ask again, so that a full pool is not drowned in questions."""
         journal.full.update(attempt.worker_ids)
-        candidates = self._fleet.candidates({}, 1)
+        candidates = self._fleet.candidates(NO_MATCH, 1)
         if any(decodes(candidate) and candidate.worker_id not in journal.full for candidate in candidates):
             return
         journal.full.clear()

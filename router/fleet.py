@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from router.member import Member, WorkerState, WorkerStatus
 from router.policies.base import Candidate
 from router.predict import Predictor
 from router.prefix.feed import Feed, Observe, Peers
-from router.prefix.index import PrefixIndex
+from router.prefix.index import Match, PrefixIndex
 
 log = logging.getLogger("baton.router")
 
@@ -126,13 +126,14 @@ class Fleet:
             raise WorkerLost(f"worker {worker_id} has left")
         return self._members[worker_id]
 
-    def candidates(self, matched: Mapping[str, int], num_tokens: int) -> list[Candidate]:
+    def candidates(self, matched: Match, num_tokens: int) -> list[Candidate]:
         """Workers that take new work. `matched` is an index's answer for a sequence of `num_tokens` tokens, of which
         the last must always be computed."""
         block_size, now = self.block_size or 1, asyncio.get_running_loop().time()
         return [
             member.candidate(
-                min(matched.get(member.worker_id, 0) * block_size, num_tokens - 1),
+                min(matched.blocks.get(member.worker_id, 0) * block_size, num_tokens - 1),
+                min(matched.num_on_device(member.worker_id) * block_size, num_tokens - 1),
                 self.predictor.expect(member.worker_id, member.role, member.load, now=now),
             )
             for member in self._trusted(now)
@@ -141,7 +142,7 @@ class Fleet:
 
     def each_candidate(self) -> Iterator[Candidate]:
         """Workers that take new work, for whoever looks at their load alone and may stop at the first."""
-        return (member.candidate(0) for member in self._members.values() if member.takes_work)
+        return (member.candidate(0, 0) for member in self._members.values() if member.takes_work)
 
     def _trusted(self, now: float) -> list[Member]:
         """Those that take work, without those whose breaker gives them a pause: never a pool's last."""

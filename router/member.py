@@ -170,13 +170,17 @@ class Member:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def candidate(self, num_cached_tokens: int, expected: Expectation = NOTHING_EXPECTED) -> Candidate:
+    def candidate(
+        self, num_cached_tokens: int, num_device_tokens: int, expected: Expectation = NOTHING_EXPECTED
+    ) -> Candidate:
+        """For a request of which so many tokens are cached here, and so many of them on the device."""
         assert self.info is not None
         load, routed = self.load, self._routed
         return Candidate(
             worker_id=self.worker_id,
             role=self.info.role,
             num_cached_tokens=num_cached_tokens,
+            num_host_tokens=num_cached_tokens - num_device_tokens,
             num_requests=load.num_running + load.num_waiting + load.num_tickets + len(routed),
             num_waiting=load.num_waiting + sum(work.num_tokens > 0 for work in routed.values()),
             queued_prefill_tokens=load.queued_prefill_tokens + sum(work.num_tokens for work in routed.values()),

@@ -27,6 +27,7 @@ from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.policies.base import Candidate, Decision, RequestView
 from router.policies.registry import policy_of
+from router.prefix.index import NO_MATCH
 from router.prefix.memory import MemoryPrefixIndex
 
 HEALTH_TIMEOUT_S = 2.0
@@ -113,7 +114,7 @@ class Deployment:
         self._supervising = asyncio.create_task(self._supervisor.run(), name="supervisor")
         await self._supervisor.ready()
         for gateway in self.gateways:
-            while len(gateway.fleet.candidates({}, 1)) < len(self.plans):
+            while len(gateway.fleet.candidates(NO_MATCH, 1)) < len(self.plans):
                 await gateway.fleet.wait(until=self._loop.time() + 60.0)
 
     async def stop(self) -> None:

@@ -53,8 +53,9 @@ class RequestView:
 class Candidate:
     """A worker that takes new work. Load is what it said last plus what was routed there and it has not seen yet.
 
-    `num_cached_tokens` of this request are in its cache, always fewer than the request has. `num_waiting` of its
-    `num_requests` have not begun. Speed and step are as the worker measured them last, 0 before the first measurement.
+    `num_cached_tokens` of this request are in its cache, always fewer than the request has; `num_host_tokens` of them
+    only in its host's memory, and must be loaded. `num_waiting` of its `num_requests` have not begun. Speed and step
+    are as the worker measured them last, 0 before the first measurement.
 
     What is expected of it (`router.predict`): `reading` are the seconds to a first token, by the tokens to be read
     before it; `stepping` those between tokens, by the sequences it writes at a time; `receiving` those that KV is
@@ -65,6 +66,7 @@ class Candidate:
     worker_id: str
     role: WorkerRole
     num_cached_tokens: int = 0
+    num_host_tokens: int = 0
     num_requests: int = 0
     num_waiting: int = 0
     queued_prefill_tokens: int = 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtransfer.events import EventCursor, Gap
-from protos.values import Cleared, Hello, KVEvent, KVEvents, Tier
+from protos.values import Hello, KVEvent, KVEvents
 from router.prefix.index import PrefixIndex
 
 
@@ -127,9 +127,7 @@ class Feed:
         self._asking.discard(worker_id)
         self.index.drop(worker_id)
 
-    def _apply(self, worker_id: str, news: Sequence[KVEvent]) -> None:
-        """What is on a worker's host counts for nothing yet."""
-        events = tuple(event for event in news if isinstance(event, Cleared) or event.tier is Tier.DEVICE)
+    def _apply(self, worker_id: str, events: Sequence[KVEvent]) -> None:
         self.index.apply(worker_id, events)
         if self._observe is not None:
             self._observe(worker_id, events)

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from protos.values import BlockHash, BlockStored, KVEvent
+
+NONE: Mapping[str, int] = MappingProxyType({})
+
+
+class Match(NamedTuple):
+    """How many leading blocks of a chain each worker holds, or is expected to, by worker; those with none are absent.
+
+    `blocks` counts both tiers. `on_device` has how many of them, again from the first on, are on the device: only of
+    workers that have fewer there, so that it is empty where nobody has a host tier.
+    """
+
+    blocks: Mapping[str, int] = NONE
+    on_device: Mapping[str, int] = NONE
+
+    def num_on_device(self, worker_id: str) -> int:
+        known = self.on_device.get(worker_id)
+        return self.blocks.get(worker_id, 0) if known is None else known
+
+
+NO_MATCH = Match()
 
 
 class PrefixIndex(Protocol):
     """Called on the router's event loop only, and never blocks it. Times are seconds of that loop's clock."""
 
-    def match(self, hashes: Sequence[BlockHash], *, now: float) -> Mapping[str, int]:
-        """How many leading blocks of the chain each worker holds, or is expected to; workers with none are absent."""
-        ...
+    def match(self, hashes: Sequence[BlockHash], *, now: float) -> Match: ...
 
     def apply(self, worker_id: str, events: Sequence[KVEvent]) -> None:
         """Takes events in their order; the caller has seen to it that none is missing."""
@@ -24,17 +43,22 @@ class PrefixIndex(Protocol):
         ...
 
     def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, until: float) -> None:
-        """Counts a whole chain as held until then: the worker was just given this prompt and will say so itself soon.
+        """Counts a whole chain as on the device until then: the worker was just given this prompt and will say so
+        itself soon.
 
-        A `BlockRemoved` or `Cleared` of the worker ends the expectation as well.
+        A `BlockRemoved` of the device or `Cleared` of the worker ends the expectation as well.
         """
         ...
 
     def num_blocks(self, worker_id: str) -> int:
-        """Blocks the worker has said it holds."""
+        """Blocks the worker has said it holds, in either tier."""
+        ...
+
+    def num_on_host(self, worker_id: str) -> int:
+        """Blocks the worker has said it holds on its host, some of them on the device as well."""
         ...
 
     def blocks(self, worker_id: str) -> tuple[BlockStored, ...]:
-        """What the worker has said it holds, as chains, every parent before its children: applied to an empty index,
-        they say the same."""
+        """What the worker has said it holds, as chains of one tier each, every parent before its children: applied to
+        an empty index, they say the same."""
         ...

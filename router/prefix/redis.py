@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 
 from protos.values import BlockHash, BlockStored, KVEvent, KVEvents
 from router.prefix.feed import Feed
-from router.prefix.index import PrefixIndex
+from router.prefix.index import Match, PrefixIndex
 from router.prefix.redis_store import Expected, Places, Store, Told, num_blocks
 
 log = logging.getLogger("baton.router")
@@ -78,7 +78,7 @@ class RedisPrefixIndex:
 
     # -- the index -----------------------------------------------------------------------------------------------------
 
-    def match(self, hashes: Sequence[BlockHash], *, now: float) -> Mapping[str, int]:
+    def match(self, hashes: Sequence[BlockHash], *, now: float) -> Match:
         return self.local.match(hashes, now=now)
 
     def apply(self, worker_id: str, events: Sequence[KVEvent]) -> None:
@@ -100,6 +100,9 @@ class RedisPrefixIndex:
 
     def num_blocks(self, worker_id: str) -> int:
         return self.local.num_blocks(worker_id)
+
+    def num_on_host(self, worker_id: str) -> int:
+        return self.local.num_on_host(worker_id)
 
     def blocks(self, worker_id: str) -> tuple[BlockStored, ...]:
         return self.local.blocks(worker_id)
@@ -332,7 +335,9 @@ class RedisPrefixIndex:
     async def _bring_up_to_date(self, worker_id: str, scribe: Scribe) -> bool:
         """False when this gateway may not write for the worker any more."""
         assert self._feed is not None
-        behind = scribe.num_since > max(LEAST_BEFORE_SNAPSHOT, self.local.num_blocks(worker_id))
+        behind = scribe.num_since > max(
+            LEAST_BEFORE_SNAPSHOT, self.local.num_blocks(worker_id) + self.local.num_on_host(worker_id)
+        )
         trimmed = scribe.num_since and self.num_entries - scribe.read_then > self._store.max_entries // 2
         if scribe.snapshot_due or behind or trimmed:
             incarnation, next_seq = self._feed.position(worker_id)

@@ -3,10 +3,13 @@
    Entry   one block that somebody holds, or that is the parent of one: its hash, its parent, its children (a list),
            and the number of a set of workers. Entries are found through buckets that are split one at a time
            (linear hashing), so that no insertion pays for all others.
-   set     a bit a worker; equal sets are stored once and counted, for the blocks of a chain mostly have the same.
+   set     a bit a worker, and where some worker has a host tier, another one a worker for that; equal sets are stored
+           once and counted, for the blocks of a chain mostly have the same.
    Worker  ids of its blocks (with stale ones, dropped when they are half), and how many of its blocks are orphans:
            their parent is not held by the worker. Without orphans, holding block i means holding all before it, and a
            match is a bisection. With orphans, or more children to look at than MAX_CHILDREN, the worker is walked.
+   view    what is held ANYWHERE, in either tier, or ON_DEVICE; the latter is only kept of a worker that has said that
+           it has blocks on its host, and equals the former for all others. Orphans are counted in each.
 
    Not thread-safe. Out of memory: functions that insert return -1 and leave a table that may only be freed. */
 
@@ -19,23 +22,27 @@
 #define MAX_CHILDREN 4096
 #define MAX_WORDS 64 /* of a set: 4,096 workers */
 #define AHEAD 16     /* blocks whose memory is asked for before it is read */
+#define DEVICE 0u    /* tiers: protos.values.Tier */
+#define HOST 1u
+#define ANYWHERE 0u  /* views */
+#define ON_DEVICE 1u
 
 typedef uint32_t u32;
 typedef uint64_t u64;
 
 typedef struct { u64 key[2]; u32 parent, set, next, child, left, right; } Entry;
-typedef struct { u32 *ids, num_ids, cap, live, held, orphans; int unsure; } Worker;
+typedef struct { u32 *ids, num_ids, cap, live, held, hosted, orphans[2]; int unsure[2], tiered; } Worker;
 typedef struct { u64 key; double until; } Until;
 typedef struct { double until; u32 slot, num; u32 *ids; } Batch;
 
 typedef struct {
     Entry *entries; u32 num_entries, cap_entries, free_entry, num_live;
     u32 *heads, num_heads, cap_heads, half; /* half: the largest power of two that is not above num_heads */
-    u64 *bits; u32 *refs, *set_next, num_sets, cap_sets, free_set, words;
+    u64 *bits; u32 *refs, *set_next, num_sets, cap_sets, free_set, words, tiers;
     u32 *set_heads, num_set_heads;
-    u32 memo_from, memo_to, memo_slot; int memo_on;
+    u32 memo_from, memo_to, memo_place; int memo_on;
     Worker workers[MAX_WORDS * 64];
-    u64 irregular[MAX_WORDS]; u32 num_irregular;
+    u64 irregular[2][MAX_WORDS], tiered[MAX_WORDS]; u32 num_irregular;
     Until *untils; u32 num_untils, cap_untils;
     Batch *batches; u32 num_batches, cap_batches;
     u64 mix[2];
@@ -54,12 +61,25 @@ static int grow(void **array, u32 *cap, u32 wanted, size_t size) {
 
 /* -- sets ---------------------------------------------------------------------------------------------------------- */
 
-static u64 *set_bits(const Table *t, u32 set) { return t->bits + (u64)set * t->words; }
-static int has(const Table *t, u32 set, u32 slot) { return (int)(set_bits(t, set)[slot / 64] >> (slot % 64) & 1); }
+static u32 width(const Table *t) { return t->words * t->tiers; }
+static u64 *set_bits(const Table *t, u32 set) { return t->bits + (u64)set * width(t); }
+
+static u64 word_of(const Table *t, u32 set, u32 word, u32 view) {
+    const u64 *bits = set_bits(t, set) + word;
+    return view == ON_DEVICE || t->tiers == 1 ? *bits : *bits | bits[t->words];
+}
+
+static int has(const Table *t, u32 set, u32 slot, u32 view) {
+    return (int)(word_of(t, set, slot / 64, view) >> (slot % 64) & 1);
+}
+
+static int has_in(const Table *t, u32 set, u32 slot, u32 tier) {
+    return tier < t->tiers && (int)(set_bits(t, set)[tier * t->words + slot / 64] >> (slot % 64) & 1);
+}
 
 static u32 set_bucket(const Table *t, const u64 *bits) {
     u64 mixed = t->mix[0];
-    for (u32 i = 0; i < t->words; i++) mixed = (mixed ^ bits[i]) * 0x9E3779B97F4A7C15ull, mixed ^= mixed >> 29;
+    for (u32 i = 0; i < width(t); i++) mixed = (mixed ^ bits[i]) * 0x9E3779B97F4A7C15ull, mixed ^= mixed >> 29;
     return (u32)(mixed >> 7) & (t->num_set_heads - 1);
 }
 
@@ -86,23 +106,24 @@ static int set_resize(Table *t, u32 num_heads) {
 static int sets_grow(Table *t, u32 wanted) {
     u32 cap = t->cap_sets, also = t->cap_sets, too = t->cap_sets;
     if (wanted <= cap) return 0;
-    if (grow((void **)&t->bits, &cap, wanted, t->words * sizeof(u64)) || grow((void **)&t->refs, &also, wanted, 4)
+    if (grow((void **)&t->bits, &cap, wanted, width(t) * sizeof(u64)) || grow((void **)&t->refs, &also, wanted, 4)
         || grow((void **)&t->set_next, &too, wanted, 4)) return -1;
     t->cap_sets = cap;
     return 0;
 }
 
-/* Makes room for workers up to `slot` in every set. */
-static int sets_widen(Table *t, u32 slot) {
-    u32 words = t->words;
+/* Makes room in every set for workers up to `slot`, and for the tier. */
+static int sets_widen(Table *t, u32 slot, u32 tier) {
+    u32 words = t->words, tiers = tier >= t->tiers ? tier + 1 : t->tiers;
     while (slot >= words * 64) words *= 2;
-    if (words == t->words) return 0;
-    u64 *wide = calloc((size_t)t->cap_sets * words, sizeof *wide);
+    if (words == t->words && tiers == t->tiers) return 0;
+    u64 *wide = calloc((size_t)t->cap_sets * words * tiers, sizeof *wide);
     if (!wide) return -1;
     for (u32 set = 0; set < t->num_sets; set++)
-        memcpy(wide + (u64)set * words, set_bits(t, set), t->words * sizeof *wide);
+        for (u32 k = 0; k < t->tiers; k++)
+            memcpy(wide + ((u64)set * tiers + k) * words, set_bits(t, set) + k * t->words, t->words * sizeof *wide);
     free(t->bits);
-    t->bits = wide; t->words = words; t->memo_from = UNKNOWN;
+    t->bits = wide; t->words = words; t->tiers = tiers; t->memo_from = UNKNOWN;
     return set_resize(t, t->num_set_heads);
 }
 
@@ -113,21 +134,22 @@ static void set_drop(Table *t, u32 set) {
     if (t->memo_to == set || t->memo_from == set) t->memo_from = UNKNOWN;
 }
 
-/* The set with one worker more or less, counted once more; UNKNOWN without memory. */
-static u32 set_changed(Table *t, u32 from, u32 slot, int on) {
-    if (t->memo_from == from && t->memo_slot == slot && t->memo_on == on) {
+/* The set with one worker more or less in a tier, counted once more; UNKNOWN without memory. */
+static u32 set_changed(Table *t, u32 from, u32 slot, u32 tier, int on) {
+    u32 place = tier * t->words * 64 + slot, size = width(t);
+    if (t->memo_from == from && t->memo_place == place && t->memo_on == on) {
         if (t->memo_to) t->refs[t->memo_to]++;
         return t->memo_to;
     }
-    u64 bits[MAX_WORDS], any = 0;
-    memcpy(bits, set_bits(t, from), t->words * sizeof *bits);
-    if (on) bits[slot / 64] |= 1ull << (slot % 64);
-    else bits[slot / 64] &= ~(1ull << (slot % 64));
-    for (u32 i = 0; i < t->words; i++) any |= bits[i];
+    u64 bits[2 * MAX_WORDS], any = 0;
+    memcpy(bits, set_bits(t, from), size * sizeof *bits);
+    if (on) bits[place / 64] |= 1ull << (place % 64);
+    else bits[place / 64] &= ~(1ull << (place % 64));
+    for (u32 i = 0; i < size; i++) any |= bits[i];
     u32 set = 0;
     if (any) {
         set = t->set_heads[set_bucket(t, bits)];
-        while (set && memcmp(set_bits(t, set), bits, t->words * sizeof *bits)) set = t->set_next[set];
+        while (set && memcmp(set_bits(t, set), bits, size * sizeof *bits)) set = t->set_next[set];
         if (!set) {
             if ((set = t->free_set)) t->free_set = t->set_next[set];
             else {
@@ -136,13 +158,13 @@ static u32 set_changed(Table *t, u32 from, u32 slot, int on) {
                 t->refs[set] = 0;
                 if (t->num_sets > t->num_set_heads && set_resize(t, t->num_set_heads * 2)) return UNKNOWN;
             }
-            memcpy(set_bits(t, set), bits, t->words * sizeof *bits);
+            memcpy(set_bits(t, set), bits, size * sizeof *bits);
             set_link(t, set);
             t->refs[set] = 0;
         }
         t->refs[set]++;
     }
-    t->memo_from = from; t->memo_to = set; t->memo_slot = slot; t->memo_on = on;
+    t->memo_from = from; t->memo_to = set; t->memo_place = place; t->memo_on = on;
     return set;
 }
 
@@ -280,26 +302,32 @@ static int batch_push(Table *t, Batch batch) {
 /* -- who holds what ------------------------------------------------------------------------------------------------ */
 
 static void note_regular(Table *t, u32 slot) {
-    u64 bit = 1ull << (slot % 64), *word = t->irregular + slot / 64;
-    int irregular = t->workers[slot].orphans || t->workers[slot].unsure;
-    if (irregular == !!(*word & bit)) return;
-    *word ^= bit;
-    t->num_irregular += irregular ? 1 : -1;
+    const Worker *w = t->workers + slot;
+    u64 bit = 1ull << (slot % 64);
+    for (u32 view = ANYWHERE; view <= ON_DEVICE; view++) {
+        u64 *word = t->irregular[view] + slot / 64;
+        int irregular = w->orphans[view] || w->unsure[view];
+        if (irregular == !!(*word & bit)) continue;
+        *word ^= bit;
+        if (view == ANYWHERE) t->num_irregular += irregular ? 1 : -1;
+    }
+    if (w->tiered) t->tiered[slot / 64] |= bit;
+    else t->tiered[slot / 64] &= ~bit;
 }
 
 /* How many children of a block the worker holds. */
-static u32 held_children(Table *t, u32 slot, u32 id) {
+static u32 held_children(Table *t, u32 slot, u32 id, u32 view) {
     u32 held = 0, looked = 0;
     for (u32 c = t->entries[id].child; c; c = t->entries[c].right) {
-        if (++looked > MAX_CHILDREN) { t->workers[slot].unsure = 1; break; }
-        held += has(t, t->entries[c].set, slot);
+        if (++looked > MAX_CHILDREN) { t->workers[slot].unsure[view] = 1; break; }
+        held += has(t, t->entries[c].set, slot, view);
     }
     return held;
 }
 
-static int is_orphan(const Table *t, u32 slot, u32 id) {
+static int is_orphan(const Table *t, u32 slot, u32 id, u32 view) {
     u32 parent = t->entries[id].parent;
-    return parent != ROOT && (parent == UNKNOWN || !has(t, t->entries[parent].set, slot));
+    return parent != ROOT && (parent == UNKNOWN || !has(t, t->entries[parent].set, slot, view));
 }
 
 static int compact(Table *t, Worker *w, u32 slot) {
@@ -308,7 +336,7 @@ static int compact(Table *t, Worker *w, u32 slot) {
     u32 kept = 0;
     for (u32 i = 0; i < w->num_ids; i++) {
         u32 id = w->ids[i];
-        if (seen[id / 8] >> (id % 8) & 1 || !has(t, t->entries[id].set, slot)) continue;
+        if (seen[id / 8] >> (id % 8) & 1 || !has(t, t->entries[id].set, slot, ANYWHERE)) continue;
         seen[id / 8] |= (unsigned char)(1 << (id % 8));
         w->ids[kept++] = id;
     }
@@ -317,15 +345,32 @@ static int compact(Table *t, Worker *w, u32 slot) {
     return 0;
 }
 
-static int hold(Table *t, u32 slot, u32 id) {
+/* Counts orphans anew where a worker comes to hold a block (before its set changes), or has lost it (after that). */
+static void count_children(Table *t, u32 slot, u32 id, u32 view, int on) {
+    u32 *orphans = t->workers[slot].orphans + view;
+    if (!on) *orphans += held_children(t, slot, id, view);
+    else if (*orphans) *orphans -= held_children(t, slot, id, view); /* without orphans, no child is held */
+}
+
+/* A worker holds a block in a tier from now on, or does not any more. -1 without memory for a set. */
+static int change(Table *t, u32 slot, u32 id, u32 tier, int on) {
     Worker *w = t->workers + slot;
-    u32 set = set_changed(t, t->entries[id].set, slot, 1);
+    u32 before = t->entries[id].set, set = set_changed(t, before, slot, tier, on);
     if (set == UNKNOWN) return -1;
-    if (w->orphans) w->orphans -= held_children(t, slot, id); /* without orphans, no child is held */
-    set_drop(t, t->entries[id].set);
+    int in_view[2] = {!has_in(t, before, slot, tier == DEVICE ? HOST : DEVICE), w->tiered && tier == DEVICE};
+    for (u32 view = ANYWHERE; view <= ON_DEVICE; view++) if (in_view[view]) {
+        if (on) count_children(t, slot, id, view, 1);
+        else if (is_orphan(t, slot, id, view)) w->orphans[view]--;
+    }
     t->entries[id].set = set;
-    if (is_orphan(t, slot, id)) w->orphans++;
+    set_drop(t, before);
+    for (u32 view = ANYWHERE; view <= ON_DEVICE; view++) if (in_view[view]) {
+        if (!on) count_children(t, slot, id, view, 0);
+        else if (is_orphan(t, slot, id, view)) w->orphans[view]++;
+    }
     note_regular(t, slot);
+    if (!in_view[ANYWHERE]) return 0;
+    if (!on) { w->live--; forget(t, id); return 0; }
     w->live++;
     if (w->num_ids > 2 * w->live + 1024 && compact(t, w, slot)) return -1;
     if (grow((void **)&w->ids, &w->cap, w->num_ids + 1, sizeof *w->ids)) return -1;
@@ -333,17 +378,23 @@ static int hold(Table *t, u32 slot, u32 id) {
     return 0;
 }
 
-static void release(Table *t, u32 slot, u32 id) {
+static int hold(Table *t, u32 slot, u32 id, u32 tier) { return change(t, slot, id, tier, 1); }
+
+/* Without memory for a set the block stays, which costs a detour. */
+static void release(Table *t, u32 slot, u32 id, u32 tier) { (void)change(t, slot, id, tier, 0); }
+
+/* Does the worker have the block on its device, by its own word? */
+static int told_device(const Table *t, u32 slot, u32 id) {
+    return has_in(t, t->entries[id].set, slot, DEVICE) && !until_of(t, slot, id);
+}
+
+/* From now on what the worker has on its device is counted apart: until now that was all it had. */
+static void part_tiers(Table *t, u32 slot) {
     Worker *w = t->workers + slot;
-    u32 before = t->entries[id].set, set = set_changed(t, before, slot, 0);
-    if (set == UNKNOWN) return; /* only without memory for a set: the block stays, which costs a detour */
-    if (is_orphan(t, slot, id)) w->orphans--;
-    t->entries[id].set = set;
-    set_drop(t, before);
-    w->orphans += held_children(t, slot, id);
-    w->live--;
+    if (w->tiered) return;
+    w->tiered = 1;
+    w->orphans[ON_DEVICE] = w->orphans[ANYWHERE]; w->unsure[ON_DEVICE] = w->unsure[ANYWHERE];
     note_regular(t, slot);
-    forget(t, id);
 }
 
 /* -- what table.py calls ------------------------------------------------------------------------------------------- */
@@ -360,7 +411,7 @@ Table *table_new(u64 first, u64 second) {
     Table *t = calloc(1, sizeof *t);
     if (!t) return NULL;
     t->mix[0] = first | 1; t->mix[1] = second | 1;
-    t->words = 1; t->half = 1; t->num_entries = 1; t->memo_from = UNKNOWN;
+    t->words = 1; t->tiers = 1; t->half = 1; t->num_entries = 1; t->memo_from = UNKNOWN;
     if (grow((void **)&t->entries, &t->cap_entries, 1, sizeof *t->entries)
         || grow((void **)&t->heads, &t->cap_heads, 1, sizeof *t->heads) || sets_grow(t, 1) || set_resize(t, 64)) {
         table_free(t);
@@ -371,8 +422,9 @@ Table *table_new(u64 first, u64 second) {
     return t;
 }
 
-int table_store(Table *t, u32 slot, const u64 *keys, u32 num, const u64 *parent) {
-    if (sets_widen(t, slot)) return -1;
+int table_store(Table *t, u32 slot, u32 tier, const u64 *keys, u32 num, const u64 *parent) {
+    if (sets_widen(t, slot, tier)) return -1;
+    if (tier == HOST) part_tiers(t, slot);
     Worker *w = t->workers + slot;
     u32 above = num && parent ? obtain(t, parent) : ROOT;
     if (above == UNKNOWN) return -1;
@@ -383,40 +435,47 @@ int table_store(Table *t, u32 slot, const u64 *keys, u32 num, const u64 *parent)
         if (id == UNKNOWN) return -1;
         adopt(t, id, above);
         above = id;
-        if (has(t, t->entries[id].set, slot)) {
-            Until *expected = until_of(t, slot, id);
+        int known = tier == HOST ? told_device(t, slot, id) : has_in(t, t->entries[id].set, slot, HOST);
+        if (has_in(t, t->entries[id].set, slot, tier)) {
+            Until *expected = tier == DEVICE ? until_of(t, slot, id) : NULL;
             if (!expected) continue;
             until_remove(t, expected);
-        } else if (hold(t, slot, id)) return -1;
-        w->held++;
+        } else if (hold(t, slot, id, tier)) return -1;
+        w->hosted += tier == HOST;
+        w->held += !known;
     }
     if (num && parent) forget(t, find(t, parent)); /* the first block may have had another parent */
     return 0;
 }
 
-void table_remove(Table *t, u32 slot, const u64 *keys, u32 num) {
+void table_remove(Table *t, u32 slot, u32 tier, const u64 *keys, u32 num) {
     if (slot >= t->words * 64) return;
     for (u32 i = 0; i < num; i++) {
         u32 id = find(t, keys + 2 * i);
-        if (!id || !has(t, t->entries[id].set, slot)) continue;
-        Until *expected = until_of(t, slot, id);
+        if (!id || !has_in(t, t->entries[id].set, slot, tier)) continue;
+        Until *expected = tier == DEVICE ? until_of(t, slot, id) : NULL;
+        int known = tier == HOST ? told_device(t, slot, id) : has_in(t, t->entries[id].set, slot, HOST);
+        t->workers[slot].hosted -= tier == HOST;
         if (expected) until_remove(t, expected);
-        else t->workers[slot].held--;
-        release(t, slot, id);
+        else t->workers[slot].held -= !known;
+        release(t, slot, id, tier);
     }
 }
 
 void table_clear(Table *t, u32 slot) {
     Worker *w = t->workers + slot;
     for (u32 i = 0; i < w->num_ids; i++) {
-        u32 id = w->ids[i], before = t->entries[id].set;
-        if (!has(t, before, slot)) continue;
+        u32 id = w->ids[i];
+        if (!has(t, t->entries[id].set, slot, ANYWHERE)) continue;
         Until *expected = until_of(t, slot, id);
         if (expected) until_remove(t, expected);
-        u32 set = set_changed(t, before, slot, 0);
-        if (set == UNKNOWN) continue;
-        t->entries[id].set = set;
-        set_drop(t, before);
+        for (u32 tier = DEVICE; tier < t->tiers; tier++) {
+            u32 before = t->entries[id].set, set = before;
+            if (has_in(t, before, slot, tier)) set = set_changed(t, before, slot, tier, 0);
+            if (set == before || set == UNKNOWN) continue;
+            t->entries[id].set = set;
+            set_drop(t, before);
+        }
         forget(t, id);
     }
     free(w->ids);
@@ -425,7 +484,7 @@ void table_clear(Table *t, u32 slot) {
 }
 
 int table_expect(Table *t, u32 slot, const u64 *keys, u32 num, double until) {
-    if (sets_widen(t, slot)) return -1;
+    if (sets_widen(t, slot, DEVICE)) return -1;
     Batch batch = {until, slot, 0, malloc((num ? num : 1) * sizeof(u32))};
     u32 above = ROOT;
     if (!batch.ids) return -1;
@@ -434,11 +493,11 @@ int table_expect(Table *t, u32 slot, const u64 *keys, u32 num, double until) {
         if (id == UNKNOWN) { free(batch.ids); return -1; }
         adopt(t, id, above);
         above = id;
-        if (has(t, t->entries[id].set, slot)) {
+        if (has_in(t, t->entries[id].set, slot, DEVICE)) {
             Until *expected = until_of(t, slot, id);
             if (!expected || expected->until >= until) continue; /* held, or expected for longer */
             expected->until = until;
-        } else if (hold(t, slot, id) || until_add(t, slot, id, until)) { free(batch.ids); return -1; }
+        } else if (hold(t, slot, id, DEVICE) || until_add(t, slot, id, until)) { free(batch.ids); return -1; }
         batch.ids[batch.num++] = id;
     }
     if (batch.num) {
@@ -459,7 +518,7 @@ void table_expire(Table *t, double now) {
             Until *expected = until_of(t, due.slot, due.ids[i]);
             if (!expected || expected->until > now) continue;
             until_remove(t, expected);
-            release(t, due.slot, due.ids[i]);
+            release(t, due.slot, due.ids[i], DEVICE);
         }
         free(due.ids);
     }
@@ -476,7 +535,7 @@ static void ended(const Table *t, const u64 *bits, u32 depth, Found *found) {
 }
 
 /* Workers whose blocks may have holes: block after block, until none is left. */
-static void walk(const Table *t, const u64 *keys, u32 num, u64 *alive, Found *found) {
+static void walk(const Table *t, const u64 *keys, u32 num, u32 view, u64 *alive, Found *found) {
     u32 places[AHEAD];
     for (u32 i = 0; i < num; i++) {
         if (i % AHEAD == 0) {
@@ -487,64 +546,102 @@ static void walk(const Table *t, const u64 *keys, u32 num, u64 *alive, Found *fo
             }
             for (u32 j = 0; j < many; j++) __builtin_prefetch(t->entries + t->heads[places[j]]);
         }
-        u32 id = find_in(t, places[i % AHEAD], keys + 2 * i);
-        const u64 *bits = set_bits(t, id ? t->entries[id].set : 0);
+        u32 id = find_in(t, places[i % AHEAD], keys + 2 * i), set = id ? t->entries[id].set : 0;
         u64 gone[MAX_WORDS], left = 0;
-        for (u32 k = 0; k < t->words; k++) { gone[k] = alive[k] & ~bits[k]; alive[k] &= bits[k]; left |= alive[k]; }
+        for (u32 k = 0; k < t->words; k++) {
+            u64 bits = word_of(t, set, k, view);
+            gone[k] = alive[k] & ~bits; alive[k] &= bits; left |= alive[k];
+        }
         if (i) ended(t, gone, i, found);
         if (!left) return;
     }
     ended(t, alive, num, found);
 }
 
-/* Workers that hold at least one block of the chain, and how many from its beginning; returns how many workers. */
-u32 table_match(const Table *t, const u64 *keys, u32 num, u32 *slots, u32 *depths) {
-    Found found = {slots, depths, 0};
-    if (!num) return 0;
-    u32 first = find(t, keys);
-    if (!first || !t->entries[first].set) return 0;
-    u64 alive[MAX_WORDS], some = 0;
+/* Workers without holes. Whoever is in the set of one place of the chain and not in that of a later one ends between. */
+static void bisect(const Table *t, const u64 *keys, u32 num, u32 view, const u64 *among, u32 one, Found *found) {
+    u64 alive[MAX_WORDS];
     struct { u32 low, high, low_set, high_set; } todo[40];
-    u32 last = num > 1 ? find(t, keys + 2 * (num - 1)) : first, depth = 0, one = t->entries[first].set;
-    u32 end = last ? t->entries[last].set : 0;
-    for (u32 k = 0; k < t->words; k++) alive[k] = set_bits(t, end)[k] & ~t->irregular[k];
-    ended(t, alive, num, &found);
+    u32 last = num > 1 ? find(t, keys + 2 * (num - 1)) : 0, depth = 0;
+    u32 end = num == 1 ? one : last ? t->entries[last].set : 0;
+    for (u32 k = 0; k < t->words; k++) alive[k] = word_of(t, end, k, view) & among[k];
+    ended(t, alive, num, found);
     todo[depth].low = 0; todo[depth].high = num - 1; todo[depth].low_set = one; todo[depth++].high_set = end;
-    while (depth--) { /* workers of the low set that are not in the high one end in between */
+    while (depth--) {
         u32 low = todo[depth].low, high = todo[depth].high, low_set = todo[depth].low_set;
         u32 high_set = todo[depth].high_set;
         if (low_set == high_set) continue;
         u64 differ = 0;
         for (u32 k = 0; k < t->words; k++) {
-            alive[k] = set_bits(t, low_set)[k] & ~set_bits(t, high_set)[k] & ~t->irregular[k];
+            alive[k] = word_of(t, low_set, k, view) & ~word_of(t, high_set, k, view) & among[k];
             differ |= alive[k];
         }
         if (!differ) continue;
-        if (high - low == 1) { ended(t, alive, high, &found); continue; }
+        if (high - low == 1) { ended(t, alive, high, found); continue; }
         u32 middle = low + (high - low) / 2, id = find(t, keys + 2 * middle), set = id ? t->entries[id].set : 0;
         todo[depth].low = middle; todo[depth].high = high; todo[depth].low_set = set; todo[depth++].high_set = high_set;
         todo[depth].low = low; todo[depth].high = middle; todo[depth].low_set = low_set; todo[depth++].high_set = set;
     }
-    for (u32 k = 0; k < t->words; k++) some |= alive[k] = set_bits(t, one)[k] & t->irregular[k];
-    if (some) walk(t, keys, num, alive, &found);
+}
+
+/* How deep workers hold the chain, of those in `among` (all: NULL) that hold its first block, which is in set `one`. */
+static void measure(const Table *t, const u64 *keys, u32 num, u32 view, const u64 *among, u32 one, Found *found) {
+    u64 regular[MAX_WORDS], holed[MAX_WORDS], some = 0;
+    for (u32 k = 0; k < t->words; k++) {
+        u64 asked = among ? among[k] : ~0ull;
+        regular[k] = asked & ~t->irregular[view][k];
+        some |= holed[k] = asked & t->irregular[view][k] & word_of(t, one, k, view);
+    }
+    bisect(t, keys, num, view, regular, one, found);
+    if (some) walk(t, keys, num, view, holed, found);
+}
+
+/* Workers that hold at least one block of the chain, and how many from its beginning; returns how many workers.
+   `apart`: of how many workers not all of these blocks are on the device, then the slot of each and how many are. */
+u32 table_match(const Table *t, const u64 *keys, u32 num, u32 *slots, u32 *depths, u32 *apart) {
+    Found found = {slots, depths, 0};
+    apart[0] = 0;
+    u32 first = num ? find(t, keys) : 0;
+    if (!first || !t->entries[first].set) return 0;
+    u32 one = t->entries[first].set;
+    measure(t, keys, num, ANYWHERE, NULL, one, &found);
+    if (t->tiers == 1) return found.num;
+    u64 tiered[MAX_WORDS], some = 0;
+    for (u32 k = 0; k < t->words; k++) some |= tiered[k] = word_of(t, one, k, ANYWHERE) & t->tiered[k];
+    if (!some) return found.num;
+    u32 near_slots[MAX_WORDS * 64], near_depths[MAX_WORDS * 64], on_device[MAX_WORDS * 64];
+    Found near = {near_slots, near_depths, 0};
+    measure(t, keys, num, ON_DEVICE, tiered, one, &near);
+    for (u32 i = 0; i < found.num; i++) on_device[slots[i]] = 0;
+    for (u32 i = 0; i < near.num; i++) on_device[near_slots[i]] = near_depths[i];
+    for (u32 i = 0; i < found.num; i++) {
+        u32 slot = slots[i];
+        if (!(tiered[slot / 64] >> (slot % 64) & 1) || on_device[slot] >= depths[i]) continue;
+        apart[2 * apart[0] + 1] = slot; apart[2 * apart[0] + 2] = on_device[slot]; apart[0]++;
+    }
     return found.num;
 }
 
 u32 table_held(const Table *t, u32 slot) { return t->workers[slot].held; }
+u32 table_hosted(const Table *t, u32 slot) { return t->workers[slot].hosted; }
 u32 table_entries(const Table *t) { return t->num_live; }
 u32 table_irregular(const Table *t) { return t->num_irregular; }
 
-/* A worker's blocks as chains, parents first. `keys` has room for all it holds, `starts` and `parents` (a key each) for
-   as many chains; a chain at the root has a parent of zeros. Returns the number of chains, or UNKNOWN. */
-u32 table_export(Table *t, u32 slot, u64 *keys, u32 *starts, u64 *parents) {
+static int listed(const Table *t, u32 slot, u32 id, u32 tier) {
+    return tier == DEVICE ? told_device(t, slot, id) : has_in(t, t->entries[id].set, slot, tier);
+}
+
+/* A worker's blocks in a tier as chains, parents first. `keys` has room for all it holds, `parents` (a key each) for as
+   many chains, `starts` for one more: where the last one ends. A chain at the root has a parent of zeros. Returns the
+   number of chains, or UNKNOWN. */
+u32 table_export(Table *t, u32 slot, u32 tier, u64 *keys, u32 *starts, u64 *parents) {
     Worker *w = t->workers + slot;
     unsigned char *seen = calloc(t->num_entries / 8 + 1, 1);
     u32 *path = malloc((w->live + 1) * sizeof *path), chains = 0, num = 0, last = UNKNOWN;
     if (!seen || !path) { free(seen); free(path); return UNKNOWN; }
     for (u32 i = 0; i < w->num_ids; i++) {
         u32 length = 0, id = w->ids[i];
-        while (id != ROOT && id != UNKNOWN && !(seen[id / 8] >> (id % 8) & 1) && has(t, t->entries[id].set, slot)
-               && !until_of(t, slot, id)) {
+        while (id != ROOT && id != UNKNOWN && !(seen[id / 8] >> (id % 8) & 1) && listed(t, slot, id, tier)) {
             seen[id / 8] |= (unsigned char)(1 << (id % 8));
             path[length++] = id;
             id = t->entries[id].parent;
@@ -558,8 +655,27 @@ u32 table_export(Table *t, u32 slot, u64 *keys, u32 *starts, u64 *parents) {
         last = path[0];
         while (length) memcpy(keys + 2 * (u64)num++, t->entries[path[--length]].key, sizeof none);
     }
+    starts[chains] = num;
     free(seen); free(path);
     return chains;
+}
+
+/* Orphans, and all blocks, of one worker in one view. */
+static void recount(const Table *t, u32 slot, u32 view, u32 *held, u32 *orphans) {
+    *held = *orphans = 0;
+    for (u32 place = 0; place < t->num_heads; place++)
+        for (u32 id = t->heads[place]; id; id = t->entries[id].next)
+            if (has(t, t->entries[id].set, slot, view)) { ++*held; *orphans += is_orphan(t, slot, id, view); }
+}
+
+/* By its own word: blocks a worker holds, and of these, on its host. */
+static void recount_told(const Table *t, u32 slot, u32 *held, u32 *hosted) {
+    *held = *hosted = 0;
+    for (u32 place = 0; place < t->num_heads; place++)
+        for (u32 id = t->heads[place]; id; id = t->entries[id].next) {
+            int on_host = has_in(t, t->entries[id].set, slot, HOST);
+            *hosted += on_host; *held += on_host || told_device(t, slot, id);
+        }
 }
 
 /* Every counter agrees with what it counts; the line of the first that does not, or 0. For tests. */
@@ -581,12 +697,17 @@ u32 table_check(const Table *t) {
         if (!freed || counted[set]) wrong = __LINE__;
     }
     for (u32 slot = 0; slot < t->words * 64 && !wrong; slot++) {
-        u32 held = 0, orphans = 0;
-        for (u32 place = 0; place < t->num_heads; place++)
-            for (u32 id = t->heads[place]; id; id = t->entries[id].next)
-                if (has(t, t->entries[id].set, slot)) { held++; orphans += is_orphan(t, slot, id); }
-        if (held != t->workers[slot].live) wrong = __LINE__;
-        if (!t->workers[slot].unsure && orphans != t->workers[slot].orphans) wrong = __LINE__;
+        const Worker *w = t->workers + slot;
+        u32 held, orphans, hosted;
+        recount(t, slot, ANYWHERE, &held, &orphans);
+        if (held != w->live) wrong = __LINE__;
+        if (!w->unsure[ANYWHERE] && orphans != w->orphans[ANYWHERE]) wrong = __LINE__;
+        recount_told(t, slot, &held, &hosted);
+        if (held != w->held || hosted != w->hosted) wrong = __LINE__;
+        if (hosted && !w->tiered) wrong = __LINE__;
+        if (!w->tiered) continue;
+        recount(t, slot, ON_DEVICE, &held, &orphans);
+        if (!w->unsure[ON_DEVICE] && orphans != w->orphans[ON_DEVICE]) wrong = __LINE__;
     }
     free(counted);
     return wrong;

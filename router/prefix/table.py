@@ -3,6 +3,7 @@
     a block      hash, parent, and which workers hold it: one of few distinct sets, stored once
     a match      bisects the chain, for a worker that holds a block holds those before it ...
     an orphan    ... unless it has said that it removed one of them: that worker's chains are walked, block by block
+    two tiers    a second set of workers beside the first, and a second match, for workers that have said they use both
 
 So a match is exact whatever the order in which workers evict, and takes the log of the prompt when they evict tails
 first, as ours do. Events must tell the truth about parents: a block stored under a wrong one may be found where a walk
@@ -13,14 +14,16 @@ from __future__ import annotations
 
 import ctypes
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from kvtransfer.native import load
 from protos.chain import Chain
 from protos.errors import Internal
-from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent
+from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, Tier
+from router.prefix.index import Match
 
 MAX_WORKERS = 4096
 _FAILED = 2**32 - 1
@@ -30,16 +33,17 @@ _P, _S, _N, _F = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_dou
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "table_new": ((ctypes.c_uint64, ctypes.c_uint64), _P),
     "table_free": ((_P,), None),
-    "table_store": ((_P, _N, _S, _N, _S), ctypes.c_int),
-    "table_remove": ((_P, _N, _S, _N), None),
+    "table_store": ((_P, _N, _N, _S, _N, _S), ctypes.c_int),
+    "table_remove": ((_P, _N, _N, _S, _N), None),
     "table_clear": ((_P, _N), None),
     "table_expect": ((_P, _N, _S, _N, _F), ctypes.c_int),
     "table_expire": ((_P, _F), None),
-    "table_match": ((_P, _S, _N, _P, _P), _N),
+    "table_match": ((_P, _S, _N, _P, _P, _P), _N),
     "table_held": ((_P, _N), _N),
+    "table_hosted": ((_P, _N), _N),
     "table_irregular": ((_P,), _N),
     "table_entries": ((_P,), _N),
-    "table_export": ((_P, _N, _P, _P, _P), _N),
+    "table_export": ((_P, _N, _N, _P, _P, _P), _N),
     "table_check": ((_P,), _N),
 }
 
@@ -59,18 +63,24 @@ class TablePrefixIndex:
         self._names: list[str | None] = []
         self._found_slots = (ctypes.c_uint32 * MAX_WORKERS)()
         self._found_depths = (ctypes.c_uint32 * MAX_WORKERS)()
+        self._found_apart = (ctypes.c_uint32 * (2 * MAX_WORKERS + 1))()
 
     def __del__(self) -> None:
         if getattr(self, "_table", None):
             self._library.table_free(self._table)
 
-    def match(self, hashes: Sequence[BlockHash], *, now: float) -> Mapping[str, int]:
+    def match(self, hashes: Sequence[BlockHash], *, now: float) -> Match:
         self._library.table_expire(self._table, now)
-        slots, depths = self._found_slots, self._found_depths
+        slots, depths, apart = self._found_slots, self._found_depths, self._found_apart
         packed = Chain.of(hashes).packed
-        num = self._library.table_match(self._table, packed, len(packed) // BLOCK_HASH_BYTES, slots, depths)
+        num = self._library.table_match(self._table, packed, len(packed) // BLOCK_HASH_BYTES, slots, depths, apart)
         names = self._names
-        return {names[slot]: depth for slot, depth in zip(slots[:num], depths[:num], strict=True)}  # type: ignore[misc]
+        blocks = {names[slot]: depth for slot, depth in zip(slots[:num], depths[:num], strict=True)}
+        if not apart[0]:
+            return Match(blocks)  # type: ignore[arg-type]
+        stop = 2 * apart[0] + 1
+        on_device = {names[slot]: depth for slot, depth in zip(apart[1:stop:2], apart[2:stop:2], strict=True)}
+        return Match(blocks, on_device)  # type: ignore[arg-type]
 
     def apply(self, worker_id: str, events: Sequence[KVEvent]) -> None:
         table, library, slot = self._table, self._library, self._slot(worker_id)
@@ -81,9 +91,9 @@ class TablePrefixIndex:
             packed = Chain.of(event.hashes).packed
             num = len(packed) // BLOCK_HASH_BYTES
             if isinstance(event, BlockRemoved):
-                library.table_remove(table, slot, packed, num)
+                library.table_remove(table, slot, event.tier, packed, num)
             else:
-                _check(library.table_store(table, slot, packed, num, event.parent or None))
+                _check(library.table_store(table, slot, event.tier, packed, num, event.parent or None))
 
     def drop(self, worker_id: str) -> None:
         slot = self._slots.pop(worker_id, None)
@@ -100,25 +110,31 @@ class TablePrefixIndex:
         slot = self._slots.get(worker_id)
         return 0 if slot is None else int(self._library.table_held(self._table, slot))
 
+    def num_on_host(self, worker_id: str) -> int:
+        slot = self._slots.get(worker_id)
+        return 0 if slot is None else int(self._library.table_hosted(self._table, slot))
+
     def blocks(self, worker_id: str) -> tuple[BlockStored, ...]:
+        tiers = Tier if self.num_on_host(worker_id) else (Tier.DEVICE,)
+        return tuple(chain for tier in tiers for chain in self._chains(worker_id, tier))
+
+    def _chains(self, worker_id: str, tier: Tier) -> Iterator[BlockStored]:
         num = self.num_blocks(worker_id)
         if not num:
-            return ()
+            return
         keys = ctypes.create_string_buffer(num * BLOCK_HASH_BYTES)
         parents = ctypes.create_string_buffer(num * BLOCK_HASH_BYTES)
-        starts = (ctypes.c_uint32 * num)()
-        chains = self._library.table_export(self._table, self._slots[worker_id], keys, starts, parents)
+        starts = (ctypes.c_uint32 * (num + 1))()
+        chains = self._library.table_export(self._table, self._slots[worker_id], tier, keys, starts, parents)
         if chains == _FAILED:
             raise MemoryError(f"no memory to list {num} blocks")
         packed, above, width = keys.raw, parents.raw, BLOCK_HASH_BYTES
-        ends = [*starts[1:chains], num]
-        return tuple(
-            BlockStored(
+        for number, (start, end) in enumerate(pairwise(starts[: chains + 1])):
+            yield BlockStored(
                 hashes=Chain(packed[start * width : end * width]),
                 parent=above[number * width : (number + 1) * width].replace(_NO_PARENT, b""),
+                tier=tier,
             )
-            for number, (start, end) in enumerate(zip(starts[:chains], ends, strict=True))
-        )
 
     @property
     def num_entries(self) -> int:

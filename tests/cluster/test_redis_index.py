@@ -99,7 +99,7 @@ class Gateway:
         self.feed = Feed(self.index, gateway_id=gateway_id, peers=self.index)
 
     def matched(self, prompt: range) -> dict[str, int]:
-        return dict(self.index.match(chain(prompt), now=asyncio.get_running_loop().time()))
+        return dict(self.index.match(chain(prompt), now=asyncio.get_running_loop().time()).blocks)
 
 
 def chain(prompt: range, salt: bytes = b"") -> Chain:
@@ -181,7 +181,7 @@ async def test_tenants_share_nothing_through_redis_either(redis: RedisServer) ->
         worker.read(*PROMPTS)
         await until(knows(second, PROMPTS))
         salted = chain(PROMPTS[0], salt=b"tenant")
-        assert second.index.match(salted, now=asyncio.get_running_loop().time()) == {}
+        assert second.index.match(salted, now=asyncio.get_running_loop().time()).blocks == {}
 
 
 async def test_what_a_dead_worker_held_is_gone_when_its_lease_ends(redis: RedisServer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from router.admission.admission import Admission
 from router.config import RouterConfig
 from router.generation import Job, TokenDelta
 from router.policies.base import Candidate
+from router.prefix.index import Match
 from router.prefix.memory import MemoryPrefixIndex
 
 SPEED = 1000.0  # prompt tokens a second
@@ -36,8 +37,8 @@ class Pool:
         self._turn = asyncio.Event()
         self._open: dict[str, asyncio.Event] = {}
 
-    def candidates(self, matched: Mapping[str, int], num_tokens: int) -> list[Candidate]:
-        return [replace(self.candidate, num_cached_tokens=min(matched.get("w0", 0) * 16, num_tokens - 1))]
+    def candidates(self, matched: Match, num_tokens: int) -> list[Candidate]:
+        return [replace(self.candidate, num_cached_tokens=min(matched.blocks.get("w0", 0) * 16, num_tokens - 1))]
 
     def each_candidate(self) -> Iterator[Candidate]:
         yield self.candidate

@@ -25,7 +25,7 @@ def reason(cluster: Cluster, worker_id: str) -> str:
 
 def cached(cluster: Cluster, *worker_ids: str) -> Iterable[int]:
     matched = cluster.fleet.index.match(HASHES, now=float("inf"))
-    return [matched.get(worker_id, 0) for worker_id in worker_ids]
+    return [matched.blocks.get(worker_id, 0) for worker_id in worker_ids]
 
 
 async def test_ready_means_a_request_would_be_served(make: Callable[..., Cluster]) -> None:
