@@ -94,11 +94,13 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tombstone:
-    """`generation` None stands for all of them: aborted before any was reserved."""
+    """`generation` None stands for all of them: aborted before any was reserved. Whoever still wants the KV is told
+    `cause`."""
 
     generation: int | None
     state: TicketState
     reason: str
+    cause: type[TransferFailed] = TransferFailed
 
 
 class Ledger:
@@ -213,14 +215,16 @@ class Ledger:
         if ticket_id not in self._live and ticket_id not in self._tombstones:
             self._bury(ticket_id, Tombstone(generation=None, state=TicketState.ABORTED, reason=reason))
 
-    def abort_source(self, source: str, reason: str) -> Sequence[Reservation]:
+    def abort_source(
+        self, source: str, reason: str, cause: type[TransferFailed] = TransferFailed
+    ) -> Sequence[Reservation]:
         """Ends what `source` can no longer complete. What has arrived in full does not need it any more."""
         doomed = [
             ticket_id
             for ticket_id, entry in self._live.items()
             if entry.reservation.source == source and entry.state is not TicketState.ARRIVED
         ]
-        return [self._end(ticket_id, TicketState.ABORTED, reason) for ticket_id in doomed]
+        return [self._end(ticket_id, TicketState.ABORTED, reason, cause) for ticket_id in doomed]
 
     def expire(self, now: float) -> Sequence[Reservation]:
         """Ends every ticket whose lease is over."""
@@ -302,9 +306,12 @@ class Ledger:
         entry = self._live.get(ticket_id)
         return entry if entry and entry.reservation.ticket.generation == generation else None
 
-    def _end(self, ticket_id: str, state: TicketState, reason: str) -> Reservation:
+    def _end(
+        self, ticket_id: str, state: TicketState, reason: str, cause: type[TransferFailed] = TransferFailed
+    ) -> Reservation:
         reservation = self._live.pop(ticket_id).reservation
-        self._bury(ticket_id, Tombstone(generation=reservation.ticket.generation, state=state, reason=reason))
+        generation = reservation.ticket.generation
+        self._bury(ticket_id, Tombstone(generation=generation, state=state, reason=reason, cause=cause))
         return reservation
 
     def _bury(self, ticket_id: str, tombstone: Tombstone) -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
+from protos.errors import TransferFailed
 from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 
 PayloadIn = TypeVar("PayloadIn", contravariant=True)
@@ -87,10 +88,12 @@ class Arrived:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLost:
     """Nothing more comes from, or goes to, this peer over the present lane, and what was offered and is not `Sent` is
-    dropped. Said once a lane. A later `open`, `offer` or `expect` makes a new one. `peer` is its `peer_name`."""
+    dropped. Said once a lane. A later `open`, `offer` or `expect` makes a new one. `peer` is its `peer_name`, `cause`
+    what those who waited for it are told."""
 
     peer: str
     reason: str
+    cause: type[TransferFailed] = TransferFailed
 
 
 class Presence(IntEnum):
@@ -172,8 +175,8 @@ class Receiver(Protocol[PayloadOut]):
         """What was taken has been landed: its memory may be used again."""
         ...
 
-    def drop(self, chunk: Chunk) -> None:
-        """Forgets a chunk: its payload if it is here, or else as soon as it comes."""
+    def drop(self, chunk: Chunk, source: str) -> None:
+        """Forgets a chunk: its payload if it is here, or else as soon as it comes, if the lane from `source` lasts."""
         ...
 
     def forget(self, source: str, kept: Collection[Chunk]) -> None:

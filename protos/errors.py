@@ -19,6 +19,7 @@
     │   ├── WorkerLost                                       the worker died with the request on it
     │   ├── WorkerDraining                                   the worker takes no new work
     │   └── TransferFailed                                   KV did not arrive: lane lost, ticket expired or fenced
+    │       └── TransferCorrupted                            what arrived is not what was sent
     ├── DeadlineExceeded          DEADLINE_EXCEEDED    504
     ├── Cancelled                 CANCELLED            499   the client went away
     ├── Misconfigured             FAILED_PRECONDITION  500   found at start-up, before any work is taken
@@ -139,6 +140,10 @@ class WorkerDraining(Unavailable):
 
 class TransferFailed(Unavailable):
     code = "transfer_failed"
+
+
+class TransferCorrupted(TransferFailed):
+    code = "transfer_corrupted"
 
 
 class DeadlineExceeded(BatonError):

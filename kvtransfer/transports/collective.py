@@ -27,8 +27,8 @@ from kvtransfer.transports.sending import Load, Outbox
 from kvtransfer.transports.staging import Staging
 from kvtransfer.transports.store import Board
 from kvtransfer.transports.tally import Tally
-from kvtransfer.transports.wire import Rendezvous, Wire
-from protos.errors import TransferFailed
+from kvtransfer.transports.wire import PayloadCorrupted, Rendezvous, Wire
+from protos.errors import TransferCorrupted, TransferFailed
 from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 
 _cuda: Any = torch.cuda
@@ -169,12 +169,12 @@ class CollectiveSender:
         if sent is not None or outbox.lane.idles():
             self._wake()
 
-    def _lost(self, outbox: Outbox, reason: str, final: bool) -> None:
+    def _lost(self, outbox: Outbox, reason: Exception, final: bool) -> None:
         with self._changed:
             outbox.clear()
             if final:
                 self._forget(outbox)
-            self._events.append(LaneLost(peer=outbox.lane.peer, reason=reason))
+            self._events.append(_loss(outbox.lane.peer, reason))
         self._wake()
 
     def _over(self, outbox: Outbox) -> bool:
@@ -213,7 +213,7 @@ class CollectiveReceiver:
         self._threads: list[Lane] = []  # of lost lanes too, until they have ended
         self._events: deque[Arrived | LaneLost] = deque()
         self._staged: dict[Chunk, deque[Parcel]] = {}
-        self._unwanted: Counter[Chunk] = Counter()
+        self._unwanted: Counter[tuple[str, Chunk]] = Counter()  # by source: what is to come, and nobody takes
 
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
         require_compatible(source.worker_id, source_layout, self.address.worker_id, self._layout)
@@ -258,10 +258,11 @@ class CollectiveReceiver:
     def give_back(self, payload: torch.Tensor) -> None:
         self._staging.give(payload)
 
-    def drop(self, chunk: Chunk) -> None:
+    def drop(self, chunk: Chunk, source: str) -> None:
         with self._changed:
             if chunk not in self._staged:
-                self._unwanted[chunk] += 1
+                if source in self._lanes:
+                    self._unwanted[source, chunk] += 1
             elif (payload := self._pop(chunk)) is not None:
                 self._staging.give(payload)
 
@@ -269,7 +270,7 @@ class CollectiveReceiver:
         with self._changed:
             for chunk, parcels in tuple(self._staged.items()):
                 if chunk not in kept and parcels[0].lane.peer == source:
-                    self.drop(chunk)
+                    self.drop(chunk, source)
 
     def busy(self) -> bool:
         with self._changed:
@@ -328,9 +329,10 @@ class CollectiveReceiver:
         return inbox
 
     def _arrived(self, parcel: Parcel, elapsed_s: float) -> None:
-        chunk = parcel.chunk
-        if self._unwanted[chunk]:
-            self._unwanted -= Counter({chunk: 1})  # and forgets those at 0
+        chunk, inbox = parcel.chunk, self._lanes.get(parcel.lane.peer)
+        awaited = (parcel.lane.peer, chunk)
+        if inbox is None or inbox.lane is not parcel.lane or self._unwanted[awaited]:
+            self._unwanted -= Counter({awaited: 1})  # and forgets those at 0
             self._settle(parcel)
             if parcel.payload is not None:
                 self._staging.give(parcel.payload)
@@ -353,25 +355,36 @@ class CollectiveReceiver:
         parcel.lane.num_staged_bytes -= parcel.num_bytes
         self._changed.notify_all()
 
-    def _lost(self, inbox: Inbox, reason: str, final: bool) -> None:
+    def _lost(self, inbox: Inbox, reason: Exception, final: bool) -> None:
         """What has arrived in full stays: it may still be landed."""
-        inbox.clear()
+        self._clear(inbox)
         with self._changed:
             if final:
                 self._forget(inbox)
-            self._events.append(LaneLost(peer=inbox.lane.peer, reason=reason))
+            self._events.append(_loss(inbox.lane.peer, reason))
         self._wake()
 
     def _over(self, inbox: Inbox) -> bool:
-        inbox.clear()
+        self._clear(inbox)
         with self._changed:
             ends = inbox.lane.closing.is_set() or inbox.lane.parting
             if ends:
                 self._forget(inbox)
             return ends
 
+    def _clear(self, inbox: Inbox) -> None:
+        """Its wire is gone: nothing comes of what was on its way, wanted or not."""
+        inbox.clear()
+        with self._changed:
+            if self._lanes.get(inbox.lane.peer, inbox) is inbox:
+                for awaited in [awaited for awaited in self._unwanted if awaited[0] == inbox.lane.peer]:
+                    del self._unwanted[awaited]
+
     def _forget(self, inbox: Inbox) -> None:
         if self._lanes.get(inbox.lane.peer) is inbox:
             del self._lanes[inbox.lane.peer]
-        if not self._lanes:
-            self._unwanted.clear()
+
+
+def _loss(peer: str, reason: Exception) -> LaneLost:
+    cause = TransferCorrupted if isinstance(reason, PayloadCorrupted) else TransferFailed
+    return LaneLost(peer=peer, reason=str(reason), cause=cause)

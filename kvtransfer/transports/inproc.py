@@ -67,14 +67,21 @@ class Exchange:
         self._receivers[peer_name(address)] = receiver
         return receiver
 
-    def sever(self, source: LaneAddress, destination: LaneAddress, reason: str) -> None:
-        """Ends the lane between two peers as a cut wire would: both hear of it, what is under way is lost."""
+    def sever(
+        self,
+        source: LaneAddress,
+        destination: LaneAddress,
+        reason: str,
+        cause: type[TransferFailed] = TransferFailed,
+    ) -> None:
+        """Ends the lane between two peers as a cut wire would: both hear of it, what is under way is lost. The
+        destination hears of `cause`."""
         with self._lock:
             source_name, destination_name = peer_name(source), peer_name(destination)
             if source_name in self._senders:
                 self._senders[source_name]._lose(destination_name, reason)
             if destination_name in self._receivers:
-                self._receivers[destination_name]._lose(source_name, reason)
+                self._receivers[destination_name]._lose(source_name, reason, cause)
 
     def _leave(self, end: InprocSender | InprocReceiver) -> None:
         ends: dict[str, Any] = self._senders if isinstance(end, InprocSender) else self._receivers
@@ -243,7 +250,7 @@ class InprocReceiver:
     def give_back(self, payload: Any) -> None:
         pass
 
-    def drop(self, chunk: Chunk) -> None:
+    def drop(self, chunk: Chunk, source: str) -> None:
         with self._exchange._lock:
             if chunk in self._staged:
                 self._pop(chunk)
@@ -290,8 +297,8 @@ class InprocReceiver:
         )
         self._wake()
 
-    def _lose(self, peer: str, reason: str) -> None:
+    def _lose(self, peer: str, reason: str, cause: type[TransferFailed] = TransferFailed) -> None:
         """What has arrived stays: it may still be landed."""
         if self._lanes.pop(peer, None) is not None:
-            self._events.append(LaneLost(peer=peer, reason=reason))
+            self._events.append(LaneLost(peer=peer, reason=reason, cause=cause))
             self._wake()

@@ -32,7 +32,7 @@ class Parted(Exception):
     """Nobody needs the lane now. What was sent has arrived."""
 
 
-Lost = Callable[[str, bool], None]
+Lost = Callable[[Exception, bool], None]
 """Says why what is on its way will not arrive; True: the lane has ended, and its owner forgets it at once."""
 Over = Callable[[], bool]
 """Asks whether a lane that is closing, or whose peer has parted, may end: its owner forgets it then, or keeps it."""
@@ -147,9 +147,9 @@ class Lane:
                 self._deadline_s = time.monotonic() + self._wait_s
             elif isinstance(reason, WireStuck) and not self._quarantine:
                 self._enter_quarantine(str(reason))
-                lost(str(reason), False)
+                lost(reason, False)
             elif not isinstance(reason, WireStuck) or not self._may_try_again():
-                lost(str(reason), True)
+                lost(reason, True)
                 return
 
     def _live(self, works: Sequence[Callable[[Wire], None]]) -> Exception | None:

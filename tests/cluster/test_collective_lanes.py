@@ -189,7 +189,7 @@ def test_a_frozen_sender_is_a_lost_lane(peers: Peers) -> None:
     receiver.expect(address("p0", 1), LAYOUT)
     process = peers.start("send", 1, receiver.address.port, 1)
     for event in peers.wait_for(receiver, Arrived):
-        receiver.drop(event.chunk)
+        receiver.drop(event.chunk, event.source)
     process.send_signal(signal.SIGSTOP)
     peers.wait_for(receiver, LaneLost)
 

@@ -14,6 +14,7 @@ from kvtransfer.config import LaneConfig
 from kvtransfer.transport import LaneLost
 from kvtransfer.transports.store import BoardStore
 from kvtransfer.transports.wire import Wire
+from protos.errors import TransferCorrupted
 from protos.values import LaneLoad
 from tests.contract.site import LAYOUT, PATIENCE_S, Site, address, chunk_of, kv, meet, one_head, push, ticket_for
 
@@ -204,6 +205,7 @@ def test_a_payload_with_another_checksum_ends_the_lane(make_site: Sites, monkeyp
     assert isinstance(lost, LaneLost)
     assert "first_block=1" in lost.reason
     assert "checksum differs" in lost.reason
+    assert lost.cause is TransferCorrupted
     assert load_of(receiver).num_corrupt == 1
     assert torch.equal(receiver.take(chunk_of(ticket, 0), 1.0), kv()), "what came before it was right"
 

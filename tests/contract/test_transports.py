@@ -102,7 +102,7 @@ def test_a_dropped_payload_is_gone(site: Site) -> None:
     chunk = chunk_of(ticket, 0)
     push(site, sender, ticket, [(chunk, kv())])
     site.events(receiver, 1)
-    receiver.drop(chunk)
+    receiver.drop(chunk, "p0#1")
     assert not receiver.busy()
     with pytest.raises(TransferFailed):
         receiver.take(chunk, 0.01)
@@ -352,12 +352,17 @@ def test_a_chunk_may_be_dropped_before_it_comes(over: str) -> None:
     """As on a follower rank, told by rank 0 to forget what it has not got yet."""
     site = Site(over, LaneConfig(beat_s=0.05))
     sender, receiver, ticket = meet(site)
-    receiver.drop(chunk_of(ticket, 0))
+    receiver.drop(chunk_of(ticket, 0), "p0#1")
     push(site, sender, ticket, [(chunk_of(ticket, index), kv(seed=index)) for index in range(2)])
     (arrived,) = site.events(receiver, 1)
     assert arrived.chunk == chunk_of(ticket, 1)
     assert isinstance(receiver, CollectiveReceiver)
     assert not receiver._unwanted, "what was dropped is remembered for ever"
+    receiver.drop(chunk_of(ticket, 7), "p0#1")
+    sender.close()
+    site.events(receiver, 1)
+    receiver.drop(chunk_of(ticket, 6), "p0#1")
+    assert not receiver._unwanted, "what nobody can send any more is remembered for ever"
     site.close()
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -227,7 +228,7 @@ class Wire:
             raise TransferFailed(f"{chunk.ticket_id} did not come")
         return self.under_way.pop(chunk)
 
-    def drop(self, chunk: Chunk) -> None:
+    def drop(self, chunk: Chunk, source: str) -> None:
         self.under_way.pop(chunk, None)
 
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
@@ -329,3 +330,13 @@ def test_what_only_some_ranks_got_of_a_lost_lane_is_forgotten_by_all() -> None:
             assert [type(event) for event in mover.poll_arrived()] == [LaneLost]
             leader.close()
         assert [wire.under_way for _, _, wire in docks] == [{}, {}]
+
+
+def test_of_workers_that_are_gone_nothing_is_kept() -> None:
+    """One that is restarted again and again is another peer each time."""
+    wire: Any = Wire()
+    dock = Dock(Shelf(0), LAYOUT, receiver=wire)
+    for life in range(1, 20):
+        dock.expect(replace(ADDRESS, incarnation=life), LAYOUT)
+        dock.forget(f"d0#{life}", ())
+    assert len(dock._sources) == 1

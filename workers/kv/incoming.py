@@ -183,7 +183,8 @@ class Incoming:
                 self._failed[request.request_id] = error
             return request.adopted
         if state not in _MOVING:
-            self._failed[request.request_id] = TransferFailed(
+            tombstone = self.ledger.tombstone(ticket.ticket_id, ticket.generation)
+            self._failed[request.request_id] = (tombstone.cause if tombstone else TransferFailed)(
                 f"the KV of request {request.request_id} is not here: {self._fate(ticket)}"
             )
         return False
@@ -317,7 +318,8 @@ class Incoming:
             self._busy_s += event.elapsed_s
 
     def _lost(self, event: LaneLost) -> None:
-        for reservation in self.ledger.abort_source(event.peer, f"the lane from {event.peer} was lost: {event.reason}"):
+        reason = f"the lane from {event.peer} was lost: {event.reason}"
+        for reservation in self.ledger.abort_source(event.peer, reason, event.cause):
             self._free(reservation)
 
     def _abort(self, ticket_id: str, reason: str, generation: int | None = None) -> bool:

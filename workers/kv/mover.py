@@ -80,6 +80,7 @@ class Dock(Generic[Payload]):
         self._rejoin = rejoin
         self.follows_layers = follows_layers
         self._sources: dict[str, KVLayout] = {}  # by peer name
+        self._gone: list[str] = []  # of those, whose lane has ended; what had come by then may be landed still
         self._armed: list[tuple[Ticket, Chunk, Sequence[int]]] = []
 
     def open(self, ticket: Ticket) -> None:
@@ -116,14 +117,18 @@ class Dock(Generic[Payload]):
         self.blocks.write(cut_in(self.layout, self._rank, self._sources[source], chunk, block_ids), payload)
         receiver.give_back(payload)
 
-    def drop(self, chunk: Chunk) -> None:
-        self.receiving().drop(chunk)
+    def drop(self, chunk: Chunk, source: str) -> None:
+        self.receiving().drop(chunk, source)
 
     def forget(self, source: str, kept: Collection[Chunk]) -> None:
         self.receiving().forget(source, kept)
+        self._gone.append(source)
 
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
         self.receiving().expect(source, source_layout)
+        for gone in self._gone:
+            self._sources.pop(gone, None)
+        self._gone.clear()
         self._sources[peer_name(source)] = source_layout
 
     def cancel(self, ticket_id: str) -> None:
@@ -135,6 +140,7 @@ class Dock(Generic[Payload]):
 
     def part_from(self, peer: str) -> None:
         self.receiving().part(peer)
+        self._gone.append(peer)
 
     def settle(self) -> None:
         """Followers call it after every operation. What they would report is not needed: rank 0 asks them to look
@@ -226,12 +232,15 @@ class Mover:
 
     def drop(self, chunk: Chunk) -> None:
         """Forgets an arrived chunk that nobody wants any more."""
-        self._sources.pop(chunk, None)
-        self._tell("drop", chunk)
-        self._dock.drop(chunk)
+        self._drop(chunk, self._sources.pop(chunk))
+
+    def _drop(self, chunk: Chunk, source: str) -> None:
+        self._tell("drop", chunk, source)
+        self._dock.drop(chunk, source)
 
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
-        """Prepares the lane from `source`. To be called before the ticket leaves this worker."""
+        """Prepares the lane from `source`. To be called before the ticket leaves this worker, and when all that
+        `poll_arrived` has told of is landed or dropped."""
         self._tell("expect", source, source_layout)
         self._dock.expect(source, source_layout)
 
@@ -271,7 +280,7 @@ class Mover:
         self._coming = [event for event in self._coming if not any(event is done for done in (*here, *void))]
         self._sources.update((event.chunk, event.source) for event in here)
         for event in void:
-            self.drop(event.chunk)
+            self._drop(event.chunk, event.source)
         return here
 
     def _forget(self, peer: str) -> None:

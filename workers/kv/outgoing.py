@@ -149,9 +149,9 @@ class Outgoing:
         num_blocks = min(len(block_ids) - session.first_block, len(ticket.block_ids))
         if num_blocks < 1:
             return 0
-        self._pool.acquire(block_ids)
         shared = Shared(block_ids=block_ids, num_computed=len(block_ids) * self._pool.block_size)
-        self._add(Push(shared, session, now, complete=True))
+        self._add(Push(shared, session, now, complete=True))  # which may fail: nothing is held for it until then
+        self._pool.acquire(block_ids)
         session.settle((session.first_block + num_blocks) * ticket.layout.block_size)
         return num_blocks
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvtransfer.transports.inproc import Parcel
 from protos.errors import (
     Overloaded,
+    TransferCorrupted,
     TransferFailed,
 )
 from protos.values import FinishReason
@@ -212,6 +213,16 @@ def test_a_lost_lane_ends_what_it_has_not_brought(reached: str, submitted: bool)
     if submitted:
         assert pair.decode.errors["r"].code == TransferFailed.code
         assert "the cable was cut" in pair.decode.errors["r"].message
+    pair.finish()
+
+
+def test_a_request_whose_kv_came_spoiled_is_told_so() -> None:
+    pair = Pair(chunk_blocks=1)
+    pair.answer("r", prompt(12), pair.bring_to("sending"))
+    pair.exchange.sever(PREFILL, DECODE, "its checksum differs", TransferCorrupted)
+    pair.step(2)
+    assert pair.decode.errors["r"].code == TransferCorrupted.code == "transfer_corrupted"
+    assert "its checksum differs" in pair.decode.errors["r"].message
     pair.finish()
 
 

@@ -126,6 +126,24 @@ def test_blocks_are_pinned_while_they_wait_to_be_sent() -> None:
     pool.check_answer(num_computed=3, num_cached=24)
 
 
+def test_nothing_is_held_for_a_lane_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(ticket: Ticket) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = Pulling()
+    ticket = pool.reserve()
+    role = pool.old.scheduler.role
+    assert isinstance(role, DecodeRole)
+    monkeypatch.setattr(role.outgoing._mover, "open", no_thread)
+    with pytest.raises(RuntimeError):
+        pool.share(ticket)
+    pool.old.pool.assert_idle()
+    assert not role.outgoing.busy()
+    pool.read(None)
+    pool.new.engine.abort(["r/pull"])
+    pool.check_answer(num_computed=27, num_cached=0)
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_a_lane_that_is_lost_costs_a_computation(num_steps: int) -> None:
     pool = Pulling()
