@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -199,8 +200,9 @@ class Terminal:
     def _answer(self, question: str) -> None:
         said, reason, num_tokens = [], "", None
         parts = self._ask(self._conversation.messages(question))
+        heard = _interruptible(parts) if self._person else parts
         try:
-            for part in parts:
+            for part in heard:
                 said.append(part.text)
                 self._console.print(Text(_harmless(part.text)), end="", soft_wrap=True)
                 reason = part.finish_reason or reason
@@ -210,6 +212,7 @@ class Terminal:
                 raise
             reason = "stopped"
         finally:
+            heard.close()
             parts.close()
             if any(said):
                 self._console.print()
@@ -239,6 +242,33 @@ def _typed(console: Console) -> Iterator[str]:
         except EOFError:
             console.print()
             return
+
+
+def _interruptible(parts: Iterator[Said]) -> Generator[Said, None, None]:
+    """Ctrl-C is raised where the next part is waited for, and only there: a console that is interrupted while it prints
+    may show what it had shown once more, or nothing from then on."""
+    waits = met = False
+
+    def meet(number: int, frame: object) -> None:
+        nonlocal met
+        met = True
+        if waits:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, meet)
+    try:
+        while True:
+            waits = True
+            if met:
+                raise KeyboardInterrupt
+            part = next(parts, None)
+            waits = False
+            if part is None:
+                return
+            yield part
+    finally:
+        waits = False
+        signal.signal(signal.SIGINT, before)
 
 
 def _guess(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,13 +42,25 @@ class Talk(io.StringIO):
         return self._person
 
 
+class Screen(io.StringIO):
+    """Its person presses Ctrl-C at the very moment that `interrupts_after` is shown."""
+
+    interrupts_after = ""
+
+    def write(self, text: str) -> int:
+        num_written = super().write(text)
+        if self.interrupts_after and self.interrupts_after in text:
+            signal.raise_signal(signal.SIGINT)
+        return num_written
+
+
 class Chatting:
     """A terminal before a server that answers each request with the next of `replies`."""
 
     def __init__(self, *replies: Sequence[Step] | httpx.Response, system: str = "", max_len: int | None = None) -> None:
         self._replies = iter(replies)
         self.asked: list[dict[str, Any]] = []
-        self._shown = io.StringIO()
+        self._shown = Screen()
         client = httpx.Client(base_url="http://fake", transport=httpx.MockTransport(self._reply))
         asker = Asker(client, ServedModel(name="m"), {"temperature": 0.5})
         self.conversation = Conversation(system, max_len)
@@ -55,6 +68,9 @@ class Chatting:
 
     def say(self, *lines: str, person: bool = False) -> bool:
         return self._terminal.run(Talk(*lines, person=person))
+
+    def interrupt_when_shown(self, text: str) -> None:
+        self._shown.interrupts_after = text
 
     @property
     def shown(self) -> str:
@@ -146,6 +162,15 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(monkeypatch: pytest
     assert chat.say(person=True)
     assert "Hel\n(stopped)\n" in chat.shown
     assert chat.messages[1] == [("user", "hi"), ("assistant", "Hel"), ("user", "again")]
+
+
+def test_ctrl_c_while_a_part_is_printed_is_not_lost_and_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    typing(monkeypatch, "hi", "again")
+    chat = Chatting([delta("Hel"), delta("lo")], AGAIN)
+    chat.interrupt_when_shown("Hel")
+    assert chat.say(person=True)
+    assert "Hel\n(stopped)\nAgain." in chat.shown
+    assert chat.shown.count("Hel") == 1
 
 
 def test_ctrl_c_ends_a_pipe() -> None:
