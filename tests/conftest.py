@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -25,6 +27,15 @@ if not shutil.which("nvidia-smi"):
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(autouse=True)
+def _what_is_logged() -> Iterator[None]:
+    """A command owns its process and says what is logged there; one that a test calls must not decide for the next."""
+    ours = logging.getLogger("baton")
+    level = ours.level
+    yield
+    ours.setLevel(level)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
