@@ -11,6 +11,10 @@ import pytest
 
 from tests.kernels.conftest import ON_GPU
 
+pytestmark = pytest.mark.timeout(
+    360
+)  # interpreted kernels: a quarter of a minute on an idle machine, more on a busy one
+
 
 def run(config: pytest.Config, *program: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *program]
