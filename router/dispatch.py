@@ -226,15 +226,16 @@ class Dispatcher:
         try:
             asked = self._reservation(journal, attempt, prefill)
             ticket = await decode.reserve(asked)
-            pull = await self.pulls.fetch(journal, attempt.pull)
-            journal.read_since_s = _now()
-            journal.record.note(What.RESERVED, _now(), worker=decode.worker_id, blocks=len(ticket.block_ids))
-            reading = prefill.submit(journal.request(request_id, ticket=ticket, pull=pull))
-            journal.record.note(What.SUBMITTED, _now(), worker=prefill.worker_id)
-            with _renewing(asked, decode, ticket.lease_s, reading) as renewals:
+            with _renewing(asked, decode, ticket.lease_s) as renewals:
+                pull = await self.pulls.fetch(journal, attempt.pull)
+                journal.read_since_s = _now()
+                journal.record.note(What.RESERVED, _now(), worker=decode.worker_id, blocks=len(ticket.block_ids))
+                reading = prefill.submit(journal.request(request_id, ticket=ticket, pull=pull))
+                renewals.concern(reading)
+                journal.record.note(What.SUBMITTED, _now(), worker=prefill.worker_id)
                 async for update in reading:
                     if update.finish_reason is FinishReason.PREFILLED:
-                        renewals.cancel()  # from here on KV moves, or is lost
+                        renewals.end()  # from here on KV moves, or is lost
                         journal.record.prefilled(_now())
                         answer = decode.submit(journal.request(request_id, ticket=ticket, more=update.token_ids))
                         reading.bequeath(answer)  # until KV has arrived, the loss of prefill is decode's as well
@@ -326,28 +327,43 @@ class Dispatcher:
             self._fleet.num_turned_away -= 1
 
 
-@contextmanager
-def _renewing(asked: ReserveRequest, decode: Member, lease_s: float, reading: Updates) -> Iterator[asyncio.Task[None]]:
-    """Keeps a reservation while its prompt waits and is read, however long that takes, until the task is cancelled.
-    `reading` fails with TransferFailed when the reservation cannot be renewed."""
+class Renewals:
+    """Keeps a reservation while its prefix is fetched, and its prompt waits and is read, however long that takes, until
+    `end`. What the prompt is read with, as soon as there is that, fails with TransferFailed when a renewal does."""
 
-    async def renew() -> None:
+    def __init__(self, asked: ReserveRequest, decode: Member, lease_s: float) -> None:
+        self._reading: Updates | None = None
+        self._failure: TransferFailed | None = None
+        self._task = asyncio.create_task(self._renew(asked, decode, lease_s), name=f"renewals of {asked.request_id}")
+
+    def concern(self, reading: Updates) -> None:
+        self._reading = reading
+        if self._failure is not None:
+            reading.fail(self._failure)
+
+    def end(self) -> None:
+        self._task.cancel()
+
+    async def _renew(self, asked: ReserveRequest, decode: Member, lease_s: float) -> None:
         try:
             while True:
                 await asyncio.sleep(lease_s / RENEWALS_A_LEASE)
                 await decode.renew(asked)
         except BatonError as error:
-            reading.fail(
-                TransferFailed(
-                    f"worker {decode.worker_id} did not renew the reservation of {asked.request_id}: {error.message}"
-                )
+            self._failure = TransferFailed(
+                f"worker {decode.worker_id} did not renew the reservation of {asked.request_id}: {error.message}"
             )
+            if self._reading is not None:
+                self._reading.fail(self._failure)
 
-    task = asyncio.create_task(renew(), name=f"renewals of {asked.request_id}")
+
+@contextmanager
+def _renewing(asked: ReserveRequest, decode: Member, lease_s: float) -> Iterator[Renewals]:
+    renewals = Renewals(asked, decode, lease_s)
     try:
-        yield task
+        yield renewals
     finally:
-        task.cancel()
+        renewals.end()
 
 
 def _now() -> float:

@@ -36,11 +36,11 @@ class Cluster:
     def __getitem__(self, worker_id: str) -> FakeWorker:
         return self.workers[worker_id]
 
-    def choose(self, worker_id: str) -> None:
-        """From now on this worker does everything."""
+    def choose(self, worker_id: str, *, prefill: str | None = None) -> None:
+        """From now on this worker does everything, or what `prefill` does not."""
 
         def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
-            return Decision(policy="chosen", prefill=None, decode=worker_id)
+            return Decision(policy="chosen", prefill=prefill, decode=worker_id)
 
         self.generate = Dispatcher(fleet=self.fleet, policy=decide, config=self.config)
 

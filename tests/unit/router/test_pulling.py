@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -93,6 +94,26 @@ async def test_a_pull_that_fails_is_counted_and_the_reader_computes(make: Callab
     assert tokens(await collect(cluster, job("r"))) == expected_tokens(PROMPT, 8)
     assert cluster["c0"].submitted[-1].pull is None
     assert cluster.generate.pulls.failures == {code: 1}
+
+
+async def test_a_slow_pull_does_not_cost_the_reservation_behind_it(make: Callable[..., Cluster]) -> None:
+    cluster = make(sibling_s=0.0, ticket_lease_s=0.1)
+    await cluster.add("c1")
+    await collect(cluster, job("before"))
+    await cluster.add("p0", "d0")
+    reader, writer = cluster["p0"], cluster["d0"]
+    reader.load = replace(reader.load, prefill_tokens_per_s=100.0)
+    reader.say()
+    await cluster.until(lambda: cluster.fleet.member("p0").load.prefill_tokens_per_s > 0)
+    cluster.choose("d0", prefill="p0")
+    reader.reserving = asyncio.Event()
+    asking = asyncio.create_task(collect(cluster, job("r")))
+    await writer.until(lambda: len(writer.reserved) == 5)
+    assert writer.reserved == [writer.reserved[0]] * 5
+    assert not reader.submitted
+    reader.reserving.set()
+    assert tokens(await asking) == expected_tokens(PROMPT, 8)
+    assert reader.submitted[-1].pull is not None
 
 
 async def test_prompt_logprobs_are_never_pulled(make: Callable[..., Cluster]) -> None:
