@@ -1,7 +1,8 @@
 """Which lanes a worker keeps. Pure: what lanes say of themselves, and who needs them.
 
 A lane costs a thread, connections and staging memory at both ends, so an idle one is given up after a while, and the
-least recently used one as soon as there are too many. One that a ticket needs is never given up.
+least recently used one as soon as there are too many. One that has not come about, and that nobody needs any more, goes
+soon: its peer may have died before it came. One that a ticket needs is never given up.
 """
 
 from __future__ import annotations
@@ -13,12 +14,20 @@ from kvtransfer.config import LaneConfig
 from protos.errors import Overloaded, TransferFailed
 from protos.values import LaneLoad, LaneStats
 
+OPENING_S = 0.5
+"""How long a lane may be awaited that nobody needs."""
+
+
+def overdue(lane: LaneStats, config: LaneConfig) -> bool:
+    """Should it end, unless somebody needs it?"""
+    return lane.idle_s > (OPENING_S if lane.state == "opening" else config.idle_s)
+
 
 def superfluous(lanes: Sequence[LaneStats], needed: Collection[str], config: LaneConfig) -> tuple[str, ...]:
     """Peers whose lanes should end, those that have idled longest first. `needed` names peers with a live ticket."""
     unneeded = sorted((lane for lane in lanes if lane.peer not in needed), key=lambda lane: -lane.idle_s)
     num_over = len(lanes) - config.max_lanes
-    return tuple(lane.peer for index, lane in enumerate(unneeded) if index < num_over or lane.idle_s > config.idle_s)
+    return tuple(lane.peer for index, lane in enumerate(unneeded) if index < num_over or overdue(lane, config))
 
 
 def require_room(peer: str, needed: Collection[str], config: LaneConfig) -> None:

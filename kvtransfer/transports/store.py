@@ -187,7 +187,7 @@ class _Client:
 
 
 class BoardStore(Store):
-    """A client of a board, under a prefix. Whatever goes wrong with the connection is an OSError.
+    """A client of a board, under a prefix. Whatever goes wrong with the connection is an OSError, at once from then on.
 
     `wait_s` bounds the wait for what others are to say, `answer_s` that for the board itself. While it waits it calls
     `look` now and then, which may raise to end that. torch calls the methods from threads of its own. Keep the object
@@ -251,9 +251,13 @@ class BoardStore(Store):
     def _ask(self, what: _What, key: str, value: bytes = b"") -> bytes | None:
         name = (self._prefix + key).encode()
         with self._lock:
-            self._socket.sendall(_REQUEST.pack(what, len(name), len(value)) + name + value)
-            found, length = _REPLY.unpack(self._receive(_REPLY.size))
-            answer = self._receive(length)
+            try:
+                self._socket.sendall(_REQUEST.pack(what, len(name), len(value)) + name + value)
+                found, length = _REPLY.unpack(self._receive(_REPLY.size))
+                answer = self._receive(length)
+            except OSError:
+                self._socket.close()  # an answer that comes late must not be taken for the next one
+                raise
         return answer if found else None
 
     def _receive(self, length: int) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from decode_pool.role import DecodeRole
-from kvtransfer.config import LaneConfig, Preference
+from kvtransfer.config import LaneConfig
 from kvtransfer.ledger import TicketState
 from kvtransfer.reshard import Cut
 from kvtransfer.transports.collective import CollectiveTransport
@@ -55,8 +55,8 @@ class Tensors:
 class Half:
     """Everything but gRPC, stepped by hand. Prompts are read a block a step."""
 
-    def __init__(self, pool: str, over: Preference, stall_s: float) -> None:
-        made = CollectiveTransport(config=LaneConfig(transport=over, stall_s=stall_s, beat_s=stall_s / 10))
+    def __init__(self, pool: str, lanes: LaneConfig) -> None:
+        made = CollectiveTransport(config=lanes)
         who, weight = (PREFILL, PREFILL_WEIGHT) if pool == "prefill" else (DECODE, DECODE_WEIGHT)
         self.sender, self.receiver = made.sender(who, LAYOUT), made.receiver(who, LAYOUT)
         self.side = Side(weight, NUM_BLOCKS, self._role if pool == "decode" else self._prefill_role, prefill_chunk=SIZE)
@@ -91,7 +91,8 @@ class Half:
         return [lane.state for lane in self.mover.lanes()]
 
     def assert_idle(self) -> None:
-        """No request, no ticket, no block, and no staging memory in use."""
+        """No request, no ticket, no block, and no staging memory in use, once no lane is opened in vain any more."""
+        until(lambda: self.step() or not self.side.engine.has_work())
         self.role.ledger.assert_idle()
         self.side.engine.assert_idle()
         assert self.side.pool.num_free == NUM_BLOCKS
@@ -119,9 +120,9 @@ class Half:
 class Distant:
     """A half in another process; what is called here happens there."""
 
-    def __init__(self, pool: str, over: Preference, stall_s: float) -> None:
+    def __init__(self, pool: str, lanes: LaneConfig) -> None:
         self._pipe, there = _context.Pipe()
-        self._process = _context.Process(target=_serve, args=(there, pool, over, stall_s), daemon=True)
+        self._process = _context.Process(target=_serve, args=(there, pool, lanes), daemon=True)
         self._process.start()
         there.close()
 
@@ -146,9 +147,9 @@ class Distant:
         self._pipe.close()
 
 
-def _serve(pipe: Connection, pool: str, over: Preference, stall_s: float) -> None:
+def _serve(pipe: Connection, pool: str, lanes: LaneConfig) -> None:
     torch.set_num_threads(1)
-    half = Half(pool, over, stall_s)
+    half = Half(pool, lanes)
     while True:
         name, arguments = pipe.recv()
         pipe.send(getattr(half, name)(*arguments))

@@ -1,16 +1,18 @@
 """Whichever worker of a pair dies or stops, wherever their ticket stands: the other one is idle soon and holds nothing.
 
-A ticket's lease is longer than these tests, so it is not what frees the blocks.
+A ticket's lease is longer than these tests, so it is not what frees the blocks. Nor is patience what finds out that a
+process was killed: lanes have none to lose here, and beat as they do by default.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from kvtransfer.config import Preference
+from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.ledger import TicketState
 from protos.values import Ticket
 from tests.cluster.half import Distant, Half, until
@@ -20,8 +22,13 @@ pytestmark = pytest.mark.cluster
 
 PROMPT = prompt(12)  # three blocks, a step and a chunk each
 FIRST = expected(PROMPT, 1)
-STALL_S = 0.5
-SIGNALS = pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+NEVER_S = 600.0
+DEFAULT = LaneConfig()
+PATIENT = replace(DEFAULT, stall_s=NEVER_S, expect_s=NEVER_S)
+HASTY = LaneConfig(stall_s=0.5, beat_s=0.05)
+SIGNALS = pytest.mark.parametrize(
+    ("blow", "lanes"), [(signal.SIGKILL, PATIENT), (signal.SIGSTOP, HASTY)], ids=["killed", "stopped"]
+)
 STATES = pytest.mark.parametrize("reached", ["reserved", "sending", "arrived", "adopted"])
 
 
@@ -32,24 +39,24 @@ def over(request: pytest.FixtureRequest) -> Preference:
 
 
 @pytest.fixture
-def decode(over: Preference) -> Iterator[Half]:
+def decode(over: Preference, lanes: LaneConfig) -> Iterator[Half]:
     """The survivor that receives."""
-    half = Half("decode", over, STALL_S)
+    half = Half("decode", replace(lanes, transport=over))
     yield half
     half.close()
 
 
 @pytest.fixture
-def prefill(over: Preference) -> Iterator[Half]:
+def prefill(over: Preference, lanes: LaneConfig) -> Iterator[Half]:
     """The survivor that sends."""
-    half = Half("prefill", over, STALL_S)
+    half = Half("prefill", replace(lanes, transport=over))
     yield half
     half.close()
 
 
 @pytest.fixture
-def other(over: Preference, request: pytest.FixtureRequest) -> Iterator[Distant]:
-    distant = Distant(request.param, over, STALL_S)
+def other(over: Preference, lanes: LaneConfig, request: pytest.FixtureRequest) -> Iterator[Distant]:
+    distant = Distant(request.param, replace(lanes, transport=over))
     yield distant
     distant.end()
 
@@ -119,3 +126,16 @@ def test_the_sender_of_a_ticket_whose_receiver_goes(
 
     until(over_and_done)
     prefill.assert_idle()
+
+
+@pytest.mark.parametrize("lanes", [PATIENT], ids=["killed"])
+@pytest.mark.parametrize("other", ["prefill"], indirect=True)
+def test_a_sender_that_dies_before_it_came_is_awaited_no_longer_than_its_ticket(decode: Half, other: Distant) -> None:
+    """Its gateway hears that it is gone, and gives the reservation back; the lane goes with that."""
+    decode.reserve("r", PROMPT)
+    other.signal(signal.SIGKILL)
+    decode.step()
+    assert decode.lanes() == ["opening"]
+    assert decode.side.engine.abort(["r"]) == 1
+    decode.assert_idle()
+    assert decode.lanes() == []

@@ -170,6 +170,17 @@ def test_a_number_that_is_none_costs_the_connection_only(client: Client) -> None
     assert other.get("word") == b"no number"
 
 
+def test_a_board_that_did_not_answer_in_time_is_not_asked_again() -> None:
+    """Its late answer would be taken for that to the next question."""
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+        store = BoardStore("127.0.0.1", slow.getsockname()[1], "lane/", wait_s=1.0, answer_s=0.05)
+        connection, _ = slow.accept()
+        with connection, pytest.raises(TimeoutError):
+            store.get("one")
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            store.get("another")
+
+
 def test_a_closed_board_is_an_error_at_once(board: Board, client: Client) -> None:
     store = client()
     board.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from kvtransfer.config import LaneConfig
-from kvtransfer.lanes import require_health, require_room, superfluous
+from kvtransfer.lanes import overdue, require_health, require_room, superfluous
 from protos.values import LaneStats
 
 PERIOD_S = 1.0
@@ -32,8 +32,8 @@ class Upkeep:
         require_room(peer, needed, self._config)
 
     def overdue(self) -> bool:
-        """Has a lane idled for so long that `tend` should look whether anybody needs it?"""
-        return any(lane.idle_s > self._config.idle_s for lane in self._lanes())
+        """Is there a lane of which `tend` should see whether anybody needs it, now or soon?"""
+        return any(lane.state == "opening" or overdue(lane, self._config) for lane in self._lanes())
 
     def tend(self, now: float, needed: Callable[[], Collection[str]]) -> None:
         """Gives up what nobody needs. To be called often; it looks once a second."""

@@ -28,6 +28,11 @@ def test_a_lane_that_idles_too_long_goes() -> None:
     assert superfluous(lanes({"a": 61.0, "b": 59.0}), (), CONFIG) == ("a",)
 
 
+def test_a_lane_that_never_came_about_goes_when_nobody_needs_it() -> None:
+    awaited = [replace(lane, state="opening") for lane in lanes({"dead": 1.0, "late": 1.0, "new": 0.1})]
+    assert superfluous(awaited, {"late"}, CONFIG) == ("dead",)
+
+
 def test_beyond_the_bound_the_least_recently_used_goes() -> None:
     assert superfluous(lanes({"a": 1.0, "b": 4.0, "c": 2.0, "d": 3.0}), (), CONFIG) == ("b",)
 

@@ -33,6 +33,18 @@ def test_an_idle_lane_is_given_up_and_one_with_a_ticket_is_not() -> None:
     assert lanes.upkeep.overdue(), "b will do when its ticket has ended"
 
 
+def test_a_lane_that_opens_is_looked_after_although_it_does_not_idle_yet() -> None:
+    """Nothing else would wake a worker whose last ticket has ended."""
+    lanes = Lanes(replace(LANE, state="opening", idle_s=0.0))
+    assert lanes.upkeep.overdue()
+    lanes.upkeep.tend(100.0, set)
+    assert not lanes.parted
+    lanes.lanes = [replace(LANE, state="opening", idle_s=0.6)]
+    lanes.upkeep.tend(100.0 + PERIOD_S, set)
+    assert lanes.parted == ["a"]
+    assert not lanes.upkeep.overdue()
+
+
 def test_it_looks_once_in_a_while_only() -> None:
     lanes = Lanes(LANE, idle_s=5.0)
     asked = 0
