@@ -18,7 +18,7 @@ from router.fleet import Fleet
 from router.generation import Job
 from router.journal import Journal
 from router.policies.base import Candidate, Decision, Policy, RequestView
-from router.policies.costs import outlook
+from router.policies.costs import num_off_device, num_uncached, outlook
 from router.policies.limits import avoiding
 from router.policies.registry import policy_of
 from router.record import Choice, Record, Records
@@ -111,8 +111,8 @@ class Chooser:
             self._fleet.predictor.saw_first_token(
                 reader.worker_id,
                 reader.role,
-                num_tokens=reader.queued_prefill_tokens + choice.view.num_tokens - reader.num_cached_tokens,
-                seconds=now - choice.at_s,
+                num_tokens=reader.queued_prefill_tokens + num_uncached(choice.view, reader),
+                seconds=max(0.0, now - choice.at_s - choice.outlook.load_s),
                 now=now,
             )
 
@@ -123,7 +123,7 @@ class Chooser:
         if marks.prefilled_s is None or not record.choices:
             return
         choice = record.choices[-1]
-        missing = choice.view.num_tokens - choice.writer.num_cached_tokens
+        missing = num_off_device(choice.view, choice.writer)
         self._fleet.predictor.saw_transfer(
             choice.reader.worker_id,
             choice.writer.worker_id,

@@ -150,7 +150,7 @@ class Dispatcher:
         journal.know_cached(max(cached.values()))
         request_id, generation = journal.next_attempt()
         reader = fleet.member(decision.prefill or decision.decode)
-        pull = self.pulls.choose(journal, request_id, generation, reader, cached)
+        pull = self.pulls.choose(journal, request_id, generation, reader, candidates)
         attempt = Attempt(
             request_id=request_id,
             generation=generation,

@@ -23,7 +23,7 @@ from protos.values import (
 )
 from router.breaker import Breaker
 from router.client import Updates, WorkerClient
-from router.policies.base import Candidate
+from router.policies.base import Candidate, Line
 from router.predict import Expectation
 
 NOTHING_EXPECTED = Expectation()
@@ -175,7 +175,8 @@ class Member:
     ) -> Candidate:
         """For a request of which so many tokens are cached here, and so many of them on the device."""
         assert self.info is not None
-        load, routed = self.load, self._routed
+        load, routed, layout = self.load, self._routed, self.info.layout
+        token_bytes = layout.block_bytes / layout.block_size
         return Candidate(
             worker_id=self.worker_id,
             role=self.info.role,
@@ -189,6 +190,7 @@ class Member:
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
             reading=expected.reading,
+            loading=Line(fixed_s=expected.loading.fixed_s, each_s=expected.loading.each_s * token_bytes),
             stepping=expected.stepping,
             receiving=expected.receiving,
             recent_tokens=expected.recent_tokens,

@@ -27,13 +27,15 @@ OUTLIER = 4.0  # mean errors off the line
 READING = Line(fixed_s=0.005, each_s=1e-4)
 STEPPING = Line(fixed_s=0.02, each_s=1e-4)
 RECEIVING = Line(fixed_s=0.0, each_s=1e-9)
+LOADING = Line(fixed_s=0.0, each_s=1e-10)  # from host memory: of a worker that has loaded nothing yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Of one worker, as `Candidate` has it."""
+    """Of one worker, as `Candidate` has it; but `loading` is by bytes."""
 
     reading: Line = READING
+    loading: Line = LOADING
     stepping: Line = STEPPING
     receiving: Line = RECEIVING
     recent_tokens: float = 0.0
@@ -175,6 +177,7 @@ class Predictor:
     def expect(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> Expectation:
         prior = self._priors[worker_id] = Expectation(
             reading=self._read_prior(role, load),
+            loading=_load_line(load),
             stepping=self._step_prior(role, load),
             receiving=self._lane_prior(load),
             recent_tokens=self._recent_tokens(worker_id, role, now),
@@ -183,6 +186,7 @@ class Predictor:
         receiving = self._receiving.get(worker_id)
         return Expectation(
             reading=reading.of(prior.reading) if reading else prior.reading,
+            loading=prior.loading,
             stepping=stepping.of(prior.stepping) if stepping else prior.stepping,
             receiving=receiving.line(prior.receiving) if receiving else prior.receiving,
             recent_tokens=prior.recent_tokens,
@@ -277,6 +281,12 @@ class Predictor:
         if not load.transfer_bytes:
             return self._all_lanes.line(RECEIVING)
         return Line(each_s=load.transfer_s / load.transfer_bytes)
+
+
+def _load_line(load: WorkerLoad) -> Line:
+    """As the worker measures its copies."""
+    host = load.host
+    return Line(each_s=host.load_s / host.loaded_bytes) if host is not None and host.loaded_bytes else LOADING
 
 
 def _kept(age_s: float) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from protos.errors import BatonError, WorkerLost
@@ -19,6 +19,8 @@ from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
 from router.fleet import Fleet
 from router.journal import Journal
 from router.member import Member
+from router.policies.base import Candidate
+from router.policies.costs import load_s
 from router.record import What
 
 log = logging.getLogger("baton.router")
@@ -32,7 +34,8 @@ EVICTED = "evicted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A worker that has the first `num_tokens` of a sequence cached, and pushes so many bytes a second."""
+    """A worker that has the first `num_tokens` of a sequence on its device, and pushes so many bytes a second. What its
+    host has it does not push."""
 
     worker_id: str
     num_tokens: int
@@ -44,20 +47,33 @@ def measured_bytes_per_s(load: WorkerLoad) -> float:
     return load.transfer_bytes / load.transfer_s if load.transfer_s > 0 else UNMEASURED_BYTES_PER_S
 
 
-def best_holder(
-    holders: Sequence[Holder], *, num_cached: int, tokens_per_s: float, bytes_per_token: float
-) -> Holder | None:
-    """Whom a reader that has `num_cached` tokens had best pull from; None if it had better compute.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Puller:
+    """A reader that has the first `num_cached` tokens of a sequence, all but `num_on_host` of them on its device:
+    loading those takes it `load_s`."""
 
-    A pull of n tokens takes OVERHEAD_S + n * bytes_per_token / bytes_per_s, computing them n / tokens_per_s. The
-    largest gain wins; a reader whose speed is not known yet computes, and it will be.
+    num_cached: int
+    tokens_per_s: float
+    bytes_per_token: float
+    num_on_host: int = 0
+    load_s: float = 0.0
+
+
+def best_holder(holders: Sequence[Holder], reader: Puller) -> Holder | None:
+    """Whom a reader had best pull from; None if it had better load what its host has, and compute the rest.
+
+    A pull of n tokens takes OVERHEAD_S + n * bytes_per_token / bytes_per_s, computing them n / tokens_per_s. It begins
+    after what the reader's device has: its host's blocks are not loaded then. The largest gain wins; a reader whose
+    speed is not known yet computes, and it will be.
     """
-    if tokens_per_s <= 0:
+    if reader.tokens_per_s <= 0:
         return None
+    num_on_device = reader.num_cached - reader.num_on_host
 
     def gain_s(holder: Holder) -> float:
-        num_missing = max(0, holder.num_tokens - num_cached)
-        return num_missing / tokens_per_s - GAIN * (OVERHEAD_S + num_missing * bytes_per_token / holder.bytes_per_s)
+        num_moved = max(0, holder.num_tokens - num_on_device)
+        spared_s = reader.load_s + (holder.num_tokens - reader.num_cached) / reader.tokens_per_s
+        return spared_s - GAIN * (OVERHEAD_S + num_moved * reader.bytes_per_token / holder.bytes_per_s)
 
     best = max(holders, key=gain_s, default=None)
     return best if best is not None and gain_s(best) > 0 else None
@@ -89,28 +105,33 @@ class Pulls:
         self.failures: Counter[str] = Counter()
 
     def choose(
-        self, journal: Journal, request_id: str, generation: int, reader: Member, cached: Mapping[str, int]
+        self, journal: Journal, request_id: str, generation: int, reader: Member, candidates: Sequence[Candidate]
     ) -> Pull | None:
-        """What the reader of an attempt had best fetch, and from whom. `cached` are tokens by worker. Nothing, when
-        logprobs of the prompt are asked for: these are computed."""
+        """What the reader of an attempt, one of the candidates, had best fetch, and from whom. Nothing, when logprobs
+        of the prompt are asked for: these are computed."""
         if reader.info is None or (journal.job.sampling.prompt_logprobs is not None and not journal.output_ids):
             return None
         layout, most = reader.info.layout, journal.num_tokens - 1
         holders = [
             Holder(
-                worker_id=worker_id,
-                num_tokens=min(num_tokens, most) // layout.block_size * layout.block_size,
-                bytes_per_s=measured_bytes_per_s(self._fleet.member(worker_id).load),
+                worker_id=one.worker_id,
+                num_tokens=min(one.num_cached_tokens - one.num_host_tokens, most)
+                // layout.block_size
+                * layout.block_size,
+                bytes_per_s=measured_bytes_per_s(self._fleet.member(one.worker_id).load),
             )
-            for worker_id, num_tokens in cached.items()
-            if worker_id != reader.worker_id
+            for one in candidates
+            if one.worker_id != reader.worker_id
         ]
-        best = best_holder(
-            holders,
-            num_cached=cached[reader.worker_id],
+        own = next(one for one in candidates if one.worker_id == reader.worker_id)
+        puller = Puller(
+            num_cached=own.num_cached_tokens,
+            num_on_host=own.num_host_tokens,
+            load_s=load_s(own),
             tokens_per_s=reader.load.prefill_tokens_per_s,
             bytes_per_token=layout.block_bytes / layout.block_size,
         )
+        best = best_holder(holders, puller)
         if best is None:
             return None
         return Pull(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from protos.values import WorkerRole
 from router.policies.base import Candidate
+from router.policies.costs import load_s
 
 HALF_LIFE_S = 3.0
 _ATTACK = 0.3
@@ -80,7 +81,7 @@ def _reading_s(reader: Candidate, num_tokens: int) -> float:
     """As the worker measures its steps, or as first tokens have come of late, which also waited for each other's steps
     and for answers in between: whatever is longer."""
     before = reader.queued_prefill_tokens + num_tokens - reader.num_cached_tokens
-    return max(before / reader.prefill_tokens_per_s, reader.reading(before))
+    return max(before / reader.prefill_tokens_per_s, reader.reading(before)) + load_s(reader)
 
 
 def readers_of(candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -58,9 +58,9 @@ class Candidate:
     are as the worker measured them last, 0 before the first measurement.
 
     What is expected of it (`router.predict`): `reading` are the seconds to a first token, by the tokens to be read
-    before it; `stepping` those between tokens, by the sequences it writes at a time; `receiving` those that KV is
-    awaited, by its bytes, from a reader that no lane of the view comes from. `recent_tokens` were sent there to be
-    computed lately: the older, the less they count.
+    before it; `loading` those until tokens that its host has are on its device; `stepping` those between tokens, by the
+    sequences it writes at a time; `receiving` those that KV is awaited, by its bytes, from a reader that no lane of the
+    view comes from. `recent_tokens` were sent there to be computed lately: the older, the less they count.
     """
 
     worker_id: str
@@ -75,6 +75,7 @@ class Candidate:
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     reading: Line = UNKNOWN
+    loading: Line = UNKNOWN
     stepping: Line = UNKNOWN
     receiving: Line = UNKNOWN
     recent_tokens: float = 0.0

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.policies.base import Candidate, RequestView, Score, score
+from router.policies.costs import num_off_device, num_uncached
 
 COMPUTING_WEIGHT = 2.0  # a token to be computed takes this request's time, and that of those queued behind it
 TRANSFER_SHARE = 0.1  # moving the KV of a token, against computing it
+LOAD_SHARE = 0.1  # loading it from the worker's own host
 REQUEST_TOKENS = 64.0  # what one more running sequence slows its neighbours down by, in tokens read meanwhile
 SHORTAGE_SHARE = 10.0  # a token without a free block waits for others to end, or evicts and recomputes them
 
@@ -27,7 +29,8 @@ def reading(view: RequestView, candidates: Sequence[Candidate]) -> Sequence[Scor
         scores.append(
             score(
                 candidate,
-                uncached=(view.num_tokens - candidate.num_cached_tokens) * COMPUTING_WEIGHT * slowness,
+                uncached=num_uncached(view, candidate) * COMPUTING_WEIGHT * slowness,
+                load=candidate.num_host_tokens * LOAD_SHARE * slowness,
                 queue=candidate.queued_prefill_tokens * slowness,
             )
         )
@@ -41,12 +44,12 @@ def writing(view: RequestView, candidates: Sequence[Candidate]) -> Sequence[Scor
     scores = []
     for candidate in candidates:
         slowness = candidate.decode_step_s / quickest if quickest and candidate.decode_step_s else 1.0
-        uncached = view.num_tokens - candidate.num_cached_tokens
-        missing = max(0, uncached - candidate.num_free_blocks * view.block_size)
+        absent = num_off_device(view, candidate)
+        missing = max(0, absent - candidate.num_free_blocks * view.block_size)
         scores.append(
             score(
                 candidate,
-                transfer=uncached * TRANSFER_SHARE,
+                transfer=absent * TRANSFER_SHARE,
                 requests=candidate.num_requests * REQUEST_TOKENS * slowness,
                 shortage=missing * SHORTAGE_SHARE,
             )

@@ -1,6 +1,7 @@
 """The default: the pair whose first token comes soonest and whose tokens follow fastest, without making others late.
 
-Every cost is in seconds. Reading: `overhead`, `queue` and `compute` add up to the predicted time to the first token.
+Every cost is in seconds. Reading: `overhead`, `queue`, `load` (of what is in host memory) and `compute` add up to the
+predicted time to the first token.
 `displaced` is what computing costs others: those queued behind it, and those whose cached blocks its own blocks evict.
 `imbalance` keeps the work that readers are sent near their mean.
 Writing: `decode` is what the answer takes, and what it adds to the answers beside it; `shortage` the wait for blocks.
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.policies.base import Candidate, Rank, RequestView, Score, score
-from router.policies.costs import num_uncached, tpot_s, ttft_s
+from router.policies.costs import load_s, num_off_device, num_uncached, tpot_s, ttft_s
 
 # Tried on Mooncake's synthetic trace (benchmarks/routing_trace.py): hits and time to the first token, 4 and 16 workers.
 DISPLACED = 5.0  # seconds that others lose by a second of computing
@@ -48,6 +49,7 @@ def reading(objectives: Objectives) -> Rank:
                     candidate,
                     overhead=line.fixed_s,
                     queue=line.each_s * candidate.queued_prefill_tokens,
+                    load=load_s(candidate),
                     compute=compute,
                     displaced=compute * DISPLACED,
                     imbalance=line.each_s * view.num_tokens * (1 + DISPLACED) * (above / GUARD) ** 2,
@@ -95,7 +97,7 @@ def _excess(view: RequestView, candidates: Sequence[Candidate]) -> Sequence[floa
 
 def _shortage(view: RequestView, candidate: Candidate) -> float:
     """How much of the present answers must end before there are blocks for this one: 0 with room, 1 for all."""
-    needed = num_uncached(view, candidate) / view.block_size + 1
+    needed = num_off_device(view, candidate) / view.block_size + 1
     used = candidate.num_blocks - candidate.num_free_blocks
     missing = needed - candidate.num_free_blocks
     return min(missing / max(used, 1), 1.0) if missing > 0 else 0.0

@@ -197,9 +197,34 @@ def test_slo_names_every_term_in_seconds() -> None:
     decision = decide(known("p0", 600, queued_prefill_tokens=50), known("d0"), name="slo")
     reading, whole = decision.scores
     terms = dict(reading.terms)
-    assert terms.keys() == {"overhead", "queue", "compute", "displaced", "imbalance", "late_ttft"}
+    assert terms.keys() == {"overhead", "queue", "load", "compute", "displaced", "imbalance", "late_ttft"}
     assert terms["overhead"] + terms["queue"] + terms["compute"] == pytest.approx(FAST(50 + 400))
     assert dict(whole.terms).keys() == {"decode", "shortage", "late_tpot", "transfer", "reading by p0"}
+
+
+@pytest.mark.parametrize("name", ["slo", "prefix_aware"])
+def test_what_is_on_the_device_goes_before_what_must_be_loaded_and_that_before_computing(name: str) -> None:
+    near, none, writer = known("p0", 900), known("p2"), known("d0")
+    hosted = known("p1", 900, num_host_tokens=800, loading=Line(each_s=2e-5))
+    assert decide(none, hosted, near, writer, name=name).prefill == "p0"
+    assert decide(none, hosted, writer, name=name).prefill == "p1"
+
+
+def test_a_load_is_expected_to_take_what_it_takes_and_never_longer_than_computing() -> None:
+    loading = Line(each_s=5e-5)
+    quick = known("c0", 900, num_host_tokens=800, loading=loading)
+    slow = known("c1", 900, num_host_tokens=800, loading=Line(each_s=1.0))
+    expected = outlook(view(), [quick], decide(quick, name="slo"))
+    assert expected.ttft_s == pytest.approx(FAST(100) + loading(800))
+    assert (expected.num_cached_tokens, expected.num_host_tokens) == (900, 800)
+    assert outlook(view(), [slow], decide(slow, name="slo")).ttft_s == pytest.approx(FAST(900))
+
+
+def test_a_writer_receives_what_only_its_host_has() -> None:
+    """Blocks of the host are no room, and nothing that a reader could leave out."""
+    seen = view(1000, block_bytes=1600)
+    candidates = [known("p0"), known("d0", 160, num_host_tokens=160, receiving=Line(each_s=1e-6))]
+    assert outlook(seen, candidates, policy("slo")(seen, candidates)).transfer_s == pytest.approx(0.1)
 
 
 def test_costs_that_differ_by_less_than_predictions_can_tell_take_turns() -> None:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from protos.values import WorkerLoad, WorkerRole
+from protos.values import HostLoad, WorkerLoad, WorkerRole
 from router.policies.base import Line
-from router.predict import READING, Fit, Pace, Predictor
+from router.predict import LOADING, READING, Fit, Pace, Predictor
 
 DECODE, PREFILL = WorkerRole.DECODE, WorkerRole.PREFILL
 TRUE = Line(fixed_s=0.05, each_s=2e-4)
@@ -88,6 +88,14 @@ def test_a_worker_that_nobody_has_measured_counts_as_its_pool() -> None:
     own = WorkerLoad(prefill_tokens_per_s=10_000.0)
     assert predictor.expect("p2", PREFILL, own, now=50.0).reading.each_s == pytest.approx(1e-4)
     assert predictor.expect("d0", DECODE, WorkerLoad(), now=50.0).reading == READING
+
+
+def test_a_load_takes_as_long_as_the_worker_says_that_loads_have_taken() -> None:
+    predictor = Predictor()
+    told = WorkerLoad(host=HostLoad(num_blocks=100, loaded_bytes=4_000_000, load_s=0.5))
+    assert predictor.expect("p0", PREFILL, told, now=0.0).loading == Line(each_s=0.5 / 4_000_000)
+    for unknown in (WorkerLoad(), WorkerLoad(host=HostLoad(num_blocks=100))):
+        assert predictor.expect("p0", PREFILL, unknown, now=0.0).loading == LOADING
 
 
 def test_a_worker_that_left_is_forgotten_with_its_lanes() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from protos.errors import Overloaded, TransferFailed
 from protos.values import WorkerLoad
-from router.pulling import GAIN, OVERHEAD_S, Holder, best_holder, measured_bytes_per_s, pull_id
+from router.pulling import GAIN, OVERHEAD_S, Holder, Puller, best_holder, measured_bytes_per_s, pull_id
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import BLOCK_SIZE, expected_tokens
 
@@ -19,8 +19,11 @@ NEAR = Holder(worker_id="near", num_tokens=2048, bytes_per_s=10e9)
 FAR = Holder(worker_id="far", num_tokens=2048, bytes_per_s=0.1e9)
 
 
-def chosen(*holders: Holder, num_cached: int = 0, tokens_per_s: float = 5000.0) -> str | None:
-    best = best_holder(holders, num_cached=num_cached, tokens_per_s=tokens_per_s, bytes_per_token=BYTES)
+READER = Puller(num_cached=0, tokens_per_s=5000.0, bytes_per_token=BYTES)
+
+
+def chosen(*holders: Holder, reader: Puller = READER) -> str | None:
+    best = best_holder(holders, reader)
     return best.worker_id if best is not None else None
 
 
@@ -32,15 +35,23 @@ def test_the_quickest_way_to_have_the_most_wins() -> None:
 
 def test_a_slow_lane_or_a_quick_reader_computes() -> None:
     assert chosen(FAR) is None, "2048 tokens: 0.4 s to compute, 2 s to move"
-    assert chosen(NEAR, tokens_per_s=500_000.0) is None
-    assert chosen(NEAR, tokens_per_s=0.0) is None, "nothing is known of it yet"
+    assert chosen(NEAR, reader=replace(READER, tokens_per_s=500_000.0)) is None
+    assert chosen(NEAR, reader=replace(READER, tokens_per_s=0.0)) is None, "nothing is known of it yet"
 
 
 def test_a_pull_must_gain_more_than_it_costs_to_arrange() -> None:
     fewest = int(GAIN * OVERHEAD_S / (1 / 5000 - GAIN * BYTES / NEAR.bytes_per_s)) + 1
     assert chosen(replace(NEAR, num_tokens=fewest + 1)) == "near"
     assert chosen(replace(NEAR, num_tokens=fewest - 1)) is None
-    assert chosen(NEAR, num_cached=2048) is None
+    assert chosen(NEAR, reader=replace(READER, num_cached=2048)) is None
+
+
+def test_what_the_readers_own_host_has_is_loaded_unless_the_lane_is_quicker() -> None:
+    hosting = replace(READER, num_cached=2048, num_on_host=2048, load_s=0.02)
+    assert chosen(NEAR, reader=hosting) is None, "0.02 s to load, 0.02 s to move"
+    assert chosen(NEAR, reader=replace(hosting, load_s=0.2)) == "near"
+    assert chosen(replace(NEAR, num_tokens=1024), reader=replace(hosting, load_s=0.2)) is None, "the rest is computed"
+    assert chosen(replace(NEAR, num_tokens=4096), reader=hosting) == "near", "0.4 s to compute what the host lacks"
 
 
 def test_a_lane_is_as_quick_as_it_was() -> None:
