@@ -20,6 +20,7 @@ from workers.config import WorkerConfig
 
 MEMORY = "memory"
 MAX_WORKERS = 4096
+MAX_PROCESSES = 64
 _LEAST = {
     "first_delay_s": 0.0, "factor": 1.0, "reset_after_s": 0.0, "health_period_s": 0.1, "max_misses": 1, "grace_s": 0.0,
 }  # fmt: skip
@@ -112,7 +113,8 @@ class SupervisionConfig:
 class ClusterConfig:
     """`index` says where the prefix index lives: in each gateway's memory alone, or shared through Redis (any URL of
     `router.prefix.redis_url`); `discovery` (redis://...) where supervisor and gateways meet when
-    they are separate processes, and is not needed where they are one."""
+    they are separate processes, and is not needed where they are one. The gateway is `processes` processes behind the
+    same ports."""
 
     worker: WorkerConfig
     router: RouterConfig
@@ -125,8 +127,13 @@ class ClusterConfig:
     peers: PeerTls = field(default_factory=PeerTls)
     index: str = MEMORY
     discovery: str = ""
+    processes: int = 1
 
     def __post_init__(self) -> None:
+        if not 1 <= self.processes <= MAX_PROCESSES:
+            raise Misconfigured(
+                f"processes = {self.processes}: give a number from 1 to {MAX_PROCESSES}", param="processes"
+            )
         if self.index != MEMORY:
             _check_index(self.index)
         if self.discovery and not self.discovery.startswith(("redis://", "rediss://")):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from cluster.cutoff import Cutoff
+from cluster.sockets import example, url_of
 from protos.tls import FaceTls, PeerTls
 from router.admission.admission import Admission
+from router.admission.limits import TenantLimits
 from router.admission.metrics import AdmissionCollector
 from router.admission.reception import Reception
 from router.admission.registry import open_limits
@@ -33,6 +35,7 @@ from router.moving_metrics import MovingCollector
 from router.policies.registry import policy_of
 from router.predict_metrics import PredictionCollector
 from router.prefix.registry import MEMORY, open_index
+from router.siblings import ForSiblings, Siblings, http_socket
 
 LAST_WORDS_S = 1.0  # for an error to reach a client that was cut off
 
@@ -44,9 +47,30 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def protocol(self, config: uvicorn.Config | None = None, lost: Callable[[], None] | None = None) -> Any:
+        """For one connection that this server has not accepted itself, but closes in order when it stops. `lost` is
+        called when the connection has ended."""
+        config = config or self.config
+        if not config.loaded:
+            config.load()
+        kind: Any = config.http_protocol_class
+        made = kind(config=config, server_state=self.server_state, app_state={})
+        if lost is not None:
+            end = made.connection_lost
+
+            def connection_lost(error: Exception | None) -> None:
+                end(error)
+                lost()
+
+            made.connection_lost = connection_lost
+        return made
+
 
 class Front:
     """Made on the event loop it runs on, from a socket that listens already. Workers join `fleet`.
+
+    Without `listening` another process accepts connections, which are taken with `adopt`: this is one gateway process
+    of several, and its gRPC port is everybody's.
 
     Raises Misconfigured or BadCheckpoint when the model's tokenizer cannot be read or the policy does not exist.
     """
@@ -54,16 +78,19 @@ class Front:
     def __init__(
         self,
         config: RouterConfig,
-        listening: socket.socket,
+        listening: socket.socket | None,
         *,
         max_model_len: int | None = None,
         tls: FaceTls,
         peers: PeerTls,
         index: str = MEMORY,
+        siblings: Siblings | None = None,
+        limits: TenantLimits | None = None,
     ) -> None:
         policy, routing = policy_of(config), routing_of(config)
         tls.check()
-        self._scheme = "https" if tls.cert else "http"
+        self._is_secure = bool(tls.cert)
+        self._siblings = siblings or Siblings()
         gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         prefixes, self._others = open_index(index, model=config.model_name, gateway_id=gateway_id)
         self.fleet = Fleet(
@@ -86,57 +113,74 @@ class Front:
         self.registry.register(AdmissionCollector(admission))
         reception = self._reception = Reception(
             Path(config.tenants) if config.tenants else None,
-            limits=open_limits(index, model=config.model_name),
+            limits=limits or open_limits(index, model=config.model_name),
             registry=self.registry,
             changed=lambda roster: admission.weigh({name: tenant.weight for name, tenant in roster.tenants.items()}),
         )
         self._generate = Cutoff(admission)
         gateway = open_gateway(
-            config,
-            generate=self._generate,
-            fleet=self.fleet,
-            metrics=metrics,
-            reception=reception,
-            routing=routing,
-            max_model_len=max_model_len,
-        )
-        self.model = gateway.card.name
-        self._has_chat = gateway.template is not None
-        self._listening = listening
-        settings = uvicorn.Config(
-            create_app(gateway), http="httptools", ws="none", lifespan="off", access_log=False, log_config=None,
-            ssl_certfile=tls.cert or None, ssl_keyfile=tls.key or None,
+            config, generate=self._generate, fleet=self.fleet, metrics=metrics, reception=reception, routing=routing,
+            siblings=self._siblings, max_model_len=max_model_len,
         )  # fmt: skip
-        self._http = _Server(settings)
-        self._grpc = GrpcFace(gateway, host=config.host, port=config.grpc_port, tls=tls)
+        self.model = gateway.card.name
+        self.has_chat = gateway.template is not None
+        self._listening = listening
+        self._app = create_app(gateway)
+        self._http = _Server(_settings(self._app, ssl_certfile=tls.cert or None, ssl_keyfile=tls.key or None))
+        self._grpc = GrpcFace(gateway, host=config.host, port=config.grpc_port, tls=tls, is_shared=listening is None)
+        self._adopting: set[asyncio.Task[None]] = set()
+        self._local: asyncio.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.grpc_port = config.grpc_port
 
     @property
-    def port(self) -> int:
-        return int(self._listening.getsockname()[1])
-
-    @property
     def url(self) -> str:
-        host = str(self._listening.getsockname()[0])
-        reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-        return f"{self._scheme}://{reachable}:{self.port}"
+        assert self._listening is not None, "whoever accepts the connections knows the URL"
+        return url_of(self._listening, is_secure=self._is_secure)
 
     def example(self) -> str:
         """A request to try."""
-        path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
-        if self._has_chat:
-            path = "chat/completions"
-            asked = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
-        told = f'{{"model": {json.dumps(self.model)}, {asked}}}'
-        return f"curl {self.url}/v1/{path} -H 'content-type: application/json' -d '{told}'"
+        return example(self.url, self.model, has_chat=self.has_chat)
 
     async def start(self) -> None:
         """From now on /health answers; /ready does when a worker has joined. Raises Misconfigured: a port is taken."""
         if self._others is not None:
             await self._others.start()
         self.grpc_port = await self._grpc.start()
-        self._serving = asyncio.create_task(self._http.serve(sockets=[self._listening]), name="http")
+        await self._listen_to_siblings()
+        if not self._http.config.loaded:
+            self._http.config.load()
+        sockets = [self._listening] if self._listening is not None else []
+        self._serving = asyncio.create_task(self._http.serve(sockets=sockets), name="http")
+
+    def adopt(self, connection: socket.socket, lost: Callable[[], None]) -> None:
+        """Serves a connection that another process has accepted; `lost` is called when it has ended."""
+        task = asyncio.create_task(self._adopt(connection, lost))
+        self._adopting.add(task)
+        task.add_done_callback(self._adopting.discard)
+
+    async def _adopt(self, connection: socket.socket, lost: Callable[[], None]) -> None:
+        loop, server = asyncio.get_running_loop(), self._http
+        made: list[Any] = []
+
+        def protocol() -> Any:
+            made.append(server.protocol(lost=lost))
+            return made[0]
+
+        try:
+            connection.setblocking(False)
+            await loop.connect_accepted_socket(protocol, connection, ssl=server.config.ssl)
+        except OSError:  # it has gone already, or speaks no TLS
+            if not made or made[0].transport is None:
+                lost()
+
+    async def _listen_to_siblings(self) -> None:
+        folder = self._siblings.folder
+        if folder is None:
+            return
+        settings, loop = _settings(ForSiblings(self._app)), asyncio.get_running_loop()
+        path = _free(http_socket(folder, self._siblings.number))
+        self._local = await loop.create_unix_server(lambda: self._http.protocol(settings), path)
 
     async def wait(self) -> None:
         """Returns when HTTP is not served any more."""
@@ -156,6 +200,8 @@ class Front:
         stopping: list[asyncio.Task[None]] = [asyncio.create_task(self._grpc.stop(grace_s + LAST_WORDS_S))]
         if self._serving is not None:
             stopping.append(self._serving)
+        if self._local is not None:
+            self._local.close()
         try:
             await asyncio.wait(stopping, timeout=grace_s)
         finally:
@@ -168,6 +214,20 @@ class Front:
             await self._canary.close()
             await self.fleet.close()
             await self._reception.close()
+            await self._siblings.close()
             if self._others is not None:
                 await self._others.close()
-            self._listening.close()
+            if self._listening is not None:
+                self._listening.close()
+
+
+def _free(path: str) -> str:
+    """Without the socket of a process that died."""
+    Path(path).unlink(missing_ok=True)
+    return path
+
+
+def _settings(app: Any, **further: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None, **further
+    )

@@ -21,6 +21,7 @@ from protos.errors import Misconfigured
 
 if TYPE_CHECKING:
     from cluster.front import Front
+    from cluster.processes.parent import Gateways
 
 log = logging.getLogger("baton.cluster")
 
@@ -34,6 +35,7 @@ def gateway(
     host: flags.Host = None,
     port: flags.Port = None,
     grpc_port: flags.GrpcPort = None,
+    processes: flags.Processes = None,
     index: flags.Index = None,
     policy: flags.Policy = None,
     shadow_policy: flags.ShadowPolicy = None,
@@ -47,25 +49,27 @@ def gateway(
 
     given = {
         "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
-        "discovery": discovery, "router": {"policy": policy, "shadow_policy": shadow_policy},
+        "discovery": discovery, "processes": processes, "router": {"policy": policy, "shadow_policy": shadow_policy},
     }  # fmt: skip
     config, console = flags.settings(file, given, further), flags.terminal(log_format)
-    if not uvloop.run(run_gateway(config, tuple(worker or ()), console)):
+    if not uvloop.run(run_gateway(config, tuple(worker or ()), console, log_format)):
         raise typer.Exit(130)
 
 
-async def run_gateway(config: ClusterConfig, addresses: tuple[str, ...], console: Console) -> bool:
+async def run_gateway(
+    config: ClusterConfig, addresses: tuple[str, ...], console: Console, log_format: LogFormat = LogFormat.TEXT
+) -> bool:
     """Serves until a signal; whether it was stopped in order. Raises BatonError."""
     config.check_model()
+    check_discovery(config, addresses)
     stop = Stop()
     router = config.router
-    found = await _discovery(config, addresses)
     listening = listen(router.host, router.port)
-    front: Front | None = None
+    front: Front | Gateways | None = None
     try:
         check_free(router.host, router.grpc_port, "--grpc-port")
-        front = _open_front(config, listening)
-        await stop.before(_serve(front, found))
+        front = open_faces(config, listening, log_format, is_told=False, addresses=addresses)
+        await stop.before(_serve(front, config, addresses))
         log.info("stopping: running requests have %g s to finish", config.supervision.grace_s)
         return await stop.patiently(front.stop(config.supervision.grace_s))
     finally:
@@ -74,8 +78,21 @@ async def run_gateway(config: ClusterConfig, addresses: tuple[str, ...], console
         listening.close()
 
 
-def _open_front(config: ClusterConfig, listening: socket.socket) -> Front:
-    from cluster.front import Front
+def open_faces(
+    config: ClusterConfig,
+    listening: socket.socket,
+    log_format: LogFormat,
+    *,
+    is_told: bool = True,
+    addresses: tuple[str, ...] = (),
+) -> Front | Gateways:
+    """The gateway, in this process or in several. `is_told`: workers join its `fleet`; else processes of its own look
+    for them."""
+    if config.processes > 1:
+        from cluster.processes.parent import Gateways
+
+        return Gateways(config, listening, log_format=log_format, is_told=is_told, addresses=addresses)
+    from cluster.front import Front  # a second of imports, while Ray starts
 
     return Front(
         config.router,
@@ -87,11 +104,30 @@ def _open_front(config: ClusterConfig, listening: socket.socket) -> Front:
     )
 
 
-async def _serve(front: Front, found: Discovery) -> None:
+async def _serve(front: Front | Gateways, config: ClusterConfig, addresses: tuple[str, ...]) -> None:
+    from cluster.front import Front
+
     await front.start()
+    log.info("serving %s at %s, gRPC on port %d, as soon as workers are found", front.model, front.url, front.grpc_port)
+    if isinstance(front, Front):
+        await follow(front, await discovery_of(config, addresses))
+        return
+    telling = asyncio.create_task(_tell_ready(front), name="ready")
+    try:
+        await front.wait()
+    finally:
+        telling.cancel()
+
+
+async def _tell_ready(front: Gateways) -> None:
+    await front.ready()
+    log.info("every gateway process is ready")
+
+
+async def follow(front: Front, found: Discovery) -> None:
+    """Serves the workers that are found, as long as HTTP is served."""
     current = Gauge("baton_discovery_current", "1 while the list of workers is current", registry=front.registry)
     current.set_function(lambda: 0.0 if found.trouble else 1.0)
-    log.info("serving %s at %s, gRPC on port %d, as soon as workers are found", front.model, front.url, front.grpc_port)
     following = asyncio.create_task(found.follow(front.fleet), name="discovery")
     try:
         await front.wait()
@@ -100,7 +136,21 @@ async def _serve(front: Front, found: Discovery) -> None:
         await asyncio.wait([following])
 
 
-async def _discovery(config: ClusterConfig, addresses: tuple[str, ...]) -> Discovery:
+def check_discovery(config: ClusterConfig, addresses: tuple[str, ...]) -> None:
+    """Raises Misconfigured unless there is one way to find workers."""
+    if addresses and config.discovery:
+        raise Misconfigured(
+            "--worker and --discovery are both given: workers are written down, or found", param="worker"
+        )
+    if not addresses and not config.discovery:
+        raise Misconfigured(
+            "no worker would ever be found: give --worker HOST:PORT or --discovery URL", param="discovery"
+        )
+
+
+async def discovery_of(config: ClusterConfig, addresses: tuple[str, ...]) -> Discovery:
+    """Raises Misconfigured."""
+    check_discovery(config, addresses)
     from router.client import WorkerClient, channels_of
 
     channels = channels_of(config.peers)
@@ -112,14 +162,8 @@ async def _discovery(config: ClusterConfig, addresses: tuple[str, ...]) -> Disco
         finally:
             await client.close()
 
-    if addresses and config.discovery:
-        raise Misconfigured(
-            "--worker and --discovery are both given: workers are written down, or found", param="worker"
-        )
     if addresses:
         return StaticDiscovery(addresses, identify=identify)
-    if config.discovery:
-        from cluster.redis_discovery import RedisDiscovery, connect
+    from cluster.redis_discovery import RedisDiscovery, connect
 
-        return RedisDiscovery(await connect(config.discovery))
-    raise Misconfigured("no worker would ever be found: give --worker HOST:PORT or --discovery URL", param="discovery")
+    return RedisDiscovery(await connect(config.discovery))

@@ -1,4 +1,5 @@
-"""`baton serve` and `baton up`: a whole cluster in the foreground, supervisor and gateway on one event loop (ADR 5).
+"""`baton serve` and `baton up`: a whole cluster in the foreground, supervisor and gateway on one event loop (ADR 5), or
+the gateway in processes of its own.
 
 listen ─▶ Ray starts │ router is built ─▶ workers start ─▶ ready: banner ─▶ ... ─▶ Ctrl-C
 stop: no new requests ─▶ running ones finish ─▶ workers end ─▶ Ray ends          (twice: all at once)
@@ -19,6 +20,7 @@ from rich.markup import escape
 from cluster import flags
 from cluster.config import ClusterConfig
 from cluster.discovery import DirectAnnouncer
+from cluster.gateway import open_faces
 from cluster.log import LogFormat
 from cluster.pools import Pools
 from cluster.progress import Bars
@@ -27,6 +29,7 @@ from cluster.stopping import Stop
 
 if TYPE_CHECKING:
     from cluster.front import Front
+    from cluster.processes.parent import Gateways
 
 log = logging.getLogger("baton.cluster")
 
@@ -36,20 +39,23 @@ DEMO = {"model": str(Path(__file__).resolve().parent.parent / "demo" / "model"),
 class Deployment:
     """Everything that `baton serve` runs."""
 
-    def __init__(self, config: ClusterConfig, listening: socket.socket, console: Console) -> None:
+    def __init__(
+        self, config: ClusterConfig, listening: socket.socket, console: Console, log_format: LogFormat
+    ) -> None:
         self._config = config
+        self._log_format = log_format
         self._listening = listening
         self._console = console
         self._bars = Bars(console)
         self._pools = Pools(config, self._bars)
-        self._front: Front | None = None
+        self._front: Front | Gateways | None = None
 
     async def run(self) -> None:
         """Until cancelled; raises BatonError when it cannot start, or a part of it cannot go on."""
         with self._bars:
             preparing = asyncio.create_task(self._pools.prepare())
             try:
-                front = self._front = self._open_front()
+                front = self._front = open_faces(self._config, self._listening, self._log_format)
                 await front.start()
                 await preparing
             finally:
@@ -83,20 +89,7 @@ class Deployment:
         await self._pools.end()
         self._listening.close()
 
-    def _open_front(self) -> Front:
-        from cluster.front import Front  # a second of imports, while Ray starts
-
-        config = self._config
-        return Front(
-            config.router,
-            self._listening,
-            max_model_len=config.worker.max_model_len,
-            tls=config.tls,
-            peers=config.peers,
-            index=config.index,
-        )
-
-    def _greet(self, front: Front) -> None:
+    def _greet(self, front: Front | Gateways) -> None:
         if not self._console.is_terminal:
             log.info("serving %s at %s, gRPC on port %d", front.model, front.url, front.grpc_port)
             return
@@ -109,13 +102,13 @@ class Deployment:
         )  # fmt: skip
 
 
-async def run_deployment(config: ClusterConfig, console: Console) -> bool:
+async def run_deployment(config: ClusterConfig, console: Console, log_format: LogFormat = LogFormat.TEXT) -> bool:
     """Serves until a signal; whether it was stopped in order. Raises BatonError."""
     config.check_model()
     stop = Stop()
     router = config.router
     listening = listen(router.host, router.port)
-    deployment = Deployment(config, listening, console)
+    deployment = Deployment(config, listening, console, log_format)
     try:
         check_free(router.host, router.grpc_port, "--grpc-port")
         await stop.before(deployment.run())
@@ -138,6 +131,7 @@ def serve(
     host: flags.Host = None,
     port: flags.Port = None,
     grpc_port: flags.GrpcPort = None,
+    processes: flags.Processes = None,
     index: flags.Index = None,
     policy: flags.Policy = None,
     shadow_policy: flags.ShadowPolicy = None,
@@ -150,7 +144,7 @@ def serve(
     """Serves a model until Ctrl-C: a gateway, and prefill and decode workers that Ray places and Baton supervises."""
     given = {
         "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
-        "router": {"policy": policy, "shadow_policy": shadow_policy},
+        "processes": processes, "router": {"policy": policy, "shadow_policy": shadow_policy},
         "pools": flags.pools(prefill, decode, colocated, workers) | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
         "worker": {"tp": tp, "device": device, "dtype": dtype},
         "ray": {"address": ray_address},
@@ -171,6 +165,7 @@ def up(
     host: flags.Host = None,
     port: flags.Port = None,
     grpc_port: flags.GrpcPort = None,
+    processes: flags.Processes = None,
     index: flags.Index = None,
     policy: flags.Policy = None,
     shadow_policy: flags.ShadowPolicy = None,
@@ -188,6 +183,6 @@ def up(
 def _run(config: ClusterConfig, log_format: LogFormat) -> None:
     import uvloop
 
-    in_order = uvloop.run(run_deployment(config, flags.terminal(log_format)))
+    in_order = uvloop.run(run_deployment(config, flags.terminal(log_format), log_format))
     if not in_order:
         raise typer.Exit(130)

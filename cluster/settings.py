@@ -42,6 +42,7 @@ TABLES: Mapping[str, type[Any]] = {
 # At the top of the file, outside every table: they concern more than one part.
 TOP: Mapping[str, Any] = {
     "model": str, "served_name": str, "host": str, "port": int, "grpc_port": int, "index": str, "discovery": str,
+    "processes": int,
 }  # fmt: skip
 _ELSEWHERE = {
     "worker": {"model", "served_name", "lanes"},
@@ -104,7 +105,7 @@ def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
         supervision=SupervisionConfig(**tables["supervision"]),
         tls=FaceTls(**tables["tls"]),
         peers=PeerTls(**tables["peers"]),
-        **{name: top[name] for name in ("index", "discovery") if name in top},
+        **{name: top[name] for name in ("index", "discovery", "processes") if name in top},
     )
 
 
@@ -114,6 +115,7 @@ def to_toml(config: ClusterConfig) -> str:
         f"model = {_literal(config.worker.model)}",
         *(_line(config.router, "model_name", "served_name"), *(_line(config.router, n) for n in ("host", "port"))),
         *(_line(config.router, "grpc_port"), _line(config, "index"), _line(config, "discovery")),
+        _line(config, "processes"),
     ]
     lines += ["", "[pools]", *(f"{role} = {config.pools.counts().get(role, 0)}" for role in WorkerRole)]
     lines += [_line(config.pools, name) for name in ("prefill_tp", "decode_tp")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 
 from protos.errors import Misconfigured
@@ -30,6 +31,37 @@ def check_free(host: str, port: int, flag: str) -> None:
                 pass
         except OSError as error:
             raise _unusable(host, port, flag, error) from error
+
+
+def reserve(host: str, port: int, flag: str) -> socket.socket:
+    """Keeps a port, 0 being any free one, for processes that share it (SO_REUSEPORT), without listening there itself.
+    Raises Misconfigured when somebody else has it."""
+    check_free(host, port, flag)
+    keeping = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        keeping.bind((host, port))
+    except OSError as error:
+        keeping.close()
+        raise _unusable(host, port, flag, error) from error
+    return keeping
+
+
+def url_of(listening: socket.socket, *, is_secure: bool) -> str:
+    """Where a client on this machine finds it."""
+    host, port = listening.getsockname()[:2]
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{'https' if is_secure else 'http'}://{reachable}:{port}"
+
+
+def example(url: str, model: str, *, has_chat: bool) -> str:
+    """A request to try."""
+    path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
+    if has_chat:
+        path = "chat/completions"
+        asked = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
+    told = f'{{"model": {json.dumps(model)}, {asked}}}'
+    return f"curl {url}/v1/{path} -H 'content-type: application/json' -d '{told}'"
 
 
 def _unusable(host: str, port: int, flag: str, error: OSError) -> Misconfigured:

@@ -16,13 +16,15 @@ class Stop:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.forced = asyncio.Event()
+        self._num_signals = 0
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's wish is respected
                 loop.add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
-        (self.forced if self.asked.is_set() else self.asked).set()
+        self._num_signals += 1  # `asked` may have been set by somebody else, who means the same
+        (self.forced if self._num_signals > 1 else self.asked).set()
 
     async def before(self, work: Coroutine[Any, Any, None]) -> bool:
         """Runs `work` until it ends (True) or a stop is asked for (False): then it is cancelled, and has cleaned up

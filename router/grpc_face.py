@@ -32,12 +32,20 @@ class GrpcFace:
     """A server on one address. `health_period_s`: how often a health watcher is looked after."""
 
     def __init__(
-        self, gateway: Gateway, *, host: str, port: int, health_period_s: float = 1.0, tls: FaceTls | None = None
+        self,
+        gateway: Gateway,
+        *,
+        host: str,
+        port: int,
+        health_period_s: float = 1.0,
+        tls: FaceTls | None = None,
+        is_shared: bool = False,
     ) -> None:
-        """`port` 0 takes a free one. To be made on the event loop it shall run on."""
+        """`port` 0 takes a free one; several processes may listen at one that `is_shared`. To be made on the event loop
+        it shall run on."""
         self._address = f"{host}:{port}"
         self._credentials = tls.server_credentials() if tls is not None else None
-        limits = [("grpc.max_receive_message_length", gateway.max_body_bytes), ("grpc.so_reuseport", 0)]
+        limits = [("grpc.max_receive_message_length", gateway.max_body_bytes), ("grpc.so_reuseport", int(is_shared))]
         self._server = grpc.aio.server(options=limits)
         pb_grpc.add_InferenceServicer_to_server(_Inference(gateway), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(_Health(gateway, health_period_s), self._server)

@@ -33,7 +33,6 @@ class ProcessStatus:
     pid: int
     state: str
     reason: str = ""
-    num_connections: int = 0
 
 
 class Siblings:

@@ -1,0 +1,176 @@
+"""One gateway process of several: a whole gateway whose connections, and often whose workers, come from its supervisor.
+
+start: Orders ─▶ Up: connections come ─▶ Ready
+stop:  told so, signalled, or its supervisor is gone ─▶ no more connections ─▶ running requests finish ─▶ end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import replace
+
+from cluster.discovery import Discovery, Members
+from cluster.front import Front
+from cluster.gateway import discovery_of, follow
+from cluster.processes.control import (
+    Control,
+    Entered,
+    Failed,
+    Joined,
+    Leaving,
+    Left,
+    Message,
+    Orders,
+    Ping,
+    Pong,
+    Ready,
+    Told,
+    Up,
+)
+from cluster.processes.control import Stop as StopOrder
+from cluster.processes.door import Threshold
+from cluster.processes.limits import KeptLimits
+from cluster.stopping import Stop
+from protos.errors import BatonError
+from protos.wire import error_info
+from router.prefix.registry import MEMORY
+from router.siblings import Siblings
+
+log = logging.getLogger("baton.cluster")
+
+LAST_CONNECTIONS_S = 1.0  # for those that are on their way when the process leaves
+
+
+class ToldDiscovery:
+    """The supervisor says who joins and leaves."""
+
+    trouble = ""
+
+    def __init__(self) -> None:
+        self._news: asyncio.Queue[Joined | Left] = asyncio.Queue()
+
+    def hear(self, news: Joined | Left) -> None:
+        self._news.put_nowait(news)
+
+    async def follow(self, members: Members) -> None:
+        while True:
+            match await self._news.get():
+                case Joined(worker_id=worker_id, address=address):
+                    members.join(address, worker_id=worker_id)
+                case Left(worker_id=worker_id):
+                    await members.leave(worker_id)
+
+
+class GatewayProcess:
+    """Everything in it. Raises BatonError from `run` when it cannot start."""
+
+    def __init__(self, orders: Orders, control: Control, end: socket.socket) -> None:
+        config = orders.config
+        self._orders = orders
+        self._control = control
+        self._stop = Stop()
+        self._grace_s = config.supervision.grace_s
+        self._siblings = Siblings(folder=orders.folder, number=orders.number, count=orders.count)
+        self._told = ToldDiscovery()
+        # Without Redis the supervisor keeps tenants' limits; what waits in line is each process's own, in equal parts.
+        self._limits = KeptLimits(control) if config.index == MEMORY else None
+        self._front = Front(
+            replace(config.router, max_queued=-(-config.router.max_queued // orders.count)),
+            None,
+            max_model_len=config.worker.max_model_len,
+            tls=config.tls,
+            peers=config.peers,
+            index=config.index,
+            siblings=self._siblings,
+            limits=self._limits,
+        )
+        self._threshold = Threshold(end, self._take)
+
+    async def run(self) -> None:
+        """Until it is told, or signalled, to stop, and has stopped in order."""
+        obeying = asyncio.create_task(self._obey(), name="control")
+        try:
+            if await self._stop.before(self._serve()):
+                return
+            self._control.send(Leaving())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_CONNECTIONS_S):
+                    await self._threshold.closed.wait()
+            await self._stop.patiently(self._front.stop(self._grace_s))
+        finally:
+            obeying.cancel()
+            await self._front.stop(0.0)
+            self._threshold.close()
+
+    def _take(self, connection: socket.socket) -> None:
+        self._front.adopt(connection, self._threshold.ended)
+
+    async def _serve(self) -> None:
+        orders, front = self._orders, self._front
+        await front.start()
+        found: Discovery = self._told if orders.is_told else await discovery_of(orders.config, orders.addresses)
+        self._control.send(Up(model=front.model, has_chat=front.has_chat))
+        telling = asyncio.create_task(self._tell_ready(), name="ready")
+        try:
+            await follow(front, found)
+        finally:
+            telling.cancel()
+
+    async def _tell_ready(self) -> None:
+        await self._front.ready()
+        self._control.send(Ready())
+
+    async def _obey(self) -> None:
+        while (message := await self._control.receive()) is not None:
+            self._hear(message)
+        log.warning("the supervisor of gateway process %d is gone: it ends", self._orders.number)
+        self._stop.asked.set()
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case Joined() | Left():
+                self._told.hear(message)
+            case Told(statuses=statuses, settled=settled):
+                self._siblings.statuses, self._siblings.settled = statuses, settled
+            case Entered() if self._limits is not None:
+                self._limits.answered(message)
+            case Ping():
+                self._control.send(Pong())
+            case StopOrder(grace_s=grace_s):
+                self._grace_s = grace_s
+                (self._stop.asked if grace_s else self._stop.forced).set()
+                self._stop.asked.set()
+
+
+async def run(control_end: socket.socket, connections_end: socket.socket) -> int:
+    """The exit code."""
+    from cluster.flags import terminal
+
+    control = await Control.over(control_end)
+    orders = await control.receive()
+    if not isinstance(orders, Orders):
+        return 1  # the supervisor has ended before it said anything
+    terminal(orders.log_format)
+    try:
+        await GatewayProcess(orders, control, connections_end).run()
+    except BatonError as error:
+        control.send(Failed(error=error_info(error)))
+        return 1
+    finally:
+        await control.close()
+    return 0
+
+
+def main() -> None:
+    """`argv`: the file descriptors that were inherited, of the control channel and of the connections."""
+    import uvloop
+
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    control, connections = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])
+    sys.exit(uvloop.run(run(control, connections)))

@@ -1,0 +1,178 @@
+"""What a supervisor and its gateway processes tell each other, over a pair of sockets that nobody else has.
+
+    supervisor ─▶ process     Orders, Joined, Left, Told, Entered, Ping, Stop
+    process ─▶ supervisor     Up, Ready, Failed, Entering, Spent, Gone, Pong, Leaving
+
+Both run the same program, so messages are pickled. The end of the channel is the end of the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config import ClusterConfig
+from cluster.log import LogFormat
+from protos.values import ErrorInfo
+from router.admission.tenants import Tenant
+from router.siblings import ProcessStatus
+
+_LENGTH = struct.Struct("!I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """The first message: process `number` of `count`. `addresses` of workers, or `config.discovery`, where the process
+    looks for workers itself; else it is told who joins and leaves."""
+
+    config: ClusterConfig
+    number: int
+    count: int
+    folder: Path
+    log_format: LogFormat
+    is_told: bool
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    worker_id: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """How the processes are. `settled`: all of them were ready once."""
+
+    statuses: Sequence[ProcessStatus]
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """To be answered with Pong: an event loop that stands still does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Up:
+    """Connections are answered from now on."""
+
+    model: str
+    has_chat: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A request would be served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Why the process ends."""
+
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """The process was told to stop by somebody else: it wants no more connections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entering:
+    """May a request of this tenant come in? Answered by the Entered of the same number."""
+
+    number: int
+    tenant: Tenant
+    request_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    number: int
+    refusal: ErrorInfo | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    tenant: Tenant
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    tenant: Tenant
+    request_id: str
+
+
+Message = (
+    Orders
+    | Joined
+    | Left
+    | Told
+    | Stop
+    | Ping
+    | Pong
+    | Up
+    | Ready
+    | Failed
+    | Leaving
+    | Entering
+    | Entered
+    | Spent
+    | Gone
+)
+
+
+class Control:
+    """One end. `send` returns at once; to an end that is gone it sends nothing."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def over(cls, end: socket.socket) -> Control:
+        return cls(*await asyncio.open_unix_connection(sock=end))
+
+    def send(self, message: Message) -> None:
+        if not self._writer.is_closing():
+            packed = pickle.dumps(message)
+            self._writer.write(_LENGTH.pack(len(packed)) + packed)
+
+    async def receive(self) -> Message | None:
+        """None when the other side is gone."""
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            message: Message = pickle.loads(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+        return message
+
+    async def close(self) -> None:
+        """Returns when what was sent is on its way."""
+        self._writer.close()
+        with suppress(OSError):  # nobody is there to read it
+            await self._writer.wait_closed()

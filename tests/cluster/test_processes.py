@@ -1,0 +1,109 @@
+"""`baton gateway --processes 2` before one toy worker: one gateway to its clients, also when a process is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.serve import DEMO
+from tests.cluster.deployed import Deployed
+from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, Gate, parts_of
+from workers.rpc.worker import Worker
+from workers.toy import ToyRunner
+
+pytestmark = pytest.mark.cluster
+
+ASKED = {"model": "demo", "prompt": list(range(8 * BLOCK)), "max_tokens": 4, "ignore_eos": True}
+
+
+class Client:
+    """Every request goes over a connection of its own, so that processes take turns."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def get(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=self._url, timeout=60.0) as client:
+            return await client.get(path)
+
+    async def complete(self, name: str) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=self._url, timeout=60.0) as client:
+            return await client.post("/v1/completions", json=ASKED, headers={"x-baton-request-id": name})
+
+    async def until(self, path: str, holds: Callable[[Any], bool]) -> Any:
+        async with asyncio.timeout(60):
+            while not holds(told := (await self.get(path)).json()):  # noqa: ASYNC110 - asked over HTTP
+                await asyncio.sleep(0.05)
+        return told
+
+    async def counts(self, name: str, labels: str = "") -> dict[int, float]:
+        """Of completions, by process."""
+        series = rf'^baton_{name}{{endpoint="completions"{labels},process="(\d)"}} (\S+)$'
+        found = re.findall(series, (await self.get("/metrics")).text, re.MULTILINE)
+        return {int(process): float(count) for process, count in found}
+
+
+async def test_two_processes_are_one_gateway_and_one_may_die(deploy: Callable[..., Deployed]) -> None:
+    gate = Gate(ToyRunner(WEIGHT, BLOCK, VOCAB))
+    worker = Worker(parts_of(gate))
+    address = (await worker.start("127.0.0.1")).address
+    flags = ("--model", DEMO["model"], "--served-name", "demo", "--port", "0", "--processes", "2", "--worker", address)
+    baton = deploy("gateway", *flags)
+    try:
+        await asyncio.to_thread(baton.wait_for, "every gateway process is ready")
+        client = Client(baton.url)
+        assert (await client.complete("first")).status_code == 200
+        for _ in range(2):  # they take turns
+            await client.until("/admin/status", lambda told: told["workers"][0]["num_cached_blocks"])
+        for number in range(4):
+            cached = (await client.complete(f"r{number}")).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached, "each process hears what the worker has"
+            for _ in range(2):
+                assert (await client.get(f"/admin/requests/r{number}")).status_code == 200
+        answered = await client.counts("requests_total", r',outcome="ok"')
+        assert (sum(answered.values()), len(answered)) == (5, 2)
+
+        async with streaming(baton, gate) as answer:
+            in_flight = await client.counts("requests_in_flight")
+            idle = min(in_flight, key=lambda number: in_flight[number])
+            statuses = (await client.get("/admin/status")).json()["processes"]
+            os.kill(next(one["pid"] for one in statuses if one["number"] == idle), signal.SIGKILL)
+            told = await client.until("/ready", lambda told: told["degraded"])
+            assert (told["ready"], f"gateway process {idle}" in told["degraded"]) == (True, True)
+            gate.open.set()
+            assert (await answer).endswith(b"data: [DONE]\n\n")
+        await client.until("/ready", lambda told: not told["degraded"])
+
+        async with streaming(baton, gate) as answer:
+            stopping = asyncio.create_task(asyncio.to_thread(baton.stop, signal.SIGTERM))
+            await asyncio.to_thread(baton.wait_for, "^stopping")
+            gate.open.set()
+            assert (await answer).endswith(b"data: [DONE]\n\n"), "what runs is finished first"
+        assert await stopping == 0, baton.log
+        assert baton.processes() == {}
+    finally:
+        gate.open.set()
+        await worker.stop()
+
+
+@asynccontextmanager
+async def streaming(baton: Deployed, gate: Gate) -> AsyncIterator[asyncio.Task[bytes]]:
+    """An answer that is under way, and gets no further before the gate is opened."""
+    gate.open.clear()
+    gate.entered.clear()
+
+    async def read() -> bytes:
+        async with httpx.AsyncClient(base_url=baton.url, timeout=60.0) as client:
+            return (await client.post("/v1/completions", json=ASKED | {"stream": True})).content
+
+    reading = asyncio.create_task(read())
+    await asyncio.to_thread(gate.entered.wait, 60)
+    yield reading

@@ -1,0 +1,134 @@
+"""Connections, limits and orders between a supervisor and its gateway processes, without the processes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.processes.control import Control, Entering, Gone
+from cluster.processes.door import Door, Threshold
+from cluster.processes.limits import Keeper, KeptLimits
+from protos.errors import RateLimited
+from router.admission.tenants import Tenant
+
+
+class Process:
+    """Takes connections, and keeps them until it is told to end one."""
+
+    def __init__(self, door: Door, number: int) -> None:
+        self.taken: asyncio.Queue[socket.socket] = asyncio.Queue()
+        self.number = number
+        self.threshold = Threshold(door.open(number).dup(), self.taken.put_nowait)
+        door.admit(number)
+
+    def end_one(self) -> None:
+        self.taken.get_nowait().close()
+        self.threshold.ended()
+
+    def close(self) -> None:
+        self.threshold.close()
+        while not self.taken.empty():
+            self.taken.get_nowait().close()
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def connect(listening: socket.socket, count: int) -> list[socket.socket]:
+    return [socket.create_connection(listening.getsockname()) for _ in range(count)]
+
+
+async def until(process: Process, count: int) -> None:
+    while process.taken.qsize() < count:  # noqa: ASYNC110 - it comes over a socket
+        await asyncio.sleep(0)
+
+
+async def test_each_connection_goes_to_whom_has_the_fewest(listening: socket.socket) -> None:
+    door = Door(listening)
+    first, second = Process(door, 0), Process(door, 1)
+    clients = connect(listening, 8)
+    await until(first, 4)
+    await until(second, 4)
+    for _ in range(3):
+        second.end_one()
+    await turns()
+    clients += connect(listening, 3)
+    await until(second, 4)
+    assert (first.taken.qsize(), second.taken.qsize()) == (4, 4)
+    door.shut()
+    for process in (first, second):
+        await process.threshold.closed.wait()
+        process.close()
+        door.lose(process.number)
+    for client in clients:
+        client.close()
+
+
+async def test_what_a_process_had_not_taken_goes_to_another(listening: socket.socket) -> None:
+    door = Door(listening)
+    end = door.open(0)
+    door.admit(0)  # it is given connections, and dies before it takes one
+    [client] = connect(listening, 1)
+    await turns()
+    other = Process(door, 1)
+    assert other.taken.empty()
+    door.lose(0)
+    assert end.fileno() == -1
+    await until(other, 1)
+    taken = await other.taken.get()
+    taken.send(b"here")
+    assert client.recv(4) == b"here"
+    door.dismiss(1)
+    await other.threshold.closed.wait()
+    client.close()
+    taken.close()
+    other.close()
+    door.lose(1)
+    door.shut()
+
+
+async def test_processes_keep_a_tenants_limits_together() -> None:
+    keeper, tenant = Keeper(lambda: 0.0), Tenant(name="acme", max_concurrent=2)
+    ends = [socket.socketpair() for _ in range(2)]
+    ours = [await Control.over(end) for end, _ in ends]
+    theirs = [await Control.over(end) for _, end in ends]
+    limits = [KeptLimits(control) for control in theirs]
+
+    async def keep(process: int) -> None:
+        while (message := await ours[process].receive()) is not None:
+            if isinstance(message, Entering):
+                ours[process].send(await keeper.decide(process, message))
+            elif isinstance(message, Gone):
+                keeper.gone(process, message)
+
+    async def hear(process: int) -> None:
+        while (message := await theirs[process].receive()) is not None:
+            limits[process].answered(message)  # type: ignore[arg-type]
+
+    tasks = [asyncio.create_task(one(process)) for one in (keep, hear) for process in range(2)]
+    await limits[0].enter(Tenant(name="free"), "r0", 1, 0.0)
+    await limits[0].enter(tenant, "r1", 1, 0.0)
+    await limits[1].enter(tenant, "r2", 1, 0.0)
+    for process in range(2):
+        with pytest.raises(RateLimited, match="2 requests running"):
+            await limits[process].enter(tenant, "r3", 1, 0.0)
+    limits[1].leave(tenant, "r2")
+    await limits[1].enter(tenant, "r4", 1, 0.0)
+    keeper.lost(1)  # what it had running is nobody's any more
+    await limits[0].enter(tenant, "r5", 1, 0.0)
+    with pytest.raises(RateLimited):
+        await limits[0].enter(tenant, "r6", 1, 0.0)
+    for control in (*ours, *theirs):
+        await control.close()
+    await asyncio.wait(tasks)
