@@ -31,7 +31,7 @@ MAX_FUNCTION_LINES = 60
 # Decisions are tested in milliseconds and simulated by the million: these modules never reach a tensor.
 PURE = {
     "kvtransfer": ("blocks", "hashing", "events", "ledger", "session", "reshard", "transport"),
-    "workers": ("engine.scheduler", "engine.request", "engine.batch", "kv.blocks"),
+    "workers": ("engine.scheduler", "engine.loading", "engine.request", "engine.batch", "kv.blocks", "kv.host"),
 }
 HEAVY = ("torch", "triton", "ray", "transformers")
 

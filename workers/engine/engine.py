@@ -199,6 +199,7 @@ class Engine:
             prefill_tokens_per_s=self._pace.prefill_tokens_per_s,
             decode_step_s=self._pace.decode_step_s,
             draining=self.draining,
+            host=self.pool.host.load() if self.pool.host is not None else None,
         )
         return self._role.load(load)
 
@@ -257,6 +258,7 @@ class Engine:
             output = launched.pending.fetch()
         start_s, self._fetched_s = max(launched.start_s, self._fetched_s), self._clock()
         self._pace.observe(launched.batch, self._fetched_s - start_s)
+        self._scheduler.loads.prefill_tokens_per_s = self._pace.prefill_tokens_per_s
         self.timeline.add("device", start_s, self._fetched_s, launched.batch, step=step, depth=len(self._in_flight))
         self.num_steps = step
         return output

@@ -20,8 +20,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from protos.values import BlockHash, GenerateRequest, SamplingParams, Ticket
+
+if TYPE_CHECKING:
+    from workers.engine.loading import Load
 
 
 class State(Enum):
@@ -40,6 +44,7 @@ class Request:
     with the request. `num_cached` is what its first admission found (a recomputation is not the client's gain).
     `num_prompt_reported` prompt logprobs are with the client. `num_due` tokens are being sampled by steps in flight.
     `awaited` is a block another request is computing. `num_spared` tokens were cached or being computed when it came.
+    `load` are blocks that come from the host before it can start.
     """
 
     request_id: str
@@ -66,6 +71,7 @@ class Request:
     num_prompt_reported: int = 0
     adopted: bool = False
     awaited: BlockHash | None = None
+    load: Load | None = None
 
     @classmethod
     def of(cls, request: GenerateRequest, arrival_s: float) -> Request:

@@ -4,6 +4,9 @@
                ▲                                            │   └─── apply: the role says HOLD ──▶ HELD ── release ─▶
                └──────── plan: somebody needs its blocks ───┘
 
+A request whose first blocks are on the host waits on, with all its blocks and a seat, until they are loaded
+(`workers.engine.loading`); if nobody else computes meanwhile, it starts at once and the device waits.
+
 `plan` fills a step: first every sequence that decodes, one token each; then prompts under way; then new ones, as long
 as tokens, sequences and blocks last. A sequence gets blocks for all it knows when it is admitted, and one more
 whenever its answer grows into it. If there is none, the request of the largest rank gives up its own: so the one of
@@ -31,9 +34,11 @@ from itertools import pairwise
 from kvtransfer.hashing import chain_hashes, salted
 from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate
 from workers.config import SchedulerConfig
-from workers.engine.batch import Batch, Row, RowOutput, Sample, StepOutput, is_penalised
+from workers.engine.batch import Batch, Row, RowOutput, StepOutput, is_penalised
+from workers.engine.loading import Loads
 from workers.engine.request import Request, State
 from workers.engine.role import Disposition, Role
+from workers.engine.rows import next_row, stop_ids
 from workers.kv.blocks import BlockPool
 
 
@@ -73,6 +78,7 @@ class Scheduler:
         self.blocked = False
         """Did the last plan leave a request waiting for want of blocks? Then nobody should reserve any."""
         self.num_preemptions = 0
+        self.loads = Loads(pool)
         self._num_added = 0
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []  # by rank
@@ -95,12 +101,12 @@ class Scheduler:
     def queued_prefill_tokens(self) -> int:
         """Prompt tokens that are still to be computed; of those waiting without what was cached when they came."""
         running = sum(request.num_to_compute for request in self._running if request.num_to_compute > 1)
-        waiting = (request.num_to_compute - request.num_spared for request in self._waiting if not request.adopted)
+        waiting = (request.num_to_compute - request.num_spared for request in self._waiting if not request.block_ids)
         return running + sum(waiting)
 
     def has_requests(self) -> bool:
-        """Also those that are only held."""
-        return bool(self._requests)
+        """Also those that are only held, or whose blocks are still being loaded though they have gone."""
+        return bool(self._requests) or len(self.loads) > 0
 
     # -- coming and going ----------------------------------------------------------------------------------------------
 
@@ -153,6 +159,7 @@ class Scheduler:
     def plan(self, now: float) -> Batch | None:
         """The next step, or None if nothing can run, or not before a step in flight is applied. Every batch must be
         applied, in the order they were planned."""
+        self.loads.poll()
         rows: list[tuple[Request, Row]] = []
         budget = self.config.max_num_batched_tokens
         decoding = [request for request in self._running if request.num_to_plan == 1 and self._may_follow(request)]
@@ -166,6 +173,8 @@ class Scheduler:
             if request.num_to_plan > 1 and budget > 0:
                 budget -= self._take_chunk(request, budget, rows)
         self._admit(now, budget, rows)
+        while not rows and self.loads.settle_next():
+            self._admit(now, budget, rows)
         if not rows:
             return None
         sampling = {request: index for index, (request, row) in enumerate(rows) if row.sample is not None}
@@ -194,12 +203,12 @@ class Scheduler:
         hold blocks already: only they can give them back."""
         self.blocked = False
         for request in self._waiting:
-            asked_before = request.adopted or request.num_preemptions > 0
+            asked_before = bool(request.block_ids) or request.num_preemptions > 0
             if not asked_before and not self.role.admissible(request, now):
                 continue
-            if budget == 0 or len(self._running) == self.config.max_num_seqs:
+            if budget == 0 or not self._is_seated(request):
                 continue
-            if self.blocked and not request.adopted:
+            if self.blocked and not request.block_ids:
                 continue
             matched = self._match(request)
             if matched is None:
@@ -207,11 +216,18 @@ class Scheduler:
             if not self._provide(request, matched):
                 self.blocked = True
                 continue
-            self._start(request)
-            budget -= self._take_chunk(request, budget, rows)
+            if request.load is None or request.load.settled:
+                self._start(request)
+                budget -= self._take_chunk(request, budget, rows)
         self._waiting = [request for request in self._waiting if request.state is State.WAITING]
-        if self.blocked and not self._running and not self._in_flight:
+        if self.blocked and not self._running and not self._in_flight and not len(self.loads):
             self._break_tie()
+
+    def _is_seated(self, request: Request) -> bool:
+        """May it run as far as the number of sequences goes? One that is loaded has had its seat since that began."""
+        if request.load is not None:
+            return request.load.settled
+        return len(self._running) + self.loads.num_seats < self.config.max_num_seqs
 
     def _break_tie(self) -> None:
         """Requests that adopted blocks, and each lack another one, would wait for each other for ever: the last in
@@ -226,7 +242,7 @@ class Scheduler:
 
         Waits until the last block they share is there (or the sibling is gone), and looks at that one only.
         """
-        if request.adopted:
+        if request.block_ids:
             return []
         if request.awaited is not None and request.awaited in self._promised:
             return None
@@ -243,6 +259,7 @@ class Scheduler:
         """Tokens that a newcomer need not compute if nothing is evicted before its turn."""
         usable = request.hashes[: self._num_cacheable(request)]
         num_blocks = len(self.pool.match(usable))
+        num_blocks += self.loads.num_on_host(usable[num_blocks:])
         for block_hash in usable[num_blocks:]:
             if block_hash not in self._promised:
                 break
@@ -258,28 +275,51 @@ class Scheduler:
         return limit // self.pool.block_size
 
     def _provide(self, request: Request, matched: list[int]) -> bool:
-        """All the blocks the request needs now, or none. Leaves a block for each running sequence to grow into, lest
-        the newcomer be preempted at once; adopted blocks are taken already, so there it would help nobody."""
+        """All the blocks the request needs now, or none; those that the host has begin to be loaded. Leaves a block
+        for each running sequence to grow into, lest the newcomer be preempted at once; blocks that it holds already
+        are taken, so there it would help nobody."""
+        holds = bool(request.block_ids)
+        slots = [] if holds else self.loads.pin(request.hashes[: self._num_cacheable(request)], len(matched))
         self.pool.acquire(matched)
         needed = max(0, self.pool.blocks_for(request.num_tokens) - len(request.block_ids) - len(matched))
-        headroom = 0 if request.adopted else len(self._running)
+        headroom = 0 if holds else len(self._running)
         fresh = self.pool.allocate(needed) if self.pool.num_free >= needed + headroom else None
         if fresh is None:
             self.pool.release(matched)
+            self.loads.unpin(slots)
             return False
         request.block_ids += matched + fresh
         request.num_computed += len(matched) * self.pool.block_size
-        request.num_sealed = len(matched)
+        request.num_sealed += len(matched)
+        if slots:
+            self.loads.begin(request, slots)
+            self._promise(request)
+            self.loads.poll()
         return True
+
+    def _promise(self, request: Request) -> None:
+        for block_hash in request.hashes[request.num_computed // self.pool.block_size :]:
+            self._promised.setdefault(block_hash, request)
+
+    def _unpromise(self, request: Request, hashes: Sequence[BlockHash]) -> None:
+        for block_hash in hashes:
+            if self._promised.get(block_hash) is request:
+                del self._promised[block_hash]
 
     def _start(self, request: Request) -> None:
         if request.num_preemptions == 0 and not request.adopted:
             request.num_cached = request.num_computed
+        if request.load is not None:
+            num_blocks = request.num_computed // self.pool.block_size
+            self._unpromise(request, request.hashes[:num_blocks])
+            if request.load.num_clears != self.pool.num_clears:
+                request.num_sealed = num_blocks  # the cache was reset meanwhile: they are the request's own
+        if not request.adopted:
+            self.loads.started(request, request.hashes[: self._num_cacheable(request)])
         request.num_planned = request.num_computed
         request.state = State.RUNNING
         insort(self._running, request, key=_rank)
-        for block_hash in request.hashes[request.num_computed // self.pool.block_size :]:
-            self._promised.setdefault(block_hash, request)
+        self._promise(request)
         self._seal(request)
 
     def _grow(self, request: Request) -> bool:
@@ -310,40 +350,8 @@ class Scheduler:
         insort(self._waiting, request, key=_rank)
 
     def _row(self, request: Request, num_tokens: int) -> Row:
-        """The request's next positions, which are planned now."""
-        start, stop = request.num_planned, request.num_planned + num_tokens
-        follows = self._in_flight[-1].sampling[request] if stop > request.num_tokens else None
-        sample = self._sample(request) if stop == request.num_expected and request.sampling.max_tokens > 0 else None
-        owes = request.owes_prompt_logprobs
-        request.num_planned = stop
-        request.num_due += sample is not None
-        return Row(
-            request_id=request.request_id,
-            token_ids=request.tokens(start, min(stop, request.num_tokens)),
-            start=start,
-            block_ids=tuple(request.block_ids),
-            sample=sample,
-            prompt_targets=request.prompt_ids[start + 1 : stop + 1] if owes else (),
-            num_prompt_logprobs=(request.sampling.prompt_logprobs or 0) if owes else 0,
-            prompt_len=request.num_prompt,
-            follows=follows,
-        )
-
-    def _sample(self, request: Request) -> Sample:
-        params = request.sampling
-        penalised = is_penalised(params)
-        index = len(request.output_ids) + request.num_due
-        return Sample(
-            params=params,
-            index=index,
-            prompt_ids=request.prompt_ids if penalised else (),
-            output_ids=tuple(request.output_ids) if penalised else (),
-            banned_ids=self._stop_ids(request) if index < params.min_tokens else (),
-        )
-
-    def _stop_ids(self, request: Request) -> tuple[int, ...]:
-        eos_ids = () if request.sampling.ignore_eos else self.config.eos_ids
-        return eos_ids + request.sampling.stop_token_ids
+        follows = self._in_flight[-1].sampling.get(request) if self._in_flight else None
+        return next_row(request, num_tokens, eos_ids=self.config.eos_ids, follows=follows)
 
     # -- apply ---------------------------------------------------------------------------------------------------------
 
@@ -394,7 +402,7 @@ class Scheduler:
         )
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        if token_id in self._stop_ids(request):
+        if token_id in stop_ids(request, self.config.eos_ids):
             return FinishReason.STOP
         if len(request.output_ids) >= request.sampling.max_tokens or request.num_tokens >= self.max_len:
             return FinishReason.LENGTH
@@ -447,14 +455,12 @@ class Scheduler:
             del queue[bisect_left(queue, request.rank, key=_rank)]
 
     def _free(self, request: Request) -> None:
-        for block_hash in request.hashes[request.num_sealed :]:
-            if self._promised.get(block_hash) is request:
-                del self._promised[block_hash]
+        self._unpromise(request, request.hashes[request.num_sealed :])
         step = self._last_step_of(request)
-        if step is None:
-            self.pool.release(request.block_ids)
-        else:
+        if step is not None:
             step.freed.append(request.block_ids)
+        elif not self.loads.forget(request):
+            self.pool.release(request.block_ids)
         request.block_ids = []
         request.awaited = None
 
@@ -473,6 +479,7 @@ class Scheduler:
         assert len(held) + len(self._waiting) + len(self._running) == len(self._requests)
         references = Counter(reserved_ids)
         references.update(block_id for step in self._in_flight for freed in step.freed for block_id in freed)
+        references.update(self.loads.held_ids())
         for request in self._requests.values():
             references.update(request.block_ids)
             self._check_request(request)
@@ -480,7 +487,7 @@ class Scheduler:
             held_by, counted = references[block_id], self.pool.num_references(block_id)
             assert held_by == counted, f"block {block_id} has {counted} references, its holders know of {held_by}"
         for block_hash, request in self._promised.items():
-            assert request.state is State.RUNNING, "a block is promised by nobody who computes"
+            assert request.state is State.RUNNING or request.load, "a block is promised by nobody who computes"
             assert block_hash in request.hashes[request.num_sealed :]
 
     def _check_request(self, request: Request) -> None:
@@ -493,7 +500,8 @@ class Scheduler:
             assert request.num_sealed == request.num_computed // size
             assert request.num_due == sum(request in step.sampling for step in self._in_flight)
         if request.state is State.WAITING:
-            assert request.adopted == bool(request.block_ids) == bool(request.num_computed)
+            assert (request.adopted or request.load is not None) == bool(request.block_ids)
+            assert request.block_ids or not request.num_computed
             assert request.num_due == 0
         for index in range(request.num_sealed):
             sealed = self.pool.hash_of(request.block_ids[index])
@@ -504,4 +512,5 @@ class Scheduler:
         assert not self._requests, f"requests {sorted(self._requests)} are still here"
         assert not self._promised
         assert not self._in_flight
+        assert not len(self.loads), "blocks are still being loaded"
         self.pool.assert_idle()

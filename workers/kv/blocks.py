@@ -7,15 +7,17 @@ Every block is in one of three places, and only a block without references may b
       │                      └────────── acquire ───────────┤
       └──────────────── evicted by allocate ◀───────────────┘
 
-A sealed block has a hash: it is full, computed, and can serve anybody whose tokens up to there are the same.
+A sealed block has a hash: it is full, computed, and can serve anybody whose tokens up to there are the same. With a
+host tier (`workers.kv.host`) what is evicted is copied there first.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent
+from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, Tier
+from workers.kv.host import HostPool, leaving
 
 
 def _unheard(event: KVEvent) -> None:
@@ -23,13 +25,23 @@ def _unheard(event: KVEvent) -> None:
 
 
 class BlockPool:
-    """`record` hears of every change to the set of sealed blocks, in order. Not thread-safe: it has one owner."""
+    """`record` hears of every change to the set of sealed blocks, in order; `host`, if any, must record to the same.
+    `num_clears` counts how often it was told to forget. Not thread-safe: it has one owner."""
 
-    def __init__(self, num_blocks: int, block_size: int, record: Callable[[KVEvent], None] = _unheard) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        record: Callable[[KVEvent], None] = _unheard,
+        *,
+        host: HostPool | None = None,
+    ) -> None:
         assert num_blocks > 0
         assert block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.host = host
+        self.num_clears = 0
         self._record = record
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -74,7 +86,10 @@ class BlockPool:
         """
         if num_blocks > self.num_free:
             return None
-        for _ in range(num_blocks - len(self._free)):
+        num_evicted = max(0, num_blocks - len(self._free))
+        if num_evicted and self.host is not None:
+            self.host.keep(leaving(self._evictable, self._sealed, num_evicted, self.host))
+        for _ in range(num_evicted):
             block_id, _ = self._evictable.popitem(last=False)
             self._unseal(block_id)
             self._free.append(block_id)
@@ -108,31 +123,20 @@ class BlockPool:
                     self._free.append(block_id)
 
     def clear(self) -> None:
-        """Forgets every cached prefix. Whoever holds blocks keeps them."""
+        """Forgets every cached prefix, on the host too. Whoever holds blocks keeps them."""
         self._free.extend(self._evictable)
         self._evictable.clear()
         self._by_hash.clear()
         self._sealed.clear()
+        if self.host is not None:
+            self.host.clear()
+        self.num_clears += 1
         self._record(Cleared())
 
     def snapshot(self) -> tuple[BlockStored, ...]:
-        """All sealed blocks as chains, every parent before its children."""
-        children: dict[BlockHash, list[BlockHash]] = {}
-        heads: list[tuple[BlockHash, BlockHash]] = []
-        for block_hash, parent in self._sealed.values():
-            if parent in self._by_hash:
-                children.setdefault(parent, []).append(block_hash)
-            else:
-                heads.append((block_hash, parent))
-        chains: list[BlockStored] = []
-        while heads:
-            block_hash, parent = heads.pop()
-            chain = [block_hash]
-            while following := children.get(chain[-1]):
-                heads.extend((sibling, chain[-1]) for sibling in following[1:])
-                chain.append(following[0])
-            chains.append(BlockStored(hashes=tuple(chain), parent=parent))
-        return tuple(chains)
+        """All cached blocks of each tier as chains, every parent before its children."""
+        chains = _chains(dict(self._sealed.values()), Tier.DEVICE)
+        return chains if self.host is None else chains + _chains(self.host.entries(), Tier.HOST)
 
     def hash_of(self, block_id: int) -> BlockHash | None:
         """The hash of a sealed block."""
@@ -154,14 +158,38 @@ class BlockPool:
         assert not free & self._sealed.keys(), "a sealed block is free"
         assert evictable <= self._sealed.keys(), "an evictable block has no hash"
         assert {block_hash: block_id for block_id, (block_hash, _) in self._sealed.items()} == self._by_hash
+        if self.host is not None:
+            self.host.check_integrity()
 
     def assert_idle(self) -> None:
         """Nobody holds a block."""
         self.check_integrity()
         held = [block_id for block_id, refs in enumerate(self._refs) if refs]
         assert not held, f"blocks {held} are still held"
+        if self.host is not None:
+            self.host.assert_idle()
 
     def _unseal(self, block_id: int) -> None:
         block_hash, _ = self._sealed.pop(block_id)
         del self._by_hash[block_hash]
         self._record(BlockRemoved(hashes=(block_hash,)))
+
+
+def _chains(parents: Mapping[BlockHash, BlockHash], tier: Tier) -> tuple[BlockStored, ...]:
+    """Blocks and their parents, as chains."""
+    children: dict[BlockHash, list[BlockHash]] = {}
+    heads: list[tuple[BlockHash, BlockHash]] = []
+    for block_hash, parent in parents.items():
+        if parent in parents:
+            children.setdefault(parent, []).append(block_hash)
+        else:
+            heads.append((block_hash, parent))
+    chains: list[BlockStored] = []
+    while heads:
+        block_hash, parent = heads.pop()
+        chain = [block_hash]
+        while following := children.get(chain[-1]):
+            heads.extend((sibling, chain[-1]) for sibling in following[1:])
+            chain.append(following[0])
+        chains.append(BlockStored(hashes=tuple(chain), parent=parent, tier=tier))
+    return tuple(chains)

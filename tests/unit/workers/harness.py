@@ -17,6 +17,7 @@ from workers.engine.request import Request
 from workers.engine.role import Colocated, Disposition, Role, Tick
 from workers.engine.scheduler import Scheduler
 from workers.kv.blocks import BlockPool
+from workers.kv.host import HostPool, Loaded
 from workers.toy import ToyRunner, toy_kv, toy_tokens
 
 WEIGHT = 5
@@ -79,6 +80,42 @@ class _Queued:
         return self.pipeline.compute(self)
 
 
+class ToyCopies:
+    """Blocks of a toy runner on the host. A load takes so many looks at it (`patience`); until then, or until it is
+    settled, its blocks hold nonsense, which shows in the tokens of whoever reads them."""
+
+    def __init__(self, runner: ToyRunner, patience: int = 0) -> None:
+        self.blocks_per_s = 1e9
+        self.patience = patience
+        self.num_stowed = 0
+        self._runner = runner
+        self._slots: dict[int, Any] = {}
+        self._loads: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+        self._looks: dict[int, int] = {}
+
+    def stow(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        being_loaded = {slot for slots, _ in self._loads.values() for slot in slots}
+        assert not being_loaded & set(slots), "a slot is overwritten while it is loaded"
+        self._slots |= dict(zip(slots, self._runner.gather(block_ids), strict=True))
+        self.num_stowed += len(slots)
+
+    def load(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        self._runner.scatter(block_ids, self._runner.gather(block_ids) * 0 - 7)
+        self._loads[load_id], self._looks[load_id] = (slots, block_ids), 0
+
+    def loaded(self) -> list[Loaded]:
+        over = [load_id for load_id, looks in self._looks.items() if looks >= self.patience]
+        for load_id in over:
+            del self._looks[load_id]
+        self._looks = {load_id: looks + 1 for load_id, looks in self._looks.items()}
+        return [Loaded(load_id=load_id, elapsed_s=0.125) for load_id in over]
+
+    def settle(self, load_id: int) -> None:
+        slots, block_ids = self._loads.pop(load_id)
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            self._runner.scatter([block_id], self._slots[slot][None])
+
+
 class ToyEngine:
     """Steps are a second apart; after each the engine's integrity is checked.
 
@@ -92,11 +129,14 @@ class ToyEngine:
         role: Role | None = None,
         log_capacity: int = 1000,
         depth: int = 0,
+        host_slots: int = 0,
         **config: Any,
     ):
         self.log = EventLog(incarnation=1, capacity=log_capacity)
-        self.pool = BlockPool(num_blocks, BLOCK, self.log.record)
         self.runner = ToyRunner(WEIGHT, BLOCK, VOCAB)
+        self.copies = ToyCopies(self.runner)
+        self.host = HostPool(host_slots, self.copies, self.log.record, block_bytes=1) if host_slots else None
+        self.pool = BlockPool(num_blocks, BLOCK, self.log.record, host=self.host)
         settings = {"max_model_len": 10_000, "vocab_size": VOCAB} | config
         self.scheduler = Scheduler(SchedulerConfig(**settings), self.pool, role or Colocated())
         ticks = count()

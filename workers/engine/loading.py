@@ -1,0 +1,168 @@
+"""Prompts that begin with blocks of the host tier: loaded while other requests are computed. Pure: no torch, no clock.
+
+    begin: slots pinned, blocks taken ──▶ copying ── over, or needed now ──▶ settled: blocks sealed, slots unpinned
+                                             │                                  ├─▶ its request goes on from there
+                                             └── its request has gone ──────────┴─▶ blocks released
+
+A load is never cut short: blocks it writes are nobody else's before it is settled. What it has brought is cached even
+if nobody wants it any more.
+
+Loading is worth it if it takes less time than computing: the blocks and those of loads before it, at the speed that
+loads had so far, against their tokens, at the speed that prompts had (`prefill_tokens_per_s`, 0 while unknown: load).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from protos.values import BlockHash
+from workers.engine.request import Request
+from workers.kv.blocks import BlockPool
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """`block_ids` and `hashes` are those on their way, `parent` the hash before them. `held` are blocks of a request
+    that has gone meanwhile."""
+
+    load_id: int
+    request: Request | None
+    slots: Sequence[int]
+    block_ids: Sequence[int]
+    hashes: Sequence[BlockHash]
+    parent: BlockHash
+    num_clears: int
+    held: list[int] = field(default_factory=list)
+    settled: bool = False
+
+
+class Loads:
+    """Of one scheduler. Without a host tier there is never anything to load."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.prefill_tokens_per_s = 0.0
+        self._pool = pool
+        self._num_begun = 0
+        self._copying: dict[int, Load] = {}  # not settled, in the order they began
+        self._seats: set[Request] = set()
+        self._unmeasured: dict[int, int] = {}  # load id and number of blocks
+
+    def __len__(self) -> int:
+        """Loads under way."""
+        return len(self._copying)
+
+    @property
+    def num_seats(self) -> int:
+        """Requests that are to run once their blocks are here."""
+        return len(self._seats)
+
+    def num_on_host(self, hashes: Sequence[BlockHash]) -> int:
+        """How many of the chain's blocks are on the host, up to the first that is not."""
+        return len(self._pool.host.match(hashes)) if self._pool.host is not None else 0
+
+    def pin(self, hashes: Sequence[BlockHash], num_matched: int) -> list[int]:
+        """Slots to load for a request that may start from `hashes`, of which so many are on the device; none if
+        computing is quicker. They stay what they are until they are loaded, or `unpin`."""
+        host = self._pool.host
+        if host is None:
+            return []
+        host.use(hashes)
+        slots = host.match(hashes[num_matched:])
+        if slots and not self._is_worth(len(slots)):
+            return []
+        host.pin(slots)
+        return slots
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        if self._pool.host is not None:
+            self._pool.host.unpin(slots)
+
+    def begin(self, request: Request, slots: Sequence[int]) -> None:
+        """The request holds its blocks, the first of them computed, and pinned slots: the next are to come from
+        these."""
+        assert self._pool.host is not None
+        first = request.num_computed // self._pool.block_size
+        load = Load(
+            load_id=self._num_begun,
+            request=request,
+            slots=slots,
+            block_ids=request.block_ids[first : first + len(slots)],
+            hashes=request.hashes[first : first + len(slots)],
+            parent=request.hashes[first - 1] if first else b"",
+            num_clears=self._pool.num_clears,
+        )
+        self._num_begun += 1
+        self._copying[load.load_id] = load
+        self._unmeasured[load.load_id] = len(slots)
+        self._seats.add(request)
+        request.load = load
+        self._pool.host.copies.load(load.load_id, load.slots, load.block_ids)
+
+    def poll(self) -> None:
+        """Settles what is over."""
+        host = self._pool.host
+        if host is None or not self._unmeasured:
+            return
+        for loaded in host.copies.loaded():
+            host.observe(self._unmeasured.pop(loaded.load_id), loaded.elapsed_s)
+            load = self._copying.get(loaded.load_id)
+            if load is not None:
+                self._settle(load)
+
+    def settle_next(self) -> bool:
+        """Settles the load that is over first, be it over or not: the device waits, nobody else does. False if there
+        is none."""
+        load = next(iter(self._copying.values()), None)
+        if load is not None:
+            self._settle(load)
+        return load is not None
+
+    def started(self, request: Request, hashes: Sequence[BlockHash]) -> None:
+        """The request computes what follows, of `hashes` too."""
+        request.load = None
+        self._seats.discard(request)
+        num_passed = self.num_on_host(hashes[request.num_computed // self._pool.block_size :])
+        if num_passed and self._pool.host is not None:
+            self._pool.host.passed(num_passed * self._pool.block_size)
+
+    def forget(self, request: Request) -> bool:
+        """The request goes. True if its blocks are released later, when its load is settled."""
+        load, request.load = request.load, None
+        self._seats.discard(request)
+        if load is None or load.settled:
+            return False
+        load.request = None
+        load.held = request.block_ids
+        return True
+
+    def held_ids(self) -> Iterator[int]:
+        """References to blocks that loads hold for requests that have gone."""
+        return (block_id for load in self._copying.values() for block_id in load.held)
+
+    def _is_worth(self, num_blocks: int) -> bool:
+        host, speed = self._pool.host, self.prefill_tokens_per_s
+        assert host is not None
+        num_before = sum(len(load.slots) for load in self._copying.values())
+        if not speed or not host.blocks_per_s:
+            return True
+        return (num_before + num_blocks) / host.blocks_per_s < num_blocks * self._pool.block_size / speed
+
+    def _settle(self, load: Load) -> None:
+        host = self._pool.host
+        assert host is not None
+        del self._copying[load.load_id]
+        load.settled = True
+        host.copies.settle(load.load_id)
+        host.unpin(load.slots)
+        if load.num_clears == self._pool.num_clears:
+            parents = (load.parent, *load.hashes[:-1])
+            for block_id, block_hash, parent in zip(load.block_ids, load.hashes, parents, strict=True):
+                self._pool.seal(block_id, block_hash, parent)
+        request = load.request
+        if request is None:
+            self._pool.release(load.held)
+            return
+        num_tokens = len(load.slots) * self._pool.block_size
+        host.hit(num_tokens)
+        request.num_computed += num_tokens

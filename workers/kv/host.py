@@ -1,0 +1,254 @@
+"""The host tier: blocks that the device evicts are kept in host memory, and loaded back when a prompt begins with them.
+
+    device   sealed ── evicted by allocate ───────▶ free ── allocate ──▶ being loaded ──▶ sealed
+                │ keep: copied before that             ▲                     │
+    host        └──▶ kept, in LRU order ── pinned ─────┴── Copies.load ──────┘
+
+Ids, order and counts only; `Copies` moves the bytes. A block may be in both tiers: one that was loaded stays on the
+host, so that it can leave the device again without being copied, and copies are made ahead of need, in batches of what
+is evicted next. Whoever loads slots pins them: a pinned slot is written by nobody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from protos.values import BlockHash, BlockRemoved, BlockStored, HostLoad, KVEvent, Tier
+
+_AHEAD = 16
+_KEEP = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A load is over: `elapsed_s` were spent on copying."""
+
+    load_id: int
+    elapsed_s: float
+
+
+class Copies(Protocol):
+    """Copies blocks between the tiers, on every rank of a worker. The engine's thread calls, between two launches.
+
+    Nothing here waits for the device. What is asked for takes place as if in the order of the calls and launches: a
+    copy reads what the steps launched before it write, and no step launched after it overwrites what it still reads.
+    """
+
+    @property
+    def blocks_per_s(self) -> float:
+        """How fast blocks are loaded, as measured at the start."""
+        ...
+
+    def stow(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Copies blocks of the device to slots of the host."""
+        ...
+
+    def load(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Begins to copy slots into blocks. Nobody may read or write these blocks before `settle`."""
+        ...
+
+    def loaded(self) -> Sequence[Loaded]:
+        """Loads that are over, each told of once, in the order they began."""
+        ...
+
+    def settle(self, load_id: int) -> None:
+        """What is launched from now on finds the load's blocks written: it waits for the load, if that is not over."""
+        ...
+
+
+class LeadingCopies:
+    """The copies of a whole worker: rank 0's own, and those of the ranks that do what it tells (`Leader.tell`)."""
+
+    OPERATIONS = ("stow", "load", "settle")
+
+    def __init__(self, copies: Copies, tell: Callable[..., None]) -> None:
+        self._copies = copies
+        self._tell = tell
+
+    @property
+    def blocks_per_s(self) -> float:
+        return self._copies.blocks_per_s
+
+    def stow(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        self._tell("stow", tuple(block_ids), tuple(slots))
+        self._copies.stow(block_ids, slots)
+
+    def load(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        self._tell("load", load_id, tuple(slots), tuple(block_ids))
+        self._copies.load(load_id, slots, block_ids)
+
+    def loaded(self) -> Sequence[Loaded]:
+        return self._copies.loaded()
+
+    def settle(self, load_id: int) -> None:
+        self._tell("settle", load_id)
+        self._copies.settle(load_id)
+
+
+class HostPool:
+    """Which blocks are kept in which of `num_slots` slots. `record` hears of every change, in order; `block_bytes` are
+    those of a block over all ranks. Not thread-safe: it belongs to a `BlockPool`."""
+
+    def __init__(self, num_slots: int, copies: Copies, record: Callable[[KVEvent], None], *, block_bytes: int) -> None:
+        assert num_slots > 0
+        self.num_slots = num_slots
+        self.copies = copies
+        self._record = record
+        self._block_bytes = block_bytes
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._kept: OrderedDict[BlockHash, tuple[int, BlockHash]] = OrderedDict()  # slot and parent, oldest first
+        self._pins: Counter[int] = Counter()
+        self._orphans: set[int] = set()  # forgotten, and free once they are not pinned any more
+        self._speed = (0.0, 0.0)  # blocks loaded, and seconds that took; older ones count less
+        self._num_stored = self._num_evicted = self._num_loaded = 0
+        self._num_hit_tokens = self._num_passed_tokens = 0
+        self._load_s = 0.0
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._kept
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_ahead(self) -> int:
+        """How many blocks to copy before they have to leave the device, once one has to be copied."""
+        return min(_AHEAD, self.num_slots // 8)
+
+    @property
+    def blocks_per_s(self) -> float:
+        """How fast blocks are loaded."""
+        num_blocks, seconds = self._speed
+        return num_blocks / seconds if seconds > 0 else self.copies.blocks_per_s
+
+    def entries(self) -> Mapping[BlockHash, BlockHash]:
+        """Kept blocks and their parents."""
+        return {block_hash: parent for block_hash, (_, parent) in self._kept.items()}
+
+    def match(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Slots of the chain's blocks up to the first that is not kept."""
+        slots = []
+        for block_hash in hashes:
+            kept = self._kept.get(block_hash)
+            if kept is None:
+                break
+            slots.append(kept[0])
+        return slots
+
+    def use(self, hashes: Sequence[BlockHash]) -> None:
+        """A prompt begins with this chain: what is kept of it goes last, its tail before its head."""
+        for block_hash in reversed(hashes):
+            if block_hash in self._kept:
+                self._kept.move_to_end(block_hash)
+
+    def keep(self, blocks: Sequence[tuple[int, BlockHash, BlockHash]]) -> None:
+        """Copies blocks of the device, each with its hash and its parent's, those to be forgotten first in front. If
+        there is no room for all of them the first are not kept."""
+        room = self.num_slots - len(self._pins)
+        blocks = blocks[max(0, len(blocks) - room) :]
+        if not blocks:
+            return
+        slots = [self._take() for _ in blocks]
+        self.copies.stow([block_id for block_id, _, _ in blocks], slots)
+        for (_, block_hash, parent), slot in zip(blocks, slots, strict=True):
+            assert block_hash not in self._kept, "a block is kept twice"
+            self._kept[block_hash] = (slot, parent)
+        for _, block_hash, parent in reversed(blocks):
+            self._record(BlockStored(hashes=(block_hash,), parent=parent, tier=Tier.HOST))
+        self._num_stored += len(blocks)
+
+    def pin(self, slots: Sequence[int]) -> None:
+        self._pins.update(slots)
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._pins[slot] -= 1
+            if self._pins[slot] == 0:
+                del self._pins[slot]
+                if slot in self._orphans:
+                    self._orphans.remove(slot)
+                    self._free.append(slot)
+
+    def clear(self) -> None:
+        """Forgets everything. The caller tells."""
+        for slot, _ in self._kept.values():
+            if slot in self._pins:
+                self._orphans.add(slot)
+            else:
+                self._free.append(slot)
+        self._kept.clear()
+
+    # -- what it was good for ------------------------------------------------------------------------------------------
+
+    def observe(self, num_blocks: int, elapsed_s: float) -> None:
+        """So many blocks were loaded in this time."""
+        self._num_loaded += num_blocks
+        self._load_s += elapsed_s
+        self._speed = (self._speed[0] * _KEEP + num_blocks, self._speed[1] * _KEEP + elapsed_s)
+
+    def hit(self, num_tokens: int) -> None:
+        """So many tokens were loaded for a prompt."""
+        self._num_hit_tokens += num_tokens
+
+    def passed(self, num_tokens: int) -> None:
+        """So many tokens were here, and computed all the same."""
+        self._num_passed_tokens += num_tokens
+
+    def load(self) -> HostLoad:
+        return HostLoad(
+            num_blocks=self.num_slots,
+            num_used=self.num_slots - len(self._free),
+            num_stored=self._num_stored,
+            num_evicted=self._num_evicted,
+            num_loaded=self._num_loaded,
+            num_hit_tokens=self._num_hit_tokens,
+            num_passed_tokens=self._num_passed_tokens,
+            stored_bytes=self._num_stored * self._block_bytes,
+            loaded_bytes=self._num_loaded * self._block_bytes,
+            load_s=self._load_s,
+        )
+
+    # -- invariants ----------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Every slot is in exactly one place, and what is pinned is not free."""
+        kept = [slot for slot, _ in self._kept.values()]
+        everywhere = [*self._free, *kept, *self._orphans]
+        assert sorted(everywhere) == list(range(self.num_slots)), "a slot of the host is lost, or in two places"
+        assert not self._pins.keys() & set(self._free), "a slot that is being loaded is free"
+        assert self._orphans <= self._pins.keys(), "a slot is kept for nobody"
+        assert min(self._pins.values(), default=1) > 0
+
+    def assert_idle(self) -> None:
+        """Nobody loads anything."""
+        self.check_integrity()
+        assert not self._pins, f"slots {sorted(self._pins)} are still pinned"
+
+    def _take(self) -> int:
+        """A free slot, or that of the block that nobody has used for longest."""
+        if self._free:
+            return self._free.pop()
+        block_hash = next(one for one, (slot, _) in self._kept.items() if slot not in self._pins)
+        slot, _ = self._kept.pop(block_hash)
+        self._record(BlockRemoved(hashes=(block_hash,), tier=Tier.HOST))
+        self._num_evicted += 1
+        return slot
+
+
+def leaving(
+    evictable: Iterable[int], sealed: Mapping[int, tuple[BlockHash, BlockHash]], num_evicted: int, host: HostPool
+) -> list[tuple[int, BlockHash, BlockHash]]:
+    """What to copy before the first `num_evicted` of the evictable blocks are evicted: those of them that the host has
+    not, and if there are any, some that come next."""
+    order = iter(evictable)
+    leave = [(block_id, *sealed[block_id]) for block_id in islice(order, num_evicted)]
+    missing = [block for block in leave if block[1] not in host]
+    if missing:
+        ahead = [(block_id, *sealed[block_id]) for block_id in islice(order, host.num_ahead)]
+        missing += [block for block in ahead if block[1] not in host]
+    return missing
