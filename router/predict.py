@@ -170,6 +170,7 @@ class Predictor:
         self._fits_of_lanes: dict[tuple[str, str], Fit] = {}
         self._lanes: dict[tuple[str, str], Line] = {}
         self._recent: dict[WorkerRole, dict[str, tuple[float, float]]] = {role: {} for role in WorkerRole}
+        self._speeds: dict[str, float] = {}  # tokens a second that colocated workers read
         self.answer_tokens = 64.0
 
     # -- what is expected ----------------------------------------------------------------------------------------------
@@ -178,11 +179,12 @@ class Predictor:
         prior = self._priors[worker_id] = Expectation(
             reading=self._read_prior(role, load),
             loading=_load_line(load),
-            stepping=self._step_prior(role, load),
+            stepping=self._mixed(worker_id, load) if role is WorkerRole.COLOCATED else self._step_prior(role, load),
             receiving=self._lane_prior(load),
             recent_tokens=self._recent_tokens(worker_id, role, now),
         )
-        reading, stepping = self._reading.get(worker_id), self._stepping.get(worker_id)
+        reading = self._reading.get(worker_id)
+        stepping = None if role is WorkerRole.COLOCATED else self._stepping.get(worker_id)
         receiving = self._receiving.get(worker_id)
         return Expectation(
             reading=reading.of(prior.reading) if reading else prior.reading,
@@ -248,6 +250,7 @@ class Predictor:
         self._stepping.pop(worker_id, None)
         self._receiving.pop(worker_id, None)
         self._priors.pop(worker_id, None)
+        self._speeds.pop(worker_id, None)
         for recent in self._recent.values():
             recent.pop(worker_id, None)
         for lane in [lane for lane in self._fits_of_lanes if worker_id in lane]:
@@ -276,6 +279,19 @@ class Predictor:
         if idle or not load.decode_step_s:  # what an idle worker took long ago must not keep it idle for ever
             return pool
         return Line(fixed_s=max(0.0, load.decode_step_s - pool.each_s * load.num_running), each_s=pool.each_s)
+
+    def _mixed(self, worker_id: str, load: WorkerLoad) -> Line:
+        """Between tokens where prompts are read in the same steps. These are long for as long as there are prompts, and
+        whoever writes there meets its neighbours' wherever it goes: what one worker's steps took tells where prompts
+        went, not where to send the next one. So the pool's line, by how fast this worker reads."""
+        line = self._pools[WorkerRole.COLOCATED][1].line(STEPPING)
+        if load.prefill_tokens_per_s:
+            self._speeds[worker_id] = load.prefill_tokens_per_s
+        own = self._speeds.get(worker_id)
+        if own is None:
+            return line
+        slowness = sum(self._speeds.values()) / len(self._speeds) / own
+        return Line(fixed_s=line.fixed_s * slowness, each_s=line.each_s * slowness)
 
     def _lane_prior(self, load: WorkerLoad) -> Line:
         if not load.transfer_bytes:

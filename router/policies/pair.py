@@ -10,7 +10,7 @@ missing on it that handing KV over would not pay (conditional disaggregation).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 
 from protos.values import WorkerRole
@@ -66,10 +66,7 @@ def pair(
                 terms["transfer"] = handing.get(reader.worker_id) or between(view, readers[reader.worker_id], writer)
             by[writer.worker_id] = (reader, alone)
             whole.append(score(writer, **terms, **{f"reading by {reader.worker_id}": reader.total}))
-        lowest = min(whole, key=lambda one: one.total)
-        reader, alone = by[lowest.worker_id]
-        common = 0.0 if alone else reader.total  # a reader that all would have tells nothing of them
-        chosen = cheapest(whole, view, slack=tolerance * (lowest.total - common))
+        chosen = cheapest(_evened(whole, {name: reader.total for name, (reader, _) in by.items()}, tolerance), view)
         reader, alone = by[chosen.worker_id]
         return Decision(
             policy=name,
@@ -80,6 +77,17 @@ def pair(
         )
 
     return decide
+
+
+def _evened(whole: Sequence[Score], reading: Mapping[str, float], tolerance: float) -> Sequence[Score]:
+    """Without what differs less than `tolerance` in reading, or in writing: an answer of seconds that all would write
+    alike must not hide which of them reads the prompt soonest."""
+    writing = {one.worker_id: one.total - reading[one.worker_id] for one in whole}
+    least_read, least_write = (1 + tolerance) * min(reading.values()), (1 + tolerance) * min(writing.values())
+    return [
+        replace(one, total=max(reading[one.worker_id], least_read) + max(writing[one.worker_id], least_write))
+        for one in whole
+    ]
 
 
 def decodes(candidate: Candidate) -> bool:

@@ -232,6 +232,12 @@ def test_costs_that_differ_by_less_than_predictions_can_tell_take_turns() -> Non
     assert {policy("slo")(view(num_decided=number), near).decode for number in range(2)} == {"c0", "c1"}
 
 
+def test_a_long_answer_that_all_would_write_alike_does_not_hide_who_reads_soonest() -> None:
+    slow = Line(fixed_s=0.15)
+    near = [known("c0", stepping=slow, queued_prefill_tokens=4000), known("c1", stepping=slow)]
+    assert {policy("slo")(view(num_decided=number), near).decode for number in range(2)} == {"c1"}
+
+
 def test_readers_that_seem_alike_take_turns_whatever_their_lanes() -> None:
     seen = {"lanes": {("p0", "d0"): Line(each_s=1e-9), ("p1", "d0"): Line(each_s=1.01e-9)}, "block_bytes": 2**16}
     near = [known("p0"), known("p1", reading=Line(fixed_s=0.0101, each_s=1e-4)), known("d0")]

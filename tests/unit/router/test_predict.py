@@ -135,3 +135,28 @@ def test_an_idle_worker_is_not_held_to_a_step_it_took_long_ago() -> None:
     cold = WorkerLoad(decode_step_s=0.035)
     idle = predictor.expect("d0", WorkerRole.DECODE, cold, now=8.0)
     assert idle.stepping(1) < 0.012
+
+
+def test_steps_that_read_prompts_do_not_make_a_colocated_worker_seem_slow() -> None:
+    """Or all that comes would go to whichever is not reading just now, until it is the slow one."""
+    predictor = Predictor()
+    reading = WorkerLoad(num_running=9, decode_step_s=0.13, prefill_tokens_per_s=20_000.0)
+    writing = WorkerLoad(num_running=9, decode_step_s=0.02, prefill_tokens_per_s=20_000.0)
+    halved = WorkerLoad(num_running=9, decode_step_s=0.05, prefill_tokens_per_s=10_000.0)
+    loads = {"c0": reading, "c1": writing, "c2": halved}
+    for number in range(8):
+        for name, load in loads.items():
+            predictor.expect(name, WorkerRole.COLOCATED, load, now=float(number))
+            predictor.saw_answer(
+                name,
+                WorkerRole.COLOCATED,
+                num_sequences=9,
+                num_tokens=64,
+                seconds=load.decode_step_s,
+                now=float(number),
+            )
+    first, second, third = (
+        predictor.expect(name, WorkerRole.COLOCATED, load, now=8.0).stepping(10) for name, load in loads.items()
+    )
+    assert first == pytest.approx(second)
+    assert third == pytest.approx(2 * first), "one that reads half as fast steps half as fast"
