@@ -289,7 +289,8 @@ class Fleet:
                 log.info("worker %s: events are missing, asking from %d on", member.worker_id, hello.next_seq)
                 client.greet(hello)
         before = member.load
-        member.hear(step)
+        if not member.hear(step) and member.state in (WorkerState.READY, WorkerState.DRAINING):
+            return  # nobody would decide otherwise than before
         if step.load is None:
             return
         if member.role is not None:

@@ -7,7 +7,7 @@ joining ──▶ ready ⇄ draining          ready: takes new work; draining: f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from protos.errors import WorkerLost
@@ -152,13 +152,15 @@ class Member:
         if (routed := self._routed.get(request_id)) is not None:
             routed.since_step = self.load.step
 
-    def hear(self, step: StepMessage) -> None:
-        """Takes a step's load, and forgets routed work that it shows."""
-        if self._routed:
+    def hear(self, step: StepMessage) -> bool:
+        """Takes a step's load, and forgets routed work that it shows. Does anything but the step's number change?"""
+        num_routed = len(self._routed)
+        if num_routed:
             for update in step.updates:
                 self._routed.pop(update.request_id, None)
         if step.load is None:
-            return
+            return num_routed != len(self._routed)
+        changed = replace(step.load, step=self.load.step) != self.load
         self.load = step.load
         shown = [
             request_id
@@ -167,6 +169,7 @@ class Member:
         ]
         for request_id in shown:
             del self._routed[request_id]
+        return changed or num_routed != len(self._routed)
 
     # ------------------------------------------------------------------------------------------------------------------
 

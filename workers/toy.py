@@ -20,8 +20,8 @@ Payload = npt.NDArray[np.int64]
 """KV of some blocks: int64 [num_blocks, block_size]."""
 
 EMPTY = -1
-_STRIDE = 1_000_003
-_MODULUS = 2**31 - 1
+STRIDE = 1_000_003
+MODULUS = 2**31 - 1
 
 
 def toy_token(kv: Sequence[int], *, weight: int, vocab_size: int, sample: Sample) -> int:
@@ -35,10 +35,10 @@ def toy_token(kv: Sequence[int], *, weight: int, vocab_size: int, sample: Sample
 
 def summed_token(total: int, *, weight: int, vocab_size: int, sample: Sample) -> int:
     """`toy_token`, from the sum of (i + 1) * kv[i]: whoever keeps sums by block need not look at every position."""
-    score = weight * _STRIDE + total
+    score = weight * STRIDE + total
     if sample.params.temperature > 0:
         score += sample.params.seed * 31 + sample.index * 17
-    token_id = score % _MODULUS % vocab_size
+    token_id = score % MODULUS % vocab_size
     while token_id in sample.banned_ids:
         token_id = (token_id + 1) % vocab_size
     return token_id

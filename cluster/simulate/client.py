@@ -77,7 +77,7 @@ class Clients:
         self._start_s = self._loop.time()
         async with asyncio.TaskGroup() as group:
             for session in sorted(sessions, key=lambda one: (one.due_s, one.number)):
-                await self._until(self._start_s + session.due_s, _name(session, 0))
+                await asyncio.sleep(max(0.0, self._start_s + session.due_s - self._loop.time()))
                 group.create_task(self._session(session), name=f"session {session.number}")
 
     def abort(self, request_id: str) -> None:
@@ -86,20 +86,11 @@ class Clients:
         if asked.task is not None:
             asked.task.cancel()
 
-    async def _until(self, due_s: float, request_id: str) -> None:
-        """Whoever leaps must have said what it did when a request comes to a gateway: messages take their time."""
-        delay_s = due_s - self._loop.time()
-        ahead_s = self._deployment.network.wire.delay_s + 1e-9
-        if delay_s > ahead_s:
-            await asyncio.sleep(delay_s - ahead_s)
-        self._deployment.watch(request_id)
-        await asyncio.sleep(max(0.0, due_s - self._loop.time()))
-
     async def _session(self, session: Session) -> None:
         said: tuple[int, ...] = ()
         for number, turn in enumerate(session.turns):
             if number:
-                await self._until(self._loop.time() + turn.pause_s, _name(session, number))
+                await asyncio.sleep(turn.pause_s)
             prompt_ids = (*said, *self._prompts.ids(turn.spans))
             answer = await self._ask(_name(session, number), turn, prompt_ids)
             if answer is None:
@@ -134,7 +125,6 @@ class Clients:
         except asyncio.CancelledError:
             error = ABORTED if gateway.alive else GATEWAY_LOST
         del self.asked[request_id], gateway.requests[asked.task]
-        self._deployment.unwatch(request_id)
         by = self._deciders(gateway, request_id)
         self._chronicle.note("ended", request_id, tokens=len(tokens), error=error or "none", by=by)
         self.records.append(

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 Result = TypeVar("Result")
 
 MAX_CALLBACKS_AN_INSTANT = 5_000_000
+_WORD = 2**64 - 1
 
 
 class Deadlock(AssertionError):
@@ -48,8 +49,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.after = after
         self.num_callbacks = 0
         self._now_s = 0.0
-        self._order = random.Random(f"{seed} order of timers")
-        self._timers: list[tuple[float, float, int, asyncio.TimerHandle]] = []
+        self._order = random.Random(f"{seed} order of timers").getrandbits(64)
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0
         self._num_cancelled = 0
         self._num_this_instant = 0
@@ -66,7 +67,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._check_closed()
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._num_timers += 1
-        heapq.heappush(self._timers, (when, self._order.random(), self._num_timers, timer))
+        heapq.heappush(self._timers, (when, self._num_timers, timer))
         return timer
 
     def call_soon_threadsafe(  # type: ignore[override]
@@ -89,7 +90,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Timeouts that were not needed are most of all timers: they are swept out once they are half of the heap."""
         self._num_cancelled += 1
         if self._num_cancelled > 64 and self._num_cancelled * 2 > len(self._timers):
-            self._timers = [entry for entry in self._timers if not entry[3].cancelled()]
+            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
             heapq.heapify(self._timers)
             self._num_cancelled = 0
 
@@ -121,7 +122,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _jump(self) -> None:
         timers = self._timers
-        while timers and timers[0][3].cancelled():
+        while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
             self._num_cancelled -= 1
         if not timers:
@@ -133,12 +134,26 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if when > self._now_s:
             self._now_s = when
             self._num_this_instant = 0
+        due = []
         while timers and timers[0][0] <= self._now_s:
-            timer = heapq.heappop(timers)[3]
+            timer = heapq.heappop(timers)[2]
             if timer.cancelled():
                 self._num_cancelled -= 1
             else:
-                self._ready.append(timer)
+                due.append(timer)
+        self._ready.extend(due if len(due) < 2 else self._shuffled(due))
+
+    def _shuffled(self, due: list[asyncio.TimerHandle]) -> list[asyncio.TimerHandle]:
+        """A function of seed, time and the order they were asked for in. How many timers there were before changes
+        nothing, so that who leaps over events of its own changes no other's order. Mixed as in Steele, Lea and Flood,
+        "Fast splittable pseudorandom number generators" (2014)."""
+        state, places = self._order ^ hash(self._now_s), []
+        for place in range(len(due)):
+            state = (state + 0x9E3779B97F4A7C15) & _WORD
+            mixed = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+            mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _WORD
+            places.append((mixed ^ (mixed >> 31), place))
+        return [due[place] for _, place in sorted(places)]
 
     def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from cluster.placement import Node, WorkerPlan, plan
@@ -25,7 +25,6 @@ from router.admission.admission import Admission
 from router.client import WorkerClient
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
-from router.policies.base import Candidate, Decision, RequestView
 from router.policies.registry import policy_of
 from router.prefix.index import NO_MATCH
 from router.prefix.memory import MemoryPrefixIndex
@@ -34,34 +33,16 @@ HEALTH_TIMEOUT_S = 2.0
 DRAIN_PERIOD_S = 0.25
 
 
-class WatchedFleet(Fleet):
-    """A fleet that says how many jobs wait for it to change: every message counts for them."""
-
-    num_waiting = 0
-
-    async def wait(self, *, until: float) -> None:
-        self.num_waiting += 1
-        try:
-            await super().wait(until=until)
-        finally:
-            self.num_waiting -= 1
-
-
 class Gateway:
-    """One life of a gateway: the router without its faces. `decided` hears of every decision."""
+    """One life of a gateway: the router without its faces."""
 
-    def __init__(self, name: str, config: SimulationConfig, network: Network, decided: Callable[[str], object]) -> None:
+    def __init__(self, name: str, config: SimulationConfig, network: Network) -> None:
         self.name = name
-        self.fleet = WatchedFleet(
+        self.fleet = Fleet(
             index=MemoryPrefixIndex(), config=config.router, gateway_id=name, open_channel=network.open_channel
         )
         policy = policy_of(config.router)
-
-        def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
-            decided(view.request_id)
-            return policy(view, candidates)
-
-        self.dispatcher = Dispatcher(fleet=self.fleet, policy=decide, config=config.router)
+        self.dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config.router)
         self.admission = Admission(self.dispatcher, fleet=self.fleet, config=config.router)
         self.requests: dict[asyncio.Task[None], None] = {}
         self.alive = True
@@ -91,7 +72,6 @@ class Deployment:
         self.served: list[Served] = []
         self._skews = random.Random(f"{config.seed} clocks")
         self._num_gateways = 0
-        self._undecided: dict[str, None] = {}
         self._loop = asyncio.get_running_loop()
         self._supervisor: Supervisor | None = None
         self._supervising: asyncio.Task[None] | None = None
@@ -134,17 +114,6 @@ class Deployment:
         for worker in self.workers.values():
             worker.turns.settle()
 
-    def watch(self, request_id: str) -> None:
-        """A request is about to be decided on: until it is, every message may matter, and nobody leaps."""
-        self._undecided[request_id] = None
-        self.settle()
-
-    def unwatch(self, request_id: str) -> None:
-        self._undecided.pop(request_id, None)
-
-    def _may_leap(self) -> bool:
-        return not self._undecided and not any(gateway.fleet.num_waiting for gateway in self.gateways)
-
     def assert_no_faults(self) -> None:
         """The loops that must survive our own bugs have survived none."""
         assert self._supervisor is not None
@@ -161,7 +130,7 @@ class Deployment:
 
     def _open_gateway(self) -> Gateway:
         self._num_gateways += 1
-        gateway = Gateway(f"gateway-{self._num_gateways}", self.config, self.network, self.unwatch)
+        gateway = Gateway(f"gateway-{self._num_gateways}", self.config, self.network)
         self.gateways.append(gateway)
         for worker in self.workers.values():
             gateway.fleet.join(worker.info.address, worker_id=worker.worker_id)
@@ -209,8 +178,6 @@ class Deployment:
             network=self.network,
             lanes=self.lanes,
             skew_s=self._skews.random() * config.max_skew_s,
-            may_leap=self._may_leap,
-            settle=self.settle,
         )
         try:
             yield Loading(share=0.0)

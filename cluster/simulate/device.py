@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ import numpy as np
 from cluster.simulate.latency import Latency, Step, step_of
 from kvtransfer.reshard import Cut
 from protos.values import KVLayout
-from workers.engine.batch import Batch, Row, RowOutput, StepOutput
-from workers.toy import summed_token
+from workers.engine.batch import Batch, Repeated, Row, RowOutput, Sample, StepOutput
+from workers.toy import MODULUS, STRIDE, summed_token
 
 WEIGHT = 7
 _NOTHING = RowOutput()
@@ -95,6 +96,8 @@ class Device:
         self._output = StepOutput(rows=())
         self._content = np.zeros((num_blocks, layout.block_size), dtype=np.int64)
         self._sums = [0] * num_blocks
+        self._steps_s: list[float] = []  # foreseen
+        self._frees_s: list[float] = []
         self._totals: dict[str, tuple[int, int]] = {}  # request -> (positions, their sum) of the last batch
 
     # -- a pipeline ----------------------------------------------------------------------------------------------------
@@ -112,6 +115,73 @@ class Device:
 
     def clock(self) -> float:
         return self.now_s
+
+    # -- steps that are all alike --------------------------------------------------------------------------------------
+
+    def foresee(self, num_steps: int, *, in_flight: bool) -> list[float]:
+        """When so many more steps would be over, counted from the one `in_flight` if there is one."""
+        rows = self.last.rows
+        num_rows, read = len(rows), sum([row.stop for row in rows])
+        free_s = max(self._free_s, self.now_s)
+        self._steps_s, self._frees_s = [], []
+        for _ in range(num_steps):
+            read += num_rows
+            step_s = self._latency.step_s(Step(num_rows, num_rows, read, float(read))) * self.slowness
+            free_s += step_s
+            self._steps_s.append(step_s)
+            self._frees_s.append(free_s)
+        return [self._free_s, *self._frees_s[:-1]] if in_flight else self._frees_s
+
+    def repeat(self, num_steps: int, *, in_flight: bool) -> Repeated:
+        """As many of the steps as were foreseen, or fewer; what was foreseen of the others stays true."""
+        start_s, steps_s, frees_s = self.now_s, self._steps_s[:num_steps], self._frees_s[:num_steps]
+        ends_s = [self._free_s, *frees_s[:-1]] if in_flight else frees_s
+        rows, totals, tokens, outputs = [], {}, [], []
+        for row, output in zip(self.last.rows, self._output.rows, strict=True):
+            assert output.token_id is not None
+            known, total, written = self._go_on(row, output.token_id, num_steps)
+            tokens.append(tuple(known[:-1] if in_flight else known[1:]))
+            rows.append(_moved(row, num_steps, () if in_flight else (known[-2],)))
+            outputs.append(RowOutput(token_id=known[-1]))
+            totals[row.request_id] = (written, total)
+        for step_s in steps_s:
+            self.tally.count(Step(len(rows), len(rows), 0, 0.0), len(rows), step_s)
+        self.last, self.last_s = Batch(rows=tuple(rows)), steps_s[-1]
+        self._totals, self._output = totals, StepOutput(rows=tuple(outputs))
+        self._free_s, self.now_s = frees_s[-1], ends_s[-1]
+        del self._steps_s[:num_steps], self._frees_s[:num_steps]
+        began_s = [start_s, *ends_s]
+        return Repeated(
+            batch=self.last,
+            tokens=tokens,
+            steps_s=[end_s - before_s for before_s, end_s in pairwise(began_s)],
+            pending=Launched(device=self, output=self._output, end_s=self._free_s) if in_flight else None,
+            launched_s=began_s[-2],
+        )
+
+    def _go_on(self, row: Row, token_id: int, num_steps: int) -> tuple[list[int], int, int]:
+        """The row's last token and those that follow; the sum over all positions, and how many these are. All of them
+        are in one block: a plain step takes none."""
+        position, total = self._totals[row.request_id]
+        assert position == row.stop
+        assert row.sample is not None
+        offset, block_id = position % self._block_size, row.block_ids[position // self._block_size]
+        params, index, size = row.sample.params, row.sample.index, self._vocab_size
+        seed, stride = (params.seed * 31, 17) if params.temperature > 0 else (0, 0)
+        values, tokens = [], [token_id]
+        for _ in range(num_steps):
+            value = (position + 1) * ((token_id + 1) * 7919 + position)
+            position, index, total = position + 1, index + 1, total + value
+            token_id = (WEIGHT * STRIDE + total + seed + index * stride) % MODULUS % size
+            values.append(value)
+            tokens.append(token_id)
+        if not offset:
+            self._content[block_id] = 0
+            self._sums[block_id] = 0
+        there = self._content[block_id, offset : offset + num_steps]
+        self._sums[block_id] += sum(values) - int(there.sum())
+        there[:] = values
+        return tokens, total, position
 
     def _compute(self, batch: Batch) -> StepOutput:
         """All rows write before any reads. A sequence that only went on by a token need not be read again."""
@@ -190,6 +260,20 @@ class Device:
         full, rest = divmod(stop, self._block_size)
         total = sum([self._sums[block_id] for block_id in block_ids[:full]])
         return total + (int(self._content[block_ids[full], :rest].sum()) if rest else 0)
+
+
+def _moved(row: Row, num_steps: int, token_ids: tuple[int, ...]) -> Row:
+    """The row so many plain steps on; its token is known unless the row follows another."""
+    assert row.sample is not None
+    return Row(
+        request_id=row.request_id,
+        token_ids=token_ids,
+        start=row.start + num_steps,
+        block_ids=row.block_ids,
+        sample=Sample(params=row.sample.params, index=row.sample.index + num_steps),
+        prompt_len=row.prompt_len,
+        follows=row.follows if not token_ids else None,
+    )
 
 
 def weighed(token_ids: Sequence[int], start: int) -> Any:

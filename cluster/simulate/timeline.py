@@ -39,7 +39,6 @@ class Timeline:
 
     def _take(self, at_s: float) -> None:
         deployment = self._deployment
-        deployment.settle()
         num_queued = sum(gateway.admission.num_waiting for gateway in deployment.gateways)
         for role in sorted({plan.role for plan in deployment.plans}):
             engines = [worker.engine for worker in deployment.workers.values() if worker.info.role is role]

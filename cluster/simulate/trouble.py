@@ -30,8 +30,15 @@ class Trouble:
         start_s = self._loop.time()
         async with asyncio.TaskGroup() as group:
             for fault in faults:
-                await asyncio.sleep(max(0.0, start_s + fault.at_s - self._loop.time()))
+                await self._until(start_s + fault.at_s)
                 group.create_task(self._happen(fault), name=f"fault {fault}")
+
+    async def _until(self, due_s: float) -> None:
+        """Workers that leap must have been heard of by then: what is lost later would not have been lost."""
+        ahead_s = self._deployment.network.wire.delay_s + 1e-9
+        await asyncio.sleep(max(0.0, due_s - ahead_s - self._loop.time()))
+        self._deployment.settle()
+        await asyncio.sleep(max(0.0, due_s - self._loop.time()))
 
     def _check(self, fault: Fault) -> None:
         deployment = self._deployment

@@ -2,31 +2,34 @@
 
     wake ─▶ inbox ─▶ Engine.step ─▶ (the device's time passes) ─▶ publish, inbox ─▶ Engine.step ─▶ ...
 
-A leap: while sequences only decode and nobody else wants anything, the steps are left to be taken until the first of
-them could end an answer, or somebody looks: then all of them are taken, each at its own time, and told in one message.
+A leap: plain steps (`workers.engine.alike`), of which nobody but their clients would hear anything, are not taken one
+by one. When they would be over is foreseen; they are taken at once, and told in one message, when the last of them is
+over, or when something comes from outside. Nothing that a gateway decides by can change meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from cluster.simulate.device import Device
-from protos.values import FinishReason, Health, SequenceUpdate, StepMessage
+from protos.values import Health, SequenceUpdate, StepMessage
 from workers.engine.engine import Engine
 from workers.rpc.loop import IDLE_TICK_S
+from workers.rpc.progress import Progress
 
 Result = TypeVar("Result")
 
-MOMENT_S = 1e-9
-LEAST_LEAP = 3
+LEAST_LEAP = 2
 """Steps below which a leap is not worth it."""
-MAX_GROWTH = 1.5
-"""By so much at most a step of a leap is longer than the one before it."""
+LEAST_CALM = 3
+"""Steps told one by one after anything has happened: by then every gateway has forgotten what it sent here
+(`router.member.STEPS_TO_SHOW`), and has heard of all that began."""
 
 
 class EngineTurns:
@@ -34,7 +37,6 @@ class EngineTurns:
 
     Frozen, it takes no turn and no call. The engine's clock is `skew_s` ahead. `quiet_until` says until when, by the
     engine's clock, its role certainly does nothing unless something comes from outside; without it there are no leaps.
-    `before_handover` is called a moment before a prompt's first token is told: its gateway then looks at others.
     """
 
     def __init__(
@@ -46,23 +48,21 @@ class EngineTurns:
         stall_s: float = 60.0,
         skew_s: float = 0.0,
         quiet_until: Callable[[], float] | None = None,
-        before_handover: Callable[[], object] | None = None,
     ) -> None:
         self._engine = engine
         self._device = device
         self._publish = publish
-        self._stall_s = stall_s
         self._skew_s = skew_s
         self._quiet_until = quiet_until
-        self._before_handover = before_handover
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Callable[[], None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._updates: list[SequenceUpdate] = []  # of steps that nobody was told of
         self._busy = False
-        self._leap_from_s: float | None = None
-        self._working = False
-        self._last_progress_s = self._loop.time()
+        self._ahead_s: Sequence[float] = ()  # when the steps of a leap are over
+        self._num_calm = 0
+        self._num_rows = 0
+        self._progress = Progress(stall_s=stall_s, now=self._loop.time())
         self._told = engine.load()
         self._stopped = False
         self._frozen = False
@@ -96,22 +96,22 @@ class EngineTurns:
         if self._stopped or self._frozen:
             return
         self.settle()
+        self._num_calm = 0
         if not self._busy:
             self._arm(self._loop.time())
 
     def health(self, now: float) -> Health:
-        idle_s = 0.0 if self._leap_from_s is not None else now - self._skew_s - self._last_progress_s
-        if self._working and idle_s > self._stall_s:
-            return Health(healthy=False, reason=f"no step finished for {idle_s:.0f} s", since_last_step_s=idle_s)
-        return Health(healthy=True, since_last_step_s=idle_s if self._working else 0.0)
+        over = bisect_right(self._ahead_s, now - self._skew_s)
+        if over:
+            self._progress.turned(self._engine, stepped=True, now=self._ahead_s[over - 1])
+        return self._progress.health(now - self._skew_s)
 
     # -- its process ---------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """The process has ended: nothing is published any more."""
         self._stopped = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._disarm()
 
     def freeze(self) -> None:
         self.settle()
@@ -133,12 +133,18 @@ class EngineTurns:
             self._timer.cancel()
         self._timer = self._loop.call_at(when, self._due)
 
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _due(self) -> None:
         self._timer = None
         if self._frozen:
             return
-        if self._leap_from_s is not None:
+        if self._ahead_s:
             self.settle()
+            self._finish()
         elif self._busy:
             self._finish()
         else:
@@ -147,7 +153,7 @@ class EngineTurns:
     def _finish(self) -> None:
         """The step in flight is over."""
         self._busy = False
-        self._last_progress_s = self._loop.time()
+        self._progress.turned(self._engine, stepped=True, now=self._loop.time())
         self._tell()
         self._turn()
 
@@ -155,26 +161,22 @@ class EngineTurns:
         while self._inbox:
             self._inbox.popleft()()
         if not self._engine.has_work():
-            self._working = False
+            self._progress.resting()
             self._say_idle()
             return
-        if not self._working:
-            self._last_progress_s = self._loop.time()
-        self._working = True
-        if self._may_leap():
-            self._begin_leap()
+        self._progress.working(self._loop.time())
+        if self._leap():
             return
         end_s = self._step(self._loop.time())
-        if end_s is None:
-            self._tell()
-            quiet_s = self._quiet_s()
-            num_ticks = max(1, math.ceil(quiet_s / IDLE_TICK_S)) if math.isfinite(quiet_s) else 1
-            self._arm(self._loop.time() + num_ticks * IDLE_TICK_S)
-        else:
+        if end_s is not None:
             self._busy = True
             self._arm(end_s)
-            if self._before_handover is not None and any(map(_hands_over, self._updates)):
-                self._loop.call_at(end_s - MOMENT_S, self._before_handover)
+            return
+        self._progress.turned(self._engine, stepped=False, now=self._loop.time())
+        self._tell()
+        quiet_s = self._quiet_until() - self._loop.time() - self._skew_s if self._quiet_until is not None else 0.0
+        num_ticks = max(1, math.ceil(quiet_s / IDLE_TICK_S)) if math.isfinite(quiet_s) else 1
+        self._arm(self._loop.time() + num_ticks * IDLE_TICK_S)
 
     def _step(self, start_s: float) -> float | None:
         """One step of the engine from `start_s` on; when it is over, or None if there was nothing to compute. Its
@@ -188,6 +190,9 @@ class EngineTurns:
     def _tell(self) -> None:
         """What the steps since the last message have to say, as one message."""
         updates, self._updates = self._updates, []
+        num_rows, self._num_rows = self._num_rows, len(self._device.last.rows)
+        ended = any(update.finish_reason is not None or update.error is not None for update in updates)
+        self._num_calm = 0 if ended or num_rows != self._num_rows else self._num_calm + 1
         events = self._engine.drain_events()
         if updates or events:
             self._told = self._engine.load()
@@ -201,66 +206,52 @@ class EngineTurns:
 
     # -- leaps ---------------------------------------------------------------------------------------------------------
 
-    def _may_leap(self) -> bool:
-        """Is the last step one of a row of equal steps, in which nobody's answer ends?"""
-        engine = self._engine
-        if engine.scheduler.num_waiting or self._quiet_s() <= 0.0:
-            return False
-        rows = self._device.last.rows
-        if not rows or len(rows) != engine.scheduler.num_running:
-            return False
-        num_ahead = self._num_ahead()
-        return num_ahead >= LEAST_LEAP and self._has_room(num_ahead * len(rows) + len(rows) * engine.pool.block_size)
+    def _foreseen(self) -> list[float]:
+        """When the plain steps that come next are over, up to the first after which there is something to tell.
 
-    def _quiet_s(self) -> float:
-        """For how long from now the role does nothing by itself."""
-        return self._quiet_until() - self._loop.time() - self._skew_s if self._quiet_until is not None else 0.0
-
-    def _has_room(self, num_tokens: int) -> bool:
-        """Then nobody has to give up blocks meanwhile."""
-        return self._engine.pool.num_free * self._engine.pool.block_size >= num_tokens
-
-    def _num_ahead(self) -> int:
-        """Steps that certainly pass before one could end an answer. 0 where that cannot be said."""
-        least = 1 << 30
-        for row in self._device.last.rows:
-            sample = row.sample
-            if sample is None or row.num_tokens != 1 or sample.params.stop_token_ids:
-                return 0
-            least = min(
-                least, sample.params.max_tokens - sample.index - 1, self._engine.scheduler.max_len - row.stop - 1
-            )
-        return least - 1 - self._engine.num_in_flight
-
-    def _begin_leap(self) -> None:
+        Empty while what happened last may still be felt: a gateway forgets what it has sent here, and knows that KV has
+        arrived, by messages of the steps that follow.
+        """
+        engine, device = self._engine, self._device
+        if self._num_calm < LEAST_CALM or len(device.last.rows) != engine.scheduler.num_running:
+            return []
+        num_steps = engine.num_alike()
+        if num_steps < LEAST_LEAP:
+            return []
         now = self._loop.time()
-        self._leap_from_s = now
-        self._arm(now + min(self._num_ahead() * self._device.last_s * (1 - 1e-9), self._quiet_s()))
+        quiet_until_s = self._quiet_until() - self._skew_s if self._quiet_until is not None else now
+        device.now_s = now
+        ends_s = device.foresee(num_steps, in_flight=bool(engine.num_in_flight))
+        starts_s = [now, *ends_s[:-1]]
+        num_steps = bisect_left(starts_s, quiet_until_s)
+        num_steps = engine.num_steady(
+            [end_s - start_s for start_s, end_s in zip(starts_s, ends_s[:num_steps], strict=False)]
+        )
+        return ends_s[:num_steps] if num_steps >= LEAST_LEAP else []
+
+    def _leap(self) -> bool:
+        if self._quiet_until is None:
+            return False
+        self._ahead_s = self._foreseen()
+        if self._ahead_s:
+            self._arm(self._ahead_s[-1])
+        return bool(self._ahead_s)
 
     def settle(self) -> None:
-        """Takes the steps of a leap that are over by now; the one under way ends as any other does."""
-        start_s, self._leap_from_s = self._leap_from_s, None
-        if start_s is None:
+        """Takes the steps of a leap that are over by now, and begins the one under way, which ends as any other."""
+        ahead_s, self._ahead_s = self._ahead_s, []
+        if not ahead_s:
             return
-        now = self._loop.time()
-        while True:
-            if self._updates and start_s + MAX_GROWTH * self._device.last_s > now:
-                self._tell()  # of the steps so far: the next one may not be over by now
-            end_s = self._step(start_s)
-            if end_s is None or end_s > now:
-                break
-            start_s = self._last_progress_s = end_s
-        assert end_s is not None, "sequences that decode always have a next step"
-        assert end_s <= start_s + MAX_GROWTH * self._device.last_s
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._busy = True
-        self._arm(end_s)
-
-
-def _hands_over(update: SequenceUpdate) -> bool:
-    return update.finish_reason is FinishReason.PREFILLED
+        num_over = bisect_right(ahead_s, self._loop.time())
+        if num_over:
+            self._updates += self._engine.repeat(num_over)
+            self._progress.turned(self._engine, stepped=True, now=ahead_s[num_over - 1])
+        if num_over < len(ahead_s):
+            self._tell()
+            self._updates += self._engine.repeat(1)
+            self._busy = True
+            self._disarm()
+            self._arm(ahead_s[num_over])
 
 
 def merged(updates: Sequence[SequenceUpdate]) -> tuple[SequenceUpdate, ...]:

@@ -35,8 +35,6 @@ from protos.errors import Misconfigured
 from router.policies.registry import NAMES
 
 FORMAT = "baton-simulation/1"
-LEARNING = ("slo",)
-"""Policies that learn from the time of every message: where they decide, no message may be leapt over."""
 
 
 def simulate(
@@ -136,7 +134,7 @@ class _Scene:
             tp=choice.tp,
             settings=self.settings,
             latency=self.latency,
-            leaping=self.leaping and choice.policy not in LEARNING,
+            leaping=self.leaping,
         )
         pools = PoolsConfig(prefill=choice.prefill, decode=choice.decode)
         if not choice.prefill:

@@ -58,15 +58,12 @@ class SimulatedWorker:
         network: Network,
         lanes: Lanes,
         skew_s: float = 0.0,
-        may_leap: Callable[[], bool] = lambda: True,
-        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker_id = worker_id
         self._spec = spec
         self._network = network
         self._loop = asyncio.get_running_loop()
         self._skew_s = skew_s
-        self._may_leap = may_leap
         self._lane = LaneAddress(worker_id=worker_id, incarnation=incarnation, host=worker_id, port=incarnation)
         self.info = self._make_info(role)
         self.device = Device(
@@ -96,7 +93,6 @@ class SimulatedWorker:
             stall_s=spec.stall_s,
             skew_s=skew_s,
             quiet_until=self._quiet_until if spec.leaping else None,
-            before_handover=settle if spec.leaping else None,
         )
         self.servicer.attach(self.turns)
         self.port: Port | None = None
@@ -202,7 +198,7 @@ class SimulatedWorker:
 
     def _quiet_until(self) -> float:
         """Tickets whose KV has not come are left alone until their leases end; whatever moves wants every turn."""
-        if not self._may_leap() or self._mover.busy() or self.role.outgoing.busy():
+        if self._mover.busy() or self.role.outgoing.busy():
             return -math.inf
         return self.role.ledger.next_deadline_s()
 

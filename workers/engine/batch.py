@@ -12,6 +12,7 @@ device (`Row.follows`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -127,6 +128,28 @@ class Pipeline(Protocol):
     """
 
     def launch(self, batch: Batch) -> Pending: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """What steps that are all alike have brought: `tokens` of each row of the `batch`, which is the last one launched,
+    and is `pending` since `launched_s` where a step was in flight before them. `steps_s`: how long each took."""
+
+    batch: Batch
+    tokens: Sequence[tuple[int, ...]]
+    steps_s: Sequence[float]
+    pending: Pending | None = None
+    launched_s: float = 0.0
+
+
+@runtime_checkable
+class Repeating(Protocol):
+    """A pipeline that goes on by itself with a batch in which every row decodes."""
+
+    def repeat(self, num_steps: int, *, in_flight: bool) -> Repeated:
+        """Launches the last batch so many times more, each row one position on, and fetches as many steps: those
+        before the last one if there is one `in_flight`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ Not thread-safe: one thread owns an engine, its role and its blocks, and calls e
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from protos.values import (
     WorkerLoad,
 )
 from protos.wire import error_info
-from workers.engine.batch import Batch, Pending, Pipeline, Runner, StepOutput, pipeline
+from workers.engine.batch import Batch, Pending, Pipeline, Repeating, Runner, StepOutput, pipeline
 from workers.engine.scheduler import Scheduler
 from workers.engine.timeline import Timeline
 from workers.kv.blocks import BlockPool
@@ -57,8 +58,21 @@ class Pace:
             self._prefill_tokens = self._prefill_tokens * self._KEEP + num_prefill
             self._prefill_s = self._prefill_s * self._KEEP + elapsed_s * num_prefill / num_tokens
         if num_prefill < num_tokens and self._counts("decode"):
-            self._decode_steps = self._decode_steps * self._KEEP + 1
-            self._decode_s = self._decode_s * self._KEEP + elapsed_s
+            self.decoded(elapsed_s)
+
+    def decoded(self, elapsed_s: float) -> None:
+        """A warm step that decoded."""
+        self._decode_steps = self._decode_steps * self._KEEP + 1
+        self._decode_s = self._decode_s * self._KEEP + elapsed_s
+
+    def num_steady(self, steps_s: Sequence[float]) -> int:
+        """How many steps of these times until `told_step_s` changes, that one included; all of them if it does not."""
+        steps, seconds, told_s = self._decode_steps, self._decode_s, self.told_step_s
+        for number, elapsed_s in enumerate(steps_s, 1):
+            steps, seconds = steps * self._KEEP + 1, seconds * self._KEEP + elapsed_s
+            if _rounded(seconds / steps) != told_s:
+                return number
+        return len(steps_s)
 
     def _counts(self, kind: str) -> bool:
         was_cold, self._is_cold[kind] = self._is_cold[kind], False
@@ -73,6 +87,12 @@ class Pace:
     def decode_step_s(self) -> float:
         """0 until measured."""
         return self._decode_s / self._decode_steps if self._decode_steps else 0.0
+
+    @property
+    def told_step_s(self) -> float:
+        """`decode_step_s` to less than a hundredth: what hardly changes from step to step is not told with every one,
+        and whoever routes by it has nothing to work out anew."""
+        return _rounded(self.decode_step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +194,28 @@ class Engine:
                 updates += self._scheduler.apply(oldest.batch, output)
         return updates
 
+    def num_alike(self) -> int:
+        """How many of the next steps only decode a token for each running sequence, so that all but the tokens and the
+        step's number stays as it is, unless something comes from outside or the role has something to do."""
+        return self._scheduler.num_alike() if len(self._in_flight) <= 1 else 0
+
+    def num_steady(self, steps_s: Sequence[float]) -> int:
+        """How many steps that take so long until the load tells of another pace, that one included."""
+        return self._pace.num_steady(steps_s)
+
+    def repeat(self, num_steps: int) -> list[SequenceUpdate]:
+        """Takes steps that are alike (`num_alike`) at once, on a pipeline that can: all is then as if `step` had been
+        called so often, and what was to be told comes in one update for each sequence."""
+        assert isinstance(self._pipeline, Repeating)
+        done = self._pipeline.repeat(num_steps, in_flight=bool(self._in_flight))
+        for elapsed_s in done.steps_s:
+            self._pace.decoded(elapsed_s)
+        if done.pending is not None:
+            self._in_flight[0] = _Launched(batch=done.batch, pending=done.pending, start_s=done.launched_s)
+        self._fetched_s = self._clock()
+        self.num_steps += num_steps
+        return self._scheduler.repeat(done)
+
     def has_work(self) -> bool:
         """Must `step` go on being called? It may still find nothing to compute: then `num_steps` stays the same and
         `num_in_flight` is 0."""
@@ -197,7 +239,7 @@ class Engine:
             num_free_blocks=self.pool.num_free,
             num_blocks=self.pool.num_blocks,
             prefill_tokens_per_s=self._pace.prefill_tokens_per_s,
-            decode_step_s=self._pace.decode_step_s,
+            decode_step_s=self._pace.told_step_s,
             draining=self.draining,
             host=self.pool.host.load() if self.pool.host is not None else None,
         )
@@ -303,3 +345,9 @@ class Engine:
                 f"so {limit - 1} at most of the prompt",
                 param="prompt",
             )
+
+
+def _rounded(seconds: float) -> float:
+    """To eight binary digits."""
+    mantissa, exponent = math.frexp(seconds)
+    return math.ldexp(round(mantissa * 256), exponent - 8)

@@ -34,7 +34,8 @@ from itertools import pairwise
 from kvtransfer.hashing import chain_hashes, salted
 from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate
 from workers.config import SchedulerConfig
-from workers.engine.batch import Batch, Row, RowOutput, StepOutput, is_penalised
+from workers.engine.alike import Limits, extended, num_alike
+from workers.engine.batch import Batch, Repeated, Row, RowOutput, StepOutput, is_penalised
 from workers.engine.loading import Loads
 from workers.engine.request import Request, State
 from workers.engine.role import Disposition, Role
@@ -400,6 +401,20 @@ class Scheduler:
             finish_reason=finish_reason,
             num_cached_tokens=request.num_cached if first else 0,
         )
+
+    def num_alike(self) -> int:
+        """How many steps from here on are plain ones (`workers.engine.alike`)."""
+        if self._waiting or not self._running or len(self.loads) or any(step.freed for step in self._in_flight):
+            return 0
+        limits = Limits(block_size=self.pool.block_size, max_len=self.max_len, can_stop=bool(self.config.eos_ids))
+        return num_alike(self._running, limits, len(self._in_flight))
+
+    def repeat(self, done: Repeated) -> list[SequenceUpdate]:
+        """What so many plain steps brought, planned and applied at once."""
+        return [
+            extended(self._requests[row.request_id], token_ids)
+            for row, token_ids in zip(done.batch.rows, done.tokens, strict=True)
+        ]
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         if token_id in stop_ids(request, self.config.eos_ids):

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from protos.values import Health, KVEvents, SequenceUpdate, StepMessage, WorkerLoad
 from workers.engine.engine import Engine
+from workers.rpc.progress import Progress
 
 log = logging.getLogger("baton.worker")
 
@@ -63,14 +64,12 @@ class EngineLoop:
         self._clock = clock
         self._publish = publish
         self._on_fault = on_fault
-        self._stall_s = stall_s
         self._ailing = ailing
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._fault: BaseException | None = None
-        self._last_progress_s = clock()
-        self._working = False
+        self._progress = Progress(stall_s=stall_s, now=clock())
         self._awaiting_idle: list[asyncio.Future[None]] = []
         self._told = engine.load()
         self._loop = asyncio.get_running_loop()
@@ -122,14 +121,13 @@ class EngineLoop:
         self._tell(fn, message)
 
     def health(self, now: float) -> Health:
-        idle_s = now - self._last_progress_s
         if self._fault is not None:
-            return Health(healthy=False, reason=f"engine failed: {self._fault}", since_last_step_s=idle_s)
-        if self._working and idle_s > self._stall_s:
-            return Health(healthy=False, reason=f"no step finished for {idle_s:.0f} s", since_last_step_s=idle_s)
-        if why := self._ailing():
-            return Health(healthy=False, reason=why, since_last_step_s=idle_s)
-        return Health(healthy=True, since_last_step_s=idle_s if self._working else 0.0)
+            why = f"engine failed: {self._fault}"
+            return Health(healthy=False, reason=why, since_last_step_s=self._progress.idle_s(now))
+        health = self._progress.health(now)
+        if health.healthy and (why := self._ailing()):
+            return Health(healthy=False, reason=why, since_last_step_s=self._progress.idle_s(now))
+        return health
 
     def _run(self) -> None:
         try:
@@ -146,23 +144,21 @@ class EngineLoop:
     def _turn(self) -> None:
         engine = self._engine
         if not engine.has_work():
-            self._working = False
+            self._progress.resting()
             self._say_idle()
             while self._awaiting_idle:
                 self._tell(_succeed, self._awaiting_idle.pop(), None)
             self._wake.wait()
-            self._last_progress_s = self._clock()
             return
-        self._working = True
+        self._progress.working(self._clock())
         step = engine.num_steps
         updates = engine.step(self._clock())
         events = engine.drain_events()
         if updates or events:
             self._told = engine.load()
             self._tell(self._send, _message(updates, events, self._told))
-        stepped = engine.num_steps != step or engine.num_in_flight
-        if stepped or not engine.scheduler.has_requests():  # a ticket waits for others, for as long as they renew it
-            self._last_progress_s = self._clock()
+        stepped = engine.num_steps != step or engine.num_in_flight > 0
+        self._progress.turned(engine, stepped=stepped, now=self._clock())
         if not stepped:
             self._wake.wait(IDLE_TICK_S)
 

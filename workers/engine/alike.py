@@ -1,0 +1,53 @@
+"""Plain steps: every running sequence decodes one token, and nothing else happens. Many can be taken at once.
+
+No answer ends or could end, no block is taken or becomes full, nobody waits and nobody new has come: so of all that a
+worker tells, only tokens and the number of the step change. Pure, as the scheduler is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos.values import SequenceUpdate
+from workers.engine.batch import is_penalised
+from workers.engine.request import Request, State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of the scheduler. `can_stop`: some tokens end an answer that does not ignore them."""
+
+    block_size: int
+    max_len: int
+    can_stop: bool
+
+
+def num_alike(running: Sequence[Request], limits: Limits, num_in_flight: int) -> int:
+    """How many steps from here on are plain, with so many launched already."""
+    return max(0, min(_num_plain(request, limits, num_in_flight) for request in running))
+
+
+def _num_plain(request: Request, limits: Limits, num_in_flight: int) -> int:
+    num_output, sampling, size = len(request.output_ids), request.sampling, limits.block_size
+    decodes = request.num_to_plan == 1 and request.num_due == num_in_flight and num_output > request.num_given
+    may_stop = sampling.stop_token_ids or (limits.can_stop and not sampling.ignore_eos)
+    special = sampling.logprobs is not None or num_output < sampling.min_tokens or is_penalised(sampling)
+    if not decodes or may_stop or special:
+        return 0
+    ahead = max(num_in_flight, 1)
+    return min(
+        sampling.max_tokens - num_output - ahead,
+        limits.max_len - request.num_tokens - ahead,
+        len(request.block_ids) * size + 1 - request.num_expected,
+        (request.num_sealed + 1) * size - 1 - request.num_computed,
+    )
+
+
+def extended(request: Request, token_ids: tuple[int, ...]) -> SequenceUpdate:
+    """Plain steps have brought these."""
+    assert request.state is State.RUNNING
+    request.output_ids += token_ids
+    request.num_computed += len(token_ids)
+    request.num_planned += len(token_ids)
+    return SequenceUpdate(request_id=request.request_id, token_ids=token_ids)
