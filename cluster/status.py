@@ -116,11 +116,17 @@ def _workers(workers: Sequence[Worker]) -> Table:
             f"{load['num_running']:,}",
             f"{load['num_waiting']:,}",
             f"{1 - load['num_free_blocks'] / load['num_blocks']:.0%}" if load["num_blocks"] else "-",
-            f"{worker['num_cached_blocks']:,}",
+            _cached(worker),
             f"{load['prefill_tokens_per_s']:,.0f}" if load["prefill_tokens_per_s"] else "-",
             f"{load['decode_step_s'] * 1000:,.1f} ms" if load["decode_step_s"] else "-",
         )
     return table
+
+
+def _cached(worker: Worker) -> str:
+    """Blocks, and how many of them are in host memory."""
+    host = f" ({worker['num_host_blocks']:,} host)" if worker.get("num_host_blocks") else ""
+    return f"{worker['num_cached_blocks']:,}{host}"
 
 
 def _lanes(held: Held) -> Table:

@@ -111,8 +111,9 @@ def _decision(choice: View) -> Text:
     way = f"{choice['prefill']} reads, {choice['decode']} writes" if choice["prefill"] else f"{choice['decode']} alone"
     reason = f" ({choice['alone']})" if choice["alone"] else ""
     expected, measured = choice["expected"], choice["measured"] or {}
+    load = f" (load {_seconds(expected['load_s'])})" if expected["num_host_tokens"] else ""
     told = (
-        f"expected {_seconds(expected['ttft_s'])} to the first token, then {_seconds(expected['tpot_s'])} each"
+        f"expected {_seconds(expected['ttft_s'])}{load} to the first token, then {_seconds(expected['tpot_s'])} each"
         f"; measured {_seconds(measured.get('ttft_s'))} and {_seconds(measured.get('tpot_s'))}"
     )
     return Text.assemble(f"after {_seconds(choice['at_s'])}, {choice['policy']}: ", (way, "bold"), f"{reason}; {told}")
@@ -121,7 +122,7 @@ def _decision(choice: View) -> Text:
 def _costs(choice: View) -> Table:
     """Every candidate's terms; the readers' and the writers' differ."""
     names = list(dict.fromkeys(name for one in choice["scores"] for name in _terms(one)))
-    cached = {one["worker_id"]: one["num_cached_tokens"] for one in choice["candidates"]}
+    cached = {one["worker_id"]: _cached(one) for one in choice["candidates"]}
     table = _table("", "worker", "role", "cached", *names, "total")
     chosen = (choice["prefill"], choice["decode"])
     for one in sorted(choice["scores"], key=lambda one: (one["role"] != "prefill", one["total"])):
@@ -129,11 +130,17 @@ def _costs(choice: View) -> Table:
         table.add_row(
             Text(one["worker_id"], "bold green" if one["worker_id"] in chosen else ""),
             one["role"],
-            f"{cached.get(one['worker_id'], 0):,}",
+            cached.get(one["worker_id"], "0"),
             *(f"{terms[name]:.3g}" if name in terms else "" for name in names),
             f"{one['total']:.3g}",
         )
     return table
+
+
+def _cached(candidate: View) -> str:
+    """Tokens, and how many of them only its host has."""
+    host = f" ({candidate['num_host_tokens']:,} host)" if candidate["num_host_tokens"] else ""
+    return f"{candidate['num_cached_tokens']:,}{host}"
 
 
 def _terms(scored: View) -> Mapping[str, float]:
@@ -160,6 +167,7 @@ def _cache(miss: View) -> Iterator[RenderableType]:
     yield Text(
         f"cache of {miss['reader']}: {miss['num_found']} of {miss['num_blocks']} blocks of {miss['block_size']} tokens "
         f"found, {miss['num_expected']} expected"
+        + (f", {miss['num_expected_on_host']} of them in host memory" if miss["num_expected_on_host"] else "")
     )
     for finding in miss["findings"]:
         yield Text.assemble("  ", (finding["reason"], "bold"), f": {finding['told']}")

@@ -8,49 +8,50 @@ Losses ◀── the feed: what workers removed, and when          Records: what
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from protos.chain import Chain
-from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockRemoved, Cleared, KVEvent
+from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockRemoved, Cleared, KVEvent, Tier
 from router.record import Choice, Record, Records
 
 MAX_LOSSES = 2**18  # blocks, of all workers together
+PLACES = {Tier.DEVICE: "the device", Tier.HOST: "host memory"}
+_NONE: Mapping[BlockHash, float] = {}
 
 
 class Losses:
-    """Blocks that workers said they removed, with the time they said so: `capacity` of them. Those of a worker that has
-    removed none for longest, such as one that has left, are forgotten first."""
+    """Blocks that workers said they removed from a tier, with the time they said so: `capacity` of them. Those of a
+    worker that has removed none for longest, such as one that has left, are forgotten first."""
 
     def __init__(self, capacity: int = MAX_LOSSES) -> None:
         self._capacity = capacity
         self._num_lost = 0
-        self._lost: OrderedDict[str, OrderedDict[BlockHash, float]] = OrderedDict()  # who removed last comes last
+        self._lost: OrderedDict[tuple[str, Tier], OrderedDict[BlockHash, float]] = OrderedDict()  # the latest last
         self._cleared: dict[str, float] = {}
 
     def observe(self, worker_id: str, events: Sequence[KVEvent], now: float) -> None:
         """Called for every message of events that is applied to the index."""
         for event in events:
             if isinstance(event, BlockRemoved):
-                self._remove(worker_id, event.hashes, now)
+                self._remove((worker_id, event.tier), event.hashes, now)
             elif isinstance(event, Cleared):
                 self._cleared[worker_id] = now
 
-    def removed_s(self, worker_id: str, block: BlockHash, *, before: float) -> float | None:
-        """When a worker removed a block, if it is known to have done so by then."""
-        lost = self._lost.get(worker_id)
-        at_s = lost.get(block) if lost is not None else None
-        return at_s if at_s is not None and at_s <= before else None
+    def removals(self, worker_id: str, block: BlockHash, *, before: float) -> Sequence[tuple[float, Tier]]:
+        """When a worker removed a block, from which tier: what is known of it by then, the first first."""
+        known = [(self._lost.get((worker_id, tier), _NONE).get(block), tier) for tier in Tier]
+        return sorted((at_s, tier) for at_s, tier in known if at_s is not None and at_s <= before)
 
     def cleared_s(self, worker_id: str, *, since: float, before: float) -> float | None:
         """When a worker last forgot everything, or was met anew, if that was between the two."""
         at_s = self._cleared.get(worker_id)
         return at_s if at_s is not None and since <= at_s <= before else None
 
-    def _remove(self, worker_id: str, hashes: Sequence[BlockHash], now: float) -> None:
-        lost = self._lost.setdefault(worker_id, OrderedDict())
-        self._lost.move_to_end(worker_id)
+    def _remove(self, place: tuple[str, Tier], hashes: Sequence[BlockHash], now: float) -> None:
+        lost = self._lost.setdefault(place, OrderedDict())
+        self._lost.move_to_end(place)
         self._num_lost -= len(lost)
         for block in hashes:
             lost[block] = now
@@ -70,6 +71,7 @@ class Reason(StrEnum):
     NOTHING_MISSING = "nothing missing"
     SHORT = "shorter than a block"
     EVENTS_BEHIND = "events behind"
+    NOT_LOADED = "not loaded"
     ELSEWHERE = "cached elsewhere"
     EVICTED = "evicted"
     CLEARED = "cleared"
@@ -80,11 +82,13 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One reason, with the worker and the request it is about, and how long before the decision it happened."""
+    """One reason, with the worker, its tier and the request it is about, and how long before the decision it
+    happened."""
 
     reason: Reason
     told: str
     worker: str | None = None
+    tier: str | None = None
     request: str | None = None
     ago_s: float | None = None
 
@@ -92,12 +96,14 @@ class Finding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miss:
     """The prompt of one job against the cache of the worker that read it. Blocks are full ones; the first that was
-    missing is number `num_found`. `findings` has the most telling reason first."""
+    missing is number `num_found`. Of those expected some were in host memory. `findings` has the most telling reason
+    first."""
 
     reader: str
     block_size: int
     num_blocks: int
     num_expected: int
+    num_expected_on_host: int
     num_found: int
     findings: tuple[Finding, ...]
 
@@ -113,6 +119,7 @@ def explain(record: Record, records: Records, losses: Losses) -> Miss:
         block_size=block_size,
         num_blocks=record.num_prompt_tokens // block_size,
         num_expected=reader.num_cached_tokens // block_size,
+        num_expected_on_host=-(-reader.num_host_tokens // block_size),
         num_found=found,
         findings=tuple(_findings(record, choice, found, records, losses)) if read else (_not_read(),),
     )
@@ -140,14 +147,27 @@ def _findings(record: Record, choice: Choice, found: int, records: Records, loss
         yield Finding(reason=Reason.NOT_KEPT, told="the hashes of this prompt's blocks are not kept any more")
         return
     block = record.chain[found]
+    yield from _not_loaded(choice, found)
     yield from _behind(choice, found)
     yield from _elsewhere(choice, found)
     yield from _evicted(choice, block, found, losses)
     yield from _history(record, choice, found, records, losses)
 
 
+def _not_loaded(choice: Choice, found: int) -> Iterator[Finding]:
+    """A block of the reader's host that was computed all the same."""
+    reader, size = choice.reader, choice.view.block_size
+    on_device = (reader.num_cached_tokens - reader.num_host_tokens) // size
+    if on_device <= found < reader.num_cached_tokens // size:
+        told = (
+            f"{reader.worker_id} held block {found} in host memory alone and did not load it: computing took less, or "
+            f"it had to leave before its turn"
+        )
+        yield Finding(reason=Reason.NOT_LOADED, told=told, worker=reader.worker_id, tier=Tier.HOST.name.lower())
+
+
 def _behind(choice: Choice, found: int) -> Iterator[Finding]:
-    expected = choice.reader.num_cached_tokens // choice.view.block_size
+    expected = (choice.reader.num_cached_tokens - choice.reader.num_host_tokens) // choice.view.block_size
     if expected > found:
         told = (
             f"the index had {choice.reader.worker_id} hold {expected} blocks, it held {found}: blocks were expected "
@@ -173,10 +193,23 @@ def _elsewhere(choice: Choice, found: int) -> Iterator[Finding]:
 
 def _evicted(choice: Choice, block: BlockHash, found: int, losses: Losses) -> Iterator[Finding]:
     reader = choice.reader.worker_id
-    if (at_s := losses.removed_s(reader, block, before=choice.at_s)) is not None:
-        ago_s = choice.at_s - at_s
-        told = f"{reader} held block {found} and evicted it {ago_s:.1f} s before"
-        yield Finding(reason=Reason.EVICTED, told=told, worker=reader, ago_s=ago_s)
+    if removals := losses.removals(reader, block, before=choice.at_s):
+        told = f"{reader} held block {found} and evicted it {_when(removals, choice.at_s)}"
+        yield _eviction(told, removals, choice.at_s, reader)
+
+
+def _when(removals: Sequence[tuple[float, Tier]], now: float) -> str:
+    return ", ".join(f"from {PLACES[tier]} {now - at_s:.1f} s before" for at_s, tier in removals)
+
+
+def _eviction(
+    told: str, removals: Sequence[tuple[float, Tier]], now: float, worker: str, request: str | None = None
+) -> Finding:
+    """Named after the last tier that the block has left."""
+    at_s, tier = removals[-1]
+    return Finding(
+        reason=Reason.EVICTED, told=told, worker=worker, tier=tier.name.lower(), request=request, ago_s=now - at_s
+    )
 
 
 def _history(record: Record, choice: Choice, found: int, records: Records, losses: Losses) -> Iterator[Finding]:
@@ -205,12 +238,10 @@ def _had_before(nearest: Record, choice: Choice, found: int, block: BlockHash, l
     """An earlier request had the block: where it was read, and what happened there."""
     name, where, then = nearest.job.group_id, nearest.reading.reader.worker_id, nearest.received_s
     ago_s = choice.at_s - then
-    if (at_s := losses.removed_s(where, block, before=choice.at_s)) is not None:
-        gone_s = choice.at_s - at_s
-        told = (
-            f"request {name} had it read on {where} {ago_s:.1f} s before, and {where} evicted it {gone_s:.1f} s before"
-        )
-        return Finding(reason=Reason.EVICTED, told=told, worker=where, request=name, ago_s=gone_s)
+    if removals := losses.removals(where, block, before=choice.at_s):
+        gone = _when(removals, choice.at_s)
+        told = f"request {name} had it read on {where} {ago_s:.1f} s before, and {where} evicted it {gone}"
+        return _eviction(told, removals, choice.at_s, where, name)
     if (at_s := losses.cleared_s(where, since=then, before=choice.at_s)) is not None:
         gone_s = choice.at_s - at_s
         told = f"request {name} had it read on {where}, which has forgotten its cache or begun a new life since"

@@ -20,6 +20,7 @@ from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
 from protos.values import Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from router.client import OpenChannel, WorkerClient, open_channel
 from router.config import RouterConfig
+from router.host_metrics import HostTotals
 from router.lane_metrics import LaneTotals
 from router.member import Member, WorkerState, WorkerStatus
 from router.policies.base import Candidate
@@ -72,6 +73,7 @@ class Fleet:
         self.predictor = Predictor()
         self.totals = {role: PoolTotals() for role in WorkerRole}
         self.lane_totals = LaneTotals()
+        self.host_totals = HostTotals()
         self.num_faults = 0
         self.num_turned_away = 0  # jobs that wait because no worker had room for them, though it seemed so
 
@@ -168,7 +170,11 @@ class Fleet:
                 await self._turn.wait()
 
     def status(self) -> tuple[WorkerStatus, ...]:
-        return tuple(member.status(self.index.num_blocks(member.worker_id)) for member in self._members.values())
+        index = self.index
+        return tuple(
+            member.status(index.num_blocks(member.worker_id), index.num_on_host(member.worker_id))
+            for member in self._members.values()
+        )
 
     async def stats(self, worker_id: str) -> WorkerStats:
         """Tickets and lanes, asked of the worker itself. Raises WorkerLost."""
@@ -299,6 +305,7 @@ class Fleet:
             totals.transfer_s += max(0.0, step.load.transfer_s - before.transfer_s)
             totals.transfer_hidden_s += max(0.0, step.load.transfer_hidden_s - before.transfer_hidden_s)
             self.lane_totals.note(member.role, before, step.load)
+            self.host_totals.note(member.role, before, step.load)
         self._enter(member, WorkerState.DRAINING if step.load.draining else WorkerState.READY)
         self._changed()
 

@@ -70,6 +70,7 @@ class FleetCollector(Collector):
         amiss = bool(self._fleet.degraded())
         yield GaugeMetricFamily("baton_index_shared", "0 while a prefix index in Redis is not reached", 1.0 - amiss)
         yield from self._fleet.lane_totals.metrics(pools)
+        yield from self._fleet.host_totals.metrics(pools)
 
     def describe(self) -> Iterable[Metric]:
         return self.collect()

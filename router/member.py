@@ -40,7 +40,8 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """What can be said about a worker. `reason` tells why it is lost, incompatible or still joining."""
+    """What can be said about a worker. `reason` tells why it is lost, incompatible or still joining. Of its cached
+    blocks, `num_host_blocks` are in host memory, some of them on the device as well."""
 
     worker_id: str
     address: str
@@ -50,6 +51,7 @@ class WorkerStatus:
     load: WorkerLoad
     num_routed: int
     num_cached_blocks: int
+    num_host_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -199,7 +201,7 @@ class Member:
             recent_tokens=expected.recent_tokens,
         )
 
-    def status(self, num_cached_blocks: int) -> WorkerStatus:
+    def status(self, num_cached_blocks: int, num_host_blocks: int) -> WorkerStatus:
         return WorkerStatus(
             worker_id=self.worker_id,
             address=self.address,
@@ -209,4 +211,5 @@ class Member:
             load=self.load,
             num_routed=len(self._routed),
             num_cached_blocks=num_cached_blocks,
+            num_host_blocks=num_host_blocks,
         )

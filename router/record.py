@@ -130,8 +130,10 @@ class Record:
     def chose(self, choice: Choice) -> None:
         self.choices.append(choice)
         decision = choice.decision
-        alone = {"alone": str(decision.alone)} if decision.alone else {}
-        self.note(What.DECIDED, choice.at_s, prefill=decision.prefill or "", decode=decision.decode, **alone)
+        told: dict[str, Told] = {"alone": str(decision.alone)} if decision.alone else {}
+        if choice.outlook.num_host_tokens:
+            told["host_tokens"] = choice.outlook.num_host_tokens
+        self.note(What.DECIDED, choice.at_s, prefill=decision.prefill or "", decode=decision.decode, **told)
 
     def took(self, num_tokens: int, num_cached_tokens: int, now: float) -> None:
         """Tokens went to the client."""

@@ -8,9 +8,37 @@ import json
 import pytest
 
 from cluster.why import why
+from kvtransfer.hashing import chain_hashes
 from protos.errors import Unavailable, UnknownRequest
-from tests.unit.router.fake_cluster import Cluster
+from protos.values import BlockRemoved, BlockStored, Tier
+from tests.unit.router.fake_cluster import PROMPT, Cluster
+from tests.unit.router.fake_worker import BLOCK_SIZE
 from tests.unit.router.operating import ask, operating
+
+
+async def test_tokens_that_only_a_host_has_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, hashes = Cluster(policy="slo"), chain_hashes(PROMPT, BLOCK_SIZE)
+    try:
+        await cluster.add("c0")
+        cluster["c0"].tell(
+            BlockStored(hashes=hashes[:3]),
+            BlockStored(hashes=hashes[1:3], parent=hashes[0], tier=Tier.HOST),
+            BlockRemoved(hashes=hashes[1:3]),
+        )
+        await cluster.until(lambda: cluster.fleet.status()[0].num_host_blocks == 2)
+        async with operating(cluster) as (client, _):
+            await ask(client, "mine")
+            url = str(client.base_url)
+            await asyncio.to_thread(why, "mine", url)
+            told = capsys.readouterr().out
+            await asyncio.to_thread(why, "mine", url, True)
+            [job] = json.loads(capsys.readouterr().out)["jobs"]
+    finally:
+        await cluster.close()
+    assert f"{3 * BLOCK_SIZE} ({2 * BLOCK_SIZE} host)" in told
+    assert "load" in told
+    assert f"host_tokens {2 * BLOCK_SIZE}" in told
+    assert job["choices"][0]["expected"]["num_host_tokens"] == 2 * BLOCK_SIZE
 
 
 async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from protos.values import (
     GenerateRequest,
     Health,
     Hello,
+    KVEvent,
     KVEvents,
     KVLayout,
     LaneAddress,
@@ -106,7 +107,7 @@ class FakeWorker:
         self.arrived: set[str] = set()
         self.blocks: dict[bytes, None] = {}
         self.next_seq = 0
-        self._events: list[BlockStored] = []
+        self._events: list[KVEvent] = []
         self._gateways: dict[asyncio.Queue[StepMessage], Hello] = {}
         self._reservations: list[tuple[asyncio.Queue[StepMessage], str]] = []
         self.failed: dict[str, Any] = {}
@@ -241,6 +242,11 @@ class FakeWorker:
             return
         update = SequenceUpdate(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)
         self.say([(sequence, update)])
+
+    def tell(self, *events: KVEvent) -> None:
+        """Says so of its cache, whatever `blocks` has."""
+        self._events += events
+        self.say()
 
     def say(self, updates: list[tuple[Sequence, SequenceUpdate]] | None = None) -> None:
         """One step's message to each gateway."""

@@ -78,6 +78,7 @@ class Worker:
     info: WorkerInfo | None = None
     load: WorkerLoad = field(default_factory=lambda: WorkerLoad(num_running=3, num_blocks=64))
     num_cached_blocks: int = 0
+    num_host_blocks: int = 0
 
 
 class Crew:

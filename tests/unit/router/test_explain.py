@@ -10,7 +10,7 @@ from weakref import ref
 import pytest
 
 from kvtransfer.hashing import chain_hashes
-from protos.values import BlockRemoved, Cleared, SamplingParams, WorkerRole
+from protos.values import BlockRemoved, Cleared, SamplingParams, Tier, WorkerRole
 from router.explain import Finding, Losses, Reason, explain, num_common
 from router.generation import Job
 from router.policies.base import Candidate, Decision, RequestView, Score
@@ -91,6 +91,27 @@ async def test_an_evicted_block_is_told_with_its_worker_and_time(past: Past) -> 
     past.losses.observe("p0", (BlockRemoved(hashes=(first.chain[2],)),), 1.5)
     finding = past.why(past.read(found=2, p0=2))
     assert (finding.reason, finding.worker, finding.ago_s) == (Reason.EVICTED, "p0", 0.5)
+    assert finding.tier == "device"
+
+
+async def test_a_block_that_left_both_tiers_is_told_with_each(past: Past) -> None:
+    first = past.read()
+    past.losses.observe("p0", (BlockRemoved(hashes=(first.chain[2],)),), 1.25)
+    past.losses.observe("p0", (BlockRemoved(hashes=(first.chain[2],), tier=Tier.HOST),), 1.5)
+    finding = past.why(past.read(found=2, p0=2))
+    assert (finding.reason, finding.tier, finding.ago_s) == (Reason.EVICTED, "host", 0.5)
+    assert finding.told.endswith("evicted it from the device 0.8 s before, from host memory 0.5 s before")
+
+
+async def test_a_block_of_the_host_that_was_computed_all_the_same_is_told(past: Past) -> None:
+    past.read()
+    record = past.read(found=2, p0=4)
+    choice = record.choices[-1]
+    hosting = replace(choice.reader, num_host_tokens=2 * SIZE - 1)
+    record.choices[-1] = replace(choice, candidates=(hosting, choice.candidates[1]))
+    miss = explain(record, past.records, past.losses)
+    assert (miss.num_expected, miss.num_expected_on_host) == (4, 2)
+    assert (miss.findings[0].reason, miss.findings[0].tier) == (Reason.NOT_LOADED, "host")
 
 
 async def test_what_was_evicted_afterwards_is_no_reason(past: Past) -> None:
@@ -153,11 +174,11 @@ async def test_the_memory_of_removed_blocks_is_bounded() -> None:
     hashes = chain_hashes(tuple(range(60)), 4)
     for block in hashes:
         losses.observe("a", (BlockRemoved(hashes=(block,)),), 1.0)
-    known = [block for block in hashes if losses.removed_s("a", block, before=2.0) is not None]
+    known = [block for block in hashes if losses.removals("a", block, before=2.0)]
     assert known == list(hashes)[-4:]
     losses.observe("b", (BlockRemoved(hashes=tuple(hashes[:3])),), 1.5)
-    assert [losses.removed_s("b", block, before=2.0) for block in hashes[:3]] == [1.5] * 3
-    assert [losses.removed_s("a", block, before=2.0) is not None for block in hashes[-4:]] == [False] * 3 + [True]
+    assert [losses.removals("b", block, before=2.0) for block in hashes[:3]] == [[(1.5, Tier.DEVICE)]] * 3
+    assert [bool(losses.removals("a", block, before=2.0)) for block in hashes[-4:]] == [False] * 3 + [True]
 
 
 async def test_hashes_are_kept_in_bounds_and_a_request_without_them_says_so(

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtransfer.hashing import chain_hashes
 from protos.errors import WorkerLost
-from protos.values import Hello, LaneLoad, SequenceUpdate, StepMessage, WorkerLoad
+from protos.values import Hello, HostLoad, LaneLoad, SequenceUpdate, StepMessage, WorkerLoad
 from router.fleet_metrics import FleetCollector
 from router.member import Member, WorkerState
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
@@ -173,11 +173,16 @@ async def test_metrics_tell_over_what_lanes_go_and_why(cluster: Cluster) -> None
     assert value("lanes_lost_total", "gloo", "no memory in common") == 3
 
 
+HOST = HostLoad(num_blocks=50, num_used=20, num_hit_tokens=8, load_s=0.5)
+
+
 async def test_metrics_are_by_pool(cluster: Cluster) -> None:
     registry = CollectorRegistry()
     registry.register(FleetCollector(cluster.fleet))
     cluster["p0"].cached = 12
-    cluster["p0"].load = WorkerLoad(step=1, num_blocks=100, num_free_blocks=60, num_waiting=3, transfer_bytes=500)
+    cluster["p0"].load = WorkerLoad(
+        step=1, num_blocks=100, num_free_blocks=60, num_waiting=3, transfer_bytes=500, host=HOST
+    )
     await collect(cluster, job())
     cluster["p0"].say()  # the same bytes, said again
     await cluster.until(lambda: cluster.fleet.status()[0].load.step == 3)
@@ -190,6 +195,9 @@ async def test_metrics_are_by_pool(cluster: Cluster) -> None:
     assert value("prompt_tokens_total", "prefill") == len(PROMPT)
     assert value("prefix_hit_tokens_total", "prefill") == 12
     assert value("transfer_bytes_total", "prefill") == 500
+    assert (value("host_kv_blocks", "prefill"), value("host_kv_blocks_used", "prefill")) == (50, 20)
+    assert (value("host_hit_tokens_total", "prefill"), value("host_hit_tokens_total", "decode")) == (8, 0)
+    assert value("host_load_seconds_total", "prefill") == 0.5
     assert value("workers", "decode", state="ready") == 1
     await cluster["p0"].die()
     await cluster.until_state("p0", WorkerState.LOST)
