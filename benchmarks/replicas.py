@@ -2,6 +2,7 @@
 
     one gateway            knows everything: the measure of the others
     shared                 gateways that hear the workers, and share what they expect of them through Redis
+    siblings               the same without Redis: processes of one gateway, over sockets on their machine
     events only            gateways that hear the workers, and nothing of each other
     own decisions only     gateways that remember what they routed themselves: what unshared peers do
 
@@ -22,6 +23,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
+from tempfile import TemporaryDirectory
 
 from cluster.bench.hardware import find_hardware
 from kvtransfer.events import EventLog
@@ -37,6 +39,7 @@ from router.prefix.redis import RedisPrefixIndex
 from router.prefix.redis_store import Store
 from router.prefix.redis_url import parse
 from router.prefix.registry import local_index
+from router.prefix.siblings import SiblingPrefixIndex
 from workers.kv.blocks import BlockPool
 
 BLOCK_SIZE = 16
@@ -128,7 +131,7 @@ class Gateway:
         view = RequestView(request_id="r", num_tokens=num_tokens, block_size=BLOCK_SIZE, num_decided=self._num_decided)
         chosen = self._policy(view, candidates).decode
         self._num_decided += 1
-        num_uncached = len(hashes) - matched.get(chosen, 0)
+        num_uncached = len(hashes) - matched.blocks.get(chosen, 0)
         self._since[chosen] += num_uncached
         if self._hears:
             self.index.expect(chosen, hashes, until=now + SIBLING_S)
@@ -146,14 +149,17 @@ async def hit_rate(
     num_workers: int = 8,
     seed: int = 0,
     settled: bool = False,
+    folder: Path | None = None,
 ) -> float:
-    """The share of blocks that were read from a cache. With `url`, gateways share through Redis. `settled`: the next
+    """The share of blocks that were read from a cache. With `url`, gateways share through Redis; with `folder`, through
+    sockets there, as processes of one gateway do. `settled`: the next
     prompt comes when every gateway has heard where the last one went, however slow this machine is."""
     rng = random.Random(seed)
     workers = [Worker(f"w{number}", num_blocks=400) for number in range(num_workers)]
     async with AsyncExitStack() as stack:
         gateways = [
-            Gateway(f"g{number}", workers, *_index(url, f"g{number}", seed), hears) for number in range(num_gateways)
+            Gateway(f"g{number}", workers, *_index(url, number, num_gateways, seed, folder), hears)
+            for number in range(num_gateways)
         ]
         for peers in [gateway.peers for gateway in gateways if gateway.peers is not None]:
             await peers.start()
@@ -175,7 +181,11 @@ async def hit_rate(
     return sum(worker.num_cached for worker in workers) / sum(worker.num_tokens for worker in workers)
 
 
-def _index(url: str, gateway_id: str, seed: int) -> tuple[PrefixIndex, Peers | None]:
+def _index(url: str, number: int, count: int, seed: int, folder: Path | None) -> tuple[PrefixIndex, Peers | None]:
+    if folder is not None:
+        near = SiblingPrefixIndex(local_index(), folder=folder, number=number, count=count)
+        return near, near
+    gateway_id = f"g{number}"
     if not url:
         return local_index(), None
     store = Store(parse(url, setting="redis").client(timeout_s=2.0), model=f"replicas-{seed}", gateway_id=gateway_id)
@@ -194,9 +204,14 @@ async def _until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def in_processes(num_gateways: int, seed: int) -> float:
+    with TemporaryDirectory() as folder:
+        return await hit_rate(num_gateways, seed=seed, folder=Path(folder))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--redis", required=True, metavar="URL")
+    parser.add_argument("--redis", metavar="URL", help="Default: gateways that share through Redis are left out.")
     parser.add_argument("--gateways", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path)
@@ -204,9 +219,13 @@ def main() -> None:
     cases: dict[str, Callable[[int], Awaitable[float]]] = {
         "one gateway": lambda seed: hit_rate(1, seed=seed),
         f"{given.gateways} gateways, shared": lambda seed: hit_rate(given.gateways, url=given.redis, seed=seed),
+        f"{given.gateways} processes, siblings": lambda seed: in_processes(given.gateways, seed),
         f"{given.gateways} gateways, events only": lambda seed: hit_rate(given.gateways, seed=seed),
         f"{given.gateways} gateways, own decisions only": lambda seed: hit_rate(given.gateways, hears=False, seed=seed),
     }
+
+    if not given.redis:
+        del cases[f"{given.gateways} gateways, shared"]
 
     async def run() -> dict[str, list[float]]:
         return {name: [await case(seed) for seed in range(given.seeds)] for name, case in cases.items()}

@@ -92,7 +92,9 @@ class Front:
         self._is_secure = bool(tls.cert)
         self._siblings = siblings or Siblings()
         gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
-        prefixes, self._others = open_index(index, model=config.model_name, gateway_id=gateway_id)
+        prefixes, self._others = open_index(
+            index, model=config.model_name, gateway_id=gateway_id, siblings=self._siblings
+        )
         self.fleet = Fleet(
             index=prefixes,
             config=config,

@@ -43,6 +43,7 @@ class Siblings:
 
     def __init__(self, *, folder: Path | None = None, number: int = 0, count: int = 1) -> None:
         self.number = number
+        self.count = count
         self.folder = folder
         self.statuses: Sequence[ProcessStatus] = ()
         self.settled = count == 1

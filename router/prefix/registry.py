@@ -8,7 +8,9 @@ from kvtransfer import hashing
 from router.prefix.feed import Peers
 from router.prefix.index import PrefixIndex
 from router.prefix.memory import MemoryPrefixIndex
+from router.prefix.siblings import SiblingPrefixIndex
 from router.prefix.table import TablePrefixIndex, compiled
+from router.siblings import Siblings
 
 log = logging.getLogger("baton.router")
 
@@ -22,10 +24,16 @@ def local_index() -> PrefixIndex:
     return TablePrefixIndex() if compiled() is not None else MemoryPrefixIndex()
 
 
-def open_index(where: str, *, model: str, gateway_id: str) -> tuple[PrefixIndex, Peers | None]:
-    """The index, and the gateways it is shared with; `where` is "memory" or a URL. Raises Misconfigured."""
+def open_index(
+    where: str, *, model: str, gateway_id: str, siblings: Siblings | None = None
+) -> tuple[PrefixIndex, Peers | None]:
+    """The index, and the gateways it is shared with: through Redis where `where` is a URL, else ("memory") with the
+    sibling processes on this machine, if there are any. Raises Misconfigured."""
     if where == MEMORY:
-        return local_index(), None
+        if siblings is None or siblings.folder is None:
+            return local_index(), None
+        near = SiblingPrefixIndex(local_index(), folder=siblings.folder, number=siblings.number, count=siblings.count)
+        return near, near
     from router.prefix.redis import RedisPrefixIndex
     from router.prefix.redis_store import Store
     from router.prefix.redis_url import parse
