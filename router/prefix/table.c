@@ -21,6 +21,7 @@
 #define UNKNOWN 0xffffffffu
 #define MAX_CHILDREN 4096
 #define MAX_WORDS 64 /* of a set: 4,096 workers */
+#define APART 0x80000000u
 #define AHEAD 16     /* blocks whose memory is asked for before it is read */
 #define DEVICE 0u    /* tiers: protos.values.Tier */
 #define HOST 1u
@@ -38,7 +39,7 @@ typedef struct { double until; u32 slot, num; u32 *ids; } Batch;
 typedef struct {
     Entry *entries; u32 num_entries, cap_entries, free_entry, num_live;
     u32 *heads, num_heads, cap_heads, half; /* half: the largest power of two that is not above num_heads */
-    u64 *bits; u32 *refs, *set_next, num_sets, cap_sets, free_set, words, tiers;
+    u64 *bits; u32 *refs, *set_next, num_sets, cap_sets, free_set, words, tiers, width, second;
     u32 *set_heads, num_set_heads;
     u32 memo_from, memo_to, memo_place; int memo_on;
     Worker workers[MAX_WORDS * 64];
@@ -61,12 +62,16 @@ static int grow(void **array, u32 *cap, u32 wanted, size_t size) {
 
 /* -- sets ---------------------------------------------------------------------------------------------------------- */
 
-static u32 width(const Table *t) { return t->words * t->tiers; }
-static u64 *set_bits(const Table *t, u32 set) { return t->bits + (u64)set * width(t); }
+static u64 *set_bits(const Table *t, u32 set) { return t->bits + (u64)set * t->width; }
 
 static u64 word_of(const Table *t, u32 set, u32 word, u32 view) {
     const u64 *bits = set_bits(t, set) + word;
-    return view == ON_DEVICE || t->tiers == 1 ? *bits : *bits | bits[t->words];
+    return *bits | bits[view == ON_DEVICE ? 0 : t->second]; /* of the other tier; with one tier it is the same word */
+}
+
+static void shape(Table *t, u32 words, u32 tiers) {
+    t->words = words; t->tiers = tiers; t->width = words * tiers; t->second = tiers == 1 ? 0 : words;
+    t->memo_from = UNKNOWN;
 }
 
 static int has(const Table *t, u32 set, u32 slot, u32 view) {
@@ -79,7 +84,7 @@ static int has_in(const Table *t, u32 set, u32 slot, u32 tier) {
 
 static u32 set_bucket(const Table *t, const u64 *bits) {
     u64 mixed = t->mix[0];
-    for (u32 i = 0; i < width(t); i++) mixed = (mixed ^ bits[i]) * 0x9E3779B97F4A7C15ull, mixed ^= mixed >> 29;
+    for (u32 i = 0; i < t->width; i++) mixed = (mixed ^ bits[i]) * 0x9E3779B97F4A7C15ull, mixed ^= mixed >> 29;
     return (u32)(mixed >> 7) & (t->num_set_heads - 1);
 }
 
@@ -106,7 +111,7 @@ static int set_resize(Table *t, u32 num_heads) {
 static int sets_grow(Table *t, u32 wanted) {
     u32 cap = t->cap_sets, also = t->cap_sets, too = t->cap_sets;
     if (wanted <= cap) return 0;
-    if (grow((void **)&t->bits, &cap, wanted, width(t) * sizeof(u64)) || grow((void **)&t->refs, &also, wanted, 4)
+    if (grow((void **)&t->bits, &cap, wanted, t->width * sizeof(u64)) || grow((void **)&t->refs, &also, wanted, 4)
         || grow((void **)&t->set_next, &too, wanted, 4)) return -1;
     t->cap_sets = cap;
     return 0;
@@ -123,7 +128,8 @@ static int sets_widen(Table *t, u32 slot, u32 tier) {
         for (u32 k = 0; k < t->tiers; k++)
             memcpy(wide + ((u64)set * tiers + k) * words, set_bits(t, set) + k * t->words, t->words * sizeof *wide);
     free(t->bits);
-    t->bits = wide; t->words = words; t->tiers = tiers; t->memo_from = UNKNOWN;
+    t->bits = wide;
+    shape(t, words, tiers);
     return set_resize(t, t->num_set_heads);
 }
 
@@ -136,7 +142,7 @@ static void set_drop(Table *t, u32 set) {
 
 /* The set with one worker more or less in a tier, counted once more; UNKNOWN without memory. */
 static u32 set_changed(Table *t, u32 from, u32 slot, u32 tier, int on) {
-    u32 place = tier * t->words * 64 + slot, size = width(t);
+    u32 place = tier * t->words * 64 + slot, size = t->width;
     if (t->memo_from == from && t->memo_place == place && t->memo_on == on) {
         if (t->memo_to) t->refs[t->memo_to]++;
         return t->memo_to;
@@ -301,18 +307,12 @@ static int batch_push(Table *t, Batch batch) {
 
 /* -- who holds what ------------------------------------------------------------------------------------------------ */
 
-static void note_regular(Table *t, u32 slot) {
-    const Worker *w = t->workers + slot;
-    u64 bit = 1ull << (slot % 64);
-    for (u32 view = ANYWHERE; view <= ON_DEVICE; view++) {
-        u64 *word = t->irregular[view] + slot / 64;
-        int irregular = w->orphans[view] || w->unsure[view];
-        if (irregular == !!(*word & bit)) continue;
-        *word ^= bit;
-        if (view == ANYWHERE) t->num_irregular += irregular ? 1 : -1;
-    }
-    if (w->tiered) t->tiered[slot / 64] |= bit;
-    else t->tiered[slot / 64] &= ~bit;
+static void note_regular(Table *t, u32 slot, u32 view) {
+    u64 bit = 1ull << (slot % 64), *word = t->irregular[view] + slot / 64;
+    int irregular = t->workers[slot].orphans[view] || t->workers[slot].unsure[view];
+    if (irregular == !!(*word & bit)) return;
+    *word ^= bit;
+    if (view == ANYWHERE) t->num_irregular += irregular ? 1 : -1;
 }
 
 /* How many children of a block the worker holds. */
@@ -345,31 +345,31 @@ static int compact(Table *t, Worker *w, u32 slot) {
     return 0;
 }
 
-/* Counts orphans anew where a worker comes to hold a block (before its set changes), or has lost it (after that). */
-static void count_children(Table *t, u32 slot, u32 id, u32 view, int on) {
+/* Counts orphans anew: `before` the set of a block changes, which a worker comes to hold (`on`) or loses, and after. */
+static void recount_before(Table *t, u32 slot, u32 id, u32 view, int on) {
     u32 *orphans = t->workers[slot].orphans + view;
-    if (!on) *orphans += held_children(t, slot, id, view);
+    if (!on) *orphans -= is_orphan(t, slot, id, view);
     else if (*orphans) *orphans -= held_children(t, slot, id, view); /* without orphans, no child is held */
 }
 
+static void recount_after(Table *t, u32 slot, u32 id, u32 view, int on) {
+    t->workers[slot].orphans[view] += on ? (u32)is_orphan(t, slot, id, view) : held_children(t, slot, id, view);
+    note_regular(t, slot, view);
+}
+
 /* A worker holds a block in a tier from now on, or does not any more. -1 without memory for a set. */
-static int change(Table *t, u32 slot, u32 id, u32 tier, int on) {
+static inline __attribute__((always_inline)) int change(Table *t, u32 slot, u32 id, u32 tier, int on) {
     Worker *w = t->workers + slot;
     u32 before = t->entries[id].set, set = set_changed(t, before, slot, tier, on);
     if (set == UNKNOWN) return -1;
-    int in_view[2] = {!has_in(t, before, slot, tier == DEVICE ? HOST : DEVICE), w->tiered && tier == DEVICE};
-    for (u32 view = ANYWHERE; view <= ON_DEVICE; view++) if (in_view[view]) {
-        if (on) count_children(t, slot, id, view, 1);
-        else if (is_orphan(t, slot, id, view)) w->orphans[view]--;
-    }
+    int anywhere = t->tiers == 1 || !has_in(t, before, slot, !tier), on_device = w->tiered && tier == DEVICE;
+    if (anywhere) recount_before(t, slot, id, ANYWHERE, on);
+    if (on_device) recount_before(t, slot, id, ON_DEVICE, on);
     t->entries[id].set = set;
     set_drop(t, before);
-    for (u32 view = ANYWHERE; view <= ON_DEVICE; view++) if (in_view[view]) {
-        if (!on) count_children(t, slot, id, view, 0);
-        else if (is_orphan(t, slot, id, view)) w->orphans[view]++;
-    }
-    note_regular(t, slot);
-    if (!in_view[ANYWHERE]) return 0;
+    if (anywhere) recount_after(t, slot, id, ANYWHERE, on);
+    if (on_device) recount_after(t, slot, id, ON_DEVICE, on);
+    if (!anywhere) return 0;
     if (!on) { w->live--; forget(t, id); return 0; }
     w->live++;
     if (w->num_ids > 2 * w->live + 1024 && compact(t, w, slot)) return -1;
@@ -393,8 +393,9 @@ static void part_tiers(Table *t, u32 slot) {
     Worker *w = t->workers + slot;
     if (w->tiered) return;
     w->tiered = 1;
+    t->tiered[slot / 64] |= 1ull << (slot % 64);
     w->orphans[ON_DEVICE] = w->orphans[ANYWHERE]; w->unsure[ON_DEVICE] = w->unsure[ANYWHERE];
-    note_regular(t, slot);
+    note_regular(t, slot, ON_DEVICE);
 }
 
 /* -- what table.py calls ------------------------------------------------------------------------------------------- */
@@ -411,7 +412,8 @@ Table *table_new(u64 first, u64 second) {
     Table *t = calloc(1, sizeof *t);
     if (!t) return NULL;
     t->mix[0] = first | 1; t->mix[1] = second | 1;
-    t->words = 1; t->tiers = 1; t->half = 1; t->num_entries = 1; t->memo_from = UNKNOWN;
+    t->half = 1; t->num_entries = 1;
+    shape(t, 1, 1);
     if (grow((void **)&t->entries, &t->cap_entries, 1, sizeof *t->entries)
         || grow((void **)&t->heads, &t->cap_heads, 1, sizeof *t->heads) || sets_grow(t, 1) || set_resize(t, 64)) {
         table_free(t);
@@ -435,7 +437,8 @@ int table_store(Table *t, u32 slot, u32 tier, const u64 *keys, u32 num, const u6
         if (id == UNKNOWN) return -1;
         adopt(t, id, above);
         above = id;
-        int known = tier == HOST ? told_device(t, slot, id) : has_in(t, t->entries[id].set, slot, HOST);
+        int known = 0; /* in the other tier */
+        if (t->tiers > 1) known = tier == HOST ? told_device(t, slot, id) : has_in(t, t->entries[id].set, slot, HOST);
         if (has_in(t, t->entries[id].set, slot, tier)) {
             Until *expected = tier == DEVICE ? until_of(t, slot, id) : NULL;
             if (!expected) continue;
@@ -480,7 +483,8 @@ void table_clear(Table *t, u32 slot) {
     }
     free(w->ids);
     *w = (Worker){0};
-    note_regular(t, slot);
+    t->tiered[slot / 64] &= ~(1ull << (slot % 64));
+    note_regular(t, slot, ANYWHERE); note_regular(t, slot, ON_DEVICE);
 }
 
 int table_expect(Table *t, u32 slot, const u64 *keys, u32 num, double until) {
@@ -558,7 +562,7 @@ static void walk(const Table *t, const u64 *keys, u32 num, u32 view, u64 *alive,
     ended(t, alive, num, found);
 }
 
-/* Workers without holes. Whoever is in the set of one place of the chain and not in that of a later one ends between. */
+/* Workers without holes. Whoever is in the set of one place of the chain, not in that of a later one, ends between. */
 static void bisect(const Table *t, const u64 *keys, u32 num, u32 view, const u64 *among, u32 one, Found *found) {
     u64 alive[MAX_WORDS];
     struct { u32 low, high, low_set, high_set; } todo[40];
@@ -596,30 +600,38 @@ static void measure(const Table *t, const u64 *keys, u32 num, u32 view, const u6
     if (some) walk(t, keys, num, view, holed, found);
 }
 
-/* Workers that hold at least one block of the chain, and how many from its beginning; returns how many workers.
-   `apart`: of how many workers not all of these blocks are on the device, then the slot of each and how many are. */
-u32 table_match(const Table *t, const u64 *keys, u32 num, u32 *slots, u32 *depths, u32 *apart) {
-    Found found = {slots, depths, 0};
-    apart[0] = 0;
-    u32 first = num ? find(t, keys) : 0;
+/* Of the workers that were found, how many blocks of the chain those that use both tiers have on the device. Apart from
+   the other function, for its arrays are large. */
+__attribute__((noinline))
+static void find_apart(const Table *t, const u64 *keys, u32 num, u32 one, const Found *found, u32 *apart) {
+    u64 tiered[MAX_WORDS], some = 0;
+    for (u32 k = 0; k < t->words; k++) some |= tiered[k] = word_of(t, one, k, ANYWHERE) & t->tiered[k];
+    if (!some) return;
+    u32 near_slots[MAX_WORDS * 64], near_depths[MAX_WORDS * 64], on_device[MAX_WORDS * 64];
+    Found near = {near_slots, near_depths, 0};
+    measure(t, keys, num, ON_DEVICE, tiered, one, &near);
+    for (u32 i = 0; i < found->num; i++) on_device[found->slots[i]] = 0;
+    for (u32 i = 0; i < near.num; i++) on_device[near_slots[i]] = near_depths[i];
+    for (u32 i = 0; i < found->num; i++) {
+        u32 slot = found->slots[i];
+        if (!(tiered[slot / 64] >> (slot % 64) & 1) || on_device[slot] >= found->depths[i]) continue;
+        apart[2 * apart[0] + 1] = slot; apart[2 * apart[0] + 2] = on_device[slot]; apart[0]++;
+    }
+}
+
+/* Workers that hold at least one block of the chain, and how many from its beginning; returns how many workers. `into`
+   has room for as many slots as there can be, then for as many depths. After these: of how many workers not all of these
+   blocks are on the device, then the slot of each and how many are; if there are such, APART is added to the result. */
+u32 table_match(const Table *t, const u64 *keys, u32 num, u32 *into) {
+    Found found = {into, into + MAX_WORDS * 64, 0};
+    u32 first = num ? find(t, keys) : 0, *apart = into + 2 * MAX_WORDS * 64;
     if (!first || !t->entries[first].set) return 0;
     u32 one = t->entries[first].set;
     measure(t, keys, num, ANYWHERE, NULL, one, &found);
     if (t->tiers == 1) return found.num;
-    u64 tiered[MAX_WORDS], some = 0;
-    for (u32 k = 0; k < t->words; k++) some |= tiered[k] = word_of(t, one, k, ANYWHERE) & t->tiered[k];
-    if (!some) return found.num;
-    u32 near_slots[MAX_WORDS * 64], near_depths[MAX_WORDS * 64], on_device[MAX_WORDS * 64];
-    Found near = {near_slots, near_depths, 0};
-    measure(t, keys, num, ON_DEVICE, tiered, one, &near);
-    for (u32 i = 0; i < found.num; i++) on_device[slots[i]] = 0;
-    for (u32 i = 0; i < near.num; i++) on_device[near_slots[i]] = near_depths[i];
-    for (u32 i = 0; i < found.num; i++) {
-        u32 slot = slots[i];
-        if (!(tiered[slot / 64] >> (slot % 64) & 1) || on_device[slot] >= depths[i]) continue;
-        apart[2 * apart[0] + 1] = slot; apart[2 * apart[0] + 2] = on_device[slot]; apart[0]++;
-    }
-    return found.num;
+    apart[0] = 0;
+    find_apart(t, keys, num, one, &found, apart);
+    return apart[0] ? found.num | APART : found.num;
 }
 
 u32 table_held(const Table *t, u32 slot) { return t->workers[slot].held; }

@@ -27,6 +27,7 @@ from router.prefix.index import Match
 
 MAX_WORKERS = 4096
 _FAILED = 2**32 - 1
+_APART = 2**31
 _NO_PARENT = bytes(BLOCK_HASH_BYTES)
 
 _P, _S, _N, _F = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_double
@@ -38,7 +39,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "table_clear": ((_P, _N), None),
     "table_expect": ((_P, _N, _S, _N, _F), ctypes.c_int),
     "table_expire": ((_P, _F), None),
-    "table_match": ((_P, _S, _N, _P, _P, _P), _N),
+    "table_match": ((_P, _S, _N, _P), _N),
     "table_held": ((_P, _N), _N),
     "table_hosted": ((_P, _N), _N),
     "table_irregular": ((_P,), _N),
@@ -61,9 +62,7 @@ class TablePrefixIndex:
             raise MemoryError("no memory for a prefix index")
         self._slots: dict[str, int] = {}
         self._names: list[str | None] = []
-        self._found_slots = (ctypes.c_uint32 * MAX_WORKERS)()
-        self._found_depths = (ctypes.c_uint32 * MAX_WORKERS)()
-        self._found_apart = (ctypes.c_uint32 * (2 * MAX_WORKERS + 1))()
+        self._found = (ctypes.c_uint32 * (4 * MAX_WORKERS + 1))()  # slots, depths, and those of workers with two tiers
 
     def __del__(self) -> None:
         if getattr(self, "_table", None):
@@ -71,15 +70,17 @@ class TablePrefixIndex:
 
     def match(self, hashes: Sequence[BlockHash], *, now: float) -> Match:
         self._library.table_expire(self._table, now)
-        slots, depths, apart = self._found_slots, self._found_depths, self._found_apart
         packed = Chain.of(hashes).packed
-        num = self._library.table_match(self._table, packed, len(packed) // BLOCK_HASH_BYTES, slots, depths, apart)
-        names = self._names
-        blocks = {names[slot]: depth for slot, depth in zip(slots[:num], depths[:num], strict=True)}
-        if not apart[0]:
+        found, names = self._found, self._names
+        num = self._library.table_match(self._table, packed, len(packed) // BLOCK_HASH_BYTES, found)
+        stop = num & ~_APART
+        slots, depths = found[:stop], found[MAX_WORKERS : MAX_WORKERS + stop]
+        blocks = {names[slot]: depth for slot, depth in zip(slots, depths, strict=True)}
+        if stop == num:
             return Match(blocks)  # type: ignore[arg-type]
-        stop = 2 * apart[0] + 1
-        on_device = {names[slot]: depth for slot, depth in zip(apart[1:stop:2], apart[2:stop:2], strict=True)}
+        start = 2 * MAX_WORKERS + 1
+        apart = found[start : start + 2 * found[start - 1]]
+        on_device = {names[slot]: depth for slot, depth in zip(apart[::2], apart[1::2], strict=True)}
         return Match(blocks, on_device)  # type: ignore[arg-type]
 
     def apply(self, worker_id: str, events: Sequence[KVEvent]) -> None:
