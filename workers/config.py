@@ -21,6 +21,8 @@ class WorkerConfig:
     counts prompt and answer (default: what the model was made for). The KV cache has `num_blocks` blocks of
     `block_size` tokens; by default as many as fit into `memory_fraction`: of a GPU's memory, model and activations
     included (default 0.9), or of the RAM free at the start, the cache alone (default 0.2: workers share a host).
+    What it evicts is kept in `host_kv_gib` GiB of host memory, over all ranks, and loaded when it is hit, if that is
+    quicker than computing (default 0: nothing; on a CPU both are the same memory, and a larger cache serves better).
     Beyond `max_waiting` requests that have not begun, new ones are refused (Overloaded).
     `steps_in_flight` are launched before the oldest one is told of (default 1 on a GPU, 0 on a CPU).
     On a GPU, decode steps are captured as CUDA graphs at the start unless `cuda_graphs` is off.
@@ -36,6 +38,7 @@ class WorkerConfig:
     block_size: int = 16
     num_blocks: int | None = None
     memory_fraction: float | None = None
+    host_kv_gib: float = 0.0
     max_model_len: int | None = None
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
@@ -67,6 +70,11 @@ class WorkerConfig:
         if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
             raise Misconfigured(
                 f"memory_fraction is {self.memory_fraction}: it must be above 0 and at most 1", param="memory_fraction"
+            )
+        if not 0.0 <= self.host_kv_gib < float("inf"):
+            raise Misconfigured(
+                f"host_kv_gib is {self.host_kv_gib}: give 0 (no blocks on the host) or a number of GiB",
+                param="host_kv_gib",
             )
         if not self.collective_timeout_s > 0:
             raise Misconfigured(

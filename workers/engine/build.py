@@ -29,6 +29,8 @@ from workers.engine.timeline import Timeline
 from workers.kernels.cpu.memory import keep_freed_memory
 from workers.kv.blocks import BlockPool
 from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit, free_ram_bytes
+from workers.kv.host import Copies, HostPool, LeadingCopies
+from workers.kv.host_copies import host_copies, staging_bytes
 from workers.kv.mover import Dock
 from workers.kv.storage import KVStorage, heads_of_rank
 from workers.models.config import ModelConfig, read_config
@@ -45,7 +47,8 @@ _WIDTH = {"bfloat16": 2, "float32": 4}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
     """One rank of a worker with its weights and its share of the cache. `scheduler` holds what was resolved from the
-    settings and the checkpoint: the same on all ranks, as is `storage.num_blocks`."""
+    settings and the checkpoint: the same on all ranks, as are `storage.num_blocks` and `num_slots`, the blocks that the
+    host tier keeps."""
 
     model: ModelConfig
     name: str
@@ -56,6 +59,8 @@ class Rank:
     storage: KVStorage
     runner: TorchRunner
     steps_in_flight: int
+    num_slots: int = 0
+    copies: Copies | None = None
 
 
 def device_of(config: WorkerConfig) -> str:
@@ -105,7 +110,12 @@ def build_engine(
 ) -> Engine:
     """The engine of a worker, on rank 0. `make_role` is called once, with the pool that the engine will use."""
     events = EventLog(incarnation)
-    pool = BlockPool(rank.storage.num_blocks, rank.layout.block_size, events.record)
+    host = None
+    if rank.copies is not None:
+        copies = LeadingCopies(rank.copies, leader.tell)
+        block_bytes = _block_bytes(rank.layout) * rank.layout.tp
+        host = HostPool(rank.num_slots, copies, events.record, block_bytes=block_bytes)
+    pool = BlockPool(rank.storage.num_blocks, rank.layout.block_size, events.record, host=host)
     scheduler = Scheduler(rank.scheduler, pool, make_role(pool), prefix_key=rank.model.prefix_key)
     runner = LeadingRunner(leader, rank.runner)
     timeline = Timeline(clock)
@@ -136,6 +146,8 @@ def follow_rank0(rank: Rank, dock: Dock[torch.Tensor]) -> None:
     """
     operations: dict[str, Callable[..., object]] = {name: getattr(dock, name) for name in Dock.OPERATIONS}
     operations["launch"] = rank.runner.launch
+    if rank.copies is not None:
+        operations |= {name: getattr(rank.copies, name) for name in LeadingCopies.OPERATIONS}
     try:
         follow(rank.group, operations, settle=dock.settle)
     finally:
@@ -153,6 +165,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     layout = replace(layout, model=name)
     max_model_len = _asked_model_len(config, model)
     decoder = _load(config, group, device, layout.dtype, on_progress)
+    num_slots = _num_slots(config, layout)
     num_blocks = _num_blocks(config, group, decoder, layout, device, max_model_len)
     storage = _make_storage(layout, num_blocks, device)
     capacity = num_blocks * config.block_size
@@ -179,7 +192,28 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         storage=storage,
         runner=runner,
         steps_in_flight=steps_in_flight,
+        num_slots=num_slots,
+        copies=host_copies(storage, num_slots) if num_slots else None,
     )
+
+
+def _num_slots(config: WorkerConfig, layout: KVLayout) -> int:
+    """Blocks that the host tier keeps: as many as all ranks' shares fit into `host_kv_gib`."""
+    block_bytes = _block_bytes(layout) * layout.tp
+    num_slots = int(config.host_kv_gib * 2**30) // block_bytes
+    if config.host_kv_gib and not num_slots:
+        raise Misconfigured(
+            f"host_kv_gib is {config.host_kv_gib:g}, and a block takes {block_bytes / 2**30:.4f} GiB: raise it, or "
+            f"give 0 to keep nothing on the host",
+            param="host_kv_gib",
+        )
+    if num_slots * block_bytes // layout.tp > free_ram_bytes():
+        raise Misconfigured(
+            f"host_kv_gib is {config.host_kv_gib:g}, more than the {free_ram_bytes() * layout.tp / 2**30:.2f} GiB of "
+            f"memory that are free: lower it",
+            param="host_kv_gib",
+        )
+    return num_slots
 
 
 def _capture(config: WorkerConfig, runner: TorchRunner, decoder: Decoder, *, max_blocks: int) -> None:
@@ -251,7 +285,11 @@ def _num_blocks(
         runner = TorchRunner(decoder, attention_for(storage), block_size=config.block_size)
         batch = largest_batch(config, max_model_len)
         mine = blocks_on_gpu(
-            block_bytes, fraction=config.memory_fraction, device=device, largest_step=lambda: runner.run(batch)
+            block_bytes,
+            fraction=config.memory_fraction,
+            device=device,
+            largest_step=lambda: runner.run(batch),
+            beside_bytes=staging_bytes(block_bytes) if config.host_kv_gib else 0,
         )
     return int(group.all_gather(torch.tensor([mine], device=device)).min().item())
 

@@ -55,8 +55,16 @@ def blocks_in_ram(block_bytes: int, *, fraction: float | None, free_bytes: int, 
     return _at_least_one(min(budget // block_bytes, max_useful), budget, block_bytes, "RAM")
 
 
-def blocks_on_gpu(block_bytes: int, *, fraction: float | None, device: str, largest_step: Callable[[], object]) -> int:
-    """Blocks for what `fraction` of the GPU (default GPU_FRACTION) leaves beside the model and its largest step.
+def blocks_on_gpu(
+    block_bytes: int,
+    *,
+    fraction: float | None,
+    device: str,
+    largest_step: Callable[[], object],
+    beside_bytes: int = 0,
+) -> int:
+    """Blocks for what `fraction` of the GPU (default GPU_FRACTION) leaves beside the model, its largest step and
+    `beside_bytes`.
 
     Runs that step to see what it takes. Raises Misconfigured when not one block, or not even the step, fits.
     """
@@ -76,7 +84,7 @@ def blocks_on_gpu(block_bytes: int, *, fraction: float | None, device: str, larg
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)  # the driver, and other processes on the card
     torch.cuda.empty_cache()
-    budget = int(total * (GPU_FRACTION if fraction is None else fraction)) - others - peak
+    budget = int(total * (GPU_FRACTION if fraction is None else fraction)) - others - peak - beside_bytes
     return _at_least_one(budget // block_bytes, budget, block_bytes, "GPU memory")
 
 

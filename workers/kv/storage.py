@@ -57,9 +57,10 @@ class KVStorage:
     def values(self, layer: int) -> torch.Tensor:
         return self.data[layer, 1]
 
-    def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """A contiguous copy of the blocks: [layers, 2, len(block_ids), heads, block size, head dim]."""
-        return self._kernels.gather(self.data, self._ids(block_ids))
+    def gather(self, block_ids: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
+        """A contiguous copy of the blocks: [layers, 2, len(block_ids), heads, block size, head dim], in `out` if that
+        is given."""
+        return self._kernels.gather(self.data, self._ids(block_ids), out)
 
     def scatter(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
         """Writes what `gather` gave (here or on a worker with the same layout) into other blocks."""

@@ -28,6 +28,8 @@ def test_the_defaults_serve() -> None:
         ("memory_fraction", 0.0, "at most 1"),
         ("memory_fraction", 1.5, "at most 1"),
         ("memory_fraction", float("nan"), "at most 1"),
+        ("host_kv_gib", -1.0, "number of GiB"),
+        ("host_kv_gib", float("nan"), "number of GiB"),
         ("collective_timeout_s", 0.0, "above 0"),
         ("collective_timeout_s", float("nan"), "above 0"),
         ("max_num_seqs", 4096, "max_num_batched_tokens"),
