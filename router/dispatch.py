@@ -164,7 +164,7 @@ class Dispatcher:
         self._give(reader, request_id, journal.num_tokens - num_cached, num_blocks)
         # The decode worker of a pair is not expected to hold anything yet: a sibling would stay there as a short
         # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
-        hashes = journal.hashes(fleet.block_size or 1)
+        hashes = journal.hashes(attempt.reader.block_size or 1)
         fleet.index.expect(attempt.reader.worker_id, hashes, until=_now() + self._config.sibling_s)
         return attempt
 
@@ -187,8 +187,7 @@ class Dispatcher:
 
     def _candidates(self, journal: Journal) -> list[Candidate]:
         fleet = self._fleet
-        matched = fleet.index.match(journal.hashes(fleet.block_size or 1), now=_now())
-        return fleet.candidates(matched, journal.num_tokens)
+        return fleet.candidates(fleet.match(journal.hashes, now=_now()), journal.num_tokens)
 
     # -- running -------------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtransfer.reshard import require_compatible
 from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
-from protos.values import Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
+from protos.values import BlockHash, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from router.client import OpenChannel, WorkerClient, open_channel
 from router.config import RouterConfig
 from router.host_metrics import HostTotals
@@ -127,6 +127,18 @@ class Fleet:
         if worker_id not in self._members:
             raise WorkerLost(f"worker {worker_id} has left")
         return self._members[worker_id]
+
+    def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
+        """What each worker has of a sequence, in blocks of `block_size`; `hashes` gives its chain in blocks of any
+        size. Every worker is asked for in blocks of its own; smaller ones that fill none of ours do not count.
+        """
+        size = self.block_size or 1
+        matched = self.index.match(hashes(size), now=now)
+        others = dict.fromkeys(member.block_size for member in self._members.values())
+        for other in others:
+            if other is not None and other != size:
+                matched = matched.joined(self.index.match(hashes(other), now=now).scaled(other, size))
+        return matched
 
     def candidates(self, matched: Match, num_tokens: int) -> list[Candidate]:
         """Workers that take new work. `matched` is an index's answer for a sequence of `num_tokens` tokens, of which
@@ -278,11 +290,9 @@ class Fleet:
                 )
         require_compatible(info.worker_id, info.layout, reference.worker_id, reference.layout)
         if info.layout.block_size != reference.layout.block_size:
-            log.warning(
-                "worker %s has blocks of %d tokens, %s of %d: KV goes between them, but prompts are hashed in blocks "
-                "of %d, so what %s has cached is not known here",
+            log.info(
+                "worker %s has blocks of %d tokens, %s of %d: prompts are hashed in both",
                 info.worker_id, info.layout.block_size, reference.worker_id, reference.layout.block_size,
-                reference.layout.block_size, info.worker_id,
             )  # fmt: skip
 
     def _reference(self, besides: Member | None = None) -> WorkerInfo | None:

@@ -37,7 +37,7 @@ class Journal:
         self._num_cached: int | None = None
         self._num_prompt_logprobs = 0  # emitted to the client
         self._num_heard = 0  # of them, said by the present attempt
-        self._hashes: tuple[int, int, Chain] = (0, 0, Chain())
+        self._hashes: dict[int, tuple[int, Chain]] = {}  # by block size, with the number of output tokens
 
     @property
     def first_due_s(self) -> float:
@@ -57,10 +57,11 @@ class Journal:
 
     def hashes(self, block_size: int) -> Chain:
         """Of the full blocks of `token_ids`, under the tenant's salt."""
-        key = (block_size, len(self.output_ids))
-        if self._hashes[:2] != key:
-            self._hashes = (*key, chain_hashes(self.token_ids, block_size, salt=self.job.cache_salt))
-        return self._hashes[2]
+        known = self._hashes.get(block_size)
+        if known is None or known[0] != len(self.output_ids):
+            chain = chain_hashes(self.token_ids, block_size, salt=self.job.cache_salt)
+            self._hashes[block_size] = known = len(self.output_ids), chain
+        return known[1]
 
     def failed_again(self) -> None:
         """An attempt has failed. Those before it are forgotten if the answer has grown since."""

@@ -84,6 +84,11 @@ class Member:
         return self.info.role if self.info is not None else None
 
     @property
+    def block_size(self) -> int | None:
+        """Tokens of its blocks; None while it was never met."""
+        return self.info.layout.block_size if self.info is not None else None
+
+    @property
     def takes_work(self) -> bool:
         return self.state is WorkerState.READY and self.client is not None and not self.client.lost
 

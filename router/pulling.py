@@ -149,8 +149,8 @@ class Pulls:
             return None
         try:
             ticket = await pull.reader.reserve(self._reservation(journal, pull))
-            block_size = ticket.layout.block_size
-            hashes = tuple(journal.hashes(block_size)[: pull.num_tokens // block_size])
+            block_size = pull.holder.block_size or ticket.layout.block_size
+            hashes = tuple(journal.hashes(block_size)[: -(-pull.num_tokens // block_size)])
             num_blocks = await pull.holder.connection().share(ShareRequest(ticket=ticket, hashes=hashes))
         except BatonError as error:
             self._failed(pull, error.code, error.message)

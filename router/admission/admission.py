@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Protocol
 
 from kvtransfer.hashing import chain_hashes
 from protos.errors import Overloaded
+from protos.values import BlockHash
 from router.admission.fair import Entry, FairQueue
 from router.admission.outlook import Overrun, Room, predicted_ttft_s
 from router.config import RouterConfig
 from router.generation import Generate, Job, TokenDelta
 from router.policies.base import Candidate
-from router.prefix.index import Match, PrefixIndex
+from router.prefix.index import Match
 
 LEAST_RETRY_S = 0.1
 TOO_LATE = "no worker could begin with this request within its max_ttft_ms"
@@ -35,8 +37,7 @@ TOO_LATE = "no worker could begin with this request within its max_ttft_ms"
 class Fleet(Protocol):
     """What admission must know of the fleet (`router.fleet.Fleet`)."""
 
-    @property
-    def index(self) -> PrefixIndex: ...
+    def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match: ...
     @property
     def block_size(self) -> int | None: ...
     @property
@@ -171,8 +172,8 @@ class Admission:
     def _reading_s(self, job: Job, num_ahead: int, now: float) -> float | None:
         """To the first token, with so many tokens in line before it."""
         fleet, num_tokens = self._fleet, len(job.prompt_ids)
-        hashes = chain_hashes(job.prompt_ids, fleet.block_size or 1, salt=job.cache_salt)
-        candidates = fleet.candidates(fleet.index.match(hashes, now=now), num_tokens)
+        hashes = partial(chain_hashes, job.prompt_ids, salt=job.cache_salt)
+        candidates = fleet.candidates(fleet.match(hashes, now=now), num_tokens)
         return predicted_ttft_s(candidates, num_tokens, num_ahead)
 
     def _bound(self, entry: Entry, now: float) -> None:

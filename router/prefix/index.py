@@ -21,6 +21,17 @@ class Match(NamedTuple):
     blocks: Mapping[str, int] = NONE
     on_device: Mapping[str, int] = NONE
 
+    def scaled(self, size: int, into: int) -> Match:
+        """The same for blocks of `into` tokens instead of `size`; those that are not full are left out."""
+        return Match(
+            {worker_id: num * size // into for worker_id, num in self.blocks.items() if num * size >= into},
+            {worker_id: num * size // into for worker_id, num in self.on_device.items()},
+        )
+
+    def joined(self, other: Match) -> Match:
+        """Of other workers."""
+        return Match({**self.blocks, **other.blocks}, {**self.on_device, **other.on_device})
+
     def num_on_device(self, worker_id: str) -> int:
         known = self.on_device.get(worker_id)
         return self.blocks.get(worker_id, 0) if known is None else known

@@ -142,11 +142,12 @@ class Outgoing:
             self._stayed[request.request_id] = error
 
     def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float) -> int:
-        """Pushes those of the ticket's blocks that are cached, up to the first that is not: how many they are."""
+        """Pushes those of the ticket's blocks that are cached, up to the first that is not: how many they are. The
+        hashes are those of blocks of this worker's size, which may be another one than the ticket's."""
         session = self._open(ticket, now)
-        same_blocks = ticket.layout.block_size == self._pool.block_size
-        block_ids = self._pool.match(hashes) if same_blocks else []
-        num_blocks = min(len(block_ids) - session.first_block, len(ticket.block_ids))
+        block_ids = self._pool.match(hashes)
+        num_full = len(block_ids) * self._pool.block_size // ticket.layout.block_size
+        num_blocks = min(num_full - session.first_block, len(ticket.block_ids))
         if num_blocks < 1:
             return 0
         shared = Shared(block_ids=block_ids, num_computed=len(block_ids) * self._pool.block_size)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from decode_pool.role import DecodeRole
 from kvtransfer.hashing import chain_hashes
+from kvtransfer.transport import Chunk
+from kvtransfer.transports.inproc import Exchange
 from protos.errors import InvalidRequest
 from protos.values import GenerateRequest, ReserveRequest, SamplingParams, ShareRequest, Ticket
-from tests.unit.decode_pool.pair import BLOCK_BYTES, DECODE, LAYOUT, SIZE, Pair, expected, prompt
+from tests.unit.decode_pool.pair import BLOCK_BYTES, DECODE, LAYOUT, SIZE, VOCAB, Pair, expected, prompt, told
 from tests.unit.decode_pool.test_moving import NEW_WEIGHT, OLD, Pool, made_by
+from workers.kv.blocks import BlockPool
+from workers.kv.mover import Dock, Mover
+from workers.kv.outgoing import Outgoing
+from workers.toy import ToyRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 SHARED = prompt(24)
@@ -90,6 +98,47 @@ def test_a_reader_waits_for_what_is_on_its_way_and_others_do_not() -> None:
     pool.post.deliver()
     pool.finish()
     assert pool.new.tokens["r"] == made_by([NEW_WEIGHT] * 6, PROMPT, GREEDY)
+
+
+@pytest.mark.parametrize(("there", "num_blocks", "own"), [(8, 1, [2, 3]), (2, 9, [0, 1, 2, 3, 4])])
+def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
+    there: int, num_blocks: int, own: list[int]
+) -> None:
+    """The holder has five blocks of four tokens; the reader, which has its own first block, asks for ten at most."""
+    pool, pushed = BlockPool(8, SIZE, lambda event: None), []
+
+    class Moves(Mover):
+        def open(self, ticket: Ticket) -> None: ...
+
+        def can_push(self, ticket: Ticket) -> bool:
+            return True
+
+        def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
+            pushed.append((chunk.first_block, chunk.num_blocks, list(block_ids)))
+
+        def poll_sent(self) -> Sequence[Any]:
+            return ()
+
+    ends = Exchange()
+    hashes = tuple(chain_hashes(SHARED, SIZE))[:5]
+    held = pool.allocate(5) or []
+    for block_id, block_hash in zip(held, hashes, strict=True):
+        pool.seal(block_id, block_hash)
+    pool.release(held)
+    sender, receiver = ends.sender(OLD, LAYOUT), ends.receiver(OLD, LAYOUT)
+    dock = Dock(ToyRunner(1, SIZE, VOCAB), LAYOUT, sender=sender, receiver=receiver)
+    outgoing = Outgoing(Moves(dock, told), pool, LAYOUT)
+    ticket = Ticket(
+        ticket_id="r/pull", generation=1, lease_s=9.0, block_ids=tuple(range(10)), num_cached_tokens=there,
+        layout=replace(LAYOUT, block_size=there), destination=DECODE,
+    )  # fmt: skip
+    found = outgoing.share(ticket, hashes, 0.0)
+    outgoing.tick(0.0)
+    assert found == num_blocks
+    ((first, count, blocks),) = pushed
+    assert (first, count) == (0, num_blocks)
+    assert blocks == [held[index] for index in own]
+    pool.assert_idle()
 
 
 def test_what_was_evicted_meanwhile_is_computed_and_the_rest_still_comes() -> None:

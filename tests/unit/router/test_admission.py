@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from protos.errors import Overloaded
-from protos.values import FinishReason, SamplingParams, WorkerRole
+from protos.values import BlockHash, FinishReason, SamplingParams, WorkerRole
 from router.admission.admission import Admission
 from router.config import RouterConfig
 from router.generation import Job, TokenDelta
@@ -36,6 +36,9 @@ class Pool:
         self.num_turned_away = 0
         self._turn = asyncio.Event()
         self._open: dict[str, asyncio.Event] = {}
+
+    def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
+        return self.index.match(hashes(self.block_size), now=now)
 
     def candidates(self, matched: Match, num_tokens: int) -> list[Candidate]:
         return [replace(self.candidate, num_cached_tokens=min(matched.blocks.get("w0", 0) * 16, num_tokens - 1))]

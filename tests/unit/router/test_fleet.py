@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -48,6 +49,25 @@ async def test_a_worker_is_met_when_it_starts_late(make: Callable[..., Cluster])
     assert address in reason(cluster, "c0")
     await cluster["c0"].restart()
     await cluster.until_state("c0", WorkerState.READY)
+
+
+async def test_what_workers_of_other_block_sizes_have_cached_is_known(make: Callable[..., Cluster]) -> None:
+    """Each hashes in blocks of its own; whoever asks counts in those of the first."""
+    cluster, size = make(), BLOCK_SIZE
+    await cluster.add("c0")
+    await cluster.add("c1", layout=replace(LAYOUT, block_size=2 * size))
+    await cluster.add("c2", layout=replace(LAYOUT, block_size=size // 2))
+    for worker_id, num_blocks in (("c0", 1), ("c1", 1), ("c2", 3)):
+        chain = chain_hashes(PROMPT, cluster.fleet.member(worker_id).block_size or 0)
+        cluster.fleet.index.expect(worker_id, chain[:num_blocks], until=float("inf"))
+    matched = cluster.fleet.match(partial(chain_hashes, PROMPT), now=0.0)
+    assert matched.blocks == {"c0": 1, "c1": 2, "c2": 1}
+    candidates = cluster.fleet.candidates(matched, len(PROMPT))
+    assert [one.num_cached_tokens for one in candidates] == [size, 2 * size, size]
+    await collect(cluster, job())
+    (used,) = (one for one in ("c0", "c1", "c2") if cluster[one].submitted)
+    own = chain_hashes(PROMPT, cluster.fleet.member(used).block_size or 0)
+    assert cluster.fleet.index.match(own, now=0.0).blocks[used] == len(own), "siblings are sent after it"
 
 
 async def test_a_worker_that_does_not_fit_is_named_and_never_used(make: Callable[..., Cluster]) -> None:
