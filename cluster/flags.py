@@ -38,6 +38,10 @@ PrefillTp = Annotated[int | None, typer.Option("--prefill-tp", help="Ranks of a 
 DecodeTp = Annotated[int | None, typer.Option("--decode-tp", help="Ranks of a decode worker. Default: --tp.")]
 OnDevice = Annotated[Device | None, typer.Option("--device", help="Default: auto, GPUs if there are enough.")]
 InDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Default: auto, that of the checkpoint.")]
+HostKv = Annotated[
+    float | None,
+    typer.Option("--host-kv-gib", help="Host memory of a worker for KV that its device evicts. Default: 0."),
+]
 Index = Annotated[
     str | None,
     typer.Option("--index", help="Where gateways share the prefix index, redis://host:port. Default: memory."),

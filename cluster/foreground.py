@@ -37,13 +37,18 @@ def worker(
     worker_id: Id = "",
     device: flags.OnDevice = None,
     dtype: flags.InDtype = None,
+    host_kv_gib: flags.HostKv = None,
     served_name: flags.Name = None,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
     log_format: flags.Log = LogFormat.TEXT,
 ) -> None:
     """Runs one worker until Ctrl-C and prints its address, for `baton gateway --worker`."""
-    given = {"model": model, "served_name": served_name, "worker": {"device": device, "dtype": dtype}}
+    given = {
+        "model": model,
+        "served_name": served_name,
+        "worker": {"device": device, "dtype": dtype, "host_kv_gib": host_kv_gib},
+    }
     config, console = flags.settings(file, given, further), flags.terminal(log_format)
     if config.worker.tp > 1:
         raise Misconfigured(

@@ -128,6 +128,7 @@ def serve(
     decode_tp: flags.DecodeTp = None,
     device: flags.OnDevice = None,
     dtype: flags.InDtype = None,
+    host_kv_gib: flags.HostKv = None,
     host: flags.Host = None,
     port: flags.Port = None,
     grpc_port: flags.GrpcPort = None,
@@ -146,7 +147,7 @@ def serve(
         "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
         "processes": processes, "router": {"policy": policy, "shadow_policy": shadow_policy},
         "pools": flags.pools(prefill, decode, colocated, workers) | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
-        "worker": {"tp": tp, "device": device, "dtype": dtype},
+        "worker": {"tp": tp, "device": device, "dtype": dtype, "host_kv_gib": host_kv_gib},
         "ray": {"address": ray_address},
     }  # fmt: skip
     _run(flags.settings(file, given, further), log_format)
@@ -162,6 +163,7 @@ def up(
     decode_tp: flags.DecodeTp = None,
     device: flags.OnDevice = None,
     dtype: flags.InDtype = None,
+    host_kv_gib: flags.HostKv = None,
     host: flags.Host = None,
     port: flags.Port = None,
     grpc_port: flags.GrpcPort = None,
