@@ -11,23 +11,22 @@ runs only while something offered has not left: until then the gateway keeps the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
-from kvtransfer.ledger import Ledger
 from prefill_pool.config import PrefillConfig
-from protos.values import BlockHash, GenerateRequest, KVLayout, ReserveRequest, Ticket, TicketStats, WorkerLoad
+from protos.values import GenerateRequest, KVLayout
 from workers.engine.batch import Batch
 from workers.engine.request import Request
-from workers.engine.role import Disposition, Tick
+from workers.engine.role import Disposition
 from workers.engine.scheduler import no_key
 from workers.kv.blocks import BlockPool
 from workers.kv.incoming import Incoming, Terms
 from workers.kv.mover import Mover
 from workers.kv.outgoing import Outgoing
+from workers.kv.role import MovingRole
 
 
-class PrefillRole:
+class PrefillRole(MovingRole):
     """`pool` is the engine's own, `layout` this worker's, `prefix_key` as the scheduler's. Not thread-safe: the
     engine's thread calls everything."""
 
@@ -41,19 +40,9 @@ class PrefillRole:
         prefix_key: Callable[[int], bytes] = no_key,
     ) -> None:
         config = config or PrefillConfig()
-        self._mover = mover
-        self.incoming = Incoming(mover, pool, layout, Terms(), prefix_key=prefix_key)
-        self.outgoing = Outgoing(mover, pool, layout, chunk_bytes=config.chunk_bytes, group_bytes=config.group_bytes)
-
-    @property
-    def ledger(self) -> Ledger:
-        return self.incoming.ledger
-
-    def reserve(self, request: ReserveRequest, now: float) -> Ticket:
-        return self.incoming.reserve(request, now)
-
-    def tickets(self, now: float) -> tuple[TicketStats, ...]:
-        return self.incoming.stats(now) + self.outgoing.stats(now)
+        incoming = Incoming(mover, pool, layout, Terms(), prefix_key=prefix_key)
+        outgoing = Outgoing(mover, pool, layout, chunk_bytes=config.chunk_bytes, group_bytes=config.group_bytes)
+        super().__init__(mover, incoming, outgoing)
 
     def promised(self, request: GenerateRequest) -> bool:
         """What is reserved here is a prefix to begin with, and no promise to read on."""
@@ -74,29 +63,5 @@ class PrefillRole:
             case False:
                 return Disposition.HOLD
 
-    def move(self, request: Request, ticket: Ticket, now: float) -> None:
-        self.outgoing.move(request, ticket, now)
-
-    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float) -> int:
-        return self.outgoing.share(ticket, hashes, now)
-
-    def forget(self, request: Request) -> None:
-        self.incoming.forget(request)
-        self.outgoing.forget(request)
-
-    def withdraw(self, request_id: str) -> bool:
-        return self.incoming.withdraw(request_id) | self.outgoing.withdraw(request_id)
-
-    def tick(self, now: float) -> Tick:
-        failed = self.incoming.tick(now)
-        tick = self.outgoing.tick(now)
-        return replace(tick, failed=(*failed, *tick.failed))
-
     def launching(self, batch: Batch, now: float) -> None:
         self.outgoing.launching(batch, now)
-
-    def busy(self) -> bool:
-        return self.incoming.busy() or self.outgoing.busy() or self._mover.busy()
-
-    def load(self, load: WorkerLoad) -> WorkerLoad:
-        return self.outgoing.load(self.incoming.load(load))

@@ -1,0 +1,60 @@
+"""What every role does alike whose worker moves KV: its tickets come in, its pushes go out, and both are looked after.
+
+A pool adds when a request may begin and what becomes of it once its prompt is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvtransfer.ledger import Ledger
+from protos.values import BlockHash, ReserveRequest, Ticket, TicketStats, WorkerLoad
+from workers.engine.request import Request
+from workers.engine.role import Tick
+from workers.kv.incoming import Incoming
+from workers.kv.mover import Mover
+from workers.kv.outgoing import Outgoing
+
+
+class MovingRole:
+    """Not thread-safe: the engine's thread calls everything."""
+
+    def __init__(self, mover: Mover, incoming: Incoming, outgoing: Outgoing) -> None:
+        self._mover = mover
+        self.incoming = incoming
+        self.outgoing = outgoing
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.incoming.ledger
+
+    def reserve(self, request: ReserveRequest, now: float) -> Ticket:
+        return self.incoming.reserve(request, now)
+
+    def tickets(self, now: float) -> tuple[TicketStats, ...]:
+        return self.incoming.stats(now) + self.outgoing.stats(now)
+
+    def move(self, request: Request, ticket: Ticket, now: float) -> None:
+        self.outgoing.move(request, ticket, now)
+
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float) -> int:
+        return self.outgoing.share(ticket, hashes, now)
+
+    def forget(self, request: Request) -> None:
+        self.incoming.forget(request)
+        self.outgoing.forget(request)
+
+    def withdraw(self, request_id: str) -> bool:
+        return self.incoming.withdraw(request_id) | self.outgoing.withdraw(request_id)
+
+    def tick(self, now: float) -> Tick:
+        failed = self.incoming.tick(now)
+        tick = self.outgoing.tick(now)
+        return replace(tick, failed=(*failed, *tick.failed))
+
+    def busy(self) -> bool:
+        return self.incoming.busy() or self.outgoing.busy() or self._mover.busy()
+
+    def load(self, load: WorkerLoad) -> WorkerLoad:
+        return self.outgoing.load(self.incoming.load(load))
