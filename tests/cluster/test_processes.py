@@ -58,7 +58,7 @@ async def test_two_processes_are_one_gateway_and_one_may_die(deploy: Callable[..
     flags = ("--model", DEMO["model"], "--served-name", "demo", "--port", "0", "--processes", "2", "--worker", address)
     baton = deploy("gateway", *flags)
     try:
-        await asyncio.to_thread(baton.wait_for, "every gateway process is ready")
+        await asyncio.to_thread(baton.wait_for, "every gateway process is ready", timeout_s=100.0)
         client = Client(baton.url)
         assert (await client.complete("first")).status_code == 200
         for _ in range(2):  # they take turns
