@@ -1,6 +1,7 @@
 """What a wire moves bytes with: something that sends to a rank and receives from one, as a process group does.
 
 LaneConfig.transport   collective  ──▶ gloo for headers, gloo or NCCL for payloads     over any network
+                                       on GPUs that NCCL does not take: gloo, through pinned host memory
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 
 from kvtransfer.config import LaneConfig
+from kvtransfer.transports.pinned import HostStaged, nccl_card, why_no_nccl
+from kvtransfer.transports.staging import Staging
 from kvtransfer.transports.store import BoardStore
 
 HEADER_TAG = 1
@@ -74,10 +77,14 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
     options._threads = 1
     store = PrefixStore(f"{meeting.epoch}/gloo", meeting.store)
     control = _backends.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
-    payloads = control
-    if meeting.on_gpu:
+    payloads, transport = control, "gloo"
+    if meeting.on_gpu and (refused := _why_no_nccl(meeting)):
+        payloads = HostStaged(control, Staging(device="cpu", max_bytes=config.max_staged_bytes, pinned=True))
+        why = f"through host memory, for {refused}; {why}" if why else f"through host memory, for {refused}"
+    elif meeting.on_gpu:
         store = PrefixStore(f"{meeting.epoch}/nccl", meeting.store)
-        payloads = _backends.ProcessGroupNCCL(store, meeting.rank, meeting.size, _backends.ProcessGroupNCCL.Options())
+        options = _backends.ProcessGroupNCCL.Options()
+        payloads, transport = _backends.ProcessGroupNCCL(store, meeting.rank, meeting.size, options), "nccl"
 
     def sever() -> None:
         """gloo has no abort: but an operation that times out closes its context's connections, and that is heard by
@@ -92,12 +99,19 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
     return Links(
         control=control,
         payloads=payloads,
-        transport="nccl" if meeting.on_gpu else "gloo",
+        transport=transport,
         flush=lambda timeout: None,
         sever=sever,
         close=_by_itself,
         why=why,
     )
+
+
+def _why_no_nccl(meeting: Meeting) -> str:
+    """All ranks read what all have said, and so decide alike."""
+    store, epoch = meeting.store, meeting.epoch
+    store.set(f"{epoch}/card/{meeting.rank}", nccl_card(meeting.device))
+    return why_no_nccl([store.get(f"{epoch}/card/{rank}").decode() for rank in range(meeting.size)])
 
 
 def _by_itself() -> None:

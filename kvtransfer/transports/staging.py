@@ -19,11 +19,12 @@ class Staging:
     """Buffers of one end of a rank's lanes. Any thread may call. Up to `max_bytes` are kept while nobody uses them.
 
     On CUDA they are device memory: what is still queued there on a buffer given back is waited for by whoever takes it
-    next.
+    next. Pinned ones are of the host, for a GPU to copy; whoever gives one back has waited for its copies.
     """
 
-    def __init__(self, *, device: str, max_bytes: int) -> None:
+    def __init__(self, *, device: str, max_bytes: int, pinned: bool = False) -> None:
         self._device = device
+        self._pinned = pinned and _cuda.is_available()
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._free: list[tuple[torch.Tensor, Any]] = []  # with the event after which it may be written into
@@ -40,7 +41,8 @@ class Staging:
                 self.num_free_bytes -= buffer.numel()
             else:
                 capacity = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
-                buffer, ready = torch.empty(capacity, dtype=torch.uint8, device=self._device), None
+                buffer = torch.empty(capacity, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
+                ready = None
             self._taken[buffer.data_ptr()] = buffer
         if ready is not None:
             ready.synchronize()

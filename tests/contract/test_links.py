@@ -22,7 +22,9 @@ import torch
 from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.transports.choice import TransportRefused, open_links
 from kvtransfer.transports.links import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
+from kvtransfer.transports.pinned import HostStaged, why_no_nccl
 from kvtransfer.transports.shm import Door, LinkBroken, Ring, knock, prove
+from kvtransfer.transports.staging import Staging
 from kvtransfer.transports.store import Board, BoardStore
 
 PATIENCE = timedelta(seconds=20)
@@ -169,6 +171,40 @@ def test_a_wait_for_a_silent_peer_ends(lane: Opens, kind: Preference) -> None:
     _, destination = lane(1, 1).open(kind)
     with pytest.raises(RuntimeError):
         destination.control.recv([torch.zeros(8, dtype=torch.uint8)], 0, HEADER_TAG).wait(timedelta(milliseconds=20))
+
+
+# -- payloads on a GPU without NCCL ------------------------------------------------------------------------------------
+
+
+def test_payloads_may_go_through_host_memory(lane: Opens) -> None:
+    """All of a payload's parts are under way at once, and every buffer comes back, but for one that is not done."""
+    links = lane(1, 1).open("collective")
+    host = [Staging(device="cpu", max_bytes=2**20, pinned=True) for _ in links]
+    source, destination = (HostStaged(one.payloads, memory) for one, memory in zip(links, host, strict=True))
+    sent, received = random_bytes(50_000), torch.zeros(50_000, dtype=torch.uint8)
+    beside(
+        lambda: move(source.send, torch.split(sent, 7000), 1, PAYLOAD_TAG),
+        lambda: move(destination.recv, torch.split(received, 7000), 0, PAYLOAD_TAG),
+    )
+    assert torch.equal(received, sent)
+    assert not any(memory._taken for memory in host)
+    before = host[1].num_free_bytes
+    with pytest.raises(RuntimeError):
+        destination.recv([received[:8]], 0, PAYLOAD_TAG).wait(timedelta(milliseconds=20))
+    assert host[1].num_free_bytes < before, "gloo may still write into it"
+
+
+@pytest.mark.parametrize(
+    ("cards", "why"),
+    [
+        (("/a", "/b"), ""),
+        (("/a", "/b", "/a"), "ranks 0 and 2 share a GPU, which NCCL refuses"),
+        (("one/a", "two/a"), ""),
+        (("/a", "!this build of torch has no NCCL"), "rank 1: this build of torch has no NCCL"),
+    ],
+)
+def test_nccl_takes_each_rank_on_a_card_of_its_own(cards: Sequence[str], why: str) -> None:
+    assert why_no_nccl(cards) == why
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
