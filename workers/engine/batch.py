@@ -120,6 +120,15 @@ class Pending(Protocol):
 
 
 @runtime_checkable
+class Timed(Protocol):
+    """A step under way whose device keeps time itself."""
+
+    def device_span(self) -> tuple[float, float] | None:
+        """After `fetch`: when the device began and ended it, by the timeline's clock; None if nobody recorded then."""
+        ...
+
+
+@runtime_checkable
 class Pipeline(Protocol):
     """Computes steps one after the other, in the order they were launched, while the host prepares the next one.
 

@@ -26,7 +26,7 @@ from protos.values import (
     WorkerLoad,
 )
 from protos.wire import error_info
-from workers.engine.batch import Batch, Pending, Pipeline, Repeating, Runner, StepOutput, pipeline
+from workers.engine.batch import Batch, Pending, Pipeline, Repeating, Runner, StepOutput, Timed, pipeline
 from workers.engine.scheduler import Scheduler
 from workers.engine.timeline import Timeline
 from workers.kv.blocks import BlockPool
@@ -301,7 +301,10 @@ class Engine:
         start_s, self._fetched_s = max(launched.start_s, self._fetched_s), self._clock()
         self._pace.observe(launched.batch, self._fetched_s - start_s)
         self._scheduler.loads.prefill_tokens_per_s = self._pace.prefill_tokens_per_s
-        self.timeline.add("device", start_s, self._fetched_s, launched.batch, step=step, depth=len(self._in_flight))
+        if self.timeline.recording:
+            pending, seen = launched.pending, (start_s, self._fetched_s)
+            start_s, end_s = (pending.device_span() if isinstance(pending, Timed) else None) or seen
+            self.timeline.add("device", start_s, end_s, launched.batch, step=step, depth=len(self._in_flight))
         self.num_steps = step
         return output
 

@@ -18,6 +18,7 @@ from protos.values import Logprobs
 from workers.attention.base import AttentionBackend, AttentionInputs
 from workers.attention.watched import WatchedAttention
 from workers.engine.batch import Batch, Done, Pending, RowOutput, StepOutput, is_penalised
+from workers.engine.device_clock import DeviceClock, TimedStep
 from workers.engine.graphs import DecodeGraphs, Recorder
 from workers.engine.logprobs import Scores
 from workers.engine.packing import Packed, pack, sampled_rows
@@ -47,6 +48,7 @@ class TorchRunner:
         self._sampled: Mapping[int, int] = {}
         self._ids_R = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._timeline = Timeline(time.monotonic)
+        self._device_clock: DeviceClock | None = None
         self.graphs: DecodeGraphs | None = None
 
     def run(self, batch: Batch) -> StepOutput:
@@ -56,6 +58,7 @@ class TorchRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Pending:
         """Raises WorkerLost when a rank has gone, and torch's own error when memory runs out."""
+        timed = self._device_clock.begin() if self._device_clock is not None and self._timeline.recording else None
         packed = pack(batch, block_size=self._block_size, sampled=self._sampled)
         latest_R = self._latest(batch)
         self._sampled = sampled_rows(batch)
@@ -66,10 +69,12 @@ class TorchRunner:
             self._share()
             return Done(output=StepOutput(rows=()))
         with self._timeline.span("sample", batch):
-            step = Sampling(batch, logits_RV, latest_R)
+            step = Sampling(batch, logits_RV, latest_R, timed)
         if step.drawn is not None:
             self._ids_R = step.drawn.ids_R
             self._share()
+        if timed is not None:
+            timed.stop()
         return step
 
     def watch(self, watcher: Callable[[int], None]) -> None:
@@ -78,8 +83,11 @@ class TorchRunner:
         self._attention.watch(watcher)
 
     def record(self, timeline: Timeline) -> None:
-        """Where the forward pass and the sampling of each launch are told of: on a GPU how long queueing them took."""
+        """Where the forward pass and the sampling of each launch are told of: on a GPU how long queueing them took, and
+        by CUDA events when the device began and ended the step."""
         self._timeline = timeline
+        if torch.device(self._device).type == "cuda":
+            self._device_clock = DeviceClock(timeline.now)
 
     def capture(self, recorder: Recorder, *, max_rows: int, max_blocks: int) -> None:
         """From now on steps that only decode are replayed. To be called once, by all ranks at the same time."""
@@ -136,8 +144,15 @@ class TorchRunner:
 class Sampling:
     """A step whose logits are queued: samples where rows ask for it and scores the prompt tokens they name."""
 
-    def __init__(self, batch: Batch, logits_RV: torch.Tensor, latest_R: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        logits_RV: torch.Tensor,
+        latest_R: torch.Tensor | None,
+        timed: TimedStep | None = None,
+    ) -> None:
         self._batch = batch
+        self._timed = timed
         self._scored: dict[int, Scores] = {}
         samples, positions, position = [], [], 0
         for index, row in enumerate(batch.rows):
@@ -161,6 +176,9 @@ class Sampling:
         for index, scores in self._scored.items():
             rows[index] = _with_prompt(rows[index], scores.fetch())
         return StepOutput(rows=tuple(rows))
+
+    def device_span(self) -> tuple[float, float] | None:
+        return self._timed.span() if self._timed is not None else None
 
 
 def _with_prompt(output: RowOutput, prompt_logprobs: list[Logprobs]) -> RowOutput:

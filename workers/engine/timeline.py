@@ -1,7 +1,8 @@
 """When the parts of steps began and how long they took: a ring of spans, filled only while somebody has asked for it.
 
     engine's thread   tick  plan  launch [forward  sample]  fetch  apply    one after the other
-    device            device                    from its launch, or from the end of the step before
+    device            device                    by its own clock on a GPU; else from its launch, or from the end of the
+                                                step before
     event loop        send  encode              each step's message: cut up for the gateways, serialised
 
 While nothing is recorded a span costs a method call and reads no clock.

@@ -8,6 +8,8 @@ import pytest
 
 from protos.values import Span
 from tests.unit.workers.harness import ToyEngine, ask, by_hand
+from workers.engine.batch import Pending
+from workers.engine.device_clock import DeviceClock
 from workers.engine.timeline import Timeline
 
 
@@ -98,3 +100,60 @@ def test_recording_changes_no_token() -> None:
     run(toy)
     assert toy.answers["r"].token_ids == by_hand(range(10), 6)
     assert toy.answers["s"].token_ids == by_hand(range(20, 30), 6)
+
+
+class Device:
+    """A queue of marks, each of which the device passes a second after the one before, by a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now_ms = 7_000.0
+
+    def mark(self) -> Mark:
+        return Mark(self)
+
+
+class Mark:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.passed_ms = 0.0
+        self.waited = False
+
+    def record(self) -> None:
+        self._device.now_ms += 1_000.0
+        self.passed_ms = self._device.now_ms
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, later: Mark) -> float:
+        assert self.waited
+        assert later.waited or later.passed_ms < self._device.now_ms, "nobody knows yet when it is passed"
+        return later.passed_ms - self.passed_ms
+
+
+def test_a_device_that_keeps_time_is_believed() -> None:
+    """Its clock is brought together with the host's once, and not again for every step."""
+    device, clock = Device(), DeviceClock(lambda: 100.0, event=lambda: device.mark())
+    steps = []
+    for _ in range(2):
+        steps.append(clock.begin())
+        steps[-1].stop()
+    assert [step.span() for step in steps] == [(101.0, 102.0), (103.0, 104.0)]
+
+
+def test_the_time_of_a_device_is_its_own_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = ToyEngine(depth=1)
+    launch = toy.engine._pipeline.launch
+
+    class Known:
+        def __init__(self, pending: Pending) -> None:
+            self.fetch = pending.fetch
+
+        def device_span(self) -> tuple[float, float]:
+            return 5.0, 7.5
+
+    monkeypatch.setattr(toy.engine._pipeline, "launch", lambda batch: Known(launch(batch)))
+    toy.engine.timeline.record(True)
+    run(toy)
+    spans, _ = toy.engine.timeline.record(False)
+    assert {(span.start_s, span.duration_s) for span in spans if span.name == "device"} == {(5.0, 2.5)}
