@@ -1,12 +1,13 @@
 """What is left of a cluster's goodput when more is asked of it than it can do, every request with a bound on its TTFT.
 
-    python -m benchmarks.overload                       a table
-    python -m benchmarks.overload --json f.json         and figures
+    python -m benchmarks.overload                               a table
+    python -m benchmarks.overload --json f.json --plot f.svg    and figures
+    python -m benchmarks.overload --case colocated --seed 7 --seed 8
 
 The cluster is simulated (docs/simulation.md): admission, dispatch and workers are the production code in virtual time,
-steps are a roofline's, the load is open: nobody waits for anybody's answer. Capacity is measured first, as the requests
-a second that are finished while there always is a line, without bounds. Goodput is of answers whose first token came
-in time.
+steps are a roofline's, the load is open: nobody waits for anybody's answer, or comes again. Capacity is measured first,
+as the first tokens a second while there always is a line, without bounds. Goodput is of answers whose first token came
+in time. The first seconds of a rate do not count: no batch is full yet.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from cluster.simulate.config import SimulationConfig, hardware_spec, simulated_r
 from cluster.simulate.simulation import simulate
 from cluster.simulate.workload import Load, generated
 
-FORMAT = "baton-overload/1"
-MULTIPLES = (0.5, 1.0, 1.5, 2.0, 3.0)
-WARM_UP = 0.2  # share of the time load is offered that does not count
+FORMAT = "baton-overload/2"
+MULTIPLES = (0.5, 1.0, 2.0, 3.0)
+WARM_UP = 0.3  # share of the time load is offered that does not count
+SEEDS = (101, 102)  # not those that constants were chosen by
 REFUSED = "overloaded"
 
 
@@ -46,6 +48,7 @@ class Case:
     policy: str = "slo"
     workload: str = "poisson"
     num_blocks: int | None = None  # of each worker; None: what fits into an H100
+    num_for_capacity: int = 600
 
 
 CASES = (
@@ -67,6 +70,7 @@ CASES = (
         pools=PoolsConfig(colocated=2),
         prompts=Lengths(low=500, high=2000),
         outputs=Lengths(low=20, high=100),
+        num_for_capacity=1800,
     ),
 )
 
@@ -77,6 +81,7 @@ class Point:
     otherwise."""
 
     multiple: float
+    seed: int
     offered: float
     admitted: float
     refused: float
@@ -94,30 +99,37 @@ class Curve:
     capacity: float
     points: tuple[Point, ...]
 
+    def goodput(self, multiple: float) -> float:
+        """The mean of its seeds."""
+        points = [point.goodput for point in self.points if point.multiple == multiple]
+        return sum(points) / len(points)
+
     @property
     def peak(self) -> float:
-        return max(point.goodput for point in self.points)
+        return max(self.goodput(point.multiple) for point in self.points)
 
 
-def measure(case: Case, *, num_requests: int, multiples: Sequence[float] = MULTIPLES, seed: int = 0) -> Curve:
-    rate = capacity(case, num_requests=num_requests, seed=seed)
-    points = [_point(case, multiple, rate, num_requests, seed) for multiple in multiples]
-    return Curve(case=case.name, ttft_s=case.ttft_s, capacity=rate, points=tuple(points))
+def measure(
+    case: Case, *, seconds: float, capacity: float, seeds: Sequence[int], multiples: Sequence[float] = MULTIPLES
+) -> Curve:
+    """A point of each multiple and seed, of so many seconds of load."""
+    points = [_point(case, multiple, capacity, seconds, seed) for multiple in multiples for seed in seeds]
+    return Curve(case=case.name, ttft_s=case.ttft_s, capacity=capacity, points=tuple(points))
 
 
 def capacity(case: Case, *, num_requests: int, seed: int = 0) -> float:
-    """Requests finished a second, between a fifth and four fifths of them, when all come at once and wait."""
+    """Requests begun a second when all come at once and wait: those between a third of them and the last. By then
+    answers end as fast as others begin, and nobody has run out of a line."""
     patient = simulated_router(case.policy, max_queued=10**6, max_queue_s=3600.0)
     records = _run(replace(_config(case, seed), router=patient), case, num_requests, rate=1e6, seed=seed)
-    ends = sorted(record.arrivals_s[-1] for record in records if not record.error)
-    low, high = len(ends) // 5, len(ends) * 4 // 5
-    return (high - low) / (ends[high] - ends[low])
+    begun = sorted(record.arrivals_s[0] for record in records if not record.error)
+    low = len(begun) // 3
+    return (len(begun) - 1 - low) / (begun[-1] - begun[low])
 
 
-def _point(case: Case, multiple: float, capacity: float, num_requests: int, seed: int) -> Point:
-    # As long a time at every rate: what a backlog does shows with time, not with requests.
-    num = int(num_requests * multiple)
+def _point(case: Case, multiple: float, capacity: float, seconds: float, seed: int) -> Point:
     config = replace(_config(case, seed), max_ttft_s=case.ttft_s)
+    num = int(multiple * capacity * seconds)
     records = _run(config, case, num, rate=multiple * capacity, seed=seed)
     until_s = max(record.sent_s or 0.0 for record in records)
     counted = [record for record in records if (record.sent_s or 0.0) >= WARM_UP * until_s]
@@ -127,6 +139,7 @@ def _point(case: Case, multiple: float, capacity: float, num_requests: int, seed
     seconds = until_s * (1 - WARM_UP)
     return Point(
         multiple=multiple,
+        seed=seed,
         offered=len(counted) / seconds,
         admitted=(len(counted) - len(refused)) / seconds,
         refused=len(refused) / seconds,
@@ -157,6 +170,7 @@ def table(curve: Curve) -> Table:
     )  # fmt: skip
     for name in (
         "x",
+        "seed",
         "offered/s",
         "admitted/s",
         "refused/s",
@@ -178,26 +192,53 @@ def _rows(curve: Curve) -> Iterator[tuple[str, ...]]:
         ttft_s, retry_s = point.ttft_s, point.retry_after_s
         yield (
             f"{point.multiple:g}",
+            f"{point.seed}",
             *(f"{rate:.1f}" for rate in (point.offered, point.admitted, point.refused, point.late, point.goodput)),
-            f"{point.goodput / curve.peak:.0%}" if curve.peak else "",
+            f"{curve.goodput(point.multiple) / curve.peak:.0%}" if curve.peak else "",
             f"{ttft_s.p50 * 1000:,.0f} ms" if ttft_s else "",
             f"{ttft_s.p99 * 1000:,.0f} ms" if ttft_s else "",
             f"{retry_s.p50:.2f} s" if retry_s else "",
         )
 
 
+def plot(curves: Sequence[Curve], file: Path) -> None:
+    """Goodput of every seed against what is offered, both as shares of capacity."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for curve in curves:
+        multiples = sorted({point.multiple for point in curve.points})
+        [line] = axes.plot(multiples, [curve.goodput(one) / curve.capacity for one in multiples], label=curve.case)
+        axes.plot(
+            [point.multiple for point in curve.points],
+            [point.goodput / curve.capacity for point in curve.points],
+            ".",
+            color=line.get_color(),
+        )
+    axes.set(xlabel="offered / capacity", ylabel="answers with a first token in time / capacity", ylim=(0, None))
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.savefig(file)
+
+
 def main(
-    num_requests: Annotated[int, typer.Option("--requests", help="At 1x; as many times more at others.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of the load.")] = 0,
+    seconds: Annotated[float, typer.Option(help="For which load is offered, at every rate.")] = 30.0,
+    seed: Annotated[list[int] | None, typer.Option(help="Of the load; as often as wanted. Default: 101, 102.")] = None,
+    case: Annotated[str, typer.Option(help="A part of the name of the only cluster to measure.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them (needs matplotlib).")] = None,
 ) -> None:
     """Offer 0.5 to 3 times the capacity of simulated clusters."""
     curves = []
-    for case in CASES:
-        curves.append(measure(case, num_requests=num_requests, seed=seed))
+    for one in (one for one in CASES if case in one.name):
+        rate = capacity(one, num_requests=one.num_for_capacity)
+        curves.append(measure(one, seconds=seconds, capacity=rate, seeds=seed or SEEDS))
         Console().print(table(curves[-1]))
     if json_file is not None:
         write_json(json_file, {"format": FORMAT, "curves": [asdict(curve) for curve in curves]})
+    if plot_file is not None:
+        plot(curves, plot_file)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ class Job:
 
     Jobs of one `session` are turns of one conversation, as far as the client has said. `tenant` is who asked, "" where
     nobody is asked. A first token that cannot come within `max_ttft_s` is not worth waiting for: the job is refused.
+    `due_s` is when, by the loop's clock, once admission has seen the job; what it waits in line counts.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Job:
     session: str = ""
     tenant: str = ""
     max_ttft_s: float | None = None
+    due_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

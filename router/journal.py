@@ -42,8 +42,10 @@ class Journal:
     @property
     def first_due_s(self) -> float:
         """When the first token must be there, or inf."""
-        max_ttft_s = self.job.max_ttft_s
-        return math.inf if max_ttft_s is None or self.output_ids else self._arrival_s + max_ttft_s
+        job = self.job
+        if job.max_ttft_s is None or self.output_ids:
+            return math.inf
+        return self._arrival_s + job.max_ttft_s if job.due_s is None else job.due_s
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -15,16 +15,17 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Protocol
 
 from kvtransfer.hashing import chain_hashes
-from protos.errors import Overloaded
+from protos.errors import InvalidRequest, Overloaded
 from protos.values import BlockHash
 from router.admission.fair import Entry, FairQueue
-from router.admission.outlook import Overrun, Room, predicted_ttft_s
+from router.admission.outlook import Overrun, Room, least_ttft_s, predicted_ttft_s, reading_speed
+from router.admission.returning import Returning
 from router.config import RouterConfig
 from router.generation import Generate, Job, TokenDelta
 from router.policies.base import Candidate
@@ -52,6 +53,7 @@ class Refused:
     """Jobs refused so far, by reason."""
 
     hopeless: int = 0  # could not be served in time, said at once
+    impossible: int = 0  # nor could it if nobody else were here
     late: int = 0  # was not served in time, said when the time had passed
     crowded: int = 0  # the line was full
 
@@ -76,6 +78,7 @@ class Admission:
         self._room = Room(max_backlog_s=config.max_backlog_s, max_waiting=config.max_backlog)
         self._line = FairQueue(weights)
         self._overrun = Overrun()
+        self._returning = Returning(weights)
         self._turns: dict[int, Turn] = {}
         self._numbers = count()
         self._watching: asyncio.Task[None] | None = None
@@ -88,16 +91,21 @@ class Admission:
     def weigh(self, weights: Mapping[str, float]) -> None:
         """The tenants' weights from now on."""
         self._line.weigh(weights)
+        self._returning.weigh(weights)
 
     async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         """Raises Overloaded, with the time after which to come again, before the first delta; else as `Generate`."""
-        await self._enter(job)
+        job = await self._enter(job)
         # Counted before it is served, or a whole line of one tenant's would go before its first prompt has been read.
         self._line.charge(job.tenant, num_input=len(job.prompt_ids))
         let_s = _now()
         expected_s = self._reading_s(job, 0, let_s) if job.max_ttft_s is not None else None
+        told = False
         async with aclosing(self._generate(job)) as deltas:
             async for delta in deltas:
+                if not told and delta.token_ids:
+                    told = True
+                    self._returning.read(len(job.prompt_ids), now=_now())
                 if expected_s is not None and delta.token_ids:
                     now, late_since_s = _now(), let_s + expected_s
                     self._overrun.observe(now - late_since_s, now=now)
@@ -106,19 +114,21 @@ class Admission:
                 self._line.charge(job.tenant, num_input=-delta.num_cached_tokens, num_output=len(delta.token_ids))
                 yield delta
 
-    async def _enter(self, job: Job) -> None:
-        """Returns when it is the job's turn."""
+    async def _enter(self, job: Job) -> Job:
+        """Returns when it is the job's turn. It is due that long after it came here, not after its turn."""
         now = _now()
+        if job.max_ttft_s is not None:
+            job = replace(job, due_s=now + job.max_ttft_s)
         entry = Entry(
             number=next(self._numbers),
             tenant=job.tenant,
             priority=job.priority,
             num_tokens=len(job.prompt_ids),
-            deadline_s=now + job.max_ttft_s if job.max_ttft_s is not None else math.inf,
+            deadline_s=job.due_s if job.due_s is not None else math.inf,
         )
         self._check_hope(job, entry, now)
         if not self._line and self._has_room(entry):
-            return
+            return job
         self._line.push(entry)
         self._bound(entry, now)
         turn = self._turns[entry.number] = Turn(job, asyncio.get_running_loop().create_future())
@@ -135,14 +145,26 @@ class Admission:
         finally:
             self._turns.pop(entry.number, None)
             self._line.remove(entry)
+        return job
 
     # -- refusing ------------------------------------------------------------------------------------------------------
 
     def _check_hope(self, job: Job, entry: Entry, now: float) -> None:
-        """Raises Overloaded when the first token is predicted to come too late."""
+        """Raises Overloaded when the first token is predicted to come too late, InvalidRequest when it would even if
+        nobody else were here."""
         if job.max_ttft_s is None:
             return
-        predicted_s = self._predicted_s(job, self._line.tokens_ahead(entry), now)
+        candidates, num_tokens = self._candidates(job, now), len(job.prompt_ids)
+        least_s = least_ttft_s(candidates, num_tokens)
+        if least_s is not None and least_s > job.max_ttft_s:
+            self.refused.impossible += 1
+            raise InvalidRequest(
+                f"max_ttft_ms is {job.max_ttft_s * 1000:g}: with nobody else here, the first token of this prompt "
+                f"({num_tokens} tokens) would come after about {least_s * 1000:.0f} ms; allow more than that",
+                param="max_ttft_ms",
+            )
+        reading_s = predicted_ttft_s(candidates, num_tokens, self._line.tokens_ahead(entry))
+        predicted_s = None if reading_s is None else reading_s + self._overrun.at(now)
         if predicted_s is None or predicted_s <= job.max_ttft_s:
             return
         self.refused.hopeless += 1
@@ -150,7 +172,7 @@ class Admission:
             f"the first token would come after about {predicted_s:.3g} s, later than the {job.max_ttft_s:g} s that "
             "max_ttft_ms allows: try again later, or allow more",
             param="max_ttft_ms",
-            retry_after_s=max(LEAST_RETRY_S, predicted_s - job.max_ttft_s),
+            retry_after_s=self._retry_s(predicted_s - job.max_ttft_s, entry, candidates),
         )
 
     def _too_late(self, entry: Entry, now: float) -> Overloaded | None:
@@ -171,10 +193,12 @@ class Admission:
 
     def _reading_s(self, job: Job, num_ahead: int, now: float) -> float | None:
         """To the first token, with so many tokens in line before it."""
-        fleet, num_tokens = self._fleet, len(job.prompt_ids)
+        return predicted_ttft_s(self._candidates(job, now), len(job.prompt_ids), num_ahead)
+
+    def _candidates(self, job: Job, now: float) -> list[Candidate]:
+        fleet = self._fleet
         hashes = partial(chain_hashes, job.prompt_ids, salt=job.cache_salt)
-        candidates = fleet.candidates(fleet.match(hashes, now=now), num_tokens)
-        return predicted_ttft_s(candidates, num_tokens, num_ahead)
+        return fleet.candidates(fleet.match(hashes, now=now), len(job.prompt_ids))
 
     def _bound(self, entry: Entry, now: float) -> None:
         """Keeps the line as long as it may be: whoever would go last is refused. Raises Overloaded if it is `entry`."""
@@ -192,7 +216,12 @@ class Admission:
         """Come again when what is in line has been read."""
         candidates = list(self._fleet.each_candidate())
         wait_s = predicted_ttft_s(candidates, 0, self._line.tokens_ahead(entry))
-        return Overloaded(why, retry_after_s=max(LEAST_RETRY_S, wait_s) if wait_s is not None else None)
+        return Overloaded(why, retry_after_s=self._retry_s(wait_s, entry, candidates) if wait_s is not None else None)
+
+    def _retry_s(self, wait_s: float, entry: Entry, candidates: Sequence[Candidate]) -> float:
+        """After what is ahead now, and after those who were told to come again before."""
+        behind_s = self._returning.after_s(entry, speed=reading_speed(candidates), now=_now())
+        return max(LEAST_RETRY_S, wait_s, min(wait_s + behind_s, self._config.max_queue_s))
 
     # -- letting through -----------------------------------------------------------------------------------------------
 

@@ -71,17 +71,40 @@ def predicted_ttft_s(candidates: Sequence[Candidate], num_tokens: int, num_ahead
     What is in line is shared out by all readers. None while no reader's speed is known.
     """
     readers = readers_of(candidates)
-    speed = sum(reader.prefill_tokens_per_s for reader in readers)
+    speed = reading_speed(readers)
     if not speed:
         return None
     return num_ahead / speed + min(_reading_s(reader, num_tokens) for reader in readers if reader.prefill_tokens_per_s)
 
 
+def least_ttft_s(candidates: Sequence[Candidate], num_tokens: int) -> float | None:
+    """Seconds to the first token on the best reader if nothing else were to be done; None while a reader has not been
+    measured, which may be the fastest."""
+    readers = readers_of(candidates)
+    if not all(reader.prefill_tokens_per_s for reader in readers):
+        return None
+    return min((_idle_s(reader, num_tokens) for reader in readers), default=None)
+
+
+def reading_speed(candidates: Sequence[Candidate]) -> float:
+    """Tokens a second of all readers; 0 while none has been measured."""
+    return sum(reader.prefill_tokens_per_s for reader in readers_of(candidates))
+
+
 def _reading_s(reader: Candidate, num_tokens: int) -> float:
     """As the worker measures its steps, or as first tokens have come of late, which also waited for each other's steps
-    and for answers in between: whatever is longer."""
+    and for answers in between: whatever is longer. Of one with nothing to read the shorter: were it believed to be late
+    for good, nobody would be sent there to find out."""
+    if not reader.queued_prefill_tokens:
+        return _idle_s(reader, num_tokens)
     before = reader.queued_prefill_tokens + num_tokens - reader.num_cached_tokens
     return max(before / reader.prefill_tokens_per_s, reader.reading(before)) + load_s(reader)
+
+
+def _idle_s(reader: Candidate, num_tokens: int) -> float:
+    missing = num_tokens - reader.num_cached_tokens
+    stepping_s = missing / reader.prefill_tokens_per_s
+    return min(stepping_s, reader.reading(missing) or stepping_s) + load_s(reader)
 
 
 def readers_of(candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -19,8 +19,12 @@ def error_body(error: BatonError) -> dict[str, Any]:
 
 
 def error_response(error: BatonError) -> Response:
-    """With Retry-After, in whole seconds, where the error knows when to come again; a 401 says what it wants."""
-    headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    """With Retry-After where the error knows when to come again: in whole seconds, and in milliseconds for clients that
+    read those (openai's do). A 401 says what it wants."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1000)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     return json_response(error_body(error), status=error.http_status, headers=headers)

@@ -6,17 +6,20 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from protos.errors import Overloaded
+from protos.errors import InvalidRequest, Overloaded
 from protos.values import BlockHash, FinishReason, SamplingParams, WorkerRole
 from router.admission.admission import Admission
+from router.admission.fair import Entry
+from router.admission.returning import Returning
 from router.config import RouterConfig
 from router.generation import Job, TokenDelta
-from router.policies.base import Candidate
+from router.policies.base import Candidate, Line
 from router.prefix.index import Match
 from router.prefix.memory import MemoryPrefixIndex
 
@@ -147,6 +150,38 @@ async def test_what_cannot_come_in_time_is_refused_at_once_with_the_time_to_come
     assert not pool.given
     assert not gate.num_waiting
     assert gate.refused.hopeless == 1
+
+
+def test_who_is_refused_comes_again_behind_those_refused_before_it() -> None:
+    """Told the same moment, all of them would find the same line again."""
+    returning, numbers = Returning(), count()
+
+    def told(*, now: float = 0.0, tenant: str = "", priority: int = 0) -> float:
+        entry = Entry(number=next(numbers), tenant=tenant, priority=priority, num_tokens=500, deadline_s=now + 2.0)
+        return returning.after_s(entry, speed=SPEED, now=now)
+
+    assert [told() for _ in range(4)] == [0.0, 0.5, 1.0, 1.5]
+    assert told(priority=1) == 0.0, "it goes before all of them"
+    assert told(tenant="quiet") == 1.0, "the urgent one, and one of another tenant's"
+    assert told(now=1.0) == 2.0, "two of the six have had their time"
+    for step in range(8):
+        returning.read(125, now=1.0 + step / 2)
+    assert told(now=5.0) > 4.0, "prompts are read at a quarter of that speed: a writer is what is missing"
+
+
+async def test_what_an_idle_cluster_could_not_do_promises_no_time_to_come_again() -> None:
+    pool = Pool()
+    gate = admission(pool)
+    pool.show(reading=Line(each_s=1.0))  # first tokens have been very late lately, for whatever reason
+    with pytest.raises(InvalidRequest, match=r"2000 tokens\) would come after about 2000 ms") as refused:
+        await run(gate, job("long", num_tokens=2000, max_ttft_s=1.9))
+    assert refused.value.param == "max_ttft_ms"
+    assert refused.value.retry_after_s is None
+    assert gate.refused.impossible == 1
+    pool.finish("short")
+    assert await run(gate, job("short", num_tokens=1000, max_ttft_s=1.9)), (
+        "it is idle: how else would it be seen to be fast"
+    )
 
 
 async def test_a_cached_prompt_is_not_taken_for_slow() -> None:

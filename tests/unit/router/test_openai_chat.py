@@ -235,6 +235,7 @@ async def test_failures_before_the_first_token_keep_their_status(
     assert failed.value.status_code == status
     assert "a bug of ours" not in str(failed.value), "what went wrong inside stays inside"
     assert failed.value.response.headers.get("retry-after") == ("3" if status == 429 else None)
+    assert failed.value.response.headers.get("retry-after-ms") == ("2200" if status == 429 else None)
 
 
 async def test_a_failure_in_the_middle_is_told_in_the_stream() -> None:

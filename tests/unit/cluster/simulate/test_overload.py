@@ -5,12 +5,13 @@ from __future__ import annotations
 from benchmarks.overload import CASES, Point, measure
 
 
-def at(case: int, *multiples: float) -> list[Point]:
-    return list(measure(CASES[case], num_requests=100, multiples=multiples).points)
+def at(case: int, *multiples: float, capacity: float) -> list[Point]:
+    points = measure(CASES[case], seconds=5.0, capacity=capacity, seeds=(0,), multiples=multiples).points
+    return list(points)
 
 
 def test_where_reading_is_scarce_three_times_the_load_costs_no_goodput() -> None:
-    full, flooded = at(0, 1.0, 3.0)
+    full, flooded = at(0, 1.0, 3.0, capacity=18.0)
     assert flooded.goodput >= 0.9 * full.goodput
     assert flooded.late <= 0.05 * flooded.admitted
     assert flooded.refused > flooded.goodput
@@ -18,7 +19,7 @@ def test_where_reading_is_scarce_three_times_the_load_costs_no_goodput() -> None
 
 
 def test_where_writing_is_scarce_three_times_the_load_costs_no_goodput() -> None:
-    full, flooded = at(1, 1.0, 3.0)
+    full, flooded = at(1, 1.0, 3.0, capacity=22.0)
     assert flooded.goodput >= 0.9 * full.goodput
     assert flooded.late <= 0.05 * flooded.admitted
     assert not flooded.errors
