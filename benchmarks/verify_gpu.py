@@ -51,6 +51,7 @@ CHECKS = (
     _tests("attention", "PagedAttention keeps the contract of all backends", "tests/contract/test_attention.py"),
     _tests("engine", "greedy tokens are transformers', with graphs and without", "tests/gpu/test_engine_cuda.py"),
     _tests("steady-state", "no launch waits for the device", "tests/gpu/test_steady_state.py"),
+    _tests("host-tier", "evicted blocks come back, and nobody waits", "tests/gpu/test_host_tier_cuda.py"),
     _tests("ranks", "ranks meet over NCCL", "tests/gpu/test_ranks_nccl.py"),
     _measures("gpu-engine", "decode, prefill, transformers beside", "-m", "benchmarks.gpu_engine", limit_s=480.0),
     _measures("gpu-kernels", "each kernel beside its floor", "-m", "benchmarks.gpu_kernels", limit_s=240.0),
