@@ -61,7 +61,11 @@ def to_proto(value: Any) -> Any:
     kind: Any = type(value)
     if kind is values.SequenceUpdate:
         return _encode_update(value)
-    return _MESSAGES[kind](**{name: encode(getattr(value, name)) for name, encode in _encoders(kind)})
+    plain, others = _encoders(kind)
+    content = {name: getattr(value, name) for name in plain}
+    for name, encode in others:
+        content[name] = encode(getattr(value, name))
+    return _MESSAGES[kind](**content)
 
 
 def from_proto(kind: type[Value], message: Any) -> Value:
@@ -163,9 +167,16 @@ _SPECIAL: dict[tuple[type, str], tuple[Encode, Decode]] = {
 }
 
 
+_SCALARS = (int, float, bool, str, bytes)
+
+
 @cache
-def _encoders(kind: type) -> tuple[tuple[str, Encode], ...]:
-    return tuple((field.name, _SPECIAL.get((kind, field.name), (_encode, None))[0]) for field in fields(kind))
+def _encoders(kind: type) -> tuple[tuple[str, ...], tuple[tuple[str, Encode], ...]]:
+    """Names of the fields that are the same in both shapes, and those of the others, each with what encodes it."""
+    hints = get_type_hints(kind)
+    plain = tuple(field.name for field in fields(kind) if hints[field.name] in _SCALARS)
+    others = (field.name for field in fields(kind) if field.name not in plain)
+    return plain, tuple((name, _SPECIAL.get((kind, name), (_encode, None))[0]) for name in others)
 
 
 def _encode(value: Any) -> Any:

@@ -35,7 +35,8 @@ def simulated_router(policy: str = "prefix_aware", **settings: float) -> RouterC
 class SimulationConfig:
     """`num_gpus` of a worker; `load_s` from a worker's launch until it serves. `audit_every` events all invariants are
     looked at, 0: only at the end. A request that gets nothing for `patience_s` is stuck. All want their first token
-    within `max_ttft_s`, if given."""
+    within `max_ttft_s`, if given. `request_s`: what a gateway does for a request besides routing it, for one after the
+    other."""
 
     pools: PoolsConfig
     spec: Spec
@@ -51,6 +52,7 @@ class SimulationConfig:
     audit_every: int = 0
     patience_s: float = 600.0
     max_ttft_s: float | None = None
+    request_s: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:

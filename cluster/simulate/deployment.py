@@ -46,6 +46,14 @@ class Gateway:
         self.admission = Admission(self.dispatcher, fleet=self.fleet, config=config.router)
         self.requests: dict[asyncio.Task[None], None] = {}
         self.alive = True
+        self._request_s = config.request_s
+        self._free_s = 0.0
+
+    async def receive(self) -> None:
+        """Reads a request, and later writes its answer: one process does it for all of them."""
+        now = asyncio.get_running_loop().time()
+        self._free_s = max(self._free_s, now) + self._request_s
+        await asyncio.sleep(self._free_s - now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ class Tally:
         return self.prompt_s + self.answer_s
 
     def count(self, step: Step, num_answer: int, step_s: float) -> None:
-        num_prompt = step.num_tokens - num_answer
+        num_prompt = int(step.num_tokens) - num_answer
         self.num_answer_tokens += num_answer
         self.num_prompt_tokens += num_prompt
         self.answer_s += step_s * num_answer / step.num_tokens

@@ -1,7 +1,8 @@
 """How long a step takes: from a roofline of public figures, or from steps that were measured.
 
 roofline    max(arithmetic / rate, bytes / bandwidth) + what its kernels' launches and its reductions cost
-calibrated  a + b * sampled rows + c * computed tokens + d * tokens read back, none below 0, fitted to measurements
+calibrated  a + b * sampled rows + c * computed tokens + d * tokens read back, none below 0, fitted to measurements;
+            and what a request takes beside its steps: its way to a worker and its first token's way back
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from protos.errors import Misconfigured
 
 class Step(NamedTuple):
     """What a step's time depends on. `num_rows` sequences, `num_tokens` computed in all; `num_read`: positions of KV
-    that are read, each once a row; `num_attended`: pairs of a computed position and one it looks at."""
+    that are read, each once a row; `num_attended`: pairs of a computed position and one it looks at. Fractions are of
+    a mean over steps."""
 
-    num_rows: int
-    num_tokens: int
-    num_read: int
+    num_rows: float
+    num_tokens: float
+    num_read: float
     num_attended: float
 
 
@@ -59,7 +61,7 @@ class Roofline:
         device_s = max(flops / rate, moved / (gpu.memory_rate * tp * self.memory_share))
         return device_s + self.launch_s + self._reduce_s(step.num_tokens)
 
-    def _reduce_s(self, num_tokens: int) -> float:
+    def _reduce_s(self, num_tokens: float) -> float:
         """Two all-reduces a layer, each 2 (tp - 1) / tp of the activations over every GPU's link."""
         if self.tp == 1:
             return 0.0
@@ -69,21 +71,25 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One step, and how long it took."""
+    """One step, or the mean of several, and how long it took. A client that saw it also waited for what `num_requests`
+    take beside their steps."""
 
     step: Step
     seconds: float
+    num_requests: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """`error` is the mean of |predicted / measured - 1| over the points it was fitted to, `worst` the largest."""
+    """`request_s` is what a request takes beside its steps. `error` is the mean of |predicted / measured - 1| over the
+    points it was fitted to, `worst` the largest."""
 
     base_s: float
     row_s: float
     token_s: float
     read_s: float
     attended_s: float
+    request_s: float = 0.0
     num_points: int = 0
     error: float = 0.0
     worst: float = 0.0
@@ -102,11 +108,8 @@ def calibrate(points: Sequence[Measured]) -> Calibrated:
     """Least squares of relative errors with no coefficient below 0. Raises Misconfigured without points."""
     if not points:
         raise Misconfigured("--calibration: there is no measured step in it", param="calibration")
-    steps = [point.step for point in points]
     seconds = np.array([point.seconds for point in points])
-    columns = np.array(
-        [[1.0, step.num_rows, step.num_tokens, step.num_read, step.num_attended] for step in steps], dtype=np.float64
-    )
+    columns = np.array([[1.0, *point.step, point.num_requests] for point in points], dtype=np.float64)
     fitted = non_negative(columns / seconds[:, None], np.ones(len(points)))
     off = np.abs(columns @ fitted / seconds - 1)
     return Calibrated(
@@ -115,6 +118,7 @@ def calibrate(points: Sequence[Measured]) -> Calibrated:
         token_s=float(fitted[2]),
         read_s=float(fitted[3]),
         attended_s=float(fitted[4]),
+        request_s=float(fitted[5]),
         num_points=len(points),
         error=float(off.mean()),
         worst=float(off.max()),
@@ -148,17 +152,19 @@ def non_negative(matrix: Any, target: Any) -> Any:
 
 def read_points(path: Path) -> list[Measured]:
     """From a JSON list of steps: `rows` (pairs of computed tokens and context after them, one a sequence) and
-    `seconds`. Or from what `baton bench --concurrency N --json FILE` wrote: the mean time per token is a step of N
-    sequences, and with N = 1 the mean time to the first token is a step that reads a prompt. Raises Misconfigured."""
+    `seconds`. Or from what `baton bench --concurrency N --json FILE` wrote: the mean time per token is that of the mean
+    step, in which N sequences are, and the others' prompts are read; with N = 1 the mean time to the first token is a
+    step that reads a prompt, and what a request takes besides. Raises Misconfigured."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        steps = _steps_of_bench(content) if isinstance(content, dict) else content
+        if isinstance(content, dict):
+            return _steps_of_bench(content)
         return [
             Measured(
                 step=step_of([(int(computed), int(context)) for computed, context in one["rows"]]),
                 seconds=float(one["seconds"]),
             )
-            for one in steps
+            for one in content
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Misconfigured(
@@ -168,20 +174,27 @@ def read_points(path: Path) -> list[Measured]:
         ) from error
 
 
-def _steps_of_bench(document: dict[str, Any]) -> list[dict[str, Any]]:
+def _steps_of_bench(document: dict[str, Any]) -> list[Measured]:
     figures, at_once = document["figures"], int(document["workload"]["concurrency"])
-    prompt = figures["num_prompt_tokens"] // figures["num_completed"]
-    answer = figures["num_output_tokens"] // figures["num_completed"]
-    steps = [{"rows": [(1, prompt + answer // 2)] * at_once, "seconds": figures["tpot_s"]["mean"]}]
+    prompt = figures["num_prompt_tokens"] / figures["num_completed"]
+    answer = figures["num_output_tokens"] / figures["num_completed"]
+    alone, context = step_of([(prompt, prompt)]), prompt + answer / 2
+    read = (at_once - 1) / answer  # prompts a step: the others' are read while this answer is written
+    mean = Step(
+        num_rows=at_once,
+        num_tokens=at_once + read * alone.num_tokens,
+        num_read=at_once * context + read * alone.num_read,
+        num_attended=at_once * context + read * alone.num_attended,
+    )
+    steps = [Measured(step=mean, seconds=figures["tpot_s"]["mean"])]
     if at_once == 1:
-        steps.append({"rows": [(prompt, prompt)], "seconds": figures["ttft_s"]["mean"]})
+        steps.append(Measured(step=alone, seconds=figures["ttft_s"]["mean"], num_requests=1))
     return steps
 
 
-def step_of(rows: Sequence[tuple[int, int]]) -> Step:
+def step_of(rows: Sequence[tuple[float, float]]) -> Step:
     """From (computed tokens, context after them) of every row."""
-    num_tokens = num_read = 0
-    num_attended = 0.0
+    num_tokens = num_read = num_attended = 0.0
     for computed, context in rows:
         num_tokens += computed
         num_read += context

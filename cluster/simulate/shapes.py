@@ -73,12 +73,12 @@ class Model:
             return self.params
         return self.params - self.experts.params * (1 - self.experts.num_active / self.experts.num)
 
-    def touched_params(self, num_tokens: int) -> float:
+    def touched_params(self, num_tokens: float) -> float:
         """That must be read for a step of so many tokens, each of which draws its experts at random."""
         experts = self.experts
         if experts is None:
             return self.params
-        untouched = (1 - experts.num_active / experts.num) ** num_tokens
+        untouched = float((1 - experts.num_active / experts.num) ** num_tokens)
         return self.params - experts.params * untouched
 
     @property

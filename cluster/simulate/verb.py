@@ -145,6 +145,7 @@ class _Scene:
             router=replace(self.settings.router, policy=choice.policy),
             supervision=self.settings.supervision,
             num_gateways=self.gateways,
+            request_s=self.latency.request_s if self.latency is not None else 0.0,
             num_gpus=choice.tp,
             usd_per_gpu_hour=self.usd_per_gpu_hour,
             audit_every=self.audit_every,
@@ -166,7 +167,8 @@ def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path
     if scene.latency is not None:
         fitted = scene.latency
         errors.print(
-            f"calibrated on {fitted.num_points} steps: off by {fitted.error:.1%} on average, {fitted.worst:.1%} at most"
+            f"calibrated on {fitted.num_points} steps: off by {fitted.error:.1%} on average, {fitted.worst:.1%} at "
+            f"most; a request takes {fitted.request_s * 1000:.1f} ms beside them"
         )
     if num_left_out:
         errors.print(f"{num_left_out} sessions left out: longer than a worker can hold", style="yellow")

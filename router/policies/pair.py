@@ -50,13 +50,15 @@ def pair(
         best = cheapest(reading, view, slack=slack) if reading else None
         near = nsmallest(NEAR_READERS, reading, key=lambda one: one.total) if between is not None else ()
         writings = write(view, list(writers.values()))
-        own = {one.worker_id: one for one in read(view, [writers[writing.worker_id] for writing in writings])}
+        offered = [writers[writing.worker_id] for writing in writings]
+        why = {one.worker_id: _alone(view, one, short, has_readers=best is not None) for one in offered}
+        own = {one.worker_id: one for one in read(view, offered)} if any(why.values()) else {}
         whole: list[Score] = []
         by: dict[str, tuple[Score, Alone | None]] = {}
         for writing in writings:
             writer = writers[writing.worker_id]
             terms = dict(writing.terms)
-            alone = _alone(view, writer, short, has_readers=best is not None)
+            alone = why[writer.worker_id]
             reader = best
             if alone or reader is None:
                 reader = own[writer.worker_id]

@@ -51,7 +51,7 @@ class MovingRole:
     def tick(self, now: float) -> Tick:
         failed = self.incoming.tick(now)
         tick = self.outgoing.tick(now)
-        return replace(tick, failed=(*failed, *tick.failed))
+        return replace(tick, failed=(*failed, *tick.failed)) if failed else tick
 
     def busy(self) -> bool:
         return self.incoming.busy() or self.outgoing.busy() or self._mover.busy()

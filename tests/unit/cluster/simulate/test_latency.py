@@ -55,10 +55,13 @@ def test_weights_that_do_not_fit_are_refused_with_the_number_of_gpus() -> None:
 
 
 def test_a_calibration_finds_the_coefficients_and_says_how_well_it_fits() -> None:
-    truth = Calibrated(base_s=0.003, row_s=1e-4, token_s=2e-5, read_s=1e-7, attended_s=0.0)
+    truth = Calibrated(base_s=0.003, row_s=1e-4, token_s=2e-5, read_s=1e-7, attended_s=0.0, request_s=0.005)
     shapes = [(tokens, before, rows) for tokens in (1, 64, 500) for before in (0, 900) for rows in (1, 4, 16)]
     steps = [step_of([(tokens, tokens + before)] * rows) for tokens, before, rows in shapes]
-    found = calibrate([Measured(step=step, seconds=truth.step_s(step)) for step in steps])
+    points = [Measured(step=step, seconds=truth.step_s(step)) for step in steps]
+    first_tokens = [Measured(step=one.step, seconds=one.seconds + truth.request_s, num_requests=1) for one in points]
+    found = calibrate([*points, *first_tokens])
+    assert found.request_s == pytest.approx(truth.request_s)
     assert found.error < 1e-6
     assert [found.step_s(step) for step in steps] == pytest.approx([truth.step_s(step) for step in steps])
 
@@ -94,5 +97,7 @@ def test_figures_of_a_bench_are_steps_too(tmp_path: Path) -> None:
     token, prompt = ran(1)
     assert (token.step.num_tokens, token.step.num_read, token.seconds) == (1, 120, 0.01)
     assert (prompt.step.num_tokens, prompt.step.num_rows, prompt.seconds) == (100, 1, 0.2)
+    assert (token.num_requests, prompt.num_requests) == (0, 1)
     (four,) = ran(4)
-    assert (four.step.num_rows, four.step.num_tokens) == (4, 4)
+    others_tokens = 3 * 100 / 40  # a step: three prompts are read while one answer of 40 is written
+    assert (four.step.num_rows, four.step.num_tokens) == (4, 4 + others_tokens)

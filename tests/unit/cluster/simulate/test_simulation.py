@@ -103,3 +103,11 @@ def test_colocated_workers_serve_as_well() -> None:
     config = replace(config, pools=replace(config.pools, prefill=None, decode=None, colocated=2))
     outcome = simulate(config, sessions(num=20))
     assert [record.error for record in outcome.records] == [""] * 20
+
+
+def test_what_a_gateway_does_for_a_request_comes_before_its_first_token() -> None:
+    asked = sessions(num=3, rate=1.0, max_output=40)
+    plain, slow = (simulate(town(request_s=request_s), asked) for request_s in (0.0, 0.05))
+    for one, other in zip(plain.records, slow.records, strict=True):
+        assert one.ttft_s is not None
+        assert other.ttft_s == pytest.approx(one.ttft_s + 0.05, abs=0.002)
