@@ -24,6 +24,7 @@ from protos.values import KVLayout, LaneAddress, Ticket
 from workers.kv.mover import Dock
 from workers.kv.storage import KVStorage
 
+ON = os.environ.get("LANES_ON", "cpu")
 OVER = cast(Preference, os.environ.get("LANES_OVER", "auto"))
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 
@@ -115,12 +116,12 @@ def prompt_chunks(ticket: Ticket) -> list[Chunk]:
 
 def push(rank: int, tp: int, size: int, port: int, tp_there: int, size_there: int) -> None:
     layout, there = replace(PROMPT, tp=tp, block_size=size), replace(PROMPT, tp=tp_there, block_size=size_there)
-    storage, kv, blocks = KVStorage(layout, num_blocks=16), prompt_kv(), blocks_of(TOKENS, size)
+    storage, kv, blocks = KVStorage(layout, num_blocks=16, device=ON), prompt_kv(), blocks_of(TOKENS, size)
     mine = heads_of(layout, rank)
     for token in range(TOKENS):
         storage.data[:, :, blocks[token // size], :, token % size] = kv[:, :, token, mine.start : mine.stop]
     config = LaneConfig(transport=OVER, message_bytes=100)
-    sender = CollectiveTransport(rank=rank, config=config).sender(address("p0", 1), layout)
+    sender = CollectiveTransport(rank=rank, device=ON, config=config).sender(address("p0", 1), layout)
     dock = Dock(storage, layout, rank=rank, sender=sender)
     ticket = prompt_ticket(address("d0", 1, port), there)
     for chunk in prompt_chunks(ticket):

@@ -1,4 +1,5 @@
-"""Lanes between two processes that share a GPU, over CUDA IPC and over NCCL. Left out where there is no GPU."""
+"""Lanes between processes that share a GPU: over CUDA IPC, over NCCL, also from one rank to two, and through the host's
+memory where NCCL refuses. Left out where there is no GPU."""
 
 from __future__ import annotations
 
@@ -7,36 +8,57 @@ import os
 import threading
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import cast
 
 import pytest
 import torch
 
 from kvtransfer.config import LaneConfig, Preference
+from kvtransfer.reshard import heads_of
 from kvtransfer.transport import Arrived
 from kvtransfer.transports.collective import CollectiveTransport
-from tests.cluster.lane_peer import LAYOUT, address, chunk, ticket_to
+from protos.values import LaneAddress
+from tests.cluster import lane_peer
+from tests.cluster.lane_peer import (
+    CACHED,
+    LAYOUT,
+    PROMPT,
+    TOKENS,
+    address,
+    blocks_of,
+    chunk,
+    prompt_chunks,
+    prompt_kv,
+    prompt_ticket,
+    push,
+    ticket_to,
+)
+from workers.kv.mover import Dock
+from workers.kv.storage import KVStorage
 
 pytestmark = pytest.mark.gpu
 
 NUM_CHUNKS = 20
 PATIENCE_S = 60.0
-TRANSPORTS = {"shm": "cuda-ipc", "collective": "nccl"}
+TRANSPORTS = {"shm": "cuda-ipc", "collective": "nccl", "one host": "gloo"}
 
 
 def _payload(index: int) -> torch.Tensor:
     return torch.full((LAYOUT.block_bytes // 4,), float(index), device="cuda")
 
 
-def _transport(preference: Preference, side: str) -> CollectiveTransport:
+def _transport(way: str, side: str) -> CollectiveTransport:
     # NCCL takes two processes on one GPU only for two hosts'.
-    os.environ.update(NCCL_HOSTID=side, NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+    host, over = ("one", "collective") if way == "one host" else (side, way)
+    os.environ.update(NCCL_HOSTID=host, NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+    preference = cast(Preference, over)
     config = LaneConfig(transport=preference, message_bytes=100, max_staged_bytes=4 * LAYOUT.block_bytes, stall_s=30.0)
     return CollectiveTransport(device="cuda:0", config=config)
 
 
-def _receive(pipe: Connection, preference: Preference) -> None:
+def _receive(pipe: Connection, way: str) -> None:
     bell = threading.Event()
-    receiver = _transport(preference, "destination").receiver(address("d0", 1), LAYOUT, wake=bell.set)
+    receiver = _transport(way, "destination").receiver(address("d0", 1), LAYOUT, wake=bell.set)
     receiver.expect(address("p0", 1), LAYOUT)
     pipe.send(receiver.address)
     told = 0
@@ -53,14 +75,14 @@ def _receive(pipe: Connection, preference: Preference) -> None:
     receiver.close()
 
 
-@pytest.mark.parametrize("preference", TRANSPORTS)
-def test_payloads_in_device_memory_arrive(preference: Preference) -> None:
+@pytest.mark.parametrize("way", TRANSPORTS)
+def test_payloads_in_device_memory_arrive(way: str) -> None:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_receive, args=(there, preference), daemon=True)
+    process = context.Process(target=_receive, args=(there, way), daemon=True)
     process.start()
     bell = threading.Event()
-    sender = _transport(preference, "source").sender(address("p0", 1), LAYOUT, wake=bell.set)
+    sender = _transport(way, "source").sender(address("p0", 1), LAYOUT, wake=bell.set)
     ticket = replace(ticket_to(address("d0", 1)), destination=here.recv())
     for index in range(NUM_CHUNKS):
         while not sender.can_offer(ticket):
@@ -69,6 +91,63 @@ def test_payloads_in_device_memory_arrive(preference: Preference) -> None:
             sender.poll()
         sender.offer(ticket, chunk(index), _payload(index))
     assert [here.recv() for _ in range(NUM_CHUNKS)] == [(index, True) for index in range(NUM_CHUNKS)]
-    assert here.recv() == [TRANSPORTS[preference]]
+    assert here.recv() == [TRANSPORTS[way]]
     sender.close()
     process.join()
+
+
+SIZE = 4  # tokens of a block, at both ends
+
+
+def _push_all(port: int, device: str) -> None:
+    """The source's only rank."""
+    os.environ.update(NCCL_HOSTID="source", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+    lane_peer.OVER, lane_peer.ON = "collective", device
+    push(0, 1, SIZE, port, 2, SIZE)
+
+
+def _land_all(pipe: Connection, rank: int, who: LaneAddress, device: str) -> None:
+    """One rank of the destination: says where it is met, then what is in its cache in the end."""
+    os.environ.update(NCCL_HOSTID=f"destination{rank}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+    layout, bell = replace(PROMPT, tp=2), threading.Event()
+    config = LaneConfig(transport="collective", message_bytes=100, stall_s=30.0)
+    receiver = CollectiveTransport(rank=rank, device=device, config=config).receiver(who, layout, wake=bell.set)
+    storage = KVStorage(layout, num_blocks=16, device=device)
+    dock = Dock(storage, layout, rank=rank, receiver=receiver)
+    dock.expect(address("p0", 1), PROMPT)
+    pipe.send(receiver.address)
+    ticket, num_left = prompt_ticket(receiver.address, layout), 4
+    while num_left:
+        bell.wait(PATIENCE_S)
+        bell.clear()
+        for event in receiver.poll():
+            assert isinstance(event, Arrived), f"the lane was lost: {event}"
+            num_left -= 1
+    for part in prompt_chunks(ticket):
+        dock.land(part, ticket.block_ids[part.first_block : part.first_block + part.num_blocks], "p0#1")
+    pipe.send(storage.data.cpu().numpy())
+    dock.close()
+
+
+@pytest.mark.parametrize("device", ["cuda:0"])
+def test_one_rank_meets_two_over_nccl(device: str) -> None:
+    """Each of the two gets its heads of every token, bit for bit."""
+    context, ends, processes = multiprocessing.get_context("spawn"), [], []
+    who = address("d0", 1)
+    for rank in range(2):
+        here, there = context.Pipe()
+        processes.append(context.Process(target=_land_all, args=(there, rank, who, device), daemon=True))
+        processes[-1].start()
+        who = here.recv()
+        ends.append(here)
+    processes.append(context.Process(target=_push_all, args=(who.port, device), daemon=True))
+    processes[-1].start()
+    kv, blocks = prompt_kv(), blocks_of(TOKENS, SIZE)
+    for rank, end in enumerate(ends):
+        heads, data = heads_of(replace(PROMPT, tp=2), rank), torch.from_numpy(end.recv())
+        for token in range(CACHED, TOKENS):
+            landed = data[:, :, blocks[token // SIZE], :, token % SIZE]
+            assert torch.equal(landed, kv[:, :, token, heads.start : heads.stop]), f"token {token} on rank {rank}"
+    processes[-1].kill()
+    for process in processes:
+        process.join()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from workers.parallel.ranks import Leader
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
+DEVICE: Literal["cpu", "cuda"] = "cuda"
 PROMPT = tuple(torch.randint(3, VOCAB_SIZE, (100,), generator=torch.Generator().manual_seed(5)).tolist())
 NUM_BEFORE = 20
 

@@ -27,6 +27,32 @@ def _sum_over_nccl(rank: int, port: int) -> tuple[float, list[int]]:
     return total, lowest
 
 
+def _replay_over_nccl(rank: int, port: int) -> float:
+    os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    store = open_store("127.0.0.1", port) if rank == 0 else find_store("127.0.0.1", port)
+    group = meet(store, rank=rank, size=2, name="w0", device="cuda", timeout_s=60.0)
+    x = torch.full((4,), rank + 1.0, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        group.all_reduce(x)
+    for _ in range(3):
+        graph.replay()
+    total = x[0].item()
+    group.broadcast("done")
+    group.close()
+    return total
+
+
+def test_an_all_reduce_is_recorded_and_replayed() -> None:
+    """As in the graphs of a decode step. Recording computes nothing; each replay adds what the other rank has."""
+    store = open_store("127.0.0.1")
+    store.close()
+    port = store.port
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert list(pool.map(_replay_over_nccl, range(2), [port, port])) == [12.0, 12.0]
+
+
 def test_two_ranks_meet_over_nccl() -> None:
     store = open_store("127.0.0.1")
     store.close()
