@@ -1,6 +1,7 @@
 """What a hit on the host tier costs: time to the first token of a prompt that is computed, on the host, on the device.
 
     python -m benchmarks.host_tier
+    python -m benchmarks.host_tier --core-time      seconds of one core, where others use the machine as well
 
 One engine in this process, on a CPU, where the host's memory is the device's: it shows what the copies and the books
 cost, not what the link of a GPU does. Rounds take turns, each with a prompt of its own; the medians count.
@@ -13,11 +14,12 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -53,18 +55,18 @@ def opened(folder: Path, num_tokens: int) -> Iterator[Engine]:
         leader.close()
 
 
-def first_token_s(engine: Engine, prompt_ids: tuple[int, ...]) -> tuple[float, int]:
+def first_token_s(engine: Engine, prompt_ids: tuple[int, ...], clock: Callable[[], float]) -> tuple[float, int]:
     """And how many tokens were found."""
-    start = time.perf_counter()
+    start = clock()
     engine.submit(GenerateRequest(request_id="r", prompt_ids=prompt_ids, sampling=ONE), now=start)
     num_cached = 0
     while engine.has_work():
-        for update in engine.step(now=time.perf_counter()):
+        for update in engine.step(now=clock()):
             num_cached = max(num_cached, update.num_cached_tokens)
-    return time.perf_counter() - start, num_cached
+    return clock() - start, num_cached
 
 
-def measure(folder: Path, num_tokens: int, num_rounds: int) -> list[str]:
+def measure(folder: Path, num_tokens: int, num_rounds: int, clock: Callable[[], float]) -> list[str]:
     chance = random.Random(1)
 
     def fresh() -> tuple[int, ...]:
@@ -72,16 +74,16 @@ def measure(folder: Path, num_tokens: int, num_rounds: int) -> list[str]:
 
     times: dict[str, list[float]] = defaultdict(list)
     with opened(folder, num_tokens) as engine:
-        first_token_s(engine, fresh())
+        first_token_s(engine, fresh(), clock)
         load, loaded_before_s = HostLoad(), 0.0
         for _ in range(num_rounds):
             prompt = fresh()
-            computed_s, _ = first_token_s(engine, prompt)
-            device_s, on_device = first_token_s(engine, prompt)
+            computed_s, _ = first_token_s(engine, prompt, clock)
+            device_s, on_device = first_token_s(engine, prompt, clock)
             for _ in range(2):
-                first_token_s(engine, fresh())
+                first_token_s(engine, fresh(), clock)
             assert not engine.pool.match(chain_hashes(prompt, BLOCK))
-            host_s, on_host = first_token_s(engine, prompt)
+            host_s, on_host = first_token_s(engine, prompt, clock)
             load = engine.load().host or HostLoad()
             assert on_device == on_host, f"{on_host} tokens were found, {on_device} on the device: was it not loaded?"
             for name, value in (("computed", computed_s), ("device", device_s), ("host", host_s)):
@@ -101,15 +103,19 @@ def measure(folder: Path, num_tokens: int, num_rounds: int) -> list[str]:
 def main(
     tokens: Annotated[int, typer.Option(help="Of a prompt.")] = 2032,
     rounds: Annotated[int, typer.Option(help="Of each kind.")] = 7,
+    core_time: Annotated[bool, typer.Option("--core-time", help="One thread, and its processor time.")] = False,
 ) -> None:
-    table = Table(title=f"milliseconds to the first token of a prompt of {tokens} tokens")
+    if core_time:
+        torch.set_num_threads(1)
+    clock = time.process_time if core_time else time.perf_counter
+    table = Table(title=f"milliseconds{' of one core' * core_time} to the first token of a prompt of {tokens} tokens")
     columns = ("model", "computed", "host hit", "of it copying", "device hit", "MiB", "GB/s", "computed / host")
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left")
     with tempfile.TemporaryDirectory() as scratch:
         write_checkpoint(Path(scratch))
         for model, folder in (("demo", DEMO), ("368M, random", Path(scratch))):
-            table.add_row(model, *measure(folder, tokens, rounds))
+            table.add_row(model, *measure(folder, tokens, rounds, clock))
     Console(width=140).print(table)
 
 

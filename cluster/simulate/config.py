@@ -19,6 +19,7 @@ from workers.config import SchedulerConfig
 
 VOCAB_SIZE = 32_768
 MEMORY_SHARE = 0.9
+HOST_BYTES_PER_S = 25e9  # from the host's memory to one GPU, over a PCIe 4.0 link of 16 lanes
 GPU_WORKERS: Table = {
     "model": "simulated",
     "worker": {"block_size": 64, "max_num_batched_tokens": 8192, "max_num_seqs": 256, "prefill_chunk": 8192},
@@ -84,9 +85,10 @@ def hardware_spec(
     settings = settings or read_settings(None, ())
     worker = settings.worker
     share = worker.memory_fraction or MEMORY_SHARE
+    layout = shape.layout(worker.block_size)
     return Spec(
         model=model,
-        layout=shape.layout(worker.block_size),
+        layout=layout,
         num_blocks=worker.num_blocks
         or num_blocks(card, shape, tp=tp, block_size=worker.block_size, memory_share=share),
         scheduler=SchedulerConfig(
@@ -102,4 +104,6 @@ def hardware_spec(
         decode=settings.decode,
         depth=1 if worker.steps_in_flight is None else worker.steps_in_flight,
         leaping=leaping,
+        host_blocks=int(worker.host_kv_gib * 2**30) // layout.block_bytes,
+        host_bytes_per_s=HOST_BYTES_PER_S * tp,
     )

@@ -225,11 +225,22 @@ class Device:
         )
 
     def write(self, cut: Cut, payload: Payload) -> None:
-        ids = list(cut.block_ids)
-        content = payload.content.reshape(len(ids), self._block_size)
+        self.put(cut.block_ids, payload.content.reshape(len(cut.block_ids), self._block_size))
+
+    def content(self, block_ids: Sequence[int]) -> Any:
+        """A copy of whole blocks."""
+        return self._content[list(block_ids)]
+
+    def put(self, block_ids: Sequence[int], content: Any) -> None:
+        """Overwrites whole blocks."""
+        ids = list(block_ids)
         self._content[ids] = content
-        for block_id, total in zip(ids, content.sum(axis=1).tolist(), strict=True):
+        for block_id, total in zip(ids, self._content[ids].sum(axis=1).tolist(), strict=True):
             self._sums[block_id] = total
+
+    def wait_until(self, when_s: float) -> None:
+        """What is launched from now on begins no sooner."""
+        self._free_s = max(self._free_s, when_s)
 
     def _write(self, row: Row, token_ids: Sequence[int]) -> int | None:
         """What was written, if it is one position. A block that is begun anew loses what an earlier owner left."""

@@ -12,6 +12,7 @@ from cluster.simulate.device import Device
 from cluster.simulate.lanes import Lanes
 from cluster.simulate.latency import Latency
 from cluster.simulate.network import Network, Port
+from cluster.simulate.tier import HostMemory
 from cluster.simulate.turns import EngineTurns
 from decode_pool.config import DecodeConfig
 from decode_pool.role import DecodeRole
@@ -23,6 +24,7 @@ from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.engine.scheduler import Scheduler
 from workers.kv.blocks import BlockPool
+from workers.kv.host import HostPool
 from workers.kv.incoming import reservations
 from workers.kv.mover import Dock, Mover
 from workers.rpc.server import WorkerServicer
@@ -30,7 +32,8 @@ from workers.rpc.server import WorkerServicer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What every worker of a simulated cluster has in common. `depth` as `workers.engine.engine.Engine` has it."""
+    """What every worker of a simulated cluster has in common. `depth` as `workers.engine.engine.Engine` has it; blocks
+    of the host tier, if there are `host_blocks`, come at `host_bytes_per_s`."""
 
     model: str
     layout: KVLayout
@@ -43,6 +46,8 @@ class Spec:
     stall_s: float = 60.0
     leaping: bool = False
     thorough: bool = False
+    host_blocks: int = 0
+    host_bytes_per_s: float = 25e9
 
 
 class SimulatedWorker:
@@ -74,7 +79,7 @@ class SimulatedWorker:
             thorough=spec.thorough,
         )
         log = EventLog(incarnation)
-        pool = BlockPool(spec.num_blocks, spec.layout.block_size, log.record)
+        pool = BlockPool(spec.num_blocks, spec.layout.block_size, log.record, host=self._make_host(log))
         self._mover = self._make_mover(lanes)
         self.role = self._make_role(pool)
         scheduler = Scheduler(spec.scheduler, pool, self.role)
@@ -179,6 +184,14 @@ class SimulatedWorker:
             device="simulated",
             num_blocks=spec.num_blocks,
         )
+
+    def _make_host(self, log: EventLog) -> HostPool | None:
+        spec = self._spec
+        if not spec.host_blocks:
+            return None
+        block_bytes = spec.layout.block_bytes
+        memory = HostMemory(self.device, block_s=block_bytes / spec.host_bytes_per_s)
+        return HostPool(spec.host_blocks, memory, log.record, block_bytes=block_bytes)
 
     def _make_mover(self, lanes: Lanes) -> Mover:
         exchange, layout = lanes.exchange, self._spec.layout

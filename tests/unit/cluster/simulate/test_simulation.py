@@ -111,3 +111,19 @@ def test_what_a_gateway_does_for_a_request_comes_before_its_first_token() -> Non
     for one, other in zip(plain.records, slow.records, strict=True):
         assert one.ttft_s is not None
         assert other.ttft_s == pytest.approx(one.ttft_s + 0.05, abs=0.002)
+
+
+def test_a_host_tier_finds_more_and_its_loads_take_time_that_leaps_do_not_change() -> None:
+    asked = sessions("conversations", num=12)
+
+    def outcome(host_blocks: int, *, leaping: bool, speed: float = 25e9) -> tuple[str, int]:
+        config = town(num_blocks=64, leaping=leaping, audit_every=100)
+        spec = replace(config.spec, host_blocks=host_blocks, host_bytes_per_s=speed)
+        told = simulate(replace(config, spec=spec), asked)
+        assert {record.error for record in told.records} == {""}
+        return told.fingerprint, sum(record.num_cached or 0 for record in told.records)
+
+    without, plain = outcome(0, leaping=True), outcome(4000, leaping=False)
+    assert plain[1] > without[1]
+    assert outcome(4000, leaping=True) == plain
+    assert outcome(4000, leaping=True, speed=1e7) == without, "what is loaded slower than computed is computed"
