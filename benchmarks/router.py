@@ -1,6 +1,6 @@
 """What a gateway costs: CPU seconds a request and a token, and the latency it adds, with all its work done.
 
-    python -m benchmarks.router --json router.json
+    python -m benchmarks.router --json router.json --plot router.svg
 
 A stub worker speaks the real protocol and computes nothing; the gateway is `baton gateway` with the demo model's
 tokenizer and template: it validates, tokenises, hashes, matches, decides, detokenises and writes SSE. CPU time is what
@@ -8,7 +8,7 @@ the operating system counts for its process, so that a busy machine disturbs it 
 an idle one.
 
     a request   chat of about 30 tokens, answered with 1         CPU of the gateway / requests
-    a token     answers of 512 tokens, 256 at once, 20 ms apart  (CPU - requests' share) / tokens
+    a token     answers of 256 tokens, 20 ms apart, so many at once  (CPU - requests' share) / tokens
     added       first token, one request at a time: the client's clock, the stub's own way included (about 0.3 ms)
 """
 
@@ -18,13 +18,12 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,11 +40,23 @@ QUESTION = "Say in a few words what the function os.path.join does, and what it 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
+NUM_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    """`tokens_per_event` is above 1 where the gateway was late, or its loop busy, and joined tokens."""
+
+    at_once: int
+    cpu_s_per_million_tokens: float
+    tokens_per_s: float
+    tokens_per_event: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     cpu_s_per_1000_requests: float
-    cpu_s_per_million_tokens: float
-    tokens_per_s: float
+    streams: tuple[Streams, ...]
     added_ms_p50: float
     added_ms_p99: float
     whole_ms_p50: float
@@ -101,7 +112,7 @@ class Client:
         self._endpoint = Endpoint.parse(url)
         self._clock = time.perf_counter
         self._connections = Connections(self._endpoint, self._clock)
-        self.num_tokens = 0
+        self.num_events = 0
 
     async def ask(self, num_tokens: int, number: int, *, stream: bool = True) -> tuple[float, float]:
         """Seconds to the first event and to the end."""
@@ -121,7 +132,7 @@ class Client:
         def saw(event: bytes, now: float) -> None:
             nonlocal first_s
             first_s = first_s or now
-            self.num_tokens += 1
+            self.num_events += 1
 
         reply = await connection.send(head + body, saw)
         end_s = self._clock()
@@ -139,43 +150,76 @@ class Client:
         await asyncio.gather(*(one_after_another() for _ in range(at_once)))
 
 
-async def measure(url: str, pid: int, *, num_requests: int, num_streams: int) -> Figures:
+async def measure(url: str, pid: int, *, num_requests: int, at_once: Sequence[int]) -> Figures:
     client = Client(url)
     await client.ask_all(200, 1, at_once=8)  # warm
     alone = [await client.ask(1, number) for number in range(300)]
     before_s = cpu_s(pid)
     await client.ask_all(num_requests, 1, at_once=16)
     per_request_s = (cpu_s(pid) - before_s) / num_requests
-    before_s, start_s = cpu_s(pid), time.perf_counter()
-    await client.ask_all(num_streams, 512, at_once=num_streams)
-    wall_s = time.perf_counter() - start_s
-    num_tokens = num_streams * 512
-    per_token_s = (cpu_s(pid) - before_s - num_streams * per_request_s) / num_tokens
+    streams = [await measure_streams(client, pid, count, per_request_s) for count in at_once]
     first_ms = sorted(first_s * 1000 for first_s, _ in alone)
     return Figures(
         cpu_s_per_1000_requests=per_request_s * 1000,
-        cpu_s_per_million_tokens=per_token_s * 1e6,
-        tokens_per_s=num_tokens / wall_s,
+        streams=tuple(streams),
         added_ms_p50=statistics.median(first_ms),
         added_ms_p99=first_ms[int(0.99 * len(first_ms))],
         whole_ms_p50=statistics.median(whole_s * 1000 for _, whole_s in alone),
     )
 
 
+async def measure_streams(client: Client, pid: int, at_once: int, per_request_s: float) -> Streams:
+    before_s, before, start_s = cpu_s(pid), client.num_events, time.perf_counter()
+    await client.ask_all(at_once, NUM_TOKENS, at_once=at_once)
+    num_tokens = at_once * NUM_TOKENS
+    num_events = client.num_events - before - 2 * at_once  # a role, and a finish
+    return Streams(
+        at_once=at_once,
+        cpu_s_per_million_tokens=(cpu_s(pid) - before_s - at_once * per_request_s) / num_tokens * 1e6,
+        tokens_per_s=num_tokens / (time.perf_counter() - start_s),
+        tokens_per_event=num_tokens / num_events,
+    )
+
+
+def show(figures: Figures) -> None:
+    print(f"CPU s per 1,000 requests   {figures.cpu_s_per_1000_requests:8.2f}")
+    print(f"first token, ms p50 / p99  {figures.added_ms_p50:8.2f} / {figures.added_ms_p99:.2f}")
+    print(f"{'streams at once':>16} {'CPU s per million tokens':>26} {'tokens/s':>10} {'tokens an event':>16}")
+    for one in figures.streams:
+        told = f"{one.at_once:16} {one.cpu_s_per_million_tokens:26.1f} {one.tokens_per_s:10,.0f}"
+        print(f"{told} {one.tokens_per_event:16.2f}")
+
+
+def draw(figures: Figures, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
+    counts = [one.at_once for one in figures.streams]
+    axes.plot(counts, [one.cpu_s_per_million_tokens for one in figures.streams], marker="o")
+    axes.set(xscale="log", xlabel="streams at once", ylabel="CPU seconds per million tokens", ylim=(0, None))
+    axes.set_title("One gateway process, everything it does", fontsize=10)
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-requests", type=int, default=2000)
-    parser.add_argument("--num-streams", type=int, default=256, help="At once, of 512 tokens each")
+    parser.add_argument("--num-streams", default="16,64,256", help=f"At once, of {NUM_TOKENS} tokens each.")
     parser.add_argument("--step-ms", type=float, default=20.0, help="Between the tokens of a stream.")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="Needs matplotlib.")
     args = parser.parse_args()
+    at_once = [int(count) for count in args.num_streams.split(",")]
     with stub_worker(args.step_ms) as worker, gateway(worker) as (url, pid):
-        figures = asyncio.run(measure(url, pid, num_requests=args.num_requests, num_streams=args.num_streams))
-    for name, value in asdict(figures).items():
-        print(f"{re.sub('_', ' ', name):32} {value:10,.2f}")
+        figures = asyncio.run(measure(url, pid, num_requests=args.num_requests, at_once=at_once))
+    show(figures)
     if args.json is not None:
         told = {"hardware": asdict(find_hardware()), "versions": dict(find_versions()), "figures": asdict(figures)}
-        args.json.write_text(json.dumps(told, indent=2))
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
+    if args.plot is not None:
+        draw(figures, args.plot)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Stub(worker_pb2_grpc.WorkerServicer):
     Share = Stats = Drain = Abort = Profile = Reserve
 
     async def Stream(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        running: dict[str, list[int]] = {}  # request -> tokens made, tokens asked for
+        running: dict[str, list[int]] = {}  # request -> tokens made, tokens asked for, number
         arrived = asyncio.Event()
         greeted = asyncio.Event()
 
@@ -80,7 +80,7 @@ class Stub(worker_pb2_grpc.WorkerServicer):
                         greeted.set()
                     case "submit":
                         request = from_proto(GenerateRequest, message.submit)
-                        running[request.request_id] = [0, request.sampling.max_tokens]
+                        running[request.request_id] = [0, request.sampling.max_tokens, request.number]
                         arrived.set()
                     case "abort":
                         for request_id in message.abort.request_ids:
@@ -97,7 +97,7 @@ class Stub(worker_pb2_grpc.WorkerServicer):
                     arrived.clear()
                     await arrived.wait()
                 step += 1
-                yield to_proto(StepMessage(updates=tuple(_step(running)), load=_load(step, running)))
+                yield to_proto(_step(step, running))
                 if running:
                     await asyncio.sleep(self._step_s)
         finally:
@@ -106,17 +106,23 @@ class Stub(worker_pb2_grpc.WorkerServicer):
                 await reading
 
 
-def _step(running: dict[str, list[int]]) -> list[SequenceUpdate]:
-    updates = []
+def _step(step: int, running: dict[str, list[int]]) -> StepMessage:
+    updates, numbers, token_ids = list[SequenceUpdate](), list[int](), list[int]()
     for request_id, counts in list(running.items()):
         counts[0] += 1
         finished = counts[0] == counts[1]
         if finished:
             del running[request_id]
         token_id = TOKENS[counts[0] % len(TOKENS)]
+        if counts[0] > 1 and not finished and counts[2]:
+            numbers.append(counts[2])
+            token_ids.append(token_id)
+            continue
         reason = FinishReason.LENGTH if finished else None
         updates.append(SequenceUpdate(request_id=request_id, token_ids=(token_id,), finish_reason=reason))
-    return updates
+    return StepMessage(
+        updates=tuple(updates), load=_load(step, running), numbers=tuple(numbers), token_ids=tuple(token_ids)
+    )
 
 
 def _load(step: int, running: dict[str, list[int]]) -> WorkerLoad:

@@ -32,6 +32,7 @@ from router.gateway import open_gateway
 from router.grpc_face import GrpcFace
 from router.metrics import RequestMetrics
 from router.moving_metrics import MovingCollector
+from router.outlet import HttpProtocol
 from router.policies.registry import policy_of
 from router.predict_metrics import PredictionCollector
 from router.prefix.registry import MEMORY, open_index
@@ -231,5 +232,5 @@ def _free(path: str) -> str:
 
 def _settings(app: Any, **further: Any) -> uvicorn.Config:
     return uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None, **further
+        app, http=HttpProtocol, ws="none", lifespan="off", access_log=False, log_config=None, **further
     )

@@ -119,7 +119,7 @@ class GenerateRequest:
     them when the request moves to another pair. `ticket` says where a prefill worker pushes the KV, or which
     reservation a decode worker adopts; None means that the worker does the whole request by itself. `pull` is a
     reservation on the worker that reads the prompt, for its first blocks, which another worker is pushing: without
-    them it computes. A larger `priority` goes first.
+    them it computes. A larger `priority` goes first. `number`: what the gateway's stream may call it (`StepMessage`).
     """
 
     request_id: str
@@ -130,6 +130,7 @@ class GenerateRequest:
     cache_salt: bytes = b""
     ticket: Ticket | None = None
     pull: Ticket | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +202,16 @@ class SequenceUpdate:
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     num_cached_tokens: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """New tokens, and nothing else to say."""
+        return (
+            self.finish_reason is None
+            and self.error is None
+            and bool(self.token_ids)
+            and not (self.logprobs or self.prompt_logprobs or self.num_cached_tokens)
+        )
 
 
 class Tier(IntEnum):
@@ -309,11 +320,14 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMessage:
-    """Everything one engine step has to tell one gateway."""
+    """Everything one engine step has to tell one gateway. Requests that it has numbered, and has heard of, may be
+    told of by `numbers` and `token_ids`, one for each, where there is one more token and nothing else to say."""
 
     updates: tuple[SequenceUpdate, ...] = ()
     events: tuple[KVEvents, ...] = ()
     load: WorkerLoad | None = None
+    numbers: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,9 +124,12 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     PULL_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     priority: _builtins.int
     cache_salt: _builtins.bytes
+    number: _builtins.int
+    """its short name in FromWorker.numbers of this stream; 0: it has none"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -154,10 +157,11 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.bytes = ...,
         ticket: _kv_pb2.Ticket | None = ...,
         pull: _kv_pb2.Ticket | None = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "pull", b"pull", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "number", b"number", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "pull", b"pull", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -532,22 +536,32 @@ class FromWorker(_message.Message):
     UPDATES_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceUpdate]: ...
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.KVEvents]: ...
     @_builtins.property
     def load(self) -> Global___WorkerLoad: ...
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One more token each, and nothing else to say: requests that have a number, after their first update."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         updates: _abc.Iterable[Global___SequenceUpdate] | None = ...,
         events: _abc.Iterable[_kv_pb2.KVEvents] | None = ...,
         load: Global___WorkerLoad | None = ...,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "load", b"load", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "load", b"load", "numbers", b"numbers", "token_ids", b"token_ids", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

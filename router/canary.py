@@ -20,7 +20,7 @@ from dataclasses import replace
 from enum import StrEnum
 
 from protos.errors import BatonError
-from router.generation import Generate, Job, TokenDelta
+from router.generation import Generate, Job, Tap, TokenDelta
 from router.policies.base import Candidate, Decision, Policy, RequestView
 from router.policies.pair import decodes
 
@@ -66,10 +66,10 @@ class Canary:
         self._running: asyncio.Task[None] | None = None
         self.outcomes: Counter[str] = Counter()
 
-    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         due = self._is_due(job)
         said: list[int] = []
-        async with aclosing(self._generate(job)) as deltas:
+        async with aclosing(self._generate(job, None if due else tap)) as deltas:
             async for delta in deltas:
                 if due:
                     said += delta.token_ids

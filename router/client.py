@@ -11,16 +11,17 @@ every open request is told, and the fleet makes a new client.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
-from protos.errors import BatonError, DeadlineExceeded, InvalidRequest, WorkerLost
+from protos.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, WorkerLost
 from protos.status import error_of, peer_error
 from protos.tls import WORKER_NAME, PeerTls
 from protos.values import (
@@ -39,8 +40,11 @@ from protos.values import (
     WorkerStats,
 )
 from protos.wire import from_proto, raised, to_proto
+from router.generation import Tap
 
 Value = TypeVar("Value")
+
+log = logging.getLogger("baton.router")
 
 MAX_MESSAGE_BYTES = 64 * 2**20  # a prompt of a million tokens is 4 MB; a snapshot of a million blocks is 16 MB
 
@@ -79,10 +83,14 @@ def channels_of(peers: PeerTls) -> OpenChannel:
 class Updates:
     """What one worker says about one request, in order. Raises what the worker, or its loss, ended it with.
 
-    Whoever reads slower than the worker writes gets several updates joined to one, and catches up.
+    Whoever reads slower than the worker writes gets several updates joined to one, and catches up. Plain tokens go to
+    the `tap`, if there is one and the reader waits: then it has done with all that came before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str = "", number: int = 0) -> None:
+        self.request_id = request_id
+        self.number = number
+        self.tap: Tap | None = None
         self._waiting: deque[SequenceUpdate | BatonError] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -96,6 +104,20 @@ class Updates:
             self.fail(WorkerLost(f"request {update.request_id} failed without a reason"))
         else:
             self.fail(raised(update.error))
+
+    def put_tokens(self, token_ids: Sequence[int], now: float) -> None:
+        """An update that says nothing else."""
+        tap, reader = self.tap, self._reader
+        if tap is not None and reader is not None and not reader.done():
+            try:
+                if tap(token_ids, now):
+                    return
+            except Exception as bug:  # of one request: its worker's other ones go on
+                log.exception("request %s failed for a reason of our own", self.request_id)
+                self.tap = None
+                self.fail(Internal(f"tokens could not be passed on: {type(bug).__name__}"))
+                return
+        self._add(SequenceUpdate(request_id=self.request_id, token_ids=tuple(token_ids)))
 
     def fail(self, error: BatonError) -> None:
         if self._heir is not None:
@@ -176,6 +198,8 @@ class WorkerClient:
         self._stub: Any = worker_pb2_grpc.WorkerStub(self._channel)
         self._outbox: asyncio.Queue[worker_pb2.ToWorker | None] = asyncio.Queue()
         self._open: dict[str, Updates] = {}
+        self._numbered: dict[int, Updates] = {}  # the same ones
+        self._numbers = count(1)
         self._late: set[asyncio.Task[Ticket]] = set()
         self._stream: Any = None
         self._lost: WorkerLost | None = None
@@ -189,12 +213,13 @@ class WorkerClient:
         """Holds the token stream until it is lost, then raises WorkerLost. `receive` gets each message after its
         updates have been handed out. Nothing is submitted before this runs: Hello comes first."""
         self.greet(hello)
+        clock = asyncio.get_running_loop().time
         self._stream = self._stub.Stream(self._outgoing())
         error: BatonError = WorkerLost(f"the worker at {self.address} ended its stream")
         try:
             async for message in self._stream:
                 step = from_proto(StepMessage, message)
-                self._hand_out(step)
+                self._hand_out(step, clock())
                 receive(step)
         except grpc.RpcError as failed:
             error = self._typed(failed)
@@ -220,17 +245,20 @@ class WorkerClient:
 
     def submit(self, request: GenerateRequest) -> Updates:
         """Hands over a request. `release` or `abort` it when its updates are no longer of interest."""
-        updates = Updates()
+        updates = Updates(request.request_id, next(self._numbers))
         if self._lost is not None:
             updates.fail(WorkerLost(self._lost.message))
             return updates
-        self._open[request.request_id] = updates
-        self._outbox.put_nowait(worker_pb2.ToWorker(submit=to_proto(request)))
+        self._open[request.request_id] = self._numbered[updates.number] = updates
+        message = worker_pb2.ToWorker(submit=to_proto(request))
+        message.submit.number = updates.number
+        self._outbox.put_nowait(message)
         return updates
 
     def release(self, request_id: str) -> None:
         """Stops listening to a request that needs nothing more."""
-        self._open.pop(request_id, None)
+        if (updates := self._open.pop(request_id, None)) is not None:
+            del self._numbered[updates.number]
 
     def abort(self, request_id: str) -> None:
         """Ends a request and its reservation on the worker, whatever their state. No error if there are none."""
@@ -251,6 +279,7 @@ class WorkerClient:
         for updates in self._open.values():
             updates.fail(WorkerLost(error.message))
         self._open.clear()
+        self._numbered.clear()
         self._outbox.put_nowait(None)
         if self._stream is not None:
             self._stream.cancel()
@@ -310,14 +339,20 @@ class WorkerClient:
         while (message := await self._outbox.get()) is not None:
             yield message
 
-    def _hand_out(self, step: StepMessage) -> None:
+    def _hand_out(self, step: StepMessage, now: float) -> None:
+        numbered = self._numbered
+        for number, token_id in zip(step.numbers, step.token_ids, strict=True):
+            if (updates := numbered.get(number)) is not None:  # else aborted meanwhile
+                updates.put_tokens((token_id,), now)
         for update in step.updates:
-            updates = self._open.get(update.request_id)
-            if updates is None:
-                continue  # aborted meanwhile
-            updates.put(update)
+            if (updates := self._open.get(update.request_id)) is None:
+                continue
+            if update.is_plain:
+                updates.put_tokens(update.token_ids, now)
+            else:
+                updates.put(update)
             if update.finish_reason is not None and update.finish_reason.is_last:
-                del self._open[update.request_id]
+                self.release(update.request_id)
 
     async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
         if self._lost is not None:

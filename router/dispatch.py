@@ -28,7 +28,7 @@ from router.choosing import Chooser, Routing, routing_of
 from router.client import Updates
 from router.config import RouterConfig
 from router.fleet import Fleet
-from router.generation import Job, TokenDelta
+from router.generation import Job, Tap, TokenDelta
 from router.journal import Journal
 from router.member import Member
 from router.moving import Moves, Place
@@ -98,19 +98,20 @@ class Dispatcher:
         self._suspects = Suspects(max_kills=config.max_kills)
         self.num_resumed = 0
 
-    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one job. Raises BatonError when it cannot be run, or not to its end."""
         chooser = self._chooser
         record = chooser.record(job)
         journal = Journal(job, now=_now(), record=record)
         record.note(What.ADMITTED, _now())
+        through = _journaling(journal, tap)
         while True:
             attempt: Attempt | None = None
             trial = self._suspects.trial(journal.suspicion)
             try:
                 await trial.begin(patience_s=self._config.max_queue_s)
                 attempt = self._decide(journal)
-                async with aclosing(self._run(journal, attempt)) as updates:
+                async with aclosing(self._run(journal, attempt, through)) as updates:
                     async for update in updates:
                         first = not journal.output_ids
                         delta = journal.take(update)
@@ -191,13 +192,15 @@ class Dispatcher:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def _run(self, journal: Journal, attempt: Attempt) -> AsyncGenerator[SequenceUpdate, None]:
+    def _run(self, journal: Journal, attempt: Attempt, tap: Tap | None) -> AsyncGenerator[SequenceUpdate, None]:
         """What the attempt's workers say, as one sequence of updates."""
         if attempt.prefill is None:
-            return self._alone(journal, attempt, attempt.decode)
-        return self._handed_over(journal, attempt, attempt.prefill, attempt.decode)
+            return self._alone(journal, attempt, attempt.decode, tap)
+        return self._handed_over(journal, attempt, attempt.prefill, attempt.decode, tap)
 
-    async def _alone(self, journal: Journal, attempt: Attempt, worker: Member) -> AsyncGenerator[SequenceUpdate, None]:
+    async def _alone(
+        self, journal: Journal, attempt: Attempt, worker: Member, tap: Tap | None
+    ) -> AsyncGenerator[SequenceUpdate, None]:
         """One worker reads the prompt and writes the answer."""
         request_id = attempt.request_id
         finished = False
@@ -207,7 +210,7 @@ class Dispatcher:
             answer = worker.submit(journal.request(request_id, pull=pull))
             journal.record.note(What.SUBMITTED, _now(), worker=worker.worker_id)
             place = Place(worker=worker, request_id=request_id, updates=answer)
-            async with aclosing(self.moves.follow(journal, place, attempt.rest_on)) as updates:
+            async with aclosing(self.moves.follow(journal, place, attempt.rest_on, tap)) as updates:
                 async for update in updates:
                     finished = update.finish_reason is not None
                     yield update
@@ -216,7 +219,7 @@ class Dispatcher:
             self.pulls.end(attempt.pull)
 
     async def _handed_over(
-        self, journal: Journal, attempt: Attempt, prefill: Member, decode: Member
+        self, journal: Journal, attempt: Attempt, prefill: Member, decode: Member, tap: Tap | None
     ) -> AsyncGenerator[SequenceUpdate, None]:
         """Prefill reads the prompt and makes the first token, decode the rest, with the KV that prefill pushes."""
         request_id = attempt.request_id
@@ -244,7 +247,7 @@ class Dispatcher:
             if answer is None:
                 return  # the first token was the last: `finally` gives the reservation back
             place = Place(worker=decode, request_id=request_id, updates=answer)
-            async with aclosing(self.moves.follow(journal, place, attempt.rest_on)) as updates:
+            async with aclosing(self.moves.follow(journal, place, attempt.rest_on, tap)) as updates:
                 async for update in updates:
                     if not arrived:  # then prefill has nothing more to do, or to fail with
                         arrived = True
@@ -363,6 +366,25 @@ def _renewing(asked: ReserveRequest, decode: Member, lease_s: float) -> Iterator
         yield renewals
     finally:
         renewals.end()
+
+
+def _journaling(journal: Journal, tap: Tap | None) -> Tap | None:
+    """The tap, with the journal before it. What a trial, the first token or a failure makes of tokens, deltas do."""
+    if tap is None:
+        return None
+
+    def through(token_ids: Sequence[int], now: float) -> bool:
+        output_ids = journal.output_ids
+        if not output_ids or journal.suspicion.strikes:
+            return False
+        output_ids += token_ids
+        if not tap(token_ids, now):
+            del output_ids[-len(token_ids) :]
+            return False
+        journal.record.took(len(token_ids), 0, now)
+        return True
+
+    return through
 
 
 def _now() -> float:

@@ -18,7 +18,7 @@ from router.generation import FleetView, Generate
 from router.metrics import RequestMetrics, Track
 from router.pace import Pace
 from router.siblings import Siblings
-from router.text.answer import Piece, Tally, answer
+from router.text.answer import Piece, Say, Tally, answer
 from router.text.asking import Ask, check_length
 from router.text.chat_template import ChatTemplate, Message
 from router.text.model_card import ModelCard
@@ -93,29 +93,41 @@ class Gateway:
         [ids] = await self.encode([text], add_special_tokens=False, param="messages")
         return ids
 
-    async def answer(self, ask: Ask, track: Track) -> AsyncGenerator[Piece, None]:
-        """The ask's pieces as they come, measured and put to its tenant's account. Closing it early closes every job.
-        Raises RateLimited."""
-        reception, pace, tally = self.reception, self.pace, Tally(ask)
+    async def answer(
+        self, ask: Ask, track: Track, tally: Tally | None = None, say: Say | None = None
+    ) -> AsyncGenerator[Piece, None]:
+        """The ask's pieces as they come, without what `say` has taken, measured, counted in `tally` and put to its
+        tenant's account. Closing it early closes every job. Raises RateLimited."""
+        reception, pace, counted = self.reception, self.pace, tally or Tally(ask)
+
+        def through(index: int, text: str, num_tokens: int, now: float) -> bool:
+            if say is None or not say(index, text, num_tokens, now):
+                return False
+            track.wrote(index, num_tokens, now)
+            counted.said(num_tokens)
+            reception.wrote(ask.tenant, num_tokens)
+            return True
+
         async with reception.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):
             self.routing.records.open(ask.jobs)
             error: BaseException | None = None
             try:
-                async with aclosing(answer(self.generate, ask, self.tokenizer.vocabulary)) as pieces:
+                told = answer(self.generate, ask, self.tokenizer.vocabulary, None if say is None else through)
+                async with aclosing(told) as pieces:
                     with pace.running():
                         async for piece in pieces:
                             track.saw(piece)
-                            tally.add(piece)
+                            counted.add(piece)
                             reception.wrote(ask.tenant, piece.num_tokens)
                             yield piece
-                            if pace.gap_s:
+                            if pace.gap_s and say is None:  # else its voice takes care of that
                                 await asyncio.sleep(pace.gap_s)
             except BaseException as failed:
                 error = failed
                 raise
             finally:
                 self.routing.records.close(ask.jobs, error)
-                usage = tally.usage()
+                usage = counted.usage()
                 if usage.completion_tokens:
                     reception.served(
                         ask.tenant,

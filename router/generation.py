@@ -7,7 +7,7 @@ A request with n > 1 is n jobs that share a prompt. Strings end here: dispatch a
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,13 +53,20 @@ class TokenDelta:
     queue_s: float = 0.0
 
 
+Tap = Callable[[Sequence[int], float], bool]
+"""Takes new tokens of a job at a time (the loop's clock) when everything before them has been taken: past the deltas,
+by plain calls. For ids and nothing else: the first token, an end and logprobs are deltas. False: it has taken nothing,
+they become a delta as well (docs/adr/0019)."""
+
+
 class Generate(Protocol):
     """Runs a job. Closing the generator early (a client that left, a stop string found) aborts it on every worker.
 
-    Raises BatonError: NoWorkers, Overloaded, WorkerLost and the like, before or after the first delta.
+    Whoever passes a `tap` gets some tokens by it; it may see none. Raises BatonError: NoWorkers, Overloaded, WorkerLost
+    and the like, before or after the first delta.
     """
 
-    def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]: ...
+    def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]: ...
 
 
 class WorkerView(Protocol):

@@ -70,6 +70,12 @@ class Track:
             self._spans[piece.index] = (span[0], now, span[2] + piece.num_tokens)
         self._generated.inc(piece.num_tokens)
 
+    def wrote(self, index: int, num_tokens: int, now: float) -> None:
+        """Notes more tokens of a choice that `saw` has noted before."""
+        first, _, count = self._spans[index]
+        self._spans[index] = (first, now, count + num_tokens)
+        self._generated.inc(num_tokens)
+
     def count(self, usage: Usage) -> None:
         """Notes the prompt's tokens, once the whole answer is there."""
         self._metrics.prompt_tokens.labels(self._endpoint).inc(usage.prompt_tokens)

@@ -20,6 +20,7 @@ from protos.values import FinishReason, MoveRequest, ReserveRequest, SequenceUpd
 from protos.wire import raised
 from router.client import Updates
 from router.config import RouterConfig
+from router.generation import Tap
 from router.journal import Journal
 from router.member import Member
 from router.record import What
@@ -76,12 +77,19 @@ class Moves:
         self.num_moved = 0
         self.num_stayed = 0
 
-    async def follow(self, journal: Journal, place: Place, rest_on: RestOn) -> AsyncGenerator[SequenceUpdate, None]:
+    async def follow(
+        self, journal: Journal, place: Place, rest_on: RestOn, tap: Tap | None = None
+    ) -> AsyncGenerator[SequenceUpdate, None]:
         """All updates of a running sequence, wherever it goes; whoever takes one must have noted it in the journal
-        before the next. Closed early, or failing, it ends the sequence everywhere but at its first place."""
+        before the next. Closed early, or failing, it ends the sequence everywhere but at its first place. What a place
+        says first, and all while a move is due or under way, is never tapped."""
         here, again_s = place, 0.0
         left: Place | None = None
         move: _Move | None = None
+
+        def through(token_ids: Sequence[int], now: float) -> bool:
+            return tap is not None and move is None and not here.worker.drains and tap(token_ids, now)
+
         try:
             while True:
                 update = await anext(here.updates)
@@ -102,6 +110,7 @@ class Moves:
                     move, again_s = None, _now() + PAUSE_S
                     continue
                 yield update
+                here.updates.tap = through if tap is not None else None
                 if update.finish_reason is not None:
                     if here is not place:
                         here.worker.release(here.request_id)

@@ -8,7 +8,7 @@ the loop just keeps up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PERIOD_S = 0.005
@@ -17,6 +17,9 @@ ON_TIME_S = 0.002
 GAP_PER_LATENESS = 3.0
 MAX_GAP_S = 0.05
 _KEEP = 0.8
+
+Flush = Callable[[float], bool]
+"""Sends what is due; whether anything is left."""
 
 
 class Pace:
@@ -28,6 +31,11 @@ class Pace:
         self._num_running = 0
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._due: dict[Flush, None] = {}
+
+    def when_due(self, flush: Flush) -> None:
+        """Calls `flush` with the time, soon and again for as long as it says that something is left."""
+        self._due[flush] = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -43,6 +51,7 @@ class Pace:
                 self._timer.cancel()
                 self._timer = None
                 self.gap_s = self._lateness_s = 0.0
+                self._due.clear()
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         self._due_s = loop.time() + PERIOD_S
@@ -50,7 +59,11 @@ class Pace:
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        late_s = loop.time() - self._due_s
+        now = loop.time()
+        late_s = now - self._due_s
         self._lateness_s = _KEEP * self._lateness_s + (1 - _KEEP) * late_s
         self.gap_s = min(GAP_PER_LATENESS * self._lateness_s, MAX_GAP_S) if self._lateness_s > ON_TIME_S else 0.0
+        for flush in tuple(self._due):
+            if not flush(now):
+                del self._due[flush]
         self._set_timer(loop)

@@ -27,7 +27,7 @@ from router.admission.fair import Entry, FairQueue
 from router.admission.outlook import Overrun, Room, least_ttft_s, predicted_ttft_s, reading_speed
 from router.admission.returning import Returning
 from router.config import RouterConfig
-from router.generation import Generate, Job, TokenDelta
+from router.generation import Generate, Job, Tap, TokenDelta
 from router.policies.base import Candidate
 from router.prefix.index import Match
 
@@ -93,15 +93,23 @@ class Admission:
         self._line.weigh(weights)
         self._returning.weigh(weights)
 
-    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         """Raises Overloaded, with the time after which to come again, before the first delta; else as `Generate`."""
         job = await self._enter(job)
         # Counted before it is served, or a whole line of one tenant's would go before its first prompt has been read.
         self._line.charge(job.tenant, num_input=len(job.prompt_ids))
         let_s = _now()
         expected_s = self._reading_s(job, 0, let_s) if job.max_ttft_s is not None else None
+        charge, tenant = self._line.charge, job.tenant
+
+        def through(token_ids: Sequence[int], now: float) -> bool:
+            if tap is None or not tap(token_ids, now):
+                return False
+            charge(tenant, num_output=len(token_ids))
+            return True
+
         told = False
-        async with aclosing(self._generate(job)) as deltas:
+        async with aclosing(self._generate(job, None if tap is None else through)) as deltas:
             async for delta in deltas:
                 if not told and delta.token_ids:
                     told = True

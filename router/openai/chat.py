@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from router.openai.errors import json_response
 from router.openai.logprobs import chat_logprobs, prompt_logprobs
 from router.openai.reply import reply_head, usage_body
 from router.openai.schema import ChatBody, read_body, with_bound
-from router.openai.sse import DONE, EventStream, event, while_connected
+from router.openai.sse import DONE, HOLE, EventStream, Put, Voice, event, while_connected
 from router.text.answer import Piece, Tally, collect
 from router.text.asking import Ask, make_ask
 
@@ -42,7 +43,7 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
     )
     chat = _Chat(gateway, body, ask)
     if body.stream:
-        return EventStream(chat.events(track), track, keep_alive_s=gateway.keep_alive_s)
+        return EventStream(partial(chat.events, track), track, keep_alive_s=gateway.keep_alive_s)
     return json_response(await while_connected(request.receive, chat.whole(track)))
 
 
@@ -75,17 +76,25 @@ class _Chat:
         }
         return choice | {"token_ids": whole.token_ids} if self._body.return_token_ids else choice
 
-    async def events(self, track: Track) -> AsyncGenerator[bytes, None]:
+    async def events(self, track: Track, put: Put) -> AsyncGenerator[bytes, None]:
         """A role for each choice, its text, its finish; then, if asked for, the usage of all."""
         tally = Tally(self._ask)
         head = reply_head(self._gateway, self._ask.request_id, "chat.completion.chunk")
         if self._body.include_usage:
             head["usage"] = None
-        async with aclosing(self._gateway.answer(self._ask, track)) as pieces:
-            async for piece in pieces:
-                tally.add(piece)
-                if chunks := [event(head | chunk) for chunk in self._chunks(piece)]:
-                    yield b"".join(chunks)
+        voice = Voice(lambda index: head | self._chunk(index, {"content": HOLE}), put, self._gateway.pace)
+        say = None if self._body.logprobs or self._body.return_token_ids else voice.say
+        try:
+            async with aclosing(self._gateway.answer(self._ask, track, tally, say)) as pieces:
+                async for piece in pieces:
+                    if chunks := [event(head | chunk) for chunk in self._chunks(piece)]:
+                        yield voice.held() + b"".join(chunks)
+        except Exception:
+            if held := voice.held():
+                yield held
+            raise
+        finally:
+            voice.held()
         usage = tally.usage()
         track.count(usage)
         if self._body.include_usage:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +20,7 @@ from router.openai.errors import json_response
 from router.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from router.openai.reply import reply_head, usage_body
 from router.openai.schema import CompletionBody, read_body, with_bound
-from router.openai.sse import DONE, EventStream, event, while_connected
+from router.openai.sse import DONE, HOLE, EventStream, Put, Voice, event, while_connected
 from router.text.answer import Piece, Tally, collect
 from router.text.asking import Ask, make_ask
 from router.text.detokenizer import Detokenizer
@@ -40,7 +42,7 @@ async def completions(gateway: Gateway, request: Request, track: Track) -> Respo
     )
     completion = _Completion(gateway, body, ask, prompts)
     if body.stream:
-        return EventStream(completion.events(track), track, keep_alive_s=gateway.keep_alive_s)
+        return EventStream(partial(completion.events, track), track, keep_alive_s=gateway.keep_alive_s)
     return json_response(await while_connected(request.receive, completion.whole(track)))
 
 
@@ -82,17 +84,29 @@ class _Completion:
         reply = reply_head(self._gateway, self._ask.request_id, "text_completion")
         return reply | {"choices": [self._choice(one, opening=True) for one in choices], "usage": usage_body(usage)}
 
-    async def events(self, track: Track) -> AsyncGenerator[bytes, None]:
+    async def events(self, track: Track, put: Put) -> AsyncGenerator[bytes, None]:
         """Text as it comes, the finish with the last of it; then, if asked for, the usage of all."""
         tally = Tally(self._ask)
         head = reply_head(self._gateway, self._ask.request_id, "text_completion")
         if self._body.include_usage:
             head["usage"] = None
-        async with aclosing(self._gateway.answer(self._ask, track)) as pieces:
-            async for piece in pieces:
-                tally.add(piece)
-                if (choice := self._streamed(piece)) is not None:
-                    yield event(head | {"choices": [choice]})
+        voice = Voice(
+            lambda index: head | {"choices": [self._choice(Piece(index=index, text=HOLE), opening=False)]},
+            put,
+            self._gateway.pace,
+        )
+        say = None if self._body.logprobs is not None or self._body.return_token_ids else voice.say
+        try:
+            async with aclosing(self._gateway.answer(self._ask, track, tally, say)) as pieces:
+                async for piece in pieces:
+                    if (choice := self._streamed(piece)) is not None:
+                        yield voice.held() + event(head | {"choices": [choice]})
+        except Exception:
+            if held := voice.held():
+                yield held
+            raise
+        finally:
+            voice.held()
         usage = tally.usage()
         track.count(usage)
         if self._body.include_usage:
@@ -141,10 +155,15 @@ class _Completion:
         if echoing:
             # Special tokens that the tokenizer put round a text have no width in it.
             written = Detokenizer(tokenizer.vocabulary, skip_special_tokens=prompt.text is not None, at_start=True)
-            for token_id, entry in zip(prompt.ids, (None, *piece.prompt_logprobs), strict=True):
+            for token_id, entry in zip(prompt.ids, chain([None], _as_told(piece.prompt_logprobs)), strict=False):
                 columns.add(token_id, entry, written.num_chars)
                 written.feed(token_id)
         shift = len(prompt.echo(tokenizer)) if self._body.echo else 0
-        for token_id, entry, offset in zip(piece.token_ids, piece.logprobs, piece.text_offsets, strict=True):
+        for token_id, entry, offset in zip(piece.token_ids, _as_told(piece.logprobs), piece.text_offsets, strict=False):
             columns.add(token_id, entry, shift + offset)
         return columns.body()
+
+
+def _as_told(entries: Sequence[Logprobs]) -> Iterator[Logprobs | None]:
+    """Those a worker has sent, then None: what it did not say is null."""
+    return chain(entries, repeat(None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from math import inf
 from typing import Any, TypeVar
@@ -16,6 +16,8 @@ from starlette.types import Receive, Scope, Send
 from protos.errors import BatonError, Cancelled
 from router.metrics import Track
 from router.openai.errors import error_body, error_response, internal_error
+from router.outlet import Outlet, outlet_of
+from router.pace import Pace
 
 log = logging.getLogger("baton.http")
 
@@ -29,9 +31,65 @@ _HEADERS = [
 
 _T = TypeVar("_T")
 
+HOLE = "\0 text \0"
+
+Put = Callable[[bytes, float], bool]
+"""Sends an event at a time (the loop's clock) if the way is clear; False: it was not sent."""
+
 
 def event(content: Any) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(content)
+
+
+class Voice:
+    """Says the text of an answer's choices in events that are alike but for it: what is before and behind the `HOLE` in
+    a choice's content is written once. Each text is an event of its own, unless the gateway is late (`Pace`)."""
+
+    def __init__(self, content: Callable[[int], Any], put: Put, pace: Pace) -> None:
+        self._content = content
+        self._put = put
+        self._pace = pace
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        self._held: dict[int, str] = {}
+        self._said_s = 0.0
+
+    def say(self, index: int, text: str, num_tokens: int, now: float) -> bool:
+        """A `Say`."""
+        if not text:
+            return True
+        gap_s = self._pace.gap_s
+        if not (gap_s or self._held):
+            return self._put(self._event(index, text), now)
+        if not self._held:
+            self._pace.when_due(self._flush)
+        self._held[index] = self._held.get(index, "") + text
+        if now >= self._said_s + gap_s:
+            self._flush(now)
+        return True
+
+    def held(self) -> bytes:
+        """The events that wait, which now do so no longer: they go before any other."""
+        events = b"".join([self._event(index, text) for index, text in self._held.items()])
+        self._held.clear()
+        return events
+
+    def _flush(self, now: float) -> bool:
+        """Whether there is anything left to be flushed later."""
+        if self._held and now >= self._said_s + self._pace.gap_s:
+            events = [self._event(index, text) for index, text in self._held.items()]
+            if self._put(b"".join(events), now):
+                self._said_s = now
+                self._held.clear()
+        return bool(self._held)
+
+    def _event(self, index: int, text: str) -> bytes:
+        try:
+            before, behind = self._frames[index]
+        except KeyError:
+            before, hole, behind = event(self._content(index)).partition(orjson.dumps(HOLE))
+            assert hole, "the content has a hole"
+            self._frames[index] = (before, behind)
+        return before + orjson.dumps(text) + behind
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -77,9 +135,13 @@ class EventStream(Response):
     connection for dead, and a client for hung, while a long prompt is read. It begins the response, if nothing has.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], track: Track, *, keep_alive_s: float = inf) -> None:
+    def __init__(
+        self, events: Callable[[Put], AsyncGenerator[bytes, None]], track: Track, *, keep_alive_s: float = inf
+    ) -> None:
+        """While the events' consumer waits for the next, they may be `put` without being yielded."""
         super().__init__(media_type="text/event-stream")
-        self._events = events
+        self._events = events(self._put)
+        self._outlet: Outlet | None = None
         self._track = track
         self._keep_alive_s = keep_alive_s
         self._started = False
@@ -87,6 +149,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error: BaseException | None = None
+        self._outlet = outlet_of(scope)
         try:
             async with _while_it_runs(self._keep_alive(send)):
                 await while_connected(receive, self._send_all(send))
@@ -104,6 +167,12 @@ class EventStream(Response):
             raise
         finally:
             self._track.finish(error)
+
+    def _put(self, chunk: bytes, now: float) -> bool:
+        if self._outlet is None or not self._outlet.write(chunk):
+            return False
+        self._sent_s = now
+        return True
 
     async def _send_all(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time

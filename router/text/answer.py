@@ -6,13 +6,13 @@ Ask ──jobs──▶ Generate, one each ──TokenDelta──▶ Writer (det
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain
 
 from protos.values import FinishReason, Logprobs
-from router.generation import Generate, TokenDelta
+from router.generation import Generate, Tap, TokenDelta
 from router.text.asking import Ask
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopStrings
@@ -47,6 +47,10 @@ class Usage:
     cached_tokens: int
 
 
+Say = Callable[[int, str, int, float], bool]
+"""A `Tap` of text: choice, what it goes on with, of how many tokens, the loop's clock. False: it becomes a piece."""
+
+
 class Tally:
     """Counts what an ask used, piece by piece."""
 
@@ -61,6 +65,10 @@ class Tally:
         if piece.num_tokens or piece.finish_reason:
             self._cached.setdefault(piece.index, piece.num_cached_tokens)
 
+    def said(self, num_tokens: int) -> None:
+        """A choice that has spoken before has gone on."""
+        self._num_tokens += num_tokens
+
     def usage(self) -> Usage:
         # Choices of one prompt find each other's blocks: what the first of them computed was not cached.
         by_prompt: dict[int, int] = {}
@@ -74,13 +82,19 @@ class Tally:
         )
 
 
-async def answer(generate: Generate, ask: Ask, vocabulary: Vocabulary) -> AsyncGenerator[Piece, None]:
-    """The pieces of all choices, each choice's in order. Closing it early closes every job.
+async def answer(
+    generate: Generate, ask: Ask, vocabulary: Vocabulary, say: Say | None = None
+) -> AsyncGenerator[Piece, None]:
+    """The pieces of all choices, each choice's in order, without what `say` has taken. Closing it early closes every
+    job.
 
     Raises what `generate` raises; the other choices are closed then.
     """
-    told = [_told(generate, ask, index, vocabulary) for index in range(len(ask.jobs))]
-    async with aclosing(told[0] if len(told) == 1 else _merged(told)) as pieces:
+    if len(ask.jobs) == 1:
+        told = _told(generate, ask, 0, vocabulary, say)
+    else:
+        told = _merged(lambda index, say: _told(generate, ask, index, vocabulary, say), len(ask.jobs), say)
+    async with aclosing(told) as pieces:
         async for piece in pieces:
             yield piece
 
@@ -108,9 +122,11 @@ def _joined(index: int, parts: Sequence[Piece]) -> Piece:
     )
 
 
-async def _told(generate: Generate, ask: Ask, index: int, vocabulary: Vocabulary) -> AsyncGenerator[Piece, None]:
+async def _told(
+    generate: Generate, ask: Ask, index: int, vocabulary: Vocabulary, say: Say | None
+) -> AsyncGenerator[Piece, None]:
     writer = Writer(ask, index, vocabulary)
-    async with aclosing(generate(ask.jobs[index])) as deltas:
+    async with aclosing(generate(ask.jobs[index], None if say is None else writer.tap(say))) as deltas:
         async for delta in deltas:
             piece = writer.write(delta)
             yield piece
@@ -118,21 +134,30 @@ async def _told(generate: Generate, ask: Ask, index: int, vocabulary: Vocabulary
                 return
 
 
-async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+async def _merged(
+    tell: Callable[[int, Say | None], AsyncGenerator[Piece, None]], count: int, say: Say | None
+) -> AsyncGenerator[Piece, None]:
     arrived: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
+    waits = False  # for what comes: everything before it has been taken
+
+    def through(index: int, text: str, num_tokens: int, now: float) -> bool:
+        return say is not None and waits and arrived.empty() and say(index, text, num_tokens, now)
 
     async def pump(stream: AsyncGenerator[Piece, None]) -> None:
         async with aclosing(stream) as pieces:
             async for piece in pieces:
                 arrived.put_nowait(piece)
 
+    streams = [tell(index, None if say is None else through) for index in range(count)]
     tasks = [asyncio.create_task(pump(stream)) for stream in streams]
     for task in tasks:
         task.add_done_callback(arrived.put_nowait)
     try:
         running = len(tasks)
         while running:
+            waits = True
             item = await arrived.get()
+            waits = False
             if isinstance(item, Piece):
                 yield item
             else:
@@ -154,6 +179,22 @@ class Writer:
         self._detokenizer = Detokenizer(vocabulary, skip_special_tokens=ask.skip_special_tokens)
         self._stops = StopStrings(ask.stop, include=ask.include_stop_str_in_output)
         self._num_tokens = 0
+
+    def tap(self, say: Say) -> Tap:
+        """Has `say` take tokens whose text needs no more than a look, one at a time."""
+        detokenizer, stops, index, silent = self._detokenizer, self._stops, self._index, self._ask.silent
+
+        def through(token_ids: Sequence[int], now: float) -> bool:
+            if silent or len(token_ids) != 1:
+                return False
+            text = detokenizer.peek(token_ids[0])
+            if text is None or not stops.pass_by(text) or not say(index, text, 1, now):
+                return False
+            self._num_tokens += 1
+            detokenizer.num_chars += len(text)
+            return True
+
+        return through
 
     def write(self, delta: TokenDelta) -> Piece:
         """The piece for a delta; tokens behind a stop string are left out, as if they had never been made."""

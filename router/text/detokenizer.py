@@ -18,13 +18,23 @@ class Detokenizer:
         self._hidden = vocabulary.special if skip_special_tokens else frozenset[int]()
         self._decoder = _utf8("replace")
         self._leading_space = vocabulary.leading_space if at_start else 0
+        self._unfinished = False
         self.num_chars = 0
+
+    def peek(self, token_id: int) -> str | None:
+        """What `feed` would give; None where that depends on more than the token."""
+        if token_id in self._hidden:
+            return ""
+        if self._unfinished or self._leading_space:
+            return None
+        return self._vocabulary.whole_text(token_id)
 
     def feed(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is still unfinished."""
         if token_id in self._hidden:
             return ""
         text = self._decoder.decode(self._vocabulary.bytes_of(token_id))
+        self._unfinished = bool(self._decoder.getstate()[0])
         while self._leading_space and text:
             if text[0] != " ":
                 self._leading_space = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tokenizers
@@ -40,6 +40,7 @@ class Vocabulary:
     token_bytes: tuple[bytes, ...]
     special: frozenset[int]
     leading_space: int = 0
+    _texts: dict[int, str | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> Vocabulary:
@@ -56,6 +57,18 @@ class Vocabulary:
     def bytes_of(self, token_id: int) -> bytes:
         """b"" for an id beyond the tokenizer's vocabulary: models pad their embedding to a round number of rows."""
         return self.token_bytes[token_id] if token_id < len(self.token_bytes) else b""
+
+    def whole_text(self, token_id: int) -> str | None:
+        """What the token says where nothing is unfinished before it; None for a token with parts of characters."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            try:
+                text = self.bytes_of(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            self._texts[token_id] = text
+            return text
 
 
 class _Steps:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -20,6 +20,7 @@ from protos.values import (
     FinishReason,
     GenerateRequest,
     Hello,
+    KVEvents,
     MoveRequest,
     Profile,
     ReserveRequest,
@@ -28,6 +29,7 @@ from protos.values import (
     StepMessage,
     Ticket,
     WorkerInfo,
+    WorkerLoad,
     WorkerStats,
 )
 from protos.wire import error_info, from_proto, to_proto
@@ -46,8 +48,28 @@ class GatewayStream:
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
         self.ended = False
-        self.request_ids: dict[str, None] = {}  # oldest first
+        self.request_ids: dict[str, int] = {}  # oldest first, and their numbers
+        self.heard: set[str] = set()  # of them, those that it was told something of
         self.queue: asyncio.Queue[StepMessage | None] = asyncio.Queue()
+
+    def message(
+        self, updates: Sequence[SequenceUpdate], events: tuple[KVEvents, ...], load: WorkerLoad | None
+    ) -> StepMessage:
+        """Names by their numbers the requests that have one more token and nothing else to say."""
+        told, numbers, token_ids = list[SequenceUpdate](), list[int](), list[int]()
+        for update in updates:
+            request_id = update.request_id
+            number = self.request_ids.get(request_id, 0)
+            if number and request_id in self.heard and len(update.token_ids) == 1 and update.is_plain:
+                numbers.append(number)
+                token_ids += update.token_ids
+            else:
+                told.append(update)
+                if number:
+                    self.heard.add(request_id)
+        return StepMessage(
+            updates=tuple(told), events=events, load=load, numbers=tuple(numbers), token_ids=tuple(token_ids)
+        )
 
     def send(self, message: StepMessage) -> bool:
         """False, and its whole backlog dropped, for a gateway that does not read: it must not eat our memory."""
@@ -101,19 +123,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         updates: dict[GatewayStream, list[SequenceUpdate]] = {}
         for update in message.updates:
             owner = self._owners.get(update.request_id)
-            if owner is None:
-                continue
-            updates.setdefault(owner, []).append(update)
+            if owner is not None:
+                updates.setdefault(owner, []).append(update)
+        load = message.load
+        idle = load is not None and load.num_running + load.num_waiting == 0  # no later message would tell the others
+        for stream in tuple(self._streams):
+            own = updates.get(stream, ())
+            if own or message.events or not message.updates or idle:
+                self._send(stream, stream.message(own, message.events, message.load))
+        for update in message.updates:
             # What becomes of KV on its way concerns the owner too: a request that is handed over stays its own until
             # it is aborted, as the gateway does once the other worker has answered.
             if update.finish_reason is not None and update.finish_reason.is_last:
                 self._disown(update.request_id)
-        load = message.load
-        idle = load is not None and load.num_running + load.num_waiting == 0  # no later message would tell the others
-        for stream in tuple(self._streams):
-            own = tuple(updates.get(stream, ()))
-            if own or message.events or not message.updates or idle:
-                self._send(stream, StepMessage(updates=own, events=message.events, load=message.load))
 
     def _send(self, stream: GatewayStream, message: StepMessage) -> None:
         if not stream.send(message):
@@ -169,7 +191,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             stream.queue.put_nowait(None)
 
     def _submit(self, stream: GatewayStream, request: GenerateRequest) -> None:
-        self._own(stream, request.request_id)
+        self._own(stream, request.request_id, request.number)
 
         def submit() -> None:
             try:
@@ -205,16 +227,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
         self.loop.post(move)
 
-    def _own(self, stream: GatewayStream, request_id: str) -> None:
+    def _own(self, stream: GatewayStream, request_id: str, number: int = 0) -> None:
         """The request lives with this stream, and no longer with an older one of a gateway that has come back."""
         self._disown(request_id)
         self._owners[request_id] = stream
-        stream.request_ids[request_id] = None
+        stream.request_ids[request_id] = number
 
     def _disown(self, request_id: str) -> None:
         owner = self._owners.pop(request_id, None)
         if owner is not None:
             owner.request_ids.pop(request_id, None)
+            owner.heard.discard(request_id)
             self._disowned.set()
 
     def _end(self, stream: GatewayStream) -> None:

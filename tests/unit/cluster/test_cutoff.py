@@ -11,7 +11,7 @@ import pytest
 from cluster.cutoff import Cutoff
 from protos.errors import Unavailable
 from protos.values import SamplingParams
-from router.generation import Job, TokenDelta
+from router.generation import Job, Tap, TokenDelta
 
 JOB = Job(request_id="r", group_id="g", prompt_ids=(1,), sampling=SamplingParams())
 
@@ -23,7 +23,7 @@ class Model:
         self.thinking = asyncio.Event()
         self.aborted = False
 
-    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         try:
             yield TokenDelta(token_ids=(7,))
             self.thinking.set()

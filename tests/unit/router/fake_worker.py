@@ -264,8 +264,17 @@ class FakeWorker:
             self.skips -= 1
             events = replace(events, first_seq=self.next_seq, events=())
         for gateway in self._gateways:
-            own = tuple(update for sequence, update in updates or () if sequence.gateway is gateway)
-            gateway.put_nowait(StepMessage(updates=own, events=(events,), load=self.load))
+            own = [(sequence, update) for sequence, update in updates or () if sequence.gateway is gateway]
+            short = [(sequence.request.number, update) for sequence, update in own if sequence.num_made > 1]
+            short = [(number, update) for number, update in short if number and update.is_plain]
+            message = StepMessage(
+                updates=tuple(update for _, update in own if all(update is not one for _, one in short)),
+                events=(events,),
+                load=self.load,
+                numbers=tuple(number for number, _ in short),
+                token_ids=tuple(token_id for _, update in short for token_id in update.token_ids),
+            )
+            gateway.put_nowait(message)
         self._happened()
 
     # -- what gateways ask for -----------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from protos.errors import NotFound, WorkerLost
 from protos.values import FinishReason, Logprobs, Profile, TokenLogprob, WorkerInfo, WorkerLoad, WorkerStats
 from router.app import create_app
 from router.gateway import Gateway
-from router.generation import Job, TokenDelta
+from router.generation import Job, Tap, TokenDelta
+from router.outlet import HttpProtocol
 from router.text.chat_template import ChatTemplate
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
@@ -133,7 +134,7 @@ class Scripted:
         self.began = asyncio.Event()
         self.idle = asyncio.Event()
 
-    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         self.jobs.append(job)
         self.began.set()
         try:
@@ -220,7 +221,7 @@ def make_gateway(generate: Any, **changes: Any) -> Gateway:
 @asynccontextmanager
 async def serving(gateway: Gateway) -> AsyncIterator[str]:
     """The application under uvicorn on a free port of this machine; yields its URL."""
-    config = uvicorn.Config(create_app(gateway), log_level="critical", lifespan="off", http="httptools")
+    config = uvicorn.Config(create_app(gateway), log_level="critical", lifespan="off", http=HttpProtocol)
     config.load()
     state, protocol = ServerState(), cast("Any", config.http_protocol_class)
     # uvicorn's own protocol on the test's loop: its Server would take signals and sleep a tenth of a second to stop.

@@ -18,7 +18,7 @@ from router.admission.admission import Admission
 from router.admission.fair import Entry
 from router.admission.returning import Returning
 from router.config import RouterConfig
-from router.generation import Job, TokenDelta
+from router.generation import Job, Tap, TokenDelta
 from router.policies.base import Candidate, Line
 from router.prefix.index import Match
 from router.prefix.memory import MemoryPrefixIndex
@@ -59,7 +59,7 @@ class Pool:
         self._turn.set()
         self._turn = asyncio.Event()
 
-    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         self.given.append(job.request_id)
         self.candidate = replace(
             self.candidate,

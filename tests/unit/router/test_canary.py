@@ -12,7 +12,7 @@ import pytest
 from protos.errors import NoWorkers
 from protos.values import FinishReason, WorkerRole
 from router.canary import SALT, Canary, by_one_worker, first_difference
-from router.generation import Job, TokenDelta
+from router.generation import Job, Tap, TokenDelta
 from router.policies.base import Candidate, Decision, RequestView
 from tests.unit.router.fake_cluster import PROMPT, Cluster, job, tokens
 from tests.unit.router.fake_worker import expected_tokens
@@ -27,7 +27,7 @@ class Says:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def __call__(self, asked: Job) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, asked: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         self.asked.append(asked)
         await self.gate.wait()
         for token_id in self.token_ids[:-1]:
@@ -100,7 +100,7 @@ async def test_nobody_waits_for_it_and_there_is_one_at_a_time() -> None:
 
 async def test_a_second_run_that_fails_is_not_a_difference() -> None:
     class Fails(Says):
-        async def __call__(self, asked: Job) -> AsyncGenerator[TokenDelta, None]:
+        async def __call__(self, asked: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
             raise NoWorkers("nobody is left")
             yield TokenDelta()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
-from router.generation import Job
+from router.generation import Job, TokenDelta
 from tests.unit.router.scripted import Family, byte_level, ids_of, saying, sentencepiece, talking, token_deltas
 
 
@@ -192,3 +193,13 @@ async def test_models_are_listed() -> None:
         assert await client.models.retrieve("tiny") == model
         with pytest.raises(openai.NotFoundError, match="a/b"):
             await client.models.retrieve("a/b")
+
+
+async def test_a_worker_that_sends_no_logprobs_leaves_them_null() -> None:
+    def silent(job: Job) -> list[TokenDelta]:
+        return token_deltas(ids_of("hello"), replace(job, sampling=replace(job.sampling, logprobs=None)))
+
+    async with talking(silent) as (client, _):
+        told = (await ask(client, logprobs=1)).choices[0].logprobs
+    assert told.tokens
+    assert told.token_logprobs == told.top_logprobs == [None] * len(told.tokens)

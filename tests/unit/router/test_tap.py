@@ -1,0 +1,198 @@
+"""Tokens that go past the generators: the same, in the same order, once, whatever happens to workers and clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import httpx
+import orjson
+import pytest
+
+from protos.errors import Internal
+from protos.values import FinishReason, SequenceUpdate
+from router.client import Updates
+from router.dispatch import Dispatcher
+from router.member import WorkerState
+from router.openai.sse import HOLE, Voice
+from router.outlet import Outlet
+from router.pace import Pace
+from router.policies.registry import policy_of
+from tests.unit.router.fake_cluster import PROMPT, Cluster, job
+from tests.unit.router.fake_worker import expected_tokens
+from tests.unit.router.scripted import byte_level, make_gateway, serving
+
+
+class Reader:
+    """Takes a job's tokens by its tap and by its deltas, in the order they come."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.num_tapped = 0
+        self.takes = True
+
+    def tap(self, token_ids: Sequence[int], now: float) -> bool:
+        if self.takes:
+            self.tokens += token_ids
+            self.num_tapped += len(token_ids)
+        return self.takes
+
+    async def read(self, cluster: Cluster, max_tokens: int = 8) -> None:
+        async for delta in cluster.generate(job(max_tokens=max_tokens), self.tap):
+            self.tokens += delta.token_ids
+
+
+@pytest.fixture
+async def two(make: Callable[..., Cluster]) -> Cluster:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    return cluster
+
+
+async def test_only_what_is_plain_is_tapped(two: Cluster) -> None:
+    reader = Reader()
+    await reader.read(two)
+    assert reader.tokens == expected_tokens(PROMPT, 8)
+    assert 0 < reader.num_tapped <= 6, "the first and the last token are deltas"
+
+
+async def test_a_tap_may_refuse_and_loses_nothing(two: Cluster) -> None:
+    reader = Reader()
+    reader.takes = False
+    await reader.read(two)
+    assert reader.tokens == expected_tokens(PROMPT, 8)
+
+
+async def test_a_death_in_mid_answer_after_tapped_tokens(two: Cluster) -> None:
+    dying, other, reader = two["c0"], two["c1"], Reader()
+    dying.pause_after = 5
+    reading = asyncio.create_task(reader.read(two))
+    await two.until(lambda: len(reader.tokens) == 5)
+    await dying.die()
+    await reading
+    assert reader.num_tapped
+    assert reader.tokens == expected_tokens(PROMPT, 8)
+    assert other.submitted[0].output_ids == tuple(expected_tokens(PROMPT, 5)), "tapped tokens are in the journal"
+
+
+async def test_a_sequence_that_is_tapped_still_leaves_a_worker_that_drains(two: Cluster) -> None:
+    leaving, reader = two["c0"], Reader()
+    leaving.pause_after = 3
+    reading = asyncio.create_task(reader.read(two))
+    await two.until(lambda: len(reader.tokens) == 3)
+    leaving.draining = True
+    leaving.say()
+    await two.until_state("c0", WorkerState.DRAINING)
+    leaving.go(4)
+    await leaving.until(lambda: bool(leaving.moved))
+    await reading
+    assert reader.tokens == expected_tokens(PROMPT, 8)
+
+
+async def test_tokens_wait_for_a_reader_that_is_behind() -> None:
+    updates, reader = Updates("r"), Reader()
+    updates.tap = reader.tap
+    updates.put_tokens((1,), 0.0)
+    assert reader.tokens == [], "nobody waits for the next: what came before may not have been taken yet"
+    assert (await anext(updates)).token_ids == (1,)
+    waiting = asyncio.ensure_future(anext(updates))
+    await asyncio.sleep(0)
+    updates.put_tokens((2,), 0.0)
+    updates.put(SequenceUpdate(request_id="r", token_ids=(3,), finish_reason=FinishReason.STOP))
+    updates.put_tokens((4,), 0.0)
+    assert (await waiting).token_ids == (3,)
+    assert reader.tokens == [2]
+
+
+async def test_a_bug_in_a_tap_fails_its_own_request_alone() -> None:
+    updates = Updates("r")
+
+    def broken(token_ids: Sequence[int], now: float) -> bool:
+        raise KeyError("a bug")
+
+    updates.tap = broken
+    waiting = asyncio.ensure_future(anext(updates))
+    await asyncio.sleep(0)
+    updates.put_tokens((1,), 0.0)
+    with pytest.raises(Internal, match="KeyError"):
+        await waiting
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def served(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    generate = Dispatcher(fleet=cluster.fleet, policy=policy_of(cluster.config), config=cluster.config)
+    async with (
+        serving(make_gateway(generate, fleet=cluster.fleet)) as url,
+        httpx.AsyncClient(base_url=url, verify=False) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize(("path", "asked"), [
+    ("completions", {"n": 1}),
+    ("completions", {"n": 2, "stop": ["zz"]}),
+    ("chat/completions", {"n": 1, "stream_options": {"include_usage": True}}),
+])  # fmt: skip
+async def test_a_stream_says_what_the_whole_answer_says(two: Cluster, path: str, asked: dict[str, object]) -> None:
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": list(PROMPT)}
+    body = {"model": "tiny", "max_tokens": 40, "temperature": 0, **prompt, **asked}
+    async with served(two) as client:
+        whole = (await client.post(f"/v1/{path}", json={key: body[key] for key in body if "stream" not in key})).json()
+        answer = await client.post(f"/v1/{path}", json=body | {"stream": True})
+    texts = [""] * len(whole["choices"])
+    *lines, done = [line for line in answer.text.split("\n\n") if line]
+    assert done == "data: [DONE]"
+    for line in lines:
+        for choice in orjson.loads(line.removeprefix("data: "))["choices"]:
+            assert choice.keys() - {"delta", "text"} == {"index", "logprobs", "finish_reason"}
+            texts[choice["index"]] += choice.get("text", "") or choice.get("delta", {}).get("content", "")
+    assert texts == [one.get("text") or one["message"]["content"] for one in whole["choices"]]
+
+
+async def test_the_tokens_of_a_client_that_listens_go_straight_to_its_connection(
+    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, written, real = make(), list[bytes](), Outlet.write
+    await cluster.add("c0")
+    cluster["c0"].pause_after = 1
+
+    def note(outlet: Outlet, chunk: bytes) -> bool:
+        sent = real(outlet, chunk)
+        written.extend([chunk] * sent)
+        return sent
+
+    monkeypatch.setattr(Outlet, "write", note)
+    says = byte_level().vocabulary.whole_text
+    prompt = next(one for one in range(4, 512) if all(says(token_id) for token_id in expected_tokens((one,), 8)))
+    body = {"model": "tiny", "prompt": [prompt], "max_tokens": 8, "temperature": 0, "stream": True}
+    async with served(cluster) as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        seen = [await anext(lines)]
+        cluster["c0"].go()
+        seen += [line async for line in lines]
+    assert written
+    assert set(b"".join(written).decode().split("\n\n")) <= {*seen, ""}
+
+
+async def test_a_late_gateway_says_several_texts_at_once() -> None:
+    said: list[bytes] = []
+    pace = Pace()
+
+    def put(chunk: bytes, now: float) -> bool:
+        said.append(chunk)
+        return True
+
+    voice = Voice(lambda index: {"i": index, "text": HOLE}, put, pace)
+    assert voice.say(0, "a", 1, 10.0)
+    pace.gap_s = 0.05
+    with pace.running():
+        for text, now in (("b", 10.1), ("c", 10.11), ('"', 10.12), ("e", 10.16)):
+            assert voice.say(0, text, 1, now)
+        assert [orjson.loads(chunk.removeprefix(b"data: "))["text"] for chunk in said] == ["a", "b", 'c"e']
+        voice.say(0, "f", 1, 10.17)
+        assert orjson.loads(voice.held().removeprefix(b"data: ")) == {"i": 0, "text": "f"}
+        assert voice.held() == b"", "said once"
