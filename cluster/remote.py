@@ -49,6 +49,7 @@ def get_json(client: httpx.Client, path: str) -> Any:
         response = client.get(path)
         if response.status_code == 404:
             raise NotFound(f"{client.base_url} answers, but has no {path}: it is not a Baton gateway")
+        _check_admitted(response)
         raise_for_error(response)
         return response.json()
     except httpx.HTTPError as error:
@@ -72,6 +73,14 @@ def raise_for_error(response: httpx.Response) -> None:
     """Raises the typed error of a response that has been read, if it is one."""
     if response.is_error:
         raise error_of(response.text, response.status_code)
+
+
+def _check_admitted(response: httpx.Response) -> None:
+    """Raises what an administrator's page says to a wrong key, with what to do about it."""
+    if response.status_code in (401, 403) and response.request.url.path.startswith("/admin"):
+        error = error_of(response.text, response.status_code)
+        how = "here: --api-key, or the environment variable BATON_ADMIN_KEY"
+        raise type(error)(f"{error.message.rstrip('.')}; {how}")
 
 
 def error_of(body: str, status: int) -> BatonError:

@@ -200,9 +200,19 @@ class Fleet:
     async def drain(self, worker_id: str) -> int:
         """The worker takes no new work from now on, and ends when nothing runs on it; how many requests do. Raises
         NotFound for a worker that is not known here, WorkerLost for one that cannot be reached."""
-        if worker_id not in self._members:
+        member = self._members.get(worker_id)
+        if member is None:
             raise NotFound(f"there is no worker {worker_id}: the fleet is {', '.join(self._members) or 'empty'}")
-        return await self._members[worker_id].connection().drain(exit=True)
+        drained = member.state is not WorkerState.READY
+        try:
+            return await member.connection().drain(exit=True)
+        except WorkerLost as error:
+            if not drained:
+                raise
+            raise WorkerLost(
+                f"worker {worker_id} is already on its way out, or its successor on its way in: `baton status` shows "
+                "when it is ready"
+            ) from error
 
     def blame(self, worker_ids: Iterable[str]) -> None:
         """A request failed on these workers, for a reason that may be theirs."""
@@ -330,7 +340,12 @@ class Fleet:
                 return
 
     def _enter(self, member: Member, state: WorkerState, reason: str = "") -> None:
+        planned = member.state is WorkerState.DRAINING and state is WorkerState.LOST
         if member.enter(state, reason):
+            if planned:
+                log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address)
+                self._changed()
+                return
             log.log(
                 logging.INFO if state in (WorkerState.READY, WorkerState.DRAINING) else logging.WARNING,
                 "worker %s at %s is %s%s", member.worker_id, member.address, state, f": {reason}" if reason else "",

@@ -39,7 +39,9 @@ class Kind(StrEnum):
 OF_WORKERS = (Kind.KILL, Kind.PAUSE, Kind.SLOW, Kind.RESET, Kind.DRAIN)
 OF_LANES = (Kind.LANE_STALL, Kind.LANE_CUT, Kind.LANE_SLOW)
 OF_EVENTS = (Kind.EVENTS_DROP, Kind.EVENTS_DELAY, Kind.EVENTS_DOUBLE, Kind.EVENTS_SWAP)
-_TEXT = re.compile(r"(?P<at>[\d.]+) (?P<kind>[a-z-]+) (?P<target>\S+)( for (?P<for>[\d.]+))?( by (?P<by>[\d.]+))?")
+_TEXT = re.compile(
+    r"(?P<at>{n}) (?P<kind>[a-z-]+) (?P<target>\S+)( for (?P<for>{n}))?( by (?P<by>{n}))?".format(n=r"\d+(?:\.\d*)?")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

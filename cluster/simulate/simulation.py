@@ -44,7 +44,8 @@ def simulate(
     *,
     write: Callable[[str], object] | None = None,
 ) -> Outcome:
-    """Raises AssertionError when an invariant breaks, and the BatonError of a worker that never starts."""
+    """Raises AssertionError when an invariant breaks, the BatonError of a worker that never starts, and
+    Misconfigured for a fault whose target cannot exist."""
     loop = VirtualLoop(seed=config.seed)
 
     async def main() -> Outcome:
@@ -56,9 +57,11 @@ def simulate(
         start_s = loop.time()
         loop.after = invariants.after_event
         timeline = Timeline(deployment, period_s=max(session.due_s for session in sessions) / NUM_SAMPLES + 0.1)
+        trouble = Trouble(deployment, clients, seed=config.seed)
+        trouble.check(faults)
         async with asyncio.TaskGroup() as group:
             sampling = group.create_task(timeline.run(), name="timeline")
-            group.create_task(Trouble(deployment, clients, seed=config.seed).run(faults), name="faults")
+            group.create_task(trouble.run(faults), name="faults")
             await clients.run(sessions)
             duration_s = loop.time() - start_s
             sampling.cancel()

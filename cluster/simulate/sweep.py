@@ -94,7 +94,7 @@ def sweep_table(trials: Sequence[Trial], attainment: float) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("cluster", no_wrap=True)
     for name in ("GPUs", "USD", "met", "goodput", "TTFT p99", "TPOT p99", "front"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for trial in sorted(trials, key=lambda one: (one.usd, str(one.choice))):
         report = trial.summary.report
         style = "bold green" if trial is best else ""

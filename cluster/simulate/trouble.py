@@ -23,10 +23,12 @@ class Trouble:
         self._rng = random.Random(f"{seed} trouble")
         self._loop = asyncio.get_running_loop()
 
-    async def run(self, faults: Sequence[Fault]) -> None:
+    def check(self, faults: Sequence[Fault]) -> None:
         """Raises Misconfigured for a target that cannot exist."""
         for fault in faults:
             self._check(fault)
+
+    async def run(self, faults: Sequence[Fault]) -> None:
         start_s = self._loop.time()
         async with asyncio.TaskGroup() as group:
             for fault in faults:

@@ -31,6 +31,7 @@ from cluster.simulate.shapes import GPUS, MODELS, gpu_of
 from cluster.simulate.simulation import simulate as run_simulation
 from cluster.simulate.sweep import Choice, Trial, cheapest, choices, numbers, sweep, sweep_table
 from cluster.simulate.workload import GENERATED, Load, Session, fitting, generated, recorded
+from cluster.status import PIPED_COLUMNS
 from protos.errors import Misconfigured
 from router.policies.registry import NAMES
 
@@ -204,7 +205,9 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
         for trial in sweep(every, try_out):
             trials.append(trial)
             bar.update(row, advance=1, description=str(trial.choice))
-    console = Console()
+            if not bar.console.is_terminal:
+                bar.console.print(f"{len(trials)} of {len(every)}: {trial.choice}", highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     console.print(sweep_table(trials, attainment))
     best = cheapest(trials, attainment)
     if best is None:

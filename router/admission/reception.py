@@ -55,9 +55,12 @@ class Reception:
         self._look()
         if self.roster.is_open:
             return NOBODY
-        tenant = self.roster.tenant_of(self._key(authorization))
+        key = self._key(authorization)
+        tenant = self.roster.tenant_of(key)
         if tenant is None:
             self._unknown.inc()
+            if self.roster.admin_keys and self.roster.is_admin(key):
+                raise Unauthenticated("This is an admin key, which opens /admin only: send a tenant's key")
             raise Unauthenticated("The API key is not known here: check it, or ask the operator for another one")
         return tenant
 

@@ -82,6 +82,11 @@ Texts = Annotated[list[str], _FirstWrong()]
 IdLists = Annotated[list[Ids], _FirstWrong()]
 
 
+def _is_exact(number: float) -> bool:
+    """Beyond 2^53 a float no longer says which integer was meant."""
+    return number.is_integer() and abs(number) <= 2**53
+
+
 class Body(BaseModel):
     """`description` of a field completes the sentence "it must be ..."."""
 
@@ -90,9 +95,17 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _not_too_many(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            check_parameters(value)  # pydantic would note every unknown one of a megabyte of them
-        return value
+        """Also, 8.0 is an integer in JSON Schema, and so it is here."""
+        if not isinstance(value, dict):
+            return value
+        check_parameters(value)  # pydantic would note every unknown one of a megabyte of them
+        whole = {name: int(one) for name, one in value.items() if isinstance(one, float) and _is_exact(one)}
+        return value | {name: one for name, one in whole.items() if cls._is_integer(name)} if whole else value
+
+    @classmethod
+    def _is_integer(cls, name: str) -> bool:
+        field = cls.model_fields.get(name)
+        return field is not None and field.annotation in (int, int | None)
 
 
 class StreamOptions(Body):

@@ -147,9 +147,17 @@ def make_ask(
     )
 
 
-def check_length(num_tokens: int, card: ModelCard, *, param: str = "prompt", num_asked: int | None = None) -> None:
-    """Raises ContextLengthExceeded, in OpenAI's words, where prompt and answer do not fit."""
-    longest = card.max_model_len
+def check_length(
+    num_tokens: int,
+    card: ModelCard,
+    *,
+    param: str = "prompt",
+    num_asked: int | None = None,
+    asked_as: str = "max_tokens",
+) -> None:
+    """Raises ContextLengthExceeded, in OpenAI's words, where prompt and answer do not fit; `asked_as` is to be mended
+    where the prompt alone does."""
+    longest, fits = card.max_model_len, num_tokens < card.max_model_len
     if num_tokens + (1 if num_asked is None else num_asked) <= longest:
         return
     if num_asked is None:
@@ -159,7 +167,7 @@ def check_length(num_tokens: int, card: ModelCard, *, param: str = "prompt", num
     raise ContextLengthExceeded(
         f"This model's maximum context length is {longest} tokens. However, {message}. "
         f"Please reduce the length of the {param}{' or completion' if num_asked else ''}.",
-        param=param,
+        param=asked_as if num_asked and fits else param,
     )
 
 
@@ -221,7 +229,8 @@ def _check(asked: Asked, prompts: Sequence[tuple[int, ...]], card: ModelCard) ->
         for token_id in (min(prompt), max(prompt)):
             if not 0 <= token_id < card.vocab_size:
                 raise _outside(param, token_id, f"made of token ids between 0 and {card.vocab_size - 1}")
-        check_length(len(prompt), card, param=param, num_asked=asked.max_tokens or None)
+        asked_as = asked.names.get("max_tokens", "max_tokens")
+        check_length(len(prompt), card, param=param, num_asked=asked.max_tokens or None, asked_as=asked_as)
         room = card.max_model_len - len(prompt) if asked.max_tokens is None else asked.max_tokens
         if asked.min_tokens > room:
             raise _outside("min_tokens", asked.min_tokens, f"at most max_tokens, which is {room}")

@@ -8,12 +8,15 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli import main, make_app
+from cluster.remote import get_json
 from cluster.status import status_tables
+from protos.errors import BatonError
 from protos.values import (
     KVLayout,
     LaneAddress,
@@ -125,6 +128,15 @@ async def test_nothing_is_shown_of_what_is_not_there() -> None:
     assert "Workers" in shown
     assert "Lanes" not in shown
     assert "Tickets" not in shown
+
+
+def test_a_cluster_with_keys_says_how_to_give_one() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(401, json={"error": {"code": "invalid_api_key", "message": "You gave no key"}})
+
+    client = httpx.Client(transport=httpx.MockTransport(refuse), base_url="http://gateway")
+    with client, pytest.raises(BatonError, match=r"You gave no key.*--api-key.*BATON_ADMIN_KEY"):
+        get_json(client, "/admin/status")
 
 
 def test_an_empty_cluster_is_one_line() -> None:

@@ -93,7 +93,10 @@ async def test_health_and_metrics_need_no_key_and_admin_its_own(tenants: Path) -
             (await client.get("/admin/status", headers=headers)).status_code
             for headers in ({}, bearing(ACME), bearing(ADMIN))
         ]
+        refused = await client.get("/v1/models", headers=bearing(ADMIN))
     assert statuses == [401, 403, 200]
+    assert refused.status_code == 401
+    assert "admin key" in refused.json()["error"]["message"]
 
 
 async def test_without_a_file_everything_is_open() -> None:

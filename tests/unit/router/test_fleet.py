@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtransfer.hashing import chain_hashes
@@ -106,6 +108,24 @@ async def test_a_worker_without_progress_is_lost_although_it_answers(make: Calla
     assert "no step finished for 60 s" in reason(cluster, "c0")
     cluster["c0"].healthy = True
     await cluster.until_state("c0", WorkerState.READY)
+
+
+async def test_a_worker_that_was_told_to_leave_is_not_called_lost(
+    make: Callable[..., Cluster], caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = make()
+    await cluster.add("c0")
+    await cluster.fleet.drain("c0")
+    await cluster.until_state("c0", WorkerState.DRAINING)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="baton.router"):
+        await cluster["c0"].die()
+        await cluster.until_state("c0", WorkerState.LOST)
+        with pytest.raises(WorkerLost, match="c0 is already on its way out"):
+            await cluster.fleet.drain("c0")
+    told = [record.getMessage() for record in caplog.records]
+    assert any("has left, as it was told to" in line for line in told)
+    assert not any("is lost" in line for line in told)
 
 
 async def test_a_worker_may_leave_in_the_moment_it_is_lost(make: Callable[..., Cluster]) -> None:

@@ -246,7 +246,7 @@ def test_contradictions_are_named(body: dict[str, Any], kind: type[ChatBody | Co
 def test_what_was_asked_for_is_handed_on() -> None:
     body = parse_body(
         COMPLETION
-        | {"stop": "x", "logit_bias": {"7": -100}, "echo": True, "logprobs": 2, "best_of": 3, "n": 3, "top_k": 5},
+        | {"stop": "x", "logit_bias": {"7": -100}, "echo": True, "logprobs": 2, "best_of": 3, "n": 3.0, "top_k": 5},
         CompletionBody,
     )
     asked = body.asked()

@@ -90,6 +90,7 @@ def test_prompt_and_answer_must_fit() -> None:
         asking(max_tokens=91)
     assert "maximum context length is 100 tokens" in refused.value.message
     assert "101 (10 in the prompt, 91 in the completion)" in refused.value.message
+    assert refused.value.param == "max_tokens", "the prompt alone would fit"
 
 
 def test_a_prompt_must_leave_room_for_one_token() -> None:

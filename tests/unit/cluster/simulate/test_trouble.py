@@ -82,7 +82,7 @@ def test_a_fault_that_is_written_down_can_be_read() -> None:
     assert {fault.kind for fault in faults} == set(Kind)
 
 
-@pytest.mark.parametrize("text", ["kill decode-0", "1 melt decode-0", "1 kill decode-0 with 3"])
+@pytest.mark.parametrize("text", ["kill decode-0", "1 melt decode-0", "1 kill decode-0 with 3", "1.2.3 kill decode-0"])
 def test_a_fault_that_cannot_be_read_is_named(text: str) -> None:
     with pytest.raises(Misconfigured, match="AT KIND TARGET"):
         Fault.parse(text)
@@ -90,9 +90,8 @@ def test_a_fault_that_cannot_be_read_is_named(text: str) -> None:
 
 @pytest.mark.parametrize("fault", ["1 kill decode-7", "1 lane-cut decode-0", "1 gateway-restart 3"])
 def test_a_fault_of_something_that_does_not_exist_is_refused(fault: str) -> None:
-    with pytest.raises(BaseExceptionGroup) as failed:
+    with pytest.raises(Misconfigured, match="does not exist"):
         run(fault)
-    assert "does not exist" in soak.reason(failed.value)
 
 
 def broken(workload: str = "poisson") -> str:
