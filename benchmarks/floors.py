@@ -90,16 +90,18 @@ def needs(workload: Workload, costs: Costs, *, tokens_of_step: int = 2048) -> tu
 def measure(num_threads: int) -> Machine:
     """Of this process's threads. A few seconds. The best of several ways, and of several tries of each.
 
-    A single thread is measured in its own time, so that what else the machine does does not count.
+    A single thread is measured in its own time, so that what else the machine does does not count. The numbers are
+    random, as a model's are: of equal ones a processor multiplies more in a second, since fewer bits change. The matrix
+    rate is that of the product that the engine itself computes with, not what the instructions could do.
     """
     torch.set_num_threads(num_threads)
     clock = time.thread_time if num_threads == 1 else time.perf_counter
     numbers = torch.ones(1 << 27)  # 512 MiB: no cache holds it
     read = numbers.numel() * 4 / _best(numbers.sum, 7, clock)
-    weights = [Matrix(torch.full((6144, 1024), 0.5).bfloat16()) for _ in range(24)]
+    weights = [Matrix(torch.randn(6144, 1024).bfloat16()) for _ in range(24)]
     for matrix in weights:
         matrix.pack()
-    one, some, many = (torch.ones(rows, 1024).bfloat16() for rows in (1, 256, 2048))
+    one, some, many = (torch.randn(rows, 1024).bfloat16() for rows in (1, 256, 2048))
 
     def through_all() -> None:
         for matrix in weights:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from workers.kernels import cpu
 from workers.kernels.cpu.build import native_tiles
-from workers.kernels.cpu.memory import HUGE_PAGE, roomy_zeros
+from workers.kernels.cpu.memory import HUGE_PAGE, apart, empty_rows, roomy_zeros
 from workers.kernels.cpu.products import TiledWeight, can_tile
 from workers.models.layers.matrix import GatedMatrix, Matrix
 
@@ -106,3 +106,16 @@ def test_roomy_memory_is_zeroed_and_starts_where_its_first_page_does(count: int)
     assert not zeros.any()
     zeros.fill_(1.0)
     assert zeros.data_ptr() % (HUGE_PAGE if zeros.nbytes >= HUGE_PAGE else 16) == 0
+
+
+def test_memory_of_a_step_is_given_to_the_next_once_nobody_holds_a_part_of_it() -> None:
+    num_rows, width = HUGE_PAGE // 512, 1024
+    rows = empty_rows(num_rows, width, dtype=torch.int8, stride=apart(width, torch.int8))
+    place, part = rows.data_ptr(), rows[5:, 3:]
+    assert rows.shape == (num_rows, width)
+    assert rows.stride() == (width + 64, 1)
+    del rows
+    assert empty_rows(num_rows, width, dtype=torch.int8).data_ptr() != place
+    del part
+    places = [empty_rows(num_rows // 2, width, dtype=torch.bfloat16) for _ in range(2)]
+    assert place in [tensor.data_ptr() for tensor in places]

@@ -66,8 +66,9 @@ class NativeAttention:
         assert self._step is not None, "attend before begin"
         step, (k_cache, v_cache) = self._step, self._caches[layer]
         assert q_TND.dtype == k_cache.dtype, f"queries are {q_TND.dtype}, the cache {k_cache.dtype}"
-        q_TND = q_TND.contiguous()
-        out_TND = torch.empty_like(q_TND)
+        if not cpu.has_whole_rows(q_TND):
+            q_TND = q_TND.contiguous()
+        out_TND = cpu.empty_heads(q_TND, q_TND.stride(0))
         _, num_heads, head_dim = q_TND.shape
         _, num_kv_heads, block_size, _ = k_cache.shape
         self.kernels.attend(
@@ -85,6 +86,7 @@ class NativeAttention:
             head_dim,
             block_size,
             window or 0,
+            q_TND.stride(0),
             scale,
             torch.get_num_threads(),
         )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from workers.kernels import reference
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.build import native, native_tiles
+from workers.kernels.cpu.memory import apart, empty_rows
 
 embed = reference.embed
 join = reference.join
@@ -45,8 +46,9 @@ def add_rms_norm(
     kernels = native(x_TE.dtype)
     if kernels is None or not (x_TE.is_contiguous() and residual_TE.is_contiguous()):
         return reference.add_rms_norm(x_TE, residual_TE, weight_E, eps)
-    normed_TE, stream_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
     num_tokens, size = x_TE.shape
+    normed_TE = empty_rows(num_tokens, size, dtype=x_TE.dtype, stride=_stride(size, x_TE.dtype))
+    stream_TE = empty_rows(num_tokens, size, dtype=x_TE.dtype)
     kernels.add_rms_norm(
         x_TE.data_ptr(),
         residual_TE.data_ptr(),
@@ -55,6 +57,7 @@ def add_rms_norm(
         stream_TE.data_ptr(),
         num_tokens,
         size,
+        normed_TE.stride(0),
         eps,
         torch.get_num_threads(),
     )
@@ -90,8 +93,8 @@ def rope_kv_write(
         or not all(part.is_contiguous() for part in plain)
     ):
         return reference.rope_kv_write(q_TND, k_TKD, v_TKD, cos_TP, sin_TP, k_cache, v_cache, slots_T)
-    turned_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
     num_tokens, num_heads, head_dim = q_TND.shape
+    turned_TND = empty_heads(q_TND, _stride(num_heads * head_dim, q_TND.dtype))
     kernels.rope_kv_write(
         q_TND.data_ptr(),
         k_TKD.data_ptr(),
@@ -99,6 +102,7 @@ def rope_kv_write(
         q_TND.stride(0),
         k_TKD.stride(0),
         v_TKD.stride(0),
+        turned_TND.stride(0),
         cos_TP.data_ptr(),
         sin_TP.data_ptr(),
         turned_TND.data_ptr(),
@@ -113,6 +117,18 @@ def rope_kv_write(
         torch.get_num_threads(),
     )
     return turned_TND
+
+
+def _stride(width: int, dtype: torch.dtype) -> int:
+    """Of rows that a product reads: ours, on tiles, reads them a column at a time."""
+    return apart(width, dtype) if dtype == torch.bfloat16 and native_tiles() is not None else width
+
+
+def empty_heads(x_TND: torch.Tensor, stride: int) -> torch.Tensor:
+    """Of its shape and dtype, `stride` elements from token to token."""
+    num_tokens, num_heads, head_dim = x_TND.shape
+    rows = empty_rows(num_tokens, num_heads * head_dim, dtype=x_TND.dtype, stride=stride)
+    return rows.view(num_tokens, num_heads, head_dim)
 
 
 def has_whole_rows(x_THD: torch.Tensor) -> bool:

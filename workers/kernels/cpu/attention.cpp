@@ -291,10 +291,10 @@ void attend(const T* q, const T* k_cache, const T* v_cache, T* out, const Batch&
     extern "C" void attend_##SUFFIX(const T* q, const T* k_cache, const T* v_cache, T* out,                           \
                                     const int64_t* query_starts, const int64_t* context_lens, const int32_t* tables,  \
                                     int64_t table_stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,  \
-                                    int64_t head_dim, int64_t block_size, int64_t window, float scale,                \
-                                    int num_threads) {                                                                \
+                                    int64_t head_dim, int64_t block_size, int64_t window, int64_t token_stride,       \
+                                    float scale, int num_threads) {                                                   \
         attend(q, k_cache, v_cache, out, {query_starts, context_lens, tables, table_stride, num_rows},                \
-               {num_heads, num_kv_heads, head_dim, block_size, window, scale}, num_threads);                          \
+               {num_heads, num_kv_heads, head_dim, block_size, window, token_stride, scale}, num_threads);            \
     }
 
 FOR_DTYPE(float, float32)

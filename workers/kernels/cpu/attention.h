@@ -15,6 +15,7 @@ constexpr int chunk = 64;  // keys looked at together
 
 struct Shape {
     int64_t num_heads, num_kv_heads, head_dim, block_size, window;  // window 0: none
+    int64_t token_stride;  // elements from one token's queries to the next one's, and from output to output
     float scale;
 
     int64_t group() const { return num_heads / num_kv_heads; }
@@ -42,7 +43,7 @@ struct Tile {
 
     // Where a token's query lies, among the queries and in the output: the `nth_head` of those of the tile's heads.
     int64_t place(const Shape& shape, int64_t nth_token, int64_t nth_head) const {
-        return ((token + nth_token) * shape.num_heads + kv_head * shape.group() + nth_head) * shape.head_dim;
+        return (token + nth_token) * shape.token_stride + (kv_head * shape.group() + nth_head) * shape.head_dim;
     }
 };
 

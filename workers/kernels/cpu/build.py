@@ -35,10 +35,10 @@ _TIMEOUT_S = 120.0
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "rms_norm": (*[_P] * 3, *[_N] * 4, _F, _I),
-    "add_rms_norm": (*[_P] * 5, *[_N] * 2, _F, _I),
+    "add_rms_norm": (*[_P] * 5, *[_N] * 3, _F, _I),
     "silu_mul": (*[_P] * 2, *[_N] * 2, _I),
-    "rope_kv_write": (*[_P] * 3, *[_N] * 3, *[_P] * 6, *[_N] * 5, _I),
-    "attend": (*[_P] * 7, *[_N] * 7, _F, _I),
+    "rope_kv_write": (*[_P] * 3, *[_N] * 4, *[_P] * 6, *[_N] * 5, _I),
+    "attend": (*[_P] * 7, *[_N] * 8, _F, _I),
 }
 _OF_TILES = {
     "attend_tiles": _ARGUMENTS["attend"],

@@ -32,13 +32,13 @@ void rms_norm(const T* x, const T* weight, T* out, int64_t num_tokens, int64_t t
 
 template <typename T>
 void add_rms_norm(const T* x, const T* residual, const T* weight, T* normed, T* stream, int64_t num_tokens,
-                  int64_t size, float eps, int num_threads) {
+                  int64_t size, int64_t normed_stride, float eps, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_tokens * size > worth_a_thread)
     for (int64_t token = 0; token < num_tokens; token++) {
         const int64_t start = token * size;
 #pragma omp simd
         for (int64_t i = start; i < start + size; i++) stream[i] = narrow<T>(widen(x[i]) + widen(residual[i]));
-        normalize(stream + start, weight, normed + start, size, eps);
+        normalize(stream + start, weight, normed + token * normed_stride, size, eps);
     }
 }
 
@@ -78,7 +78,7 @@ void rope_kv_write(const T* q, const T* k, const T* v, const int64_t* strides, c
         const float *cos_here = cos + token * num_pairs, *sin_here = sin + token * num_pairs;
         for (int64_t head = 0; head < num_heads; head++)
             turn(q + token * strides[0] + head * head_dim, cos_here, sin_here,
-                 turned + (token * num_heads + head) * head_dim, num_pairs);
+                 turned + token * strides[3] + head * head_dim, num_pairs);
         const int64_t block = slots[token] / block_size, offset = slots[token] % block_size;
         for (int64_t head = 0; head < num_kv_heads; head++) {
             const int64_t place = ((block * num_kv_heads + head) * block_size + offset) * head_dim;
@@ -96,17 +96,19 @@ void rope_kv_write(const T* q, const T* k, const T* v, const int64_t* strides, c
         rms_norm(x, weight, out, num_tokens, token_stride, num_heads, size, eps, num_threads);                        \
     }                                                                                                                 \
     extern "C" void add_rms_norm_##SUFFIX(const T* x, const T* residual, const T* weight, T* normed, T* stream,       \
-                                          int64_t num_tokens, int64_t size, float eps, int num_threads) {             \
-        add_rms_norm(x, residual, weight, normed, stream, num_tokens, size, eps, num_threads);                        \
+                                          int64_t num_tokens, int64_t size, int64_t normed_stride, float eps,         \
+                                          int num_threads) {                                                          \
+        add_rms_norm(x, residual, weight, normed, stream, num_tokens, size, normed_stride, eps, num_threads);         \
     }                                                                                                                 \
     extern "C" void silu_mul_##SUFFIX(const T* gate_up, T* out, int64_t num_tokens, int64_t size, int num_threads) {  \
         silu_mul(gate_up, out, num_tokens, size, num_threads);                                                        \
     }                                                                                                                 \
     extern "C" void rope_kv_write_##SUFFIX(                                                                           \
-        const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_stride, int64_t v_stride, const float* cos,   \
-        const float* sin, T* turned, T* k_cache, T* v_cache, const int64_t* slots, int64_t num_tokens,                \
-        int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int num_threads) {             \
-        const int64_t strides[] = {q_stride, k_stride, v_stride};                                                     \
+        const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_stride, int64_t v_stride,                     \
+        int64_t turned_stride, const float* cos, const float* sin, T* turned, T* k_cache, T* v_cache,                 \
+        const int64_t* slots, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,          \
+        int64_t block_size, int num_threads) {                                                                        \
+        const int64_t strides[] = {q_stride, k_stride, v_stride, turned_stride};                                      \
         rope_kv_write(q, k, v, strides, cos, sin, turned, k_cache, v_cache, slots, num_tokens, num_heads,             \
                       num_kv_heads, head_dim, block_size, num_threads);                                               \
     }

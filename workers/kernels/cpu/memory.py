@@ -1,10 +1,12 @@
 """Memory on huge pages, where the system has them: what is read from end to end in each step is read a third faster,
-since no access waits for its address to be translated."""
+since no access waits for its address to be translated. What a long step computes on its way stands on such pages, too,
+which are kept for the next layer."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
 from contextlib import suppress
 from math import prod
 
@@ -14,20 +16,68 @@ HUGE_PAGE = 1 << 21
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _NEVER = 1 << 30
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
+_LINE = 64
+_COLLIDING = 1024  # bytes: rows so far from one another share few places of a cache
 
 
 def roomy_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Zeros on the CPU. Pages are taken when they are first written, as torch's own zeros are."""
     num_bytes = prod(shape) * dtype.itemsize
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if num_bytes < HUGE_PAGE or advice is None:
+    if num_bytes < HUGE_PAGE or _ADVICE is None:
         return torch.zeros(shape, dtype=dtype)
-    region = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system without them: the pages are small ones
-        region.madvise(advice)
-    whole = torch.frombuffer(region, dtype=torch.uint8)  # which keeps the region
+    whole = torch.frombuffer(_region(num_bytes), dtype=torch.uint8)  # which keeps the region
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + num_bytes].view(dtype).view(shape)
+
+
+def empty_rows(num_rows: int, width: int, *, dtype: torch.dtype, stride: int = 0) -> torch.Tensor:
+    """[num_rows, width], uninitialised, `stride` elements from row to row (0: one behind the other).
+
+    Large ones come from memory that is kept: it is given to the next who asks once nobody holds the tensor, or a part
+    of it, any more.
+    """
+    stride = stride or width
+    num_bytes = num_rows * stride * dtype.itemsize
+    if num_bytes < HUGE_PAGE // 2 or _ADVICE is None:
+        return torch.empty(num_rows, stride, dtype=dtype)[:, :width]
+    region = _taken(num_bytes)
+    held = memoryview(region)  # one of its own for each tensor: it goes when the tensor's memory does
+    weakref.finalize(held, _FREE.append, region).atexit = False
+    whole = torch.frombuffer(held, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_PAGE
+    return whole[start : start + num_bytes].view(dtype).view(num_rows, stride)[:, :width]
+
+
+def apart(width: int, dtype: torch.dtype) -> int:
+    """The stride with which rows of `width`, read a column at a time, do not push one another out of a cache."""
+    line = _LINE // dtype.itemsize
+    return width if width * dtype.itemsize % _COLLIDING else width + line
+
+
+_FREE: list[mmap.mmap] = []
+
+
+def _taken(num_bytes: int) -> mmap.mmap:
+    """The smallest that is free and large enough, or a new one. Never more than were held at the same time."""
+    while True:
+        fitting = [region for region in tuple(_FREE) if len(region) >= num_bytes + HUGE_PAGE]
+        if not fitting:
+            return _region(num_bytes)
+        best = min(fitting, key=len)
+        with suppress(ValueError):  # another thread was faster
+            _FREE.remove(best)
+            return best
+
+
+def _region(num_bytes: int) -> mmap.mmap:
+    """With room for `num_bytes` from the first huge page's start on."""
+    size = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
+    region = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if _ADVICE is not None:
+        with suppress(OSError):  # a system without them: the pages are small ones
+            region.madvise(_ADVICE)
+    return region
 
 
 def keep_freed_memory() -> None:

@@ -3,7 +3,7 @@
 // Packed, a weight is a row of panels: 32 outputs each, and of a panel for every 32 inputs two tiles, the right operands
 // of a step. A product of few rows is bound by memory: it walks over the panels once, in order, and asks for what comes
 // next a little ahead. A product of many rows is bound by the first-level cache: it cuts the inputs into `depth_steps`,
-// so that the part of a panel that all rows meet stays there, while the rows stream through from the second level.
+// so that the part of a panel that all rows meet stays there, while the rows stream past it from the second level.
 //
 //     few rows:    for each panel:                     for each block of 32 rows: all steps ──▶ finish
 //     many rows:   for each panel: for each part of it: for each block of 32 rows: its steps ──▶ sums; the last: finish
@@ -24,8 +24,8 @@ constexpr int panel = 32;                    // outputs of a panel, and rows of 
 constexpr int step_size = 2 * tiles::size;   // bfloat16 of a panel for 32 inputs
 constexpr int sums_size = panel * panel;     // floats of a block's sums
 constexpr int64_t few_rows = 2 * panel;
-constexpr int64_t depth_steps = 8;           // 16 KiB of a panel: with as much of the rows, and the sums, in 48 KiB
-constexpr int64_t most_laid = 3 << 19;       // bytes of inputs that a thread lays out at once: half its second level
+constexpr int64_t depth_steps = 16;          // 32 KiB of a panel, which the rows do not push out: they are not kept there
+constexpr int64_t most_read = 1 << 20;       // bytes of inputs that meet a panel while it is there: half the second level
 constexpr int64_t ahead = 1024;              // bytes, by measurement: more and less are both slower
 constexpr int64_t worth_a_thread = 1 << 18;  // multiplications
 
@@ -77,16 +77,17 @@ inline void prefetch(const char* from, int64_t num_lines) {
     for (int64_t line = 0; line < num_lines; line++) _mm_prefetch(from + line * 64, _MM_HINT_T1);
 }
 
-// One step: left operands of 16 or 32 rows, `stride` bytes from row to row and `lower_at` elements to the lower 16.
+// One step: left operands of 16 or 32 rows, `stride` bytes from row to row and `lower_at` elements to the lower 16. They
+// pass the first-level cache by.
 template <bool lower>
 inline void multiply(const bfloat16* left, int64_t stride, int64_t lower_at, const bfloat16* right) {
     _tile_loadd(6, right, 64);
-    _tile_loadd(4, left, stride);
+    _tile_stream_loadd(4, left, stride);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, right + tiles::size, 64);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (lower) {
-        _tile_loadd(5, left + lower_at, stride);
+        _tile_stream_loadd(5, left + lower_at, stride);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
@@ -140,14 +141,13 @@ void finish(const Product& product, const float* sums, int64_t row, int begin, i
 }
 
 template <bool lower>
-void multiply_few(const Product& product, tiles::Registers& registers, const bfloat16* right, int64_t row, bool first,
-                  float* sums) {
-    const int64_t num_rows = std::min<int64_t>(panel, product.num_rows - row);
-    registers.shape(int(std::min<int64_t>(16, num_rows)), lower ? int(num_rows - 16) : 16);
+void multiply_few(const Product& product, tiles::Registers& registers, const bfloat16* right, int64_t row,
+                  int num_rows, bool from_memory, float* sums) {
+    registers.shape(std::min(16, num_rows), lower ? num_rows - 16 : 16);
     const bfloat16* left = product.x + row * product.x_stride;
     zero_sums<lower>();
     for (int64_t step = 0; step < product.num_steps; step++) {
-        if (first) prefetch(reinterpret_cast<const char*>(right) + ahead, step_size * 2 / 64);
+        if (from_memory) prefetch(reinterpret_cast<const char*>(right) + ahead, step_size * 2 / 64);
         multiply<lower>(left, product.x_stride * 2, 16 * product.x_stride, right);
         left += tiles::depth;
         right += step_size;
@@ -155,13 +155,13 @@ void multiply_few(const Product& product, tiles::Registers& registers, const bfl
     store_sums<lower>(sums);
 }
 
-void few(const Product& product, tiles::Registers& registers, int64_t panel_index) {
+void few(const Product& product, tiles::Registers& registers, int64_t panel_index, int64_t first, int64_t last) {
     alignas(64) float sums[sums_size];
     const char* next = reinterpret_cast<const char*>(product.panel_at(panel_index + 1)) + ahead;
-    for (int64_t row = 0; row < product.num_rows; row += panel) {
-        const int num_rows = int(std::min<int64_t>(panel, product.num_rows - row));
+    for (int64_t row = first; row < last; row += panel) {
+        const int num_rows = int(std::min<int64_t>(panel, last - row));
         auto* multiply_some = num_rows > 16 ? multiply_few<true> : multiply_few<false>;
-        multiply_some(product, registers, product.panel_at(panel_index), row, row == 0, sums);
+        multiply_some(product, registers, product.panel_at(panel_index), row, num_rows, row == 0, sums);
         for (int i = 0; i < num_rows; i++) {  // memory is not idle meanwhile
             if (row == 0) prefetch(next + i * 128, 2);
             finish(product, sums, row, i, i + 1, panel_index);
@@ -169,54 +169,15 @@ void few(const Product& product, tiles::Registers& registers, int64_t panel_inde
     }
 }
 
-// Rows [first, last) of the inputs as a thread reads them: part by part, of each part all tiles in order.
-class Laid {
-  public:
-    void lay(const Product& product, int64_t first, int64_t last) {
-        if (first == first_ && last == last_ && product.x == x_) return;
-        first_ = first, last_ = last, x_ = product.x;
-        num_tiles_ = (last - first + panel - 1) / panel * 2;
-        data_ = memory().at_least(num_tiles_ * product.num_steps * tiles::size);
-        for (int64_t row = first; row < last; row++)
-            for (int64_t step = 0; step < product.num_steps; step++) {
-                const int64_t place = at(product, (row - first) / 16, step) + (row - first) % 16 * tiles::depth;
-                _mm512_store_si512(data_ + place, _mm512_loadu_si512(product.x + row * product.x_stride + step * tiles::depth));
-            }
-    }
-
-    // Of tile `tile` from `step` on, which begins a part.
-    const bfloat16* part(const Product& product, int64_t tile, int64_t step) const {
-        return data_ + at(product, tile, step);
-    }
-
-    static tiles::Scratch<bfloat16>& memory() {
-        static thread_local tiles::Scratch<bfloat16> scratch;
-        return scratch;
-    }
-
-  private:
-    int64_t at(const Product& product, int64_t tile, int64_t step) const {
-        const int64_t begin = step / depth_steps * depth_steps;
-        const int64_t num_steps = std::min(depth_steps, product.num_steps - begin);
-        return (begin * num_tiles_ + tile * num_steps + step - begin) * tiles::size;
-    }
-
-    int64_t first_ = -1, last_ = -1, num_tiles_ = 0;
-    const bfloat16* x_ = nullptr;
-    bfloat16* data_ = nullptr;
-};
-
-// The panel for rows [first, last), which `laid` holds. A block is finished while the tiles of the next one multiply: they
-// leave the vector units idle.
-void many(const Product& product, tiles::Registers& registers, Laid& laid, int64_t panel_index, int64_t first,
-          int64_t last) {
+// The panel for the whole blocks of rows [first, last). A block is finished while the tiles of the next one multiply:
+// they leave the vector units idle. What it will write is asked for while it is multiplied itself.
+void many(const Product& product, tiles::Registers& registers, int64_t panel_index, int64_t first, int64_t last) {
     static thread_local tiles::Scratch<float> memory;
-    const int64_t num_blocks = (last - first + panel - 1) / panel;
+    const int64_t num_blocks = (last - first) / panel;
     float* all_sums = memory.at_least(num_blocks * sums_size);
-    const auto finish_rows = [&](int64_t block, int64_t begin, int64_t end) {
-        const int64_t row = first + block * panel, num_rows = std::min<int64_t>(panel, last - row);
-        finish(product, all_sums + block * sums_size, row, int(std::min(begin, num_rows)), int(std::min(end, num_rows)),
-               panel_index);
+    const auto row_of = [&](int64_t block) { return first + block * panel; };
+    const auto to_row = [&, at = panel_index * (product.gated ? panel / 2 : panel)](int64_t row) {
+        return product.out + row * product.out_stride + at;
     };
     registers.shape(16, 16);
     const bfloat16* right = product.panel_at(panel_index);
@@ -227,28 +188,36 @@ void many(const Product& product, tiles::Registers& registers, Laid& laid, int64
         const int64_t num_lines = (step_size * 2 / 64 + num_blocks - 1) / num_blocks;
         const char* next = reinterpret_cast<const char*>(right + num_steps * step_size);
         for (int64_t block = 0; block < num_blocks; block++) {
-            const bfloat16* left = laid.part(product, 2 * block, begin);
+            const bfloat16* left = product.x + row_of(block) * product.x_stride + begin * tiles::depth;
             float* sums = all_sums + block * sums_size;
             if (begin == 0) zero_sums<true>();
             else load_sums<true>(sums);
             for (int64_t step = 0; step < num_steps; step++) {
                 prefetch(next, num_lines);
                 next += num_lines * 64;
-                multiply<true>(left + step * tiles::size, 64, num_steps * tiles::size, right + step * step_size);
-                if (last_part && block > 0) finish_rows(block - 1, step * rows_of_step, (step + 1) * rows_of_step);
+                multiply<true>(left + step * tiles::depth, product.x_stride * 2, 16 * product.x_stride,
+                               right + step * step_size);
+                if (last_part) {
+                    const int from = int(std::min<int64_t>(panel, step * rows_of_step));
+                    const int to = int(std::min<int64_t>(panel, from + rows_of_step));
+                    for (int row = from; row < to; row++)
+                        __builtin_prefetch(to_row(row_of(block) + row), 1, 2);
+                    if (block > 0) finish(product, sums - sums_size, row_of(block - 1), from, to, panel_index);
+                }
             }
             store_sums<true>(sums);
         }
-        if (last_part) finish_rows(num_blocks - 1, 0, panel);
+        if (last_part)
+            finish(product, all_sums + (num_blocks - 1) * sums_size, row_of(num_blocks - 1), 0, panel, panel_index);
         right += num_steps * step_size;
     }
 }
 
-// Threads share the panels and take the rows a chunk at a time; of many chunks each takes its own, and lays out no other.
+// Threads share the panels and take the rows a chunk at a time; of many chunks each takes its own.
 void compute(const Product& product, int num_threads) {
     const bool is_few = product.num_rows <= few_rows;
     const int64_t num_panels = product.num_panels();
-    const int64_t most_rows = std::max<int64_t>(panel, most_laid / (product.num_steps * tiles::depth * 2));
+    const int64_t most_rows = std::max<int64_t>(panel, most_read / (product.num_steps * tiles::depth * 2));
     int64_t num_chunks = is_few ? 1 : (product.num_rows + most_rows - 1) / most_rows;
     const bool by_rows = num_chunks >= num_threads;
     if (by_rows) num_chunks = (num_chunks + num_threads - 1) / num_threads * num_threads;
@@ -260,16 +229,16 @@ void compute(const Product& product, int num_threads) {
 #pragma omp parallel num_threads(num_threads) if (parallel)
     {
         tiles::Registers registers;
-        Laid laid;
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t item = 0; item < num_chunks * num_shares; item++) {
             const int64_t first = item / num_shares * chunk, last = std::min(product.num_rows, first + chunk);
             const int64_t begin = item % num_shares * together, end = std::min(num_panels, begin + together);
-            if (!is_few) laid.lay(product, first, last);
-            fence();
             for (int64_t index = begin; index < end; index++)
-                if (is_few) few(product, registers, index);
-                else many(product, registers, laid, index, first, last);
+                if (!is_few && last - first >= panel) {
+                    const int64_t whole = first + (last - first) / panel * panel;
+                    many(product, registers, index, first, whole);
+                    if (whole < last) few(product, registers, index, whole, last);
+                } else if (first < last) few(product, registers, index, first, last);
         }
     }
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from workers.kernels.cpu.build import Tiles, native_tiles
-from workers.kernels.cpu.memory import roomy_zeros
+from workers.kernels.cpu.memory import apart, empty_rows, roomy_zeros
 
 _PANEL = 32
 _DEPTH = 32
@@ -39,7 +39,7 @@ class TiledWeight:
         tiles.pack_product(weight_OI.data_ptr(), self._packed.data_ptr(), self._order.data_ptr(), *sizes)
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, O], or [T, O / 2] when gated."""
+        """[T, O], or [T, O / 2] when gated: then another product reads it, and its rows stand as that likes them."""
         assert x_TI.dtype == torch.bfloat16
         assert x_TI.shape[1] == self._num_inputs
         if x_TI.stride(1) != 1:
@@ -47,7 +47,8 @@ class TiledWeight:
         if bias_O is not None and bias_O is not self._bias_O:
             self._bias_O, self._packed_bias = bias_O, bias_O.float()[self._order.clamp(min=0)]
         width = self._num_outputs // 2 if self._gated else self._num_outputs
-        out_TO = torch.empty(x_TI.shape[0], width, dtype=torch.bfloat16)
+        stride = apart(width, torch.bfloat16) if self._gated else width
+        out_TO = empty_rows(x_TI.shape[0], width, dtype=torch.bfloat16, stride=stride)
         self._tiles.product(
             x_TI.data_ptr(),
             self._packed.data_ptr(),
@@ -57,7 +58,7 @@ class TiledWeight:
             self._num_outputs,
             self._num_inputs,
             x_TI.stride(0),
-            width,
+            stride,
             self._gated,
             torch.get_num_threads(),
         )
