@@ -19,6 +19,7 @@ from protos.tls import PeerTls
 from protos.values import ErrorInfo, WorkerInfo, WorkerRole
 from protos.wire import error_info
 from workers.config import Seat, WorkerConfig
+from workers.cores import Cores, claim_cores
 
 if TYPE_CHECKING:
     from workers.rpc.worker import Parts, Worker
@@ -126,7 +127,15 @@ class Rank:
             self._note(Ended())
 
     async def _lead(self, orders: Orders) -> None:
-        opening = in_thread(lambda: _open_worker(orders, self._steps()))
+        cores = Cores()
+
+        def open_near() -> Parts:
+            nonlocal cores
+            cores = _claim(orders)
+            cores.stay_near()
+            return _open_worker(orders, self._steps())
+
+        opening = in_thread(open_near)
         if not await self._before_stop(opening):
             return
         from workers.rpc.worker import Worker
@@ -134,13 +143,15 @@ class Rank:
         worker = Worker(opening.result())
         self._worker = worker
         try:
-            self._note(Serving(info=await worker.start(orders.seat.host, orders.port, peers=orders.peers)))
+            info = await worker.start(orders.seat.host, orders.port, peers=orders.peers, prepare=cores.bind)
+            self._note(Serving(info=info))
             serving = asyncio.ensure_future(worker.wait())
             if await self._before_stop(serving):
                 serving.result()
             serving.cancel()
         finally:
             await worker.stop()
+            cores.release()
 
     async def _follow(self, orders: Orders) -> None:
         following = in_thread(lambda: _follow_worker(orders))
@@ -169,6 +180,16 @@ class Rank:
         return progress
 
 
+def _claim(orders: Orders) -> Cores:
+    """The cores on which this rank's threads compute; none where a GPU does."""
+    import torch
+
+    device = orders.worker.device
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return Cores()
+    return claim_cores(torch.get_num_threads(), orders.worker.bind_cores)
+
+
 def _open_worker(orders: Orders, on_progress: Progress) -> Parts:
     """Imports the pool, and torch with it, and reads the model: seconds. On a thread."""
     match orders.role:
@@ -183,6 +204,15 @@ def _open_worker(orders: Orders, on_progress: Progress) -> Parts:
 
 
 def _follow_worker(orders: Orders) -> None:
+    cores = _claim(orders)
+    cores.bind()
+    try:
+        _follow(orders)
+    finally:
+        cores.release()
+
+
+def _follow(orders: Orders) -> None:
     match orders.role:
         case WorkerRole.PREFILL:
             from prefill_pool.service import follow as follow_prefill

@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvtransfer.config import LaneConfig
 from protos.errors import Misconfigured
+from workers.cores import parse_cpus
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -26,6 +27,8 @@ class WorkerConfig:
     Beyond `max_waiting` requests that have not begun, new ones are refused (Overloaded).
     `steps_in_flight` are launched before the oldest one is told of (default 1 on a GPU, 0 on a CPU).
     On a GPU, decode steps are captured as CUDA graphs at the start unless `cuda_graphs` is off.
+    On a CPU, a rank's compute threads are bound to cores that no other rank has, of one memory node, where there are
+    enough (`bind_cores` "auto"), nowhere ("off"), or to the CPUs of a list ("0-3,8").
     `collective_timeout_s` bounds how long a rank waits for another in the middle of a step. `lanes` are those that KV
     comes and goes by.
     """
@@ -46,6 +49,7 @@ class WorkerConfig:
     max_waiting: int = 1024
     steps_in_flight: int | None = None
     cuda_graphs: bool = True
+    bind_cores: str = "auto"
     collective_timeout_s: float = 60.0
     lanes: LaneConfig = field(default_factory=LaneConfig)
 
@@ -75,6 +79,10 @@ class WorkerConfig:
             raise Misconfigured(
                 f"host_kv_gib is {self.host_kv_gib}: give 0 (no blocks on the host) or a number of GiB",
                 param="host_kv_gib",
+            )
+        if self.bind_cores not in ("auto", "off") and not parse_cpus(self.bind_cores):
+            raise Misconfigured(
+                f"bind_cores is {self.bind_cores!r}: choose auto, off, or a list of CPUs as 0-3,8", param="bind_cores"
             )
         if not self.collective_timeout_s > 0:
             raise Misconfigured(

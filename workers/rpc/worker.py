@@ -66,9 +66,12 @@ class Worker:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.info = parts.info
 
-    async def start(self, host: str, port: int = 0, *, peers: PeerTls | None = None) -> WorkerInfo:
-        """Serves on host:port (0: any free one) and says where. Raises Misconfigured when the port is taken, or the
-        certificates by which `peers` know each other cannot be read."""
+    async def start(
+        self, host: str, port: int = 0, *, peers: PeerTls | None = None, prepare: Callable[[], None] | None = None
+    ) -> WorkerInfo:
+        """Serves on host:port (0: any free one) and says where. `prepare` runs on the engine's thread, before all else.
+        Raises Misconfigured when the port is taken, or the certificates by which `peers` know each other cannot be
+        read."""
         credentials = peers.server_credentials() if peers is not None else None
         server = new_server()
         try:
@@ -98,6 +101,8 @@ class Worker:
         servicer.attach(self._loop)
         self._parts.bell.listener = self._loop.wake
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
+        if prepare is not None:
+            self._loop.post(prepare)
         self._loop.start()
         await server.start()
         self._server = server

@@ -1,0 +1,68 @@
+"""Compute threads on cores of their own: topologies as sysfs tells them, made up here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from protos.errors import Misconfigured
+from workers.config import WorkerConfig
+from workers.cores import Core, Cores, claim_cores, read_cores
+
+
+def machine(folder: Path, *, nodes: int, cores_of_node: int, threads_of_core: int) -> Path:
+    """Hyperthreads are numbered as Linux does it: first one of every core, then the others."""
+    num_cores = nodes * cores_of_node
+    for cpu in range(num_cores * threads_of_core):
+        core = cpu % num_cores
+        topology = folder / f"cpu/cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{core // cores_of_node}\n")
+        (topology / "core_id").write_text(f"{core % cores_of_node}\n")
+    for node in range(nodes):
+        at = node * cores_of_node
+        parts = [f"{at + n * num_cores}-{at + n * num_cores + cores_of_node - 1}" for n in range(threads_of_core)]
+        (folder / f"node/node{node}").mkdir(parents=True)
+        (folder / f"node/node{node}/cpulist").write_text(",".join(parts) + "\n")
+    return folder
+
+
+def test_a_core_counts_once_and_knows_its_node(tmp_path: Path) -> None:
+    sysfs = machine(tmp_path, nodes=2, cores_of_node=2, threads_of_core=2)
+    assert [(core.cpu, core.node) for core in read_cores(range(8), sysfs)] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert [(core.cpu, core.node) for core in read_cores({4, 5, 3, 7}, sysfs)] == [(3, 1), (4, 0), (5, 0)]
+
+
+def test_a_system_that_tells_nothing_has_a_core_for_each_cpu(tmp_path: Path) -> None:
+    assert [core.cpu for core in read_cores({0, 1, 5}, tmp_path)] == [0, 1, 5]
+
+
+def test_ranks_take_cores_of_one_node_and_never_another_s(tmp_path: Path) -> None:
+    cores = [Core(cpu=cpu, node=cpu // 4) for cpu in range(8)]
+    ranks = [Cores(tmp_path) for _ in range(4)]
+    assert [rank.claim(cores, 3) for rank in ranks[:2]] == [(0, 1, 2), (4, 5, 6)]
+    assert ranks[1].near == (4, 5, 6, 7)
+    assert ranks[2].claim(cores, 2) == (3, 7)  # no node has two left
+    assert ranks[3].claim(cores, 1) == ()
+    ranks[0].release()
+    assert ranks[3].claim(cores, 4) == ()  # what it took in vain it leaves
+    assert ranks[3].claim(cores, 3) == (0, 1, 2)
+    for rank in ranks:
+        rank.release()
+
+
+def test_more_threads_than_cores_are_left_to_the_system(tmp_path: Path) -> None:
+    rank = Cores(tmp_path)
+    assert rank.claim([Core(cpu=0, node=0), Core(cpu=1, node=0)], 3) == ()
+    rank.bind()
+
+
+def test_the_setting_turns_it_off_or_names_the_cpus() -> None:
+    assert claim_cores(1, "off").cpus == ()
+    assert claim_cores(1, "100000").cpus == ()  # not ours: the log says so
+    first = min(os.sched_getaffinity(0))
+    assert claim_cores(4, f"{first}-{first}").cpus == (first,)
+    with pytest.raises(Misconfigured, match="bind_cores is '0-x'"):
+        WorkerConfig(model="m", bind_cores="0-x")

@@ -1,0 +1,168 @@
+"""Which cores a rank's compute threads run on: distinct physical ones of one memory node, which no other rank has.
+
+A rank holds a locked file for each of its cores as long as its process lives: so the ranks of a host, of whatever
+worker or cluster, share its cores without a word to one another. Where fewer cores are free than there are threads
+nothing is bound: threads that wait behind one another are better left to the system.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger("baton.worker")
+
+SYSFS = Path("/sys/devices/system")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Core:
+    """A physical core: `cpu` is the first of its hyperthreads that this process may use; `node` has its memory."""
+
+    cpu: int
+    node: int
+
+
+def read_cores(allowed: Collection[int], sysfs: Path = SYSFS) -> tuple[Core, ...]:
+    """The physical cores behind the CPUs in `allowed`, in order; a CPU of which nothing is told is one of its own."""
+    nodes = {
+        cpu: node for node in _numbered(sysfs / "node", "node") for cpu in _list(sysfs / f"node/node{node}/cpulist")
+    }
+    seen: set[tuple[int, int]] = set()
+    cores = []
+    for cpu in sorted(allowed):
+        topology = sysfs / f"cpu/cpu{cpu}/topology"
+        place = (_number(topology / "physical_package_id", 0), _number(topology / "core_id", -1 - cpu))
+        if place not in seen:
+            seen.add(place)
+            cores.append(Core(cpu=cpu, node=nodes.get(cpu, 0)))
+    return tuple(cores)
+
+
+def choose(
+    cores: Sequence[Core], num_threads: int, take: Callable[[int], bool], leave: Callable[[int], None]
+) -> list[int]:
+    """As many CPUs as threads, of one node if one has so many that `take` gives us, else of several; [] where there are
+    too few. What was taken in vain is left again."""
+    if num_threads < 1 or len(cores) < num_threads:
+        return []
+    of_nodes = [[core.cpu for core in cores if core.node == node] for node in sorted({core.node for core in cores})]
+    for candidates in [*(cpus for cpus in of_nodes if len(cpus) >= num_threads), [core.cpu for core in cores]]:
+        taken: list[int] = []
+        for cpu in candidates:
+            if len(taken) < num_threads and take(cpu):
+                taken.append(cpu)
+        if len(taken) == num_threads:
+            return taken
+        for cpu in taken:
+            leave(cpu)
+    return []
+
+
+class Cores:
+    """What this process has claimed. `bind` is for each thread that computes, before it starts others."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or Path(tempfile.gettempdir()) / f"baton-cores-{os.getuid()}"
+        self._locks: dict[int, int] = {}
+        self.cpus: tuple[int, ...] = ()
+        self.near: tuple[int, ...] = ()
+
+    def claim(self, cores: Sequence[Core], num_threads: int) -> tuple[int, ...]:
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self.cpus = tuple(choose(cores, num_threads, self._take, self._leave))
+        except OSError as error:
+            log.warning("cores cannot be claimed in %s, threads are not bound: %s", self._folder, error)
+            self.release()
+        nodes = {core.node for core in cores if core.cpu in self.cpus}
+        self.near = tuple(core.cpu for core in cores if core.node in nodes)
+        return self.cpus
+
+    def bind(self) -> None:
+        """The calling thread, and those it starts. Never raises."""
+        _bind(self.cpus)
+
+    def stay_near(self) -> None:
+        """As `bind`, but anywhere on the same memory nodes: for a thread that lays out what those that compute read."""
+        _bind(self.near)
+
+    def release(self) -> None:
+        for cpu in tuple(self._locks):
+            self._leave(cpu)
+        self.cpus = self.near = ()
+
+    def _take(self, cpu: int) -> bool:
+        lock = os.open(self._folder / str(cpu), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            return False
+        self._locks[cpu] = lock
+        return True
+
+    def _leave(self, cpu: int) -> None:
+        os.close(self._locks.pop(cpu))
+
+
+def claim_cores(num_threads: int, asked: str) -> Cores:
+    """For a rank of `num_threads`; says in the log what became of it. `asked` is `WorkerConfig.bind_cores`."""
+    mine = Cores()
+    if asked == "off" or not hasattr(os, "sched_getaffinity"):
+        return mine
+    allowed = os.sched_getaffinity(0)
+    wanted = parse_cpus(asked)
+    if wanted - allowed:
+        log.warning("bind_cores is %r, and this process may use %s: nothing is bound", asked, sorted(allowed))
+    elif wanted:
+        mine.cpus = mine.near = tuple(sorted(wanted))
+    elif not mine.claim(read_cores(allowed), num_threads):
+        log.info("threads are not bound: there are no %d cores that no other rank has", num_threads)
+    if mine.cpus:
+        log.info("%d threads are bound to CPUs %s", num_threads, ", ".join(map(str, mine.cpus)))
+    return mine
+
+
+def _bind(cpus: tuple[int, ...]) -> None:
+    if cpus:
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError as error:  # the process's own share has shrunk since
+            log.warning("threads cannot be bound to CPUs %s: %s", ", ".join(map(str, cpus)), error)
+
+
+def parse_cpus(text: str) -> set[int]:
+    """{0, 1, 2, 8} of "0-2,8"; nothing of what is no such list."""
+    found: set[int] = set()
+    with suppress(ValueError):
+        for part in text.strip().split(","):
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+        return found
+    return set()
+
+
+def _list(path: Path) -> set[int]:
+    try:
+        return parse_cpus(path.read_text())
+    except OSError:
+        return set()
+
+
+def _number(path: Path, default: int) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return default
+
+
+def _numbered(folder: Path, prefix: str) -> list[int]:
+    names = (path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}[0-9]*"))
+    return sorted(int(name) for name in names if name.isdigit())
