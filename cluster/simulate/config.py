@@ -19,7 +19,7 @@ from workers.config import SchedulerConfig
 
 VOCAB_SIZE = 32_768
 MEMORY_SHARE = 0.9
-HOST_BYTES_PER_S = 25e9  # from the host's memory to one GPU, over a PCIe 4.0 link of 16 lanes
+HOST_SHARE = 0.8  # of what PCIe carries by its data sheet, in copies of whole blocks
 GPU_WORKERS: Table = {
     "model": "simulated",
     "worker": {"block_size": 64, "max_num_batched_tokens": 8192, "max_num_seqs": 256, "prefill_chunk": 8192},
@@ -86,6 +86,13 @@ def hardware_spec(
     worker = settings.worker
     share = worker.memory_fraction or MEMORY_SHARE
     layout = shape.layout(worker.block_size)
+    host_blocks = int(worker.host_kv_gib * 2**30) // layout.block_bytes
+    if worker.host_kv_gib and not host_blocks:
+        raise Misconfigured(
+            f"--host-kv-gib {worker.host_kv_gib:g}: give 0, or at least the {layout.block_bytes / 2**30:.4f} GiB of a "
+            f"block",
+            param="host-kv-gib",
+        )
     return Spec(
         model=model,
         layout=layout,
@@ -104,6 +111,6 @@ def hardware_spec(
         decode=settings.decode,
         depth=1 if worker.steps_in_flight is None else worker.steps_in_flight,
         leaping=leaping,
-        host_blocks=int(worker.host_kv_gib * 2**30) // layout.block_bytes,
-        host_bytes_per_s=HOST_BYTES_PER_S * tp,
+        host_blocks=host_blocks,
+        host_bytes_per_s=card.host_rate * tp * HOST_SHARE,
     )

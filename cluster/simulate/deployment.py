@@ -15,12 +15,13 @@ from cluster.rank import Event, Loading, Serving
 from cluster.simulate.chronicle import Chronicle
 from cluster.simulate.config import SimulationConfig
 from cluster.simulate.device import Tally
+from cluster.simulate.gaps import Gaps
 from cluster.simulate.lanes import Lanes
 from cluster.simulate.network import Network
 from cluster.simulate.worker import SimulatedWorker
 from cluster.supervisor import Supervisor
 from protos.errors import BatonError, WorkerLost
-from protos.values import WorkerRole
+from protos.values import WorkerLoad, WorkerRole
 from router.admission.admission import Admission
 from router.client import WorkerClient
 from router.dispatch import Dispatcher
@@ -58,12 +59,13 @@ class Gateway:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """One life of a worker: `lived_s` from its launch to its end."""
+    """One life of a worker: `lived_s` from its launch to its end, `load` as it was then."""
 
     worker_id: str
     role: WorkerRole
     lived_s: float
     tally: Tally
+    load: WorkerLoad
 
 
 class Deployment:
@@ -78,6 +80,7 @@ class Deployment:
         self.gateways: list[Gateway] = []
         self.plans: Sequence[WorkerPlan] = ()
         self.served: list[Served] = []
+        self.gaps = Gaps()
         self._skews = random.Random(f"{config.seed} clocks")
         self._num_gateways = 0
         self._loop = asyncio.get_running_loop()
@@ -186,6 +189,7 @@ class Deployment:
             network=self.network,
             lanes=self.lanes,
             skew_s=self._skews.random() * config.max_skew_s,
+            gaps=self.gaps,
         )
         try:
             yield Loading(share=0.0)
@@ -201,7 +205,12 @@ class Deployment:
             worker.kill()
             self.chronicle.note("worker ended", worker_id, incarnation=incarnation)
             lived_s = self._loop.time() - launched_s
-            self.served.append(Served(worker_id=worker_id, role=plan.role, lived_s=lived_s, tally=worker.device.tally))
+            self.served.append(
+                Served(
+                    worker_id=worker_id, role=plan.role, lived_s=lived_s, tally=worker.device.tally,
+                    load=worker.engine.load(),
+                )
+            )  # fmt: skip
 
     async def announce(self, worker_id: str, address: str) -> None:
         """`cluster.discovery.Announcer`."""

@@ -40,10 +40,20 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hits:
+    """Shares of all prompt tokens: found on the reader's device, loaded from its host, pulled from another worker."""
+
+    device: float
+    host: float
+    pulled: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """`handed_over`: the share of answers written by another worker than the one that read the prompt."""
 
     report: Report
+    hits: Hits
     pools: Sequence[Pool]
     costs: Costs
     handed_over: float
@@ -53,10 +63,11 @@ class Summary:
 
 
 def summarise(outcome: Outcome, objective: Objective) -> Summary:
-    # Between the first and the last token a client's messages may be leapt over: there are no gaps to be told.
-    report = replace(make_report(outcome.records, objective), itl_s=None, late_s=None)
+    # Between the first and the last token one message may tell of many: gaps are the workers'.
+    report = replace(make_report(outcome.records, objective), itl_s=outcome.itl_s, late_s=None)
     return Summary(
         report=report,
+        hits=_hits(outcome, report),
         pools=[_pool(role, lives) for role, lives in _by_role(outcome.served).items()],
         costs=_costs(outcome, report),
         handed_over=outcome.num_handed_over / max(1, report.num_requests),
@@ -64,6 +75,14 @@ def summarise(outcome: Outcome, objective: Objective) -> Summary:
         fingerprint=outcome.fingerprint,
         num_events=outcome.num_events,
     )
+
+
+def _hits(outcome: Outcome, report: Report) -> Hits:
+    """Host and pulled ones as the workers counted them, the rest of what clients were told is the device's."""
+    num_prompt = report.num_prompt_tokens or 1
+    host = sum(life.load.host.num_hit_tokens for life in outcome.served if life.load.host is not None) / num_prompt
+    pulled = sum(life.load.num_pulled_tokens for life in outcome.served) / num_prompt
+    return Hits(device=max(0.0, (report.cached_share or 0.0) - host - pulled), host=host, pulled=pulled)
 
 
 def _by_role(served: Sequence[Served]) -> Mapping[str, list[Served]]:
@@ -129,6 +148,7 @@ def summary_table(summary: Summary) -> RenderableType:
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="dim")
     facts.add_column(justify="right")
+    facts.add_row("prompt tokens cached by tier", _tiers(summary.hits))
     facts.add_row("answers handed over", f"{summary.handed_over:.1%}")
     facts.add_row("KV moved", f"{summary.transfer_bytes / 1e9:,.2f} GB")
     facts.add_row("GPU hours", f"{costs.gpu_hours:,.2f} (USD {costs.usd:,.2f})")
@@ -139,3 +159,8 @@ def summary_table(summary: Summary) -> RenderableType:
     )
     facts.add_row("event log", f"{summary.num_events:,} events, {summary.fingerprint}")
     return Group(report_table(summary.report), Text(), pools, Text(), facts)
+
+
+def _tiers(hits: Hits) -> str:
+    pulled = f", pulled {hits.pulled:.1%}" if hits.pulled else ""
+    return f"device {hits.device:.1%}, host {hits.host:.1%}{pulled}"

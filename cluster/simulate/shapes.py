@@ -14,29 +14,55 @@ from protos.values import KVLayout
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """`flops` in the weights' precision (bf16; `fp8_flops` where a model's weights are fp8), bytes of memory and of
-    memory bandwidth a second, bytes a second to the other GPUs of its host (one way). `usd_per_hour`: an example."""
+    memory bandwidth a second, bytes a second to the other GPUs of its host and to its host's memory (one way each).
+    `usd_per_hour`: an example."""
 
     flops: float
     fp8_flops: float
     memory_bytes: float
     memory_rate: float
     link_rate: float
+    host_rate: float
     usd_per_hour: float
 
 
 # Data sheets of NVIDIA's SXM modules; prices are round figures of the on-demand market, to be replaced by one's own.
 GPUS: dict[str, Gpu] = {
     "a100": Gpu(
-        flops=312e12, fp8_flops=312e12, memory_bytes=80e9, memory_rate=2.039e12, link_rate=300e9, usd_per_hour=1.8
+        flops=312e12,
+        fp8_flops=312e12,
+        memory_bytes=80e9,
+        memory_rate=2.039e12,
+        link_rate=300e9,
+        host_rate=32e9,
+        usd_per_hour=1.8,
     ),
     "h100": Gpu(
-        flops=989e12, fp8_flops=1979e12, memory_bytes=80e9, memory_rate=3.35e12, link_rate=450e9, usd_per_hour=2.8
+        flops=989e12,
+        fp8_flops=1979e12,
+        memory_bytes=80e9,
+        memory_rate=3.35e12,
+        link_rate=450e9,
+        host_rate=64e9,
+        usd_per_hour=2.8,
     ),
     "h200": Gpu(
-        flops=989e12, fp8_flops=1979e12, memory_bytes=141e9, memory_rate=4.8e12, link_rate=450e9, usd_per_hour=3.5
+        flops=989e12,
+        fp8_flops=1979e12,
+        memory_bytes=141e9,
+        memory_rate=4.8e12,
+        link_rate=450e9,
+        host_rate=64e9,
+        usd_per_hour=3.5,
     ),
     "b200": Gpu(
-        flops=2250e12, fp8_flops=4500e12, memory_bytes=180e9, memory_rate=7.7e12, link_rate=900e9, usd_per_hour=5.5
+        flops=2250e12,
+        fp8_flops=4500e12,
+        memory_bytes=180e9,
+        memory_rate=7.7e12,
+        link_rate=900e9,
+        host_rate=64e9,
+        usd_per_hour=5.5,
     ),
 }
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.bench.report import Record
+from cluster.bench.report import Record, Spread
 from cluster.simulate.chronicle import Chronicle
 from cluster.simulate.client import Clients
 from cluster.simulate.clock import VirtualLoop, run_virtually
@@ -23,7 +23,8 @@ NUM_SAMPLES = 150
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`fingerprint` is the hash of the event log: equal for equal seeds and configurations."""
+    """`fingerprint` is the hash of the event log: equal for equal seeds and configurations. `itl_s`: between tokens, as
+    workers made them."""
 
     config: SimulationConfig
     records: Sequence[Record]
@@ -32,6 +33,7 @@ class Outcome:
     num_callbacks: int
     duration_s: float
     served: Sequence[Served]
+    itl_s: Spread | None
     samples: Sequence[Sample]
     num_handed_over: int
     transfer_bytes: int
@@ -76,6 +78,7 @@ def simulate(
             num_callbacks=loop.num_callbacks,
             duration_s=duration_s,
             served=deployment.served,
+            itl_s=deployment.gaps.spread(),
             samples=timeline.samples,
             num_handed_over=clients.num_handed_over,
             transfer_bytes=deployment.lanes.num_bytes,

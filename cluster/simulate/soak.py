@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cluster.bench.workload import Lengths
 from cluster.config import PoolsConfig, SupervisionConfig
@@ -89,6 +90,7 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
         depth=rng.choice((0, 1)),
         stall_s=10.0,
         thorough=True,
+        **_host(random.Random(f"{seed} host")),
     )
     router = simulated_router(
         policy=rng.choice(sorted(NAMES)),
@@ -110,6 +112,11 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
         patience_s=400.0,
         seed=seed,
     )
+
+
+def _host(rng: random.Random) -> dict[str, Any]:
+    """Half of the clusters keep what they evict, over links that are worth it or are not."""
+    return {"host_blocks": rng.choice((0, 0, 8, 300)), "host_bytes_per_s": rng.choice((1e9, 50e9))}
 
 
 def _pools(rng: random.Random) -> PoolsConfig:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from cluster.simulate.device import Device
+from cluster.simulate.gaps import Gaps
 from protos.values import Health, SequenceUpdate, StepMessage
 from workers.engine.engine import Engine
 from workers.rpc.loop import IDLE_TICK_S
@@ -37,6 +38,7 @@ class EngineTurns:
 
     Frozen, it takes no turn and no call. The engine's clock is `skew_s` ahead. `quiet_until` says until when, by the
     engine's clock, its role certainly does nothing unless something comes from outside; without it there are no leaps.
+    `gaps` hears of all tokens that are told of, and when the steps that made them were over.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class EngineTurns:
         stall_s: float = 60.0,
         skew_s: float = 0.0,
         quiet_until: Callable[[], float] | None = None,
+        gaps: Gaps | None = None,
     ) -> None:
         self._engine = engine
         self._device = device
@@ -58,6 +61,8 @@ class EngineTurns:
         self._inbox: deque[Callable[[], None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._updates: list[SequenceUpdate] = []  # of steps that nobody was told of
+        self._made: list[tuple[list[str], Sequence[float]]] = []  # whose tokens they brought, and when they were over
+        self._gaps = gaps
         self._busy = False
         self._ahead_s: Sequence[float] = ()  # when the steps of a leap are over
         self._num_calm = 0
@@ -184,12 +189,14 @@ class EngineTurns:
         engine, device = self._engine, self._device
         device.now_s = start_s
         num_steps = engine.num_steps
-        self._updates += engine.step(start_s + self._skew_s)
+        updates = engine.step(start_s + self._skew_s)
+        self._note(updates, (device.now_s,))
         return device.now_s if engine.num_steps != num_steps or engine.num_in_flight else None
 
     def _tell(self) -> None:
         """What the steps since the last message have to say, as one message."""
         updates, self._updates = self._updates, []
+        self._count_gaps(updates)
         num_rows, self._num_rows = self._num_rows, len(self._device.last.rows)
         ended = any(update.finish_reason is not None or update.error is not None for update in updates)
         self._num_calm = 0 if ended or num_rows != self._num_rows else self._num_calm + 1
@@ -197,6 +204,23 @@ class EngineTurns:
         if updates or events:
             self._told = self._engine.load()
             self._publish(StepMessage(updates=merged(updates), events=(events,) if events else (), load=self._told))
+
+    def _note(self, updates: Sequence[SequenceUpdate], ends_s: Sequence[float]) -> None:
+        """Keeps what steps that were over at these times brought, until it is told."""
+        self._updates += updates
+        told = [update.request_id for update in updates if update.token_ids]
+        if told and self._gaps is not None:
+            self._made.append((told, ends_s))
+
+    def _count_gaps(self, updates: Sequence[SequenceUpdate]) -> None:
+        if self._gaps is None:
+            return
+        made, self._made = self._made, []
+        for request_ids, ends_s in made:
+            self._gaps.made(request_ids, ends_s)
+        for update in updates:
+            if update.finish_reason is not None and update.finish_reason.is_last:
+                self._gaps.ended(update.request_id)
 
     def _say_idle(self) -> None:
         load = self._engine.load()
@@ -244,11 +268,11 @@ class EngineTurns:
             return
         num_over = bisect_right(ahead_s, self._loop.time())
         if num_over:
-            self._updates += self._engine.repeat(num_over)
+            self._note(self._engine.repeat(num_over), ahead_s[:num_over])
             self._progress.turned(self._engine, stepped=True, now=ahead_s[num_over - 1])
         if num_over < len(ahead_s):
             self._tell()
-            self._updates += self._engine.repeat(1)
+            self._note(self._engine.repeat(1), ahead_s[num_over : num_over + 1])
             self._busy = True
             self._disarm()
             self._arm(ahead_s[num_over])

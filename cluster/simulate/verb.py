@@ -53,6 +53,7 @@ def simulate(
     prefill: Annotated[str, typer.Option(help="Prefill workers; 0: the others read themselves. 1:8 to sweep.")] = "1",
     decode: Annotated[str, typer.Option(help="Decode workers; 1:8 to sweep.")] = "1",
     policy: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}; several, with commas, to sweep.")] = None,
+    host_kv_gib: flags.HostKv = None,
     gateways: Annotated[int, typer.Option(help="Gateways, which share the requests.")] = 1,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
@@ -84,21 +85,23 @@ def simulate(
         prompts=Lengths.parse(input_len, param="input-len"), outputs=Lengths.parse(output_len, param="output-len"),
     )  # fmt: skip
     scene = _Scene(
-        gpu=gpu, model=model, settings=read_settings(file, further or ()), gateways=gateways,
-        leaping=not single_step, seed=seed,
+        gpu=gpu, model=model, gateways=gateways, leaping=not single_step, seed=seed, audit_every=audit_every,
+        settings=_settings(file, further or (), host_kv_gib),
         latency=calibrate([one for path in calibration for one in read_points(path)]) if calibration else None,
         usd_per_gpu_hour=gpu_of(gpu).usd_per_hour if usd_per_gpu_hour is None else usd_per_gpu_hour,
         objective=Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms)),
-        sessions=recorded(trace, limit=num_requests, speed=trace_speed, scale=trace_scale)
-        if trace else generated(workload, load),
-        faults=[Fault.parse(text) for text in fault or ()], num_faults=faults, audit_every=audit_every,
+        sessions=recorded(trace, limit=num_requests, speed=trace_speed, scale=trace_scale) if trace
+        else generated(workload, load),
+        faults=[Fault.parse(text) for text in fault or ()], num_faults=faults,
     )  # fmt: skip
     every = _choices(prefill, decode, tp, policy or scene.settings.router.policy)
     if sweep_all:
         return _sweep(scene, every, attainment, json_file)
-    if len(every) != 1:
-        raise Misconfigured(f"{len(every)} clusters are asked for: give one of each, or --sweep", param="sweep")
-    _once(scene, every[0], json_file, html_file, events)
+    _once(scene, every, json_file, html_file, events)
+
+
+def _settings(file: Path | None, further: Sequence[str], host_kv_gib: float | None) -> ClusterConfig:
+    return read_settings(file, further if host_kv_gib is None else (*further, f"worker.host_kv_gib={host_kv_gib!r}"))
 
 
 def _choices(prefill: str, decode: str, tp: str, policy: str) -> list[Choice]:
@@ -161,7 +164,13 @@ class _Scene:
         return sorted([*self.faults, *random], key=lambda fault: fault.at_s)
 
 
-def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path | None, events: Path | None) -> None:
+def _once(
+    scene: _Scene, every: Sequence[Choice], json_file: Path | None, html_file: Path | None, events: Path | None
+) -> None:
+    """Raises Misconfigured for several choices."""
+    if len(every) != 1:
+        raise Misconfigured(f"{len(every)} clusters are asked for: give one of each, or --sweep", param="sweep")
+    choice = every[0]
     config = scene.config(choice)
     sessions, num_left_out = fitting(scene.sessions, _longest(config))
     errors = Console(stderr=True)

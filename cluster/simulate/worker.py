@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.simulate.device import Device
+from cluster.simulate.gaps import Gaps
 from cluster.simulate.lanes import Lanes
 from cluster.simulate.latency import Latency
 from cluster.simulate.network import Network, Port
@@ -63,6 +64,7 @@ class SimulatedWorker:
         network: Network,
         lanes: Lanes,
         skew_s: float = 0.0,
+        gaps: Gaps | None = None,
     ) -> None:
         self.worker_id = worker_id
         self._spec = spec
@@ -98,6 +100,7 @@ class SimulatedWorker:
             stall_s=spec.stall_s,
             skew_s=skew_s,
             quiet_until=self._quiet_until if spec.leaping else None,
+            gaps=gaps,
         )
         self.servicer.attach(self.turns)
         self.port: Port | None = None

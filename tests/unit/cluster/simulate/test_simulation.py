@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from cluster.bench.report import Objective
 from cluster.simulate.clock import VirtualLoop, run_virtually
+from cluster.simulate.gaps import Gaps
 from cluster.simulate.lanes import Cards, Lanes
 from cluster.simulate.network import Network, Wire
+from cluster.simulate.report import summarise
 from cluster.simulate.simulation import simulate
 from cluster.simulate.worker import SimulatedWorker
 from cluster.simulate.workload import GENERATED
@@ -70,6 +73,45 @@ def test_leaps_change_no_event(prefill: int, decode: int, policy: str, depth: in
     stepping = simulate(config, asked)
     assert leaping.fingerprint == stepping.fingerprint
     assert leaping.records == stepping.records
+
+
+def test_blocks_come_back_from_host_memory_as_they_were_and_leaps_change_nothing_of_it() -> None:
+    """Clients check every token against all that came before it: a block that is not what it was would show."""
+    asked = sessions("conversations", num=30, rate=20.0, max_output=40)
+    config = town(prefill=0, decode=1, num_blocks=150, audit_every=50)
+    config = replace(config, spec=replace(config.spec, host_blocks=2000, host_bytes_per_s=50e9, thorough=True))
+    lines: dict[bool, list[str]] = {True: [], False: []}
+    leaping, stepping = (
+        summarise(
+            simulate(replace(config, spec=replace(config.spec, leaping=leaps)), asked, write=written.append),
+            Objective(),
+        )
+        for leaps, written in lines.items()
+    )
+    assert lines[True] == lines[False]
+    assert leaping == stepping, "also the time between tokens"
+    assert leaping.report.num_completed == leaping.report.num_requests
+    assert leaping.hits.host > 0.05
+    assert leaping.hits.device + leaping.hits.host == pytest.approx(leaping.report.cached_share)
+
+
+def test_gaps_are_between_the_tokens_of_one_answer_wherever_they_are_made() -> None:
+    gaps = Gaps()
+    assert gaps.spread() is None
+    gaps.made(["a.1", "b.1"], [1.0])
+    gaps.made(["a.1"], [1.5, 2.0, 2.5])  # three steps, told at once
+    gaps.made(["b.2"], [5.0])  # another attempt of the same job
+    gaps.ended("a.1")
+    gaps.made(["a.1"], [90.0])
+    spread = gaps.spread()
+    assert spread is not None
+    assert (spread.num, spread.max) == (4, 4.0)
+    assert [spread.mean, spread.p50, spread.p99] == pytest.approx([5.5 / 4, 0.5, 0.5])
+    for number in range(1000):
+        gaps.made(["c.1"], [100.0 + number * number / 2])
+    spread = gaps.spread()
+    assert spread is not None
+    assert spread.p90 == pytest.approx(900, rel=0.01)
 
 
 def test_a_worker_that_keeps_blocks_for_others_is_not_stuck() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -30,17 +31,21 @@ def test_it_says_how_fast_how_full_and_how_dear() -> None:
         assert words in told
 
 
-def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path) -> None:
+def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures, page, events = tmp_path / "run.json", tmp_path / "run.html", tmp_path / "events.log"
+    monkeypatch.setattr("sys.argv", ["baton", "simulate", "--workload", "tenants"])  # its page names the command
     answer(*SMALL, "--json", str(figures), "--html", str(page), "--events", str(events))
     (run,) = json.loads(figures.read_text())["runs"]
     assert run["cluster"]["decode"] == 1
     assert run["figures"]["report"]["num_completed"] == 30
+    assert run["figures"]["report"]["itl_s"]["p99"] > 0
+    assert run["figures"]["hits"].keys() == {"device", "host", "pulled"}
     assert run["figures"]["num_events"] == len(events.read_text().splitlines())
     html = page.read_text()
     assert html.count("<svg") == 6
     assert "http" not in html
-    assert "nan" not in html
+    assert "ITL" in html
+    assert not re.search(r"\bnan\b", html)
 
 
 def test_stepping_one_by_one_tells_the_same() -> None:
@@ -73,6 +78,7 @@ def test_a_soak_says_how_it_went_and_one_of_its_seeds_can_be_seen_again() -> Non
         (("--model", "llama-9"), "--model llama-9"),
         (("--model", "llama-3-70b"), "--tp 1"),
         (("--decode", "1:3"), "or --sweep"),
+        (("--host-kv-gib", "1e-6"), "--host-kv-gib 1e-06"),
         (("--decode", "some"), "--decode some"),
         (("--sweep",), "--ttft-ms"),
         (("--fault", "now"), "--fault"),

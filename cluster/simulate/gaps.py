@@ -1,0 +1,60 @@
+"""The time between the tokens of each answer (ITL), as workers make them: also of tokens that one message tells of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from cluster.bench.report import Spread
+
+RESOLUTION = math.log(1.005)  # half a percent: percentiles are as exact as that, whatever the number of tokens
+
+
+class Gaps:
+    """Of all answers of a run. A pause in which an answer moves to another worker is a gap as any other."""
+
+    def __init__(self) -> None:
+        self._last_s: dict[str, float] = {}
+        self._seen: dict[int, tuple[int, float]] = {}  # by logarithm: how many gaps, and their sum
+        self._max_s = 0.0
+
+    def made(self, request_ids: Sequence[str], ends_s: Sequence[float]) -> None:
+        """Steps that ended at these times brought each of these requests a token each."""
+        for request_id in request_ids:
+            job = request_id.rpartition(".")[0]  # whatever its attempt
+            if (last_s := self._last_s.get(job)) is not None:
+                self._count(ends_s[0] - last_s, 1)
+            self._last_s[job] = ends_s[-1]
+        for before_s, after_s in pairwise(ends_s):
+            self._count(after_s - before_s, len(request_ids))
+
+    def ended(self, request_id: str) -> None:
+        self._last_s.pop(request_id.rpartition(".")[0], None)
+
+    def spread(self) -> Spread | None:
+        """None where no answer had two tokens."""
+        ordered = [self._seen[key] for key in sorted(self._seen)]
+        num = sum(count for count, _ in ordered)
+        if not num:
+            return None
+        mean = math.fsum(total for _, total in ordered) / num
+        p50, p90, p99 = (_percentile(ordered, num, percent) for percent in (50, 90, 99))
+        return Spread(num=num, mean=mean, p50=p50, p90=p90, p99=p99, max=self._max_s)
+
+    def _count(self, gap_s: float, times: int) -> None:
+        key = math.floor(math.log(max(gap_s, 1e-9)) / RESOLUTION)
+        count, total = self._seen.get(key, (0, 0.0))
+        self._seen[key] = (count + times, total + times * gap_s)
+        self._max_s = max(self._max_s, gap_s)
+
+
+def _percentile(ordered: Sequence[tuple[int, float]], num: int, percent: float) -> float:
+    """The mean of the gaps that are as long as the one of this rank, within the resolution."""
+    rank = (num - 1) * percent / 100
+    passed = 0
+    for count, total in ordered:
+        passed += count
+        if passed > rank:
+            return total / count
+    raise AssertionError("the rank is below the number of gaps")
