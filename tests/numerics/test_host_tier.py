@@ -26,13 +26,12 @@ def test_a_small_cache_with_a_host_tier_answers_as_a_large_one(checkpoint: Check
         expected = [answer(large, [prompt], FEW)[0].token_ids for prompt in PROMPTS]
     config = WorkerConfig(model=str(folder), num_blocks=10, max_model_len=160, host_kv_gib=0.01, prefill_chunk=32)
     with colocated(config) as small:
-        for _ in range(2):
-            for prompt, tokens in zip(PROMPTS, expected, strict=True):
-                assert answer(small, [prompt], FEW)[0].token_ids == tokens
-            assert [one.token_ids for one in answer(small, PROMPTS, FEW)] == expected
+        for prompt, tokens in zip(PROMPTS * 2, expected * 2, strict=True):
+            assert answer(small, [prompt], FEW)[0].token_ids == tokens
+        assert [one.token_ids for one in answer(small, PROMPTS, FEW)] == expected
         load = small.load().host
         assert load is not None
-        assert load.num_hit_tokens > 500
+        assert load.num_hit_tokens > 300
         assert load.load_s > 0
 
 
