@@ -1,20 +1,26 @@
 """Measures the CPU's attention backends against one another, on one thread and in that thread's own time.
 
     python -m benchmarks.cpu_attention                  compiled and torch, decode and prefill, bfloat16 and float32
+    python -m benchmarks.cpu_attention --json figures.json --plot figures.svg
 
 A thread's own time leaves out what others take of its core, so that a busy machine gives the figures of an idle one.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from cluster.bench.hardware import find_hardware, find_versions
 from protos.values import KVLayout
 from workers.attention.base import AttentionInputs
 from workers.attention.registry import attention_for
@@ -93,22 +99,83 @@ def attend(name: str, storage: KVStorage, inputs: AttentionInputs) -> Callable[[
     return lambda layer: backend.attend(layer, q_TND, scale=HEAD_DIM**-0.5, window=None)
 
 
-@torch.inference_mode()
-def main() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    table = Table(title=f"one layer, {NUM_HEADS}/{NUM_KV_HEADS} heads of {HEAD_DIM}, one thread")
-    for head in ("case", "dtype", "backend", "ms", "GFLOP/s", "GB/s of keys and values"):
-        table.add_column(head, justify="right" if head not in ("case", "dtype", "backend") else "left")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Of a backend over one layer; `bytes_per_s` are keys and values."""
+
+    case: str
+    dtype: str
+    backend: str
+    seconds: float
+    flops_per_s: float
+    bytes_per_s: float
+
+
+def measured() -> list[Figures]:
+    found = []
     for dtype in ("bfloat16", "float32"):
         for case in CASES:
             storage, inputs = filled(case, dtype)
             for name in ("cpu", "torch"):
                 seconds = best_s(attend(name, storage, inputs))
-                rates = f"{case.flops / seconds / 1e9:.0f}", f"{case.num_bytes(storage) / seconds / 1e9:.1f}"
-                table.add_row(case.name, dtype, name, f"{seconds * 1000:.2f}", *rates)
+                found.append(
+                    Figures(
+                        case=case.name,
+                        dtype=dtype,
+                        backend=name,
+                        seconds=seconds,
+                        flops_per_s=case.flops / seconds,
+                        bytes_per_s=case.num_bytes(storage) / seconds,
+                    )
+                )
+    return found
+
+
+def show(figures: Sequence[Figures]) -> None:
+    table = Table(title=f"one layer, {NUM_HEADS}/{NUM_KV_HEADS} heads of {HEAD_DIM}, one thread")
+    for head in ("case", "dtype", "backend", "ms", "GFLOP/s", "GB/s of keys and values"):
+        table.add_column(head, justify="right" if head not in ("case", "dtype", "backend") else "left")
+    for one in figures:
+        rates = f"{one.flops_per_s / 1e9:.0f}", f"{one.bytes_per_s / 1e9:.1f}"
+        table.add_row(one.case, one.dtype, one.backend, f"{one.seconds * 1000:.2f}", *rates)
     Console(width=110).print(table)
 
 
+def draw(figures: Sequence[Figures], path: Path) -> None:
+    """Milliseconds of each case, a panel for each dtype."""
+    from matplotlib import pyplot
+
+    dtypes = list(dict.fromkeys(one.dtype for one in figures))
+    canvas, axes = pyplot.subplots(1, len(dtypes), figsize=(6 * len(dtypes), 3.5), squeeze=False, sharey=True)
+    for axis, dtype in zip(axes[0], dtypes, strict=True):
+        for number, backend in enumerate(dict.fromkeys(one.backend for one in figures)):
+            mine = [one for one in figures if (one.dtype, one.backend) == (dtype, backend)]
+            places = [place + 0.4 * number for place in range(len(mine))]
+            axis.barh(places, [one.seconds * 1000 for one in mine], height=0.4, label=backend)
+            axis.set_yticks([place + 0.2 for place in range(len(mine))], [one.case for one in mine], fontsize=7)
+        axis.set_xscale("log")
+        axis.set_xlabel("ms of one core")
+        axis.set_title(dtype, fontsize=10)
+        axis.legend(fontsize=8)
+    canvas.tight_layout()
+    canvas.savefig(path, metadata={"Date": None})
+
+
+@torch.inference_mode()
+def main(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
+) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    figures = measured()
+    show(figures)
+    if json_file is not None:
+        told = {"hardware": asdict(find_hardware()), "versions": dict(find_versions())}
+        json_file.write_text(json.dumps(told | {"figures": [asdict(one) for one in figures]}, indent=2) + "\n")
+    if plot is not None:
+        draw(figures, plot)
+
+
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -28,8 +28,7 @@ SET: dict[str, tuple[str, ...]] = {
     "router": ("benchmarks.router",),
     "kvtransfer": ("benchmarks.kvtransfer", "--runs", "3"),
 }
-_PLOTTED = ("engine", "prefix-index", "kvtransfer")
-_PLAIN = ("attention",)  # prints, and writes nothing
+_PLOTTED = ("attention", "engine", "prefix-index", "kvtransfer")
 
 
 def run_set(
@@ -55,8 +54,7 @@ def run_set(
 
 def _run(name: str, out: Path) -> bool:
     module, *flags = SET[name]
-    if name not in _PLAIN:
-        flags += ["--json", str(out / f"{name}.json")]
+    flags += ["--json", str(out / f"{name}.json")]
     if name in _PLOTTED:
         flags += ["--plot", str(out / f"{name}.svg")]
     try:
