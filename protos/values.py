@@ -119,7 +119,8 @@ class GenerateRequest:
     them when the request moves to another pair. `ticket` says where a prefill worker pushes the KV, or which
     reservation a decode worker adopts; None means that the worker does the whole request by itself. `pull` is a
     reservation on the worker that reads the prompt, for its first blocks, which another worker is pushing: without
-    them it computes. A larger `priority` goes first. `number`: what the gateway's stream may call it (`StepMessage`).
+    them it computes. With `tells_progress` updates say how far the prompt is read. A larger `priority` goes first.
+    `number`: what the gateway's stream may call it (`StepMessage`).
     """
 
     request_id: str
@@ -131,6 +132,7 @@ class GenerateRequest:
     ticket: Ticket | None = None
     pull: Ticket | None = None
     number: int = 0
+    tells_progress: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +194,8 @@ class ErrorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceUpdate:
-    """What one engine step did to one request. `num_cached_tokens` is set on the first update that has tokens.
+    """What one engine step did to one request. `num_cached_tokens` is set on the first update that has tokens, and with
+    `num_prompt_computed`: so many tokens of the prompt are read, cached ones among them, where that was asked for.
     An `error` without a `finish_reason` says why a move failed: the request goes on where it is."""
 
     request_id: str
@@ -202,6 +205,7 @@ class SequenceUpdate:
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     num_cached_tokens: int = 0
+    num_prompt_computed: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -210,7 +214,7 @@ class SequenceUpdate:
             self.finish_reason is None
             and self.error is None
             and bool(self.token_ids)
-            and not (self.logprobs or self.prompt_logprobs or self.num_cached_tokens)
+            and not (self.logprobs or self.prompt_logprobs or self.num_cached_tokens or self.num_prompt_computed)
         )
 
 

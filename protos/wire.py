@@ -107,6 +107,8 @@ def _encode_update(update: values.SequenceUpdate) -> worker_pb2.SequenceUpdate:
         message.error.CopyFrom(to_proto(update.error))
     if update.num_cached_tokens:
         message.num_cached_tokens = update.num_cached_tokens
+    if update.num_prompt_computed:
+        message.num_prompt_computed = update.num_prompt_computed
     return message
 
 
@@ -122,6 +124,7 @@ def _decode_update(message: Any) -> Any:
         finish_reason=values.FinishReason(reason) if reason else None,
         error=from_proto(values.ErrorInfo, message.error) if message.HasField("error") else None,
         num_cached_tokens=message.num_cached_tokens,
+        num_prompt_computed=message.num_prompt_computed,
     )
 
 

@@ -125,11 +125,14 @@ class GenerateRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     PULL_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    TELLS_PROGRESS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     priority: _builtins.int
     cache_salt: _builtins.bytes
     number: _builtins.int
     """its short name in FromWorker.numbers of this stream; 0: it has none"""
+    tells_progress: _builtins.bool
+    """updates say how far the prompt is read"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -158,10 +161,11 @@ class GenerateRequest(_message.Message):
         ticket: _kv_pb2.Ticket | None = ...,
         pull: _kv_pb2.Ticket | None = ...,
         number: _builtins.int = ...,
+        tells_progress: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "number", b"number", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "pull", b"pull", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "number", b"number", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "pull", b"pull", "request_id", b"request_id", "sampling", b"sampling", "tells_progress", b"tells_progress", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -315,11 +319,14 @@ class SequenceUpdate(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_COMPUTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     finish_reason: _builtins.str
     """"", "stop", "length", "prefilled", "moved", "error" """
     num_cached_tokens: _builtins.int
     """of the prompt, found in this worker's cache"""
+    num_prompt_computed: _builtins.int
+    """so much of the prompt is read, if that was asked for; 0: nothing new of it"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -344,10 +351,11 @@ class SequenceUpdate(_message.Message):
         finish_reason: _builtins.str = ...,
         error: Global___ErrorInfo | None = ...,
         num_cached_tokens: _builtins.int = ...,
+        num_prompt_computed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "num_prompt_computed", b"num_prompt_computed", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -177,6 +177,7 @@ class Updates:
             prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
             finish_reason=parts[-1].finish_reason,
             num_cached_tokens=max(part.num_cached_tokens for part in parts),
+            num_prompt_computed=max(part.num_prompt_computed for part in parts),
         )
 
 

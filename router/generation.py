@@ -21,6 +21,7 @@ class Job:
     Jobs of one `session` are turns of one conversation, as far as the client has said. `tenant` is who asked, "" where
     nobody is asked. A first token that cannot come within `max_ttft_s` is not worth waiting for: the job is refused.
     `due_s` is when, by the loop's clock, once admission has seen the job; what it waits in line counts.
+    With `tells_progress` deltas say how far the prompt is read.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class Job:
     tenant: str = ""
     max_ttft_s: float | None = None
     due_s: float | None = None
+    tells_progress: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,8 @@ class TokenDelta:
     `logprobs` has one entry a token when asked for. `prompt_logprobs` are of positions 1, 2, ... of the prompt and
     may be spread over several deltas. `num_cached_tokens` of the prompt came from a prefix cache and `queue_s` seconds
     went by before a worker was chosen; both are set on the delta with the first token.
+    `num_prompt_computed` tokens of the prompt are read, `num_cached_tokens` of them found, where the job tells its
+    progress; 0: nothing new of it.
     `finish_reason` is STOP or LENGTH on the last delta and None before; a job that fails raises instead.
     """
 
@@ -51,6 +55,7 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     queue_s: float = 0.0
+    num_prompt_computed: int = 0
 
 
 Tap = Callable[[Sequence[int], float], bool]

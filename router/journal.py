@@ -103,6 +103,7 @@ class Journal:
             cache_salt=job.cache_salt,
             ticket=ticket,
             pull=pull,
+            tells_progress=job.tells_progress and not output_ids,
         )
 
     def take(self, update: SequenceUpdate) -> TokenDelta:
@@ -121,7 +122,8 @@ class Journal:
             logprobs=update.logprobs,
             prompt_logprobs=update.prompt_logprobs[repeated:],
             finish_reason=reason if reason is not None and reason.is_last else None,
-            num_cached_tokens=self._told_cached(update.num_cached_tokens) if first else 0,
+            num_cached_tokens=self._told_cached(update.num_cached_tokens) if first or update.num_prompt_computed else 0,
+            num_prompt_computed=update.num_prompt_computed,
             queue_s=self.read_since_s - self._arrival_s if first else 0.0,
         )
 

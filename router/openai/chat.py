@@ -15,7 +15,7 @@ from router.gateway import Gateway, new_id
 from router.metrics import Track
 from router.openai.errors import json_response
 from router.openai.logprobs import chat_logprobs, prompt_logprobs
-from router.openai.reply import reply_head, usage_body
+from router.openai.reply import progress_body, reply_head, usage_body
 from router.openai.schema import ChatBody, read_body, with_bound
 from router.openai.sse import DONE, HOLE, EventStream, Put, Voice, event, while_connected
 from router.text.answer import Piece, Tally, collect
@@ -103,6 +103,10 @@ class _Chat:
 
     def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
         chunks = []
+        if piece.num_prompt_computed:
+            chunks.append(progress_body(self._ask, piece))
+            if not piece.num_tokens and piece.finish_reason is None:
+                return chunks
         if piece.index not in self._opened:
             self._opened.add(piece.index)
             opening = self._chunk(piece.index, {"role": "assistant", "content": "", "refusal": None})

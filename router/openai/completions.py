@@ -18,7 +18,7 @@ from router.gateway import Gateway, new_id
 from router.metrics import Track
 from router.openai.errors import json_response
 from router.openai.logprobs import CompletionLogprobs, prompt_logprobs
-from router.openai.reply import reply_head, usage_body
+from router.openai.reply import progress_body, reply_head, usage_body
 from router.openai.schema import CompletionBody, read_body, with_bound
 from router.openai.sse import DONE, HOLE, EventStream, Put, Voice, event, while_connected
 from router.text.answer import Piece, Tally, collect
@@ -99,6 +99,8 @@ class _Completion:
         try:
             async with aclosing(self._gateway.answer(self._ask, track, tally, say)) as pieces:
                 async for piece in pieces:
+                    if piece.num_prompt_computed:
+                        yield voice.held() + event(head | progress_body(self._ask, piece))
                     if (choice := self._streamed(piece)) is not None:
                         yield voice.held() + event(head | {"choices": [choice]})
         except Exception:

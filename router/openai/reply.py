@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from router.gateway import Gateway
-from router.text.answer import Usage
+from router.text.answer import Piece, Usage
+from router.text.asking import Ask
 
 
 def reply_head(gateway: Gateway, request_id: str, kind: str) -> dict[str, Any]:
@@ -17,6 +18,17 @@ def reply_head(gateway: Gateway, request_id: str, kind: str) -> dict[str, Any]:
         "model": gateway.card.name,
         "system_fingerprint": gateway.card.fingerprint,
     }
+
+
+def progress_body(ask: Ask, piece: Piece) -> dict[str, Any]:
+    """How far a prompt is read, in a chunk without choices, as clients know it from that of the usage."""
+    progress = {
+        "index": piece.index,
+        "computed_tokens": piece.num_prompt_computed,
+        "cached_tokens": piece.num_cached_tokens,
+        "total_tokens": len(ask.jobs[piece.index].prompt_ids),
+    }
+    return {"choices": [], "prefill_progress": progress}
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

@@ -111,6 +111,9 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = Field(default=None, description="true or false")
     include_obfuscation: Literal[False] | None = Field(default=None, description="false: nothing is obfuscated")
+    include_prefill_progress: bool | None = Field(
+        default=None, description="true or false: chunks that say how far the prompt is read"
+    )
     continuous_usage_stats: Literal[False] | None = Field(default=None, description="false: usage comes at the end")
 
 
@@ -173,11 +176,16 @@ class SamplingBody(Body):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def include_prefill_progress(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_prefill_progress)
+
     def sampling(self) -> dict[str, Any]:
         """The fields of `Asked` that both APIs name alike; what was left out or null stays with its default."""
         given = {name: value for name in _ASKED if (value := getattr(self, name)) is not None}
         stop = () if self.stop is None else self.stop
         return given | {
+            "tells_progress": self.include_prefill_progress,
             "stop": (stop,) if isinstance(stop, str) else tuple(stop),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "logit_bias": _token_biases(self.logit_bias or {}),

@@ -24,6 +24,7 @@ class Piece:
     """What one delta added to choice `index`. `text_offsets`: where in the choice's text each token begins.
 
     `num_tokens` counts the tokens made, also those that are not shown. `finish_reason` ends the choice.
+    `num_prompt_computed`: as a `TokenDelta` has it.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Piece:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     queue_s: float = 0.0
+    num_prompt_computed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +225,7 @@ class Writer:
             num_tokens=shown,
             num_cached_tokens=delta.num_cached_tokens,
             queue_s=delta.queue_s,
+            num_prompt_computed=delta.num_prompt_computed,
         )
 
     def _shown(self, token_id: int, is_last: bool) -> str:

@@ -75,6 +75,7 @@ class Asked:
     session: str = ""
     priority: int = 0
     max_ttft_ms: float | None = None
+    tells_progress: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -130,6 +131,7 @@ def make_ask(
             session=asked.session,
             tenant=tenant.name,
             max_ttft_s=None if asked.max_ttft_ms is None else asked.max_ttft_ms / 1000,
+            tells_progress=asked.tells_progress and choice == 0,
         )
         for number, prompt in enumerate(prompts)
         for choice in range(asked.n)

@@ -54,6 +54,7 @@ class Request:
     priority: int = 0
     ticket: Ticket | None = None
     pull: Ticket | None = None
+    tells_progress: bool = False
     arrival_s: float = 0.0
     rank: tuple[float, int] = (0.0, 0)
     output_ids: list[int] = field(default_factory=list)
@@ -84,6 +85,7 @@ class Request:
             priority=request.priority,
             ticket=request.ticket,
             pull=request.pull,
+            tells_progress=request.tells_progress,
             arrival_s=arrival_s,
             output_ids=list(request.output_ids),
             num_given=len(request.output_ids),

@@ -364,10 +364,8 @@ class Scheduler:
         updates = []
         for request, row, out in zip(step.requests, batch.rows, output.rows, strict=True):
             assert request.request_id == row.request_id, "batches are applied in the order they were planned"
-            if request.state is State.RUNNING:
-                update = self._advance(request, row, out)
-                if update is not None:
-                    updates.append(update)
+            if request.state is State.RUNNING and (update := self._advance(request, row, out)) is not None:
+                updates.append(update)
         return updates
 
     def _advance(self, request: Request, row: Row, out: RowOutput) -> SequenceUpdate | None:
@@ -385,13 +383,13 @@ class Scheduler:
             finish_reason = self._finish_reason(request, out.token_id)
             first = len(request.output_ids) == request.num_given + 1
         elif request.num_to_compute == 0:  # max_tokens is 0: it was all about the prompt
-            finish_reason = FinishReason.LENGTH
-            first = True
+            finish_reason, first = FinishReason.LENGTH, True
+        reading = request.tells_progress and (first or not request.output_ids)
         if finish_reason is not None:
             self._end(request)
         elif first:
             finish_reason = self._after_prefill(request)
-        elif row.sample is None and not prompt_logprobs:
+        elif row.sample is None and not prompt_logprobs and not reading:
             return None
         return SequenceUpdate(
             request_id=request.request_id,
@@ -399,7 +397,8 @@ class Scheduler:
             logprobs=(out.logprobs,) if out.logprobs is not None else (),
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
-            num_cached_tokens=request.num_cached if first else 0,
+            num_cached_tokens=request.num_cached if first or reading else 0,
+            num_prompt_computed=min(request.num_computed, request.num_prompt) if reading else 0,
         )
 
     def num_alike(self) -> int:

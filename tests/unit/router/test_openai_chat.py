@@ -249,3 +249,26 @@ async def test_a_failure_in_the_middle_is_told_in_the_stream() -> None:
             await anext(stream)
         with pytest.raises(openai.InternalServerError, match="the worker died"):
             await ask(client)
+
+
+async def test_progress_of_the_prompt_is_told_when_asked_for() -> None:
+    def script(job: Job) -> list[Any]:
+        if not job.tells_progress:
+            return token_deltas(ids_of("hello"), job)
+        reading = [TokenDelta(num_prompt_computed=count, num_cached_tokens=1) for count in (2, 4)]
+        return [*reading, *token_deltas(ids_of("hello"), job)]
+
+    async with talking(script) as (client, _):
+        whole = await ask(client)
+        options = {"include_prefill_progress": True, "include_usage": True}
+        chunks = await streamed(client, n=2, stream_options=options)
+    told = [
+        chunk.model_extra["prefill_progress"] for chunk in chunks if "prefill_progress" in (chunk.model_extra or {})
+    ]
+    total = whole.usage.prompt_tokens
+    assert told == [
+        {"index": 0, "computed_tokens": count, "cached_tokens": 1, "total_tokens": total} for count in (2, 4)
+    ]
+    spoken = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert "".join(spoken) == "hello" * 2, "who reads choices notices nothing"
+    assert chunks[-1].usage.prompt_tokens == total
