@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from kvtransfer.events import EventLog
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
-from protos.values import BlockStored, Hello, KVEvents
+from protos.values import BlockRemoved, BlockStored, Hello, KVEvents, Tier
 from router.prefix.feed import Feed
 from router.prefix.redis import RedisPrefixIndex
 from router.prefix.redis_store import Store
@@ -56,6 +56,13 @@ class Worker:
             for place, block_id in enumerate(fresh, len(cached)):
                 self.pool.seal(block_id, hashes[place], hashes[place - 1] if place else b"")
             self.pool.release([*cached, *fresh])
+        self.tell()
+
+    def evict_to_host(self, prompt: range, *, keep: int) -> None:
+        """As it would tell of it, of all but the first blocks of a prompt."""
+        hashes = chain(prompt)
+        self.log.record(BlockStored(hashes=hashes[keep:], parent=hashes[keep - 1], tier=Tier.HOST))
+        self.log.record(BlockRemoved(hashes=hashes[keep:]))
         self.tell()
 
     def tell(self) -> None:
@@ -135,11 +142,17 @@ async def test_a_gateway_knows_at_its_start_what_others_have_heard(redis: RedisS
     worker.read(*PROMPTS[:2])
     async with opened(first):
         worker.meet(first)
+        worker.evict_to_host(PROMPTS[0], keep=2)
         await until(lambda: first.index.writes_for("w"))
         worker.read(*PROMPTS[2:])
+        worker.evict_to_host(PROMPTS[2], keep=1)
         await until(lambda: first.index.num_entries > 0)
         async with opened(second):
             assert knows(second, PROMPTS)()
+            now = asyncio.get_running_loop().time()
+            for prompt, on_device in ((PROMPTS[0], {"w": 2}), (PROMPTS[1], {}), (PROMPTS[2], {"w": 1})):
+                assert second.index.match(chain(prompt), now=now).on_device == on_device
+            assert second.index.num_on_host("w") == first.index.num_on_host("w") > 0
             assert second.feed.position("w") == first.feed.position("w")
             before = worker.num_snapshots
             worker.meet(second)
