@@ -12,6 +12,7 @@ in time. The first seconds of a rate do not count: no batch is full yet.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -234,7 +235,7 @@ def main(
     for one in (one for one in CASES if case in one.name):
         rate = capacity(one, num_requests=one.num_for_capacity)
         curves.append(measure(one, seconds=seconds, capacity=rate, seeds=seed or SEEDS))
-        Console().print(table(curves[-1]))
+        Console(width=None if sys.stdout.isatty() else 160).print(table(curves[-1]))
     if json_file is not None:
         write_json(json_file, {"format": FORMAT, "curves": [asdict(curve) for curve in curves]})
     if plot_file is not None:

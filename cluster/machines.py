@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 from cluster.config import RayConfig
 from cluster.placement import Node
+from cluster.scratch import Scratch
 from cluster.stopping import SIGNALS
 from protos.errors import Misconfigured, Unavailable
 
@@ -43,7 +43,7 @@ class Machines:
     def __init__(self, config: RayConfig) -> None:
         self._config = config
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
-        self._folder: Path | None = None
+        self._scratch: Scratch | None = None
 
     @property
     def is_private(self) -> bool:
@@ -101,23 +101,23 @@ class Machines:
         known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *(path for path in known if path and path != root)])
         shallow = len(tempfile.gettempdir()) <= MAX_FOLDER_CHARS
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-", dir=None if shallow else "/tmp"))
+        self._scratch = Scratch(Path(tempfile.gettempdir() if shallow else "/tmp"))
         return {
             "address": "local",
             "include_dashboard": False,
             "log_to_driver": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "_node_ip_address": LOOPBACK,
-            "_temp_dir": str(self._folder),
+            "_temp_dir": str(self._scratch.path),
         }
 
     def _stop(self) -> None:
         import ray
 
         ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        if self._scratch is not None:
+            self._scratch.remove()
+            self._scratch = None
 
 
 def _silence() -> None:
