@@ -99,13 +99,15 @@ class Gateway:
         """The ask's pieces as they come, without what `say` has taken, measured, counted in `tally` and put to its
         tenant's account. Closing it early closes every job. Raises RateLimited."""
         reception, pace, counted = self.reception, self.pace, tally or Tally(ask)
+        limited = ask.tenant.tokens_per_min is not None
 
         def through(index: int, text: str, num_tokens: int, now: float) -> bool:
             if say is None or not say(index, text, num_tokens, now):
                 return False
             track.wrote(index, num_tokens, now)
             counted.said(num_tokens)
-            reception.wrote(ask.tenant, num_tokens)
+            if limited:
+                reception.wrote(ask.tenant, num_tokens)
             return True
 
         async with reception.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):

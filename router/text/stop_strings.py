@@ -22,7 +22,7 @@ class StopStrings:
 
     def pass_by(self, text: str) -> bool:
         """Whether `feed` would give the text back and remember nothing of it."""
-        return not self._held and self._beginnings.isdisjoint(text)
+        return not self._stops or (not self._held and self._beginnings.isdisjoint(text))
 
     def feed(self, text: str) -> str:
         """The text that may be shown now. After a stop string was `found` it must not be called again."""
