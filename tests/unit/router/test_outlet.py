@@ -1,0 +1,39 @@
+"""The connection under a response."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+
+from router.outlet import HttpProtocol
+from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_no_token_waits_for_the_acknowledgement_of_the_one_before(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nagle's algorithm against a client's delayed acknowledgement costs 40 ms a token."""
+    accepted: list[Any] = []
+    made = HttpProtocol.connection_made
+
+    def connection_made(protocol: HttpProtocol, transport: Any) -> None:
+        accepted.append(transport)
+        made(protocol, transport)
+
+    monkeypatch.setattr(HttpProtocol, "connection_made", connection_made)
+
+    async def delays() -> list[int]:
+        async with serving(make_gateway(Scripted(saying("a b")))) as url, httpx.AsyncClient(base_url=url) as client:
+            await client.get("/v1/models")
+            sockets = [one.get_extra_info("socket") for one in accepted]
+            return [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets]
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(delays()) == [1]
