@@ -163,7 +163,8 @@ class Engine:
     def abort(self, request_ids: Collection[str]) -> int:
         """How many of them were known, be it as a reservation only. Their blocks are free when this returns, unless a
         step in flight computes them or a transfer still reads them."""
-        known, unknown = [], []  # in order: a simulated run must not depend on how strings hash
+        known: list[str] = []
+        unknown: list[str] = []  # in order: a simulated run must not depend on how strings hash
         for request_id in dict.fromkeys(request_ids):
             (known if request_id in self._scheduler else unknown).append(request_id)
         return self._scheduler.abort(known) + sum(self._role.withdraw(request_id) for request_id in unknown)
