@@ -6,9 +6,11 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 # Set before anything imports torch, tokenizers or Ray, and inherited by the processes that tests start.
 os.environ.update(
@@ -39,18 +41,26 @@ def _what_is_logged() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the gpu tests on a machine without one; pytest's summary line counts them as deselected.
-
-    Where tests run in several processes, a file's stay together, and all that start Ray or need the GPU: there is room
-    for one.
-    """
-    on_ray = {item.path for item in items if {"up", "deploy"}.intersection(getattr(item, "fixturenames", ()))}
-    for item in items:
-        alone = "ray" if item.path in on_ray else "gpu" if item.get_closest_marker("gpu") else None
-        item.add_marker(pytest.mark.xdist_group(alone or str(item.path)))
+    """Leave out the gpu tests on a machine without one; pytest's summary line counts them as deselected."""
     if shutil.which("nvidia-smi"):
         return
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu:
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if item not in needs_gpu]
+
+
+class FilesStayTogether(LoadFileScheduling):
+    """Of tests in several processes; and all files that start a Ray, or may use the GPU, as if they were one: there is
+    room for one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        if shutil.which("nvidia-smi"):
+            return "gpu"
+        return "ray" if "Deployed" in (self.config.rootpath / file).read_text() else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesStayTogether:
+    return FilesStayTogether(config, log)
