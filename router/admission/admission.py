@@ -88,6 +88,10 @@ class Admission:
     def num_waiting(self) -> int:
         return len(self._line)
 
+    def served(self, tenant: str) -> float:
+        """What a tenant has been given so far: its turn comes after those of tenants with less."""
+        return self._line.served(tenant)
+
     def weigh(self, weights: Mapping[str, float]) -> None:
         """The tenants' weights from now on."""
         self._line.weigh(weights)
@@ -111,15 +115,16 @@ class Admission:
         told = False
         async with aclosing(self._generate(job, None if tap is None else through)) as deltas:
             async for delta in deltas:
+                num_found = 0
                 if not told and delta.token_ids:
                     told = True
                     self._returning.read(len(job.prompt_ids), now=_now())
+                    num_found = delta.num_cached_tokens  # cost nobody anything; what tells of progress says it as well
                 if expected_s is not None and delta.token_ids:
                     now, late_since_s = _now(), let_s + expected_s
                     self._overrun.observe(now - late_since_s, now=now)
                     expected_s = None
-                # What was found in a cache, as the first delta says, cost nobody anything.
-                self._line.charge(job.tenant, num_input=-delta.num_cached_tokens, num_output=len(delta.token_ids))
+                self._line.charge(job.tenant, num_input=-num_found, num_output=len(delta.token_ids))
                 yield delta
 
     async def _enter(self, job: Job) -> Job:

@@ -15,7 +15,7 @@ import pytest
 from protos.errors import InvalidRequest, Overloaded
 from protos.values import BlockHash, FinishReason, SamplingParams, WorkerRole
 from router.admission.admission import Admission
-from router.admission.fair import Entry
+from router.admission.fair import Entry, FairQueue
 from router.admission.returning import Returning
 from router.config import RouterConfig
 from router.generation import Job, Tap, TokenDelta
@@ -99,6 +99,23 @@ async def test_an_idle_fleet_is_given_a_job_at_once() -> None:
     [delta] = await run(admission(pool), job("a"))
     assert delta.token_ids == (1,)
     assert pool.given == ["a"]
+
+
+async def test_what_was_found_in_a_cache_is_taken_off_once_however_often_it_is_told() -> None:
+    pool = Pool()
+
+    async def reading(job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
+        for read in range(100, 501, 100):
+            yield TokenDelta(num_prompt_computed=read, num_cached_tokens=400)
+        yield TokenDelta(token_ids=(1,), num_cached_tokens=400)
+        yield TokenDelta(token_ids=(2,), finish_reason=FinishReason.LENGTH)
+
+    line = FairQueue()
+    line.charge("", num_input=100, num_output=2)
+    expected = line.served("")
+    gate = Admission(reading, fleet=pool, config=RouterConfig(model_path=Path(), model_name="toy"))
+    await run(gate, job("a"))
+    assert gate.served("") == expected
 
 
 async def test_a_worker_is_kept_supplied_and_not_flooded() -> None:
