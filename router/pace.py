@@ -8,8 +8,11 @@ the loop just keeps up.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+log = logging.getLogger("baton.http")
 
 PERIOD_S = 0.005
 ON_TIME_S = 0.002
@@ -34,7 +37,8 @@ class Pace:
         self._due: dict[Flush, None] = {}
 
     def when_due(self, flush: Flush) -> None:
-        """Calls `flush` with the time, soon and again for as long as it says that something is left."""
+        """Calls `flush` with the time, soon and again for as long as it says that something is left. One that fails
+        is not called again; the others are."""
         self._due[flush] = None
 
     @contextmanager
@@ -64,6 +68,11 @@ class Pace:
         self._lateness_s = _KEEP * self._lateness_s + (1 - _KEEP) * late_s
         self.gap_s = min(GAP_PER_LATENESS * self._lateness_s, MAX_GAP_S) if self._lateness_s > ON_TIME_S else 0.0
         for flush in tuple(self._due):
-            if not flush(now):
+            try:
+                is_left = flush(now)
+            except Exception:
+                log.exception("the texts of an answer that wait could not be written")
+                is_left = False
+            if not is_left:
                 del self._due[flush]
         self._set_timer(loop)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import uvloop
 
-from router.outlet import HttpProtocol
+from router.outlet import HttpProtocol, Outlet
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
 
@@ -37,3 +38,23 @@ def test_no_token_waits_for_the_acknowledgement_of_the_one_before(
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(delays()) == [1]
+
+
+def test_nothing_is_written_to_a_connection_that_closes() -> None:
+    """uvloop raises; and with requests in a pipeline uvicorn tells only the last of them that the client has gone."""
+
+    async def body() -> None:
+        client, server = socket.socketpair()
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=server)
+        flow = SimpleNamespace(write_paused=False)
+        cycle: Any = SimpleNamespace(
+            transport=transport, flow=flow, disconnected=False, response_complete=False, chunked_encoding=True
+        )
+        outlet = Outlet(cycle)
+        assert outlet.write(b"a")
+        client.close()
+        transport.close()
+        assert not outlet.write(b"b")
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(body())

@@ -47,6 +47,31 @@ async def test_a_late_loop_waits_longer_the_later_it_is_and_catches_up(monkeypat
         assert pace.gap_s == 0.0
 
 
+async def test_an_answer_that_cannot_be_written_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, pace, flushed = Clock(monkeypatch), Pace(), list[float]()
+
+    def fails(now: float) -> bool:
+        raise RuntimeError("the transport is closed")
+
+    def stays(now: float) -> bool:
+        flushed.append(now)
+        return True
+
+    with pace.running():
+        pace.when_due(fails)
+        pace.when_due(stays)
+        for _ in range(50):
+            await clock.move(1.0)
+        assert pace.gap_s == MAX_GAP_S
+        for _ in range(100):
+            await clock.move(PERIOD_S)
+        assert pace.gap_s == 0.0
+    assert len(flushed) == 150
+    assert [record.exc_info is not None for record in caplog.records] == [True], "told once"
+
+
 async def test_nothing_is_looked_at_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, pace = Clock(monkeypatch), Pace()
     with pace.running():
