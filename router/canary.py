@@ -116,6 +116,10 @@ class Canary:
             self.outcomes[Outcome.FAILED] += 1
             log.info("the canary of %s could not be run: %s", job.request_id, error.message)
             return
+        except Exception:  # nobody waits for this task, and the next canary shall run whatever came of this one
+            self.outcomes[Outcome.FAILED] += 1
+            log.exception("the canary of %s broke", job.request_id)
+            return
         index = first_difference(said, told)
         self.outcomes[Outcome.SAME if index is None else Outcome.DIFFERENT] += 1
         if index is not None:

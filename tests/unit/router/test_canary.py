@@ -98,15 +98,22 @@ async def test_nobody_waits_for_it_and_there_is_one_at_a_time() -> None:
     assert watched.outcomes == {"skipped": 2, "same": 1}
 
 
-async def test_a_second_run_that_fails_is_not_a_difference() -> None:
+@pytest.mark.parametrize(
+    ("error", "level"), [(NoWorkers("nobody is left"), logging.INFO), (KeyError("left"), logging.ERROR)]
+)
+async def test_a_second_run_that_fails_is_not_a_difference(
+    error: Exception, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
     class Fails(Says):
         async def __call__(self, asked: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
-            raise NoWorkers("nobody is left")
+            raise error
             yield TokenDelta()
 
+    caplog.set_level(logging.INFO)
     watched = canary(Says(1), Fails())
     await run(watched)
     assert watched.outcomes == {"failed": 1}
+    assert [record.levelno for record in caplog.records if "canary" in record.message] == [level]
 
 
 def test_one_worker_does_all_of_it() -> None:
