@@ -291,6 +291,7 @@ class Fleet:
         for name, theirs, ours in (
             ("model", info.model, reference.model),
             ("vocab_size", info.vocab_size, reference.vocab_size),
+            ("device", info.device, reference.device),  # one lane's ranks are all on GPUs, or none is
         ):
             if theirs != ours:
                 raise IncompatibleWorkers(

@@ -78,11 +78,13 @@ async def test_a_worker_that_does_not_fit_is_named_and_never_used(make: Callable
     await cluster.add("d0", wait=False, layout=replace(LAYOUT, block_size=LAYOUT.block_size + 1))
     await cluster.add("d1", wait=False, model="another")
     await cluster.add("d3", wait=False, layout=replace(LAYOUT, num_layers=7))
-    for worker_id in ("d0", "d1", "d3"):
+    await cluster.add("d4", wait=False, device="cuda")
+    for worker_id in ("d0", "d1", "d3", "d4"):
         await cluster.until_state(worker_id, WorkerState.INCOMPATIBLE)
     assert "block_size is 5 there and 4 here, of which neither divides the other" in reason(cluster, "d0")
     assert "model another, but p0 has toy" in reason(cluster, "d1")
     assert "from worker d3 to worker p0: num_layers is 7 there and" in reason(cluster, "d3")
+    assert "device cuda, but p0 has cpu" in reason(cluster, "d4")
     assert not cluster.fleet.ready()
     await cluster.add("d2")
     assert tokens(await collect(cluster, job())) == expected_tokens(PROMPT, 8)
