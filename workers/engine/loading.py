@@ -61,6 +61,12 @@ class Loads:
         """How many of the chain's blocks are on the host, up to the first that is not."""
         return len(self._pool.host.match(hashes)) if self._pool.host is not None else 0
 
+    def num_spared(self, request: Request) -> int:
+        """Tokens that a waiting request does not compute itself: those on their way here, or cached when it came."""
+        if request.load is None:
+            return request.num_spared
+        return 0 if request.load.settled else len(request.load.slots) * self._pool.block_size
+
     def pin(self, hashes: Sequence[BlockHash], num_matched: int) -> list[int]:
         """Slots to load for a request that may start from `hashes`, of which so many are on the device; none if
         computing is quicker. They stay what they are until they are loaded, or `unpin`."""

@@ -135,13 +135,16 @@ class TestWaiting:
         toy = self.host()
         toy.submit(ask("busy", [1, 2, 3], 20))
         toy.step()
-        toy.submit(ask("again", LONG, 2))
-        seen = [[update.request_id for update in toy.step()] for _ in range(5)]
+        toy.submit(ask("again", (*LONG, *range(30)), 2))
+        backlog = toy.engine.load().queued_prefill_tokens
+        seen = [[update.request_id for update in toy.step()]]
+        assert toy.engine.load().queued_prefill_tokens == backlog == 30, "what is not loaded is still to be computed"
+        seen += [[update.request_id for update in toy.step()] for _ in range(4)]
         assert seen[:3] == [["busy"]] * 3
         assert sorted(seen[-1]) == ["again", "busy"]
         toy.finish()
-        assert toy.answers["again"].token_ids == by_hand(LONG, 2)
-        assert toy.answers["again"].cached[0] == 96
+        assert toy.answers["again"].token_ids == by_hand((*LONG, *range(30)), 2)
+        assert toy.answers["again"].cached[0] == 100
 
     def test_nobody_waits_for_a_look_when_nobody_else_computes(self) -> None:
         toy = self.host()
