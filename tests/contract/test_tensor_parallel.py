@@ -84,6 +84,18 @@ def test_sums_under_way_are_there_once_waited_for(size: int) -> None:
         assert run(program) == [[10.0 * size + among_ranks, 20.0 * size + among_ranks]] * size
 
 
+def test_the_least_of_numbers_is_found_without_the_devices(size: int) -> None:
+    """A step that they compute, or a rank lost among them, holds no number up."""
+
+    def program(group: TensorParallel) -> list[int]:
+        if isinstance(group, RankGroup):
+            group._tensors = None
+        return list(group.least([group.rank, 5 - group.rank, 7]))
+
+    with ranks(size) as run:
+        assert run(program) == [[0, 6 - size, 7]] * size
+
+
 @pytest.mark.parametrize(
     "value",
     [None, BATCH, WorkerLost("gone"), "x" * 4088, "y" * 70_000, tuple(range(9_000))],

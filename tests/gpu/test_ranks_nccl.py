@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from workers.parallel.ranks import find_store, least, meet, open_store
+from workers.parallel.ranks import find_store, meet, open_store
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,7 @@ def _sum_over_nccl(rank: int, port: int) -> tuple[float, list[int]]:
     store = open_store("127.0.0.1", port) if rank == 0 else find_store("127.0.0.1", port)
     group = meet(store, rank=rank, size=2, name="w0", device="cuda", timeout_s=60.0)
     total = group.all_reduce(torch.full((4,), rank + 1.0, device="cuda")).sum().item()
-    lowest = least(group, [rank, -rank], "cuda")
+    lowest = group.least([rank, -rank])
     group.broadcast("done")
     group.close()
     return total, lowest

@@ -23,7 +23,7 @@ from protos.values import KVLayout, LaneAddress, SamplingParams, Ticket
 from workers.engine.batch import Batch, Row, Sample
 from workers.kv.mover import Dock, Mover
 from workers.parallel.group import TensorParallel
-from workers.parallel.ranks import Leader, find_store, follow, for_followers, least, meet, open_store
+from workers.parallel.ranks import Leader, find_store, follow, for_followers, meet, open_store
 
 CHUNK = Chunk(ticket_id="t", generation=1, first_block=0, num_blocks=2)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32", tp=2)
@@ -83,7 +83,7 @@ def test_a_leader_alone_tells_nobody() -> None:
     group = meet(None, rank=0, size=1, name="test", device="cpu", timeout_s=1.0)
     leader = Leader(group)
     leader.tell("run", object())  # what cannot travel does not have to
-    assert least(group, [3, 1], "cpu") == [3, 1]
+    assert group.least([3, 1]) == [3, 1]
     leader.close()
 
 
@@ -264,7 +264,7 @@ def make_dock(group: TensorParallel) -> tuple[Dock[list[int]], Shelf, Wire]:
         rank=group.rank,
         sender=ends,
         receiver=ends,
-        least=lambda values: least(group, values, "cpu"),
+        least=group.least,
     )
     return dock, shelf, wire
 

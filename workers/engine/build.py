@@ -37,7 +37,7 @@ from workers.models.config import ModelConfig, read_config
 from workers.models.decoder import Decoder, check_parallel
 from workers.models.loader import Progress, load_model
 from workers.parallel.group import TensorParallel
-from workers.parallel.ranks import Leader, LeadingRunner, follow, least
+from workers.parallel.ranks import Leader, LeadingRunner, follow
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:
         rank.storage,
         rank.layout,
         rank=rank.group.rank,
-        least=lambda values: least(rank.group, values, rank.device),
+        least=rank.group.least,
         aside=rank.storage.aside,
         rejoin=rank.storage.rejoin,
         follows_layers=True,

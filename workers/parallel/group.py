@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import AllreduceOptions, PrefixStore, ReduceOp, Store
 
 from protos.errors import WorkerLost
 
@@ -55,6 +55,11 @@ class TensorParallel(Protocol):
         """Rank 0's value, on every rank. Waits for rank 0 as long as it takes: a follower rests in here."""
         ...
 
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Of each number the least that any rank has; all give equally many. From host to host: what the devices
+        compute meanwhile is not waited for."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -82,6 +87,9 @@ class Solo:
     def broadcast(self, value: T) -> T:
         return value
 
+    def least(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
     def close(self) -> None:
         pass
 
@@ -94,7 +102,7 @@ class RankGroup:
     """Two or more ranks: tensors over gloo (CPU) or NCCL (CUDA), Python values over gloo on either.
 
     Made with the same `store` and `name` on every rank; the constructor waits until all have come. `timeout_s`
-    bounds that and each tensor collective. `closing` is called when the group is closed.
+    bounds that and each collective but `broadcast`. `closing` is called when the group is closed.
     """
 
     def __init__(
@@ -112,8 +120,8 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self._store, self._closing = store, closing  # torch keeps its own half of a store alive, not ours
-        timeout = timedelta(seconds=timeout_s)
-        self._tensors: Any = _process_group(PrefixStore(f"{name}/tensors", store), rank, size, device, timeout)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._tensors: Any = _process_group(PrefixStore(f"{name}/tensors", store), rank, size, device, self._timeout)
         self._values: Any = _process_group(PrefixStore(f"{name}/values", store), rank, size, "cpu", timedelta(days=365))
         self._call(self._tensors, "allreduce", [torch.zeros(1, device=device)])
 
@@ -157,6 +165,13 @@ class RankGroup:
             self._call(self._values, "broadcast", rest, 0)
             body += rest.numpy().tobytes()
         return value if self.rank == 0 else _OurValues(io.BytesIO(body)).load()
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        numbers = torch.tensor(values)
+        options = AllreduceOptions()
+        options.reduceOp, options.timeout = ReduceOp(ReduceOp.MIN), self._timeout
+        self._call(self._values, "allreduce", [numbers], options)
+        return numbers.tolist()
 
     def close(self) -> None:
         """Ends the group for every rank: a peer that is in a collective gets WorkerLost."""

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import torch
 from torch.distributed import DistError
 
 from kvtransfer.transports.store import Board, BoardStore
@@ -99,14 +98,6 @@ def follow(
             settle()
     finally:
         group.close()
-
-
-def least(group: TensorParallel, values: Sequence[int], device: str) -> list[int]:
-    """Of each number the least that any rank has. All give equally many. Raises WorkerLost."""
-    if group.size == 1:
-        return list(values)
-    gathered = group.all_gather(torch.tensor(values, device=device))
-    return gathered.view(group.size, -1).amin(0).tolist()
 
 
 class HostedStore(BoardStore):
