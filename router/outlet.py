@@ -28,13 +28,14 @@ class Outlet:
 
     def write(self, chunk: bytes) -> bool:
         """False, and nothing is written, before the head and after the end, on a connection that closes, and while the
-        client reads too slowly: then `send` has to wait for it."""
+        client reads too slowly: then `send` has to wait for it. An empty chunk only asks: it would be the end."""
         cycle = self._cycle
         if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
             return False
         if self._is_closing():  # of requests in a pipeline uvicorn tells the last one only
             return False
-        self._write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        if chunk:
+            self._write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
         return True
 
 

@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 HOLE = "\0 text \0"
 
 Put = Callable[[bytes, float], bool]
-"""Sends an event at a time (the loop's clock) if the way is clear; False: it was not sent."""
+"""Sends an event at a time (the loop's clock) if the way is clear; False: it was not sent. An empty one only asks."""
 
 
 def event(content: Any) -> bytes:
@@ -54,12 +54,14 @@ class Voice:
         self._said_s = 0.0
 
     def say(self, index: int, text: str, num_tokens: int, now: float) -> bool:
-        """A `Say`."""
+        """A `Say`. What waits is written soon: it is taken only while the way is clear."""
         if not text:
             return True
         gap_s = self._pace.gap_s
         if not (gap_s or self._held):
             return self._put(self._event(index, text), now)
+        if not self._put(b"", now):
+            return False
         if not self._held:
             self._pace.when_due(self._flush)
         self._held[index] = self._held.get(index, "") + text
@@ -171,7 +173,8 @@ class EventStream(Response):
     def _put(self, chunk: bytes, now: float) -> bool:
         if self._outlet is None or not self._outlet.write(chunk):
             return False
-        self._sent_s = now
+        if chunk:
+            self._sent_s = now
         return True
 
     async def _send_all(self, send: Send) -> None:

@@ -52,6 +52,8 @@ def test_nothing_is_written_to_a_connection_that_closes() -> None:
         )
         outlet = Outlet(cycle)
         assert outlet.write(b"a")
+        assert outlet.write(b""), "it only asks"
+        assert client.recv(99) == b"1\r\na\r\n"
         client.close()
         transport.close()
         assert not outlet.write(b"b")
