@@ -53,7 +53,7 @@ def create_app(gateway: Gateway) -> FastAPI:
             allow_origins=gateway.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "retry-after"],
+            expose_headers=[REQUEST_ID, "retry-after", "retry-after-ms"],
         )
     app.add_exception_handler(BatonError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
