@@ -23,13 +23,17 @@ class Scratch:
         _sweep(parent)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         beginning = self.path / f"{OWNED}.new"
-        self._lock = os.open(beginning, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        lock = os.open(beginning, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._lock: int | None = lock
+        fcntl.flock(lock, fcntl.LOCK_EX)
         beginning.rename(self.path / OWNED)  # locked before anybody else can see it
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        """May be called again."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
 
 
 def _sweep(parent: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import socket
 import sys
 import tempfile
@@ -43,6 +42,7 @@ from cluster.processes.control import (
 )
 from cluster.processes.door import Door
 from cluster.processes.limits import Keeper
+from cluster.scratch import Scratch
 from cluster.sockets import example, reserve, url_of
 from cluster.supervision import Life, LifeState
 from protos.errors import BatonError, Unavailable
@@ -103,7 +103,7 @@ class Gateways:
         self._has_chat = False
         self._door = Door(listening)
         self._keeper = Keeper(loop.time)
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # nobody else may look into it
+        self._scratch = Scratch(Path(tempfile.gettempdir()))  # nobody else may look into it
         self._log_format = log_format
         self._is_told = is_told
         self._addresses = addresses
@@ -166,7 +166,7 @@ class Gateways:
                 task.cancel()
             await asyncio.gather(*living, return_exceptions=True)
             self._grpc.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._scratch.remove()
 
     # -- supervising ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Gateways:
                 config=replace(self._config, router=replace(self._config.router, grpc_port=self.grpc_port)),
                 number=seat.number,
                 count=len(self._seats),
-                folder=self._folder,
+                folder=self._scratch.path,
                 log_format=self._log_format,
                 is_told=self._is_told,
                 addresses=self._addresses,

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from cluster.config import ClusterConfig, SupervisionConfig
+from cluster.log import LogFormat
 from cluster.processes.control import Control, Entering, Gone
 from cluster.processes.door import Door, Threshold
 from cluster.processes.limits import Keeper, KeptLimits
+from cluster.processes.parent import Gateways
 from protos.errors import RateLimited
 from router.admission.tenants import Tenant
+from router.config import RouterConfig
+from workers.config import WorkerConfig
 
 
 class Process:
@@ -38,6 +46,15 @@ class Process:
 def listening() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as made:
         yield made
+
+
+def gateways(listening: socket.socket) -> Gateways:
+    config = ClusterConfig(
+        worker=WorkerConfig(model="m"),
+        router=RouterConfig(model_path=Path(), model_name="toy", port=0, grpc_port=0),
+        supervision=SupervisionConfig(first_delay_s=0.001, max_delay_s=0.001),
+    )
+    return Gateways(config, listening, log_format=LogFormat.TEXT)
 
 
 async def turns(count: int = 20) -> None:
@@ -96,6 +113,21 @@ async def test_what_a_process_had_not_taken_goes_to_another(listening: socket.so
     other.close()
     door.lose(1)
     door.shut()
+
+
+async def test_the_supervisor_sweeps_the_folder_of_one_that_was_killed_and_leaves_none(
+    listening: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "baton-killed").mkdir()
+    (tmp_path / "baton-killed" / "owned").touch()
+    made = gateways(listening)
+    [mine] = os.listdir(tmp_path)
+    assert os.listdir(tmp_path / mine) == ["owned"]
+    assert mine != "baton-killed"
+    for _ in range(2):
+        await made.stop(0.0)
+    assert not os.listdir(tmp_path)
 
 
 async def test_processes_keep_a_tenants_limits_together() -> None:
