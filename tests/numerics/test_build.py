@@ -94,6 +94,15 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert device_of(WorkerConfig(model="folder")) == "cpu"
 
 
+def test_a_cache_in_ram_leaves_room_for_the_host_tier(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = checkpoint("llama")
+    monkeypatch.setattr("workers.engine.build.free_ram_bytes", lambda: 2**26)
+    rank = open_one(folder, host_kv_gib=60 / 2**10, memory_fraction=0.5)
+    assert rank.storage.num_blocks * rank.storage.block_bytes <= 2**21
+    with pytest.raises(Misconfigured, match="lower num_blocks, memory_fraction or host_kv_gib"):
+        open_one(folder, host_kv_gib=60 / 2**10, num_blocks=2**23 // rank.storage.block_bytes)
+
+
 def test_ranks_agree_on_the_smallest_cache(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = checkpoint("llama")
     free = iter([10**9, 3 * 10**6])

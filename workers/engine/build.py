@@ -165,9 +165,11 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     layout = replace(layout, model=name)
     max_model_len = _asked_model_len(config, model)
     decoder = _load(config, group, device, layout.dtype, on_progress)
-    num_slots = _num_slots(config, layout)
-    num_blocks = _num_blocks(config, group, decoder, layout, device, max_model_len)
-    storage = _make_storage(layout, num_blocks, device)
+    free_bytes = group.least([free_ram_bytes()])[0]  # all have looked before anybody takes some
+    num_slots = _num_slots(config, layout, free_bytes)
+    free_bytes -= num_slots * _block_bytes(layout) * layout.tp
+    num_blocks = _num_blocks(config, group, decoder, layout, device, max_model_len, free_bytes // layout.tp)
+    storage = _make_storage(layout, num_blocks, device, free_bytes // layout.tp)
     capacity = num_blocks * config.block_size
     if capacity < max_model_len:
         if config.max_model_len is not None:
@@ -197,8 +199,8 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     )
 
 
-def _num_slots(config: WorkerConfig, layout: KVLayout) -> int:
-    """Blocks that the host tier keeps: as many as all ranks' shares fit into `host_kv_gib`."""
+def _num_slots(config: WorkerConfig, layout: KVLayout, free_bytes: int) -> int:
+    """Blocks that the host tier keeps: as many as all ranks' shares fit into `host_kv_gib`, and that into RAM."""
     block_bytes = _block_bytes(layout) * layout.tp
     num_slots = int(config.host_kv_gib * 2**30) // block_bytes
     if config.host_kv_gib and not num_slots:
@@ -207,10 +209,10 @@ def _num_slots(config: WorkerConfig, layout: KVLayout) -> int:
             f"give 0 to keep nothing on the host",
             param="host_kv_gib",
         )
-    if num_slots * block_bytes // layout.tp > free_ram_bytes():
+    if num_slots * block_bytes > free_bytes:
         raise Misconfigured(
-            f"host_kv_gib is {config.host_kv_gib:g}, more than the {free_ram_bytes() * layout.tp / 2**30:.2f} GiB of "
-            f"memory that are free: lower it",
+            f"host_kv_gib is {config.host_kv_gib:g}, more than the {free_bytes / 2**30:.2f} GiB of memory that are "
+            f"free: lower it",
             param="host_kv_gib",
         )
     return num_slots
@@ -267,9 +269,15 @@ def _load(
 
 
 def _num_blocks(
-    config: WorkerConfig, group: TensorParallel, decoder: Decoder, layout: KVLayout, device: str, max_model_len: int
+    config: WorkerConfig,
+    group: TensorParallel,
+    decoder: Decoder,
+    layout: KVLayout,
+    device: str,
+    max_model_len: int,
+    free_bytes: int,
 ) -> int:
-    """The same on all ranks: what the poorest can hold."""
+    """The same on all ranks: what the poorest can hold. `free_bytes` is a rank's share of the RAM."""
     if config.num_blocks is not None:
         return config.num_blocks
     block_bytes = _block_bytes(layout)
@@ -277,7 +285,7 @@ def _num_blocks(
         mine = blocks_in_ram(
             block_bytes,
             fraction=config.memory_fraction,
-            free_bytes=free_ram_bytes() // config.tp,
+            free_bytes=free_bytes,
             max_useful=config.max_num_seqs * -(-max_model_len // config.block_size),
         )
     else:
@@ -294,14 +302,14 @@ def _num_blocks(
     return int(group.all_gather(torch.tensor([mine], device=device)).min().item())
 
 
-def _make_storage(layout: KVLayout, num_blocks: int, device: str) -> KVStorage:
+def _make_storage(layout: KVLayout, num_blocks: int, device: str, free_bytes: int) -> KVStorage:
     num_bytes = num_blocks * _block_bytes(layout)
     too_much = Misconfigured(
         f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.2f} GiB on each rank, more than there is on "
-        f"{device}: lower num_blocks or memory_fraction",
+        f"{device}: lower num_blocks, memory_fraction or host_kv_gib",
         param="num_blocks",
     )
-    if device == "cpu" and num_bytes > free_ram_bytes():  # Linux would promise the memory, and kill when it is used
+    if device == "cpu" and num_bytes > free_bytes:  # Linux would promise the memory, and kill when it is used
         raise too_much
     try:
         return KVStorage(layout, num_blocks=num_blocks, device=device)

@@ -92,7 +92,7 @@ def _at_least_one(num_blocks: int, budget: int, block_bytes: int, where: str) ->
     if num_blocks < 1:
         raise Misconfigured(
             f"{max(0, budget) / _GIB:.2f} GiB of {where} are left for the KV cache, one block takes "
-            f"{block_bytes / _GIB:.4f} GiB: raise memory_fraction or tp, or choose a smaller block_size",
+            f"{block_bytes / _GIB:.4f} GiB: raise memory_fraction or tp, lower host_kv_gib or block_size",
             param="memory_fraction",
         )
     return num_blocks

@@ -81,15 +81,17 @@ def test_blocks_come_back_as_they_were(copies: tuple[KVStorage, Copies]) -> None
 def test_the_tier_has_as_many_slots_as_the_ranks_shares_fit() -> None:
     model_bytes = 2 * 3 * 2 * 4 * 4 * 2  # keys and values, layers, heads, dim, positions, bytes
     config = WorkerConfig(model="m", host_kv_gib=10 * model_bytes / 2**30)
-    assert _num_slots(config, LAYOUT) == 10
+    assert _num_slots(config, LAYOUT, 2**30) == 10
     one_head = KVLayout(num_layers=3, num_kv_heads=1, head_dim=4, block_size=4, dtype="bfloat16", tp=2)
-    assert _num_slots(config, one_head) == 10, "each of two ranks has a copy of the head"
-    assert _num_slots(WorkerConfig(model="m"), LAYOUT) == 0
+    assert _num_slots(config, one_head, 2**30) == 10, "each of two ranks has a copy of the head"
+    assert _num_slots(WorkerConfig(model="m"), LAYOUT, 0) == 0
+    with pytest.raises(Misconfigured, match="lower it"):
+        _num_slots(config, one_head, 10 * model_bytes - 1)
 
 
 @pytest.mark.parametrize("gib", [1e-9, 1e6])
 def test_too_little_and_too_much_is_refused(gib: float) -> None:
     with pytest.raises(Misconfigured) as raised:
-        _num_slots(WorkerConfig(model="m", host_kv_gib=gib), LAYOUT)
+        _num_slots(WorkerConfig(model="m", host_kv_gib=gib), LAYOUT, 2**40)
     assert raised.value.param == "host_kv_gib"
     assert f"{gib:g}" in raised.value.message
