@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -190,14 +190,10 @@ class Gateways:
 
     async def _live(self, seat: Seat) -> BatonError | None:
         """One life of a process; what it ended with, None if it had served and then ended in order."""
-        ours, theirs = socket.socketpair()
-        inherited = (theirs, self._door.open(seat.number))
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", PROGRAM, *(str(one.fileno()) for one in inherited),
-            pass_fds=[one.fileno() for one in inherited], stdin=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
-        theirs.close()
-        control = await Control.over(ours)
+        try:
+            process, control = await self._spawn(seat)
+        except OSError as error:
+            return Unavailable(f"it cannot be started: {error.strerror or error}")
         seat.pid, seat.error = process.pid, None
         self._greet(seat, control)
         tasks = [
@@ -224,6 +220,20 @@ class Gateways:
         if code == 0 and seat.is_ready:
             return None
         return Unavailable(f"it ended with signal {-code}" if code < 0 else f"it ended with exit code {code}")
+
+    async def _spawn(self, seat: Seat) -> tuple[asyncio.subprocess.Process, Control]:
+        """Raises OSError, and keeps nothing, when the machine has no room for another process."""
+        ours, theirs = socket.socketpair()
+        with theirs, ExitStack() as undo:
+            undo.callback(ours.close)
+            inherited = (theirs, self._door.open(seat.number))
+            undo.callback(self._door.lose, seat.number)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", PROGRAM, *(str(one.fileno()) for one in inherited),
+                pass_fds=[one.fileno() for one in inherited], stdin=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+            undo.pop_all()
+        return process, await Control.over(ours)
 
     def _forget(self, seat: Seat) -> None:
         seat.control, seat.is_up, seat.is_leaving, seat.pid = None, False, False, 0

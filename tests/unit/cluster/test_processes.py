@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import tempfile
@@ -128,6 +129,29 @@ async def test_the_supervisor_sweeps_the_folder_of_one_that_was_killed_and_leave
     for _ in range(2):
         await made.stop(0.0)
     assert not os.listdir(tmp_path)
+
+
+async def test_a_process_for_which_there_is_no_room_is_tried_again_and_costs_nothing(
+    listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptors: list[int] = []
+    often = asyncio.Event()
+
+    async def no_room(*_: object, **__: object) -> None:
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+        if len(descriptors) == 3:
+            often.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", no_room)
+    made = gateways(listening)
+    starting, tried = asyncio.create_task(made.start()), asyncio.create_task(often.wait())
+    await asyncio.wait([starting, tried], return_when=asyncio.FIRST_COMPLETED)
+    assert often.is_set()
+    assert not starting.done()
+    assert len(set(descriptors)) == 1
+    starting.cancel()
+    await made.stop(0.0)
 
 
 async def test_processes_keep_a_tenants_limits_together() -> None:
