@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from workers.kernels import cpu
 from workers.kernels.cpu.build import native_tiles
-from workers.kernels.cpu.memory import HUGE_PAGE, apart, empty_rows, roomy_zeros
+from workers.kernels.cpu.memory import HUGE_PAGE, Regions, apart, empty_rows, roomy_zeros
 from workers.kernels.cpu.products import TiledWeight, can_tile
 from workers.models.layers.matrix import GatedMatrix, Matrix
 
@@ -119,3 +121,15 @@ def test_memory_of_a_step_is_given_to_the_next_once_nobody_holds_a_part_of_it() 
     del part
     places = [empty_rows(num_rows // 2, width, dtype=torch.bfloat16) for _ in range(2)]
     assert place in [tensor.data_ptr() for tensor in places]
+
+
+def test_memory_that_grew_too_small_is_not_kept_beside_the_larger() -> None:
+    regions = Regions()
+    taken = [regions.take(num_pages * HUGE_PAGE) for num_pages in (1, 2)]
+    gone = [weakref.ref(region) for region in taken]
+    regions.give_back(taken.pop())
+    regions.give_back(taken.pop())
+    larger = regions.take(3 * HUGE_PAGE)
+    assert [region() is None for region in gone] == [False, True], "one goes for the one that comes"
+    regions.give_back(larger)
+    assert regions.take(3 * HUGE_PAGE) is larger

@@ -41,9 +41,9 @@ def empty_rows(num_rows: int, width: int, *, dtype: torch.dtype, stride: int = 0
     num_bytes = num_rows * stride * dtype.itemsize
     if num_bytes < HUGE_PAGE // 2 or _ADVICE is None:
         return torch.empty(num_rows, stride, dtype=dtype)[:, :width]
-    region = _taken(num_bytes)
+    region = _KEPT.take(num_bytes)
     held = memoryview(region)  # one of its own for each tensor: it goes when the tensor's memory does
-    weakref.finalize(held, _FREE.append, region).atexit = False
+    weakref.finalize(held, _KEPT.give_back, region).atexit = False
     whole = torch.frombuffer(held, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + num_bytes].view(dtype).view(num_rows, stride)[:, :width]
@@ -55,19 +55,31 @@ def apart(width: int, dtype: torch.dtype) -> int:
     return width if width * dtype.itemsize % _COLLIDING else width + line
 
 
-_FREE: list[mmap.mmap] = []
+class Regions:
+    """Never more of them, free and taken, than were taken at the same time; from any thread."""
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def take(self, num_bytes: int) -> mmap.mmap:
+        """The smallest that is free and large enough; else a new one, for which the largest that is free goes."""
+        while free := sorted(self._free, key=len):
+            fitting = [region for region in free if len(region) >= num_bytes + HUGE_PAGE]
+            best = fitting[0] if fitting else free[-1]
+            try:
+                self._free.remove(best)
+            except ValueError:  # another thread was faster
+                continue
+            if fitting:
+                return best
+            break
+        return _region(num_bytes)
+
+    def give_back(self, region: mmap.mmap) -> None:
+        self._free.append(region)
 
 
-def _taken(num_bytes: int) -> mmap.mmap:
-    """The smallest that is free and large enough, or a new one. Never more than were held at the same time."""
-    while True:
-        fitting = [region for region in tuple(_FREE) if len(region) >= num_bytes + HUGE_PAGE]
-        if not fitting:
-            return _region(num_bytes)
-        best = min(fitting, key=len)
-        with suppress(ValueError):  # another thread was faster
-            _FREE.remove(best)
-            return best
+_KEPT = Regions()
 
 
 def _region(num_bytes: int) -> mmap.mmap:
