@@ -70,7 +70,7 @@ class Door:
             way.ours.send(NO_MORE)
 
     def lose(self, number: int) -> None:
-        """The process is gone. What it has not taken goes to others."""
+        """The process is gone. What it has not taken goes to others, as long as the door is open."""
         way = self._ways.pop(number)
         self._loop.remove_reader(way.ours)
         with suppress(BlockingIOError):
@@ -78,6 +78,8 @@ class Door:
                 self._waiting.extend(socket.socket(fileno=one) for one in received[1])
         way.ours.close()
         way.end.close()
+        if self._is_shut:
+            self._end_waiting()
         self._go_on()
 
     def shut(self) -> None:
@@ -88,12 +90,15 @@ class Door:
         self._is_shut = True
         self._loop.remove_reader(self._listening)
         self._listening.close()
-        for connection in self._waiting:
-            connection.close()
+        self._end_waiting()
         for number in self._ways:
             self.dismiss(number)
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _end_waiting(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().close()
 
     def _go_on(self) -> None:
         """Hands out what waits, then lets more in, as long as there is somebody to take it."""

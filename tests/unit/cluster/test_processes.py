@@ -131,6 +131,19 @@ async def test_the_supervisor_sweeps_the_folder_of_one_that_was_killed_and_leave
     assert not os.listdir(tmp_path)
 
 
+async def test_what_a_process_had_not_taken_is_ended_once_the_door_is_shut(listening: socket.socket) -> None:
+    door = Door(listening)
+    door.open(0)
+    door.admit(0)
+    [client] = connect(listening, 1)
+    client.settimeout(5.0)
+    await turns()
+    door.shut()
+    door.lose(0)
+    assert client.recv(1) == b"", "it is told, and does not wait"
+    client.close()
+
+
 async def test_a_process_for_which_there_is_no_room_is_tried_again_and_costs_nothing(
     listening: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
