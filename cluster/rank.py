@@ -137,11 +137,17 @@ class Rank:
 
         opening = in_thread(open_near)
         if not await self._before_stop(opening):
+            opening.add_done_callback(lambda _: cores.release())  # the thread computes on them until then
             return
+        try:
+            await self._serve(orders, opening.result(), cores)
+        finally:
+            cores.release()
+
+    async def _serve(self, orders: Orders, parts: Parts, cores: Cores) -> None:
         from workers.rpc.worker import Worker
 
-        worker = Worker(opening.result())
-        self._worker = worker
+        worker = self._worker = Worker(parts)
         try:
             info = await worker.start(orders.seat.host, orders.port, peers=orders.peers, prepare=cores.bind)
             self._note(Serving(info=info))
@@ -151,7 +157,6 @@ class Rank:
             serving.cancel()
         finally:
             await worker.stop()
-            cores.release()
 
     async def _follow(self, orders: Orders) -> None:
         following = in_thread(lambda: _follow_worker(orders))
