@@ -1,9 +1,10 @@
 """When a GPU began and ended a step, by events in its own queue, told in the host's time. For profiles only.
 
     host clock    ── base_s ────────────────────────────────▶ start_s ─────────────────────▶ end_s
-    device queue     base event, waited for once ── ... ──── start event ── the step ────── end event
+    device queue     base event, waited for ─────── ... ──── start event ── the step ────── end event
 
-The two clocks are brought together whenever a profile begins, which waits for the device that once.
+The two clocks are brought together by a profile's first step, unless they just have been, and by one in FORGET_S from
+then on: that step is not launched ahead, for the host waits until all that was queued before it is done.
 """
 
 from __future__ import annotations
