@@ -153,7 +153,7 @@ def _point(case: Case, multiple: float, capacity: float, seconds: float, seed: i
 
 
 def _config(case: Case, seed: int) -> SimulationConfig:
-    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, leaping=case.policy != "slo")
+    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1)
     if case.num_blocks is not None:
         spec = replace(spec, num_blocks=case.num_blocks)
     return SimulationConfig(pools=case.pools, spec=spec, router=simulated_router(case.policy), load_s=1.0, seed=seed)
