@@ -40,7 +40,8 @@ def empty_rows(num_rows: int, width: int, *, dtype: torch.dtype, stride: int = 0
     stride = stride or width
     num_bytes = num_rows * stride * dtype.itemsize
     if num_bytes < HUGE_PAGE // 2 or _ADVICE is None:
-        return torch.empty(num_rows, stride, dtype=dtype)[:, :width]
+        small = torch.empty(num_rows, stride, dtype=dtype)
+        return small if stride == width else small[:, :width]
     region = _KEPT.take(num_bytes)
     held = memoryview(region)  # one of its own for each tensor: it goes when the tensor's memory does
     weakref.finalize(held, _KEPT.give_back, region).atexit = False
