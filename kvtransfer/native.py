@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -42,17 +43,34 @@ def compile_c(source: Path, folder: Path) -> Path:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     if compiler is None:
         raise FileNotFoundError("there is no C compiler: install gcc, or name one with CC")
-    told = hashlib.sha256(" ".join((compiler, *_FLAGS, processor())).encode() + source.read_bytes())
-    told.update(subprocess.check_output([compiler, "--version"], timeout=_TIMEOUT_S))
-    path = folder / f"{source.stem}-{told.hexdigest()[:16]}.so"
+    path = folder / f"{source.stem}-{fingerprint(compiler, _FLAGS, [source])}.so"
+    return made_once(path, lambda made: run(compiler, *_FLAGS, str(source), "-o", str(made), timeout_s=_TIMEOUT_S))
+
+
+def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+    """`path`, made in a folder of its own beside it unless it is there, so that nobody sees half of it. Raises what
+    `make` does, or OSError."""
     if not path.exists():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = Path(scratch) / path.name
-            command = [compiler, *_FLAGS, str(source), "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
-            made.replace(path)  # at once: processes that start together may all have compiled it
+            make(made)
+            made.replace(path)  # at once: processes that start together may all have made it
     return path
+
+
+def fingerprint(compiler: str, flags: Iterable[str], sources: Iterable[Path]) -> str:
+    """Of all that a library depends on: compiler, flags, sources and processor."""
+    told = hashlib.sha256(" ".join((compiler, *flags, processor())).encode())
+    told.update(subprocess.check_output([compiler, "--version"], timeout=_TIMEOUT_S))
+    for path in sources:
+        told.update(path.read_bytes())
+    return told.hexdigest()[:16]
+
+
+def run(*command: str, timeout_s: float) -> None:
+    """Raises SubprocessError, with what was printed in its `stderr`."""
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s)
 
 
 def cache_folder() -> Path:

@@ -6,6 +6,8 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +24,10 @@ os.environ.update(
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
 )
 
+HAS_GPU = shutil.which("nvidia-smi") is not None
+
 # Without a GPU, Triton interprets its kernels. It looks when it is first imported, which transformers may do for us.
-if not shutil.which("nvidia-smi"):
+if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("local", deadline=None)
@@ -42,7 +46,7 @@ def _what_is_logged() -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the gpu tests on a machine without one; pytest's summary line counts them as deselected."""
-    if shutil.which("nvidia-smi"):
+    if HAS_GPU:
         return
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu:
@@ -55,10 +59,14 @@ class FilesStayTogether(LoadFileScheduling):
     room for one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        if shutil.which("nvidia-smi"):
-            return "gpu"
-        return "ray" if "Deployed" in (self.config.rootpath / file).read_text() else file
+        return _group(self.config.rootpath, nodeid.partition("::")[0])
+
+
+@cache  # a file has many tests
+def _group(root: Path, file: str) -> str:
+    if HAS_GPU:
+        return "gpu"
+    return "ray" if "Deployed" in (root / file).read_text() else file
 
 
 @pytest.hookimpl(optionalhook=True)

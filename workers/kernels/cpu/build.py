@@ -7,18 +7,17 @@ instead, and the log says so once. `python -m workers.kernels.cpu.build` compile
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
 import shutil
 import subprocess
-import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch  # before the library: it brings the OpenMP runtime that both then share
 
-from kvtransfer.native import cache_folder, processor
+from kvtransfer.native import cache_folder, fingerprint, made_once, run
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,6 @@ _SOURCES = {
     "attention_tiles.cpp": "-ffp-contract=fast",
     "products.cpp": "-ffp-contract=fast",
 }
-_TIMEOUT_S = 120.0
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
@@ -45,6 +43,7 @@ _OF_TILES = {
     "pack_product": (*[_P] * 3, *[_N] * 2, _I),
     "product": (*[_P] * 4, *[_N] * 5, *[_I] * 2),
 }
+_TIMEOUT_S = 120.0  # of one compilation
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -112,30 +111,17 @@ def compile_library(folder: Path, machine: str = "native") -> Path:
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler: install g++, or name one with CXX")
     flags = [*_FLAGS, f"-march={machine}"]
-    path = folder / f"cpu-{_fingerprint(compiler, flags)}.so"
-    if path.exists():
-        return path
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made, parts = Path(scratch) / path.name, []
-        for name, contraction in _SOURCES.items():
-            parts.append(str(Path(scratch) / f"{name}.o"))
-            _run(compiler, *flags, contraction, "-c", str(_FOLDER / name), "-o", parts[-1])
-        _run(compiler, "-shared", "-fopenmp", *parts, "-o", str(made))
-        made.replace(path)  # at once: ranks that start together may all have compiled it
-    return path
+    sources = [*sorted(_FOLDER.glob("*.h")), *(_FOLDER / name for name in _SOURCES)]
+    path = folder / f"cpu-{fingerprint(compiler, [*flags, *_SOURCES.values()], sources)}.so"
+    return made_once(path, lambda made: _compile(compiler, flags, made))
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
-
-
-def _fingerprint(compiler: str, flags: list[str]) -> str:
-    told = hashlib.sha256(" ".join((compiler, *flags, *_SOURCES.values(), processor())).encode())
-    told.update(subprocess.check_output([compiler, "--version"], timeout=_TIMEOUT_S))
-    for path in sorted(_FOLDER.glob("*.h")) + [_FOLDER / name for name in _SOURCES]:
-        told.update(path.read_bytes())
-    return told.hexdigest()[:16]
+def _compile(compiler: str, flags: Sequence[str], made: Path) -> None:
+    parts = []
+    for name, contraction in _SOURCES.items():
+        parts.append(str(made.with_name(f"{name}.o")))
+        run(compiler, *flags, contraction, "-c", str(_FOLDER / name), "-o", parts[-1], timeout_s=_TIMEOUT_S)
+    run(compiler, "-shared", "-fopenmp", *parts, "-o", str(made), timeout_s=_TIMEOUT_S)
 
 
 if __name__ == "__main__":
