@@ -25,12 +25,14 @@ _MUST_AGREE = ("model", "num_layers", "num_kv_heads", "head_dim", "dtype")
 
 
 def why_incompatible(source: KVLayout, destination: KVLayout) -> str | None:
-    """Why no KV can go from the one to the other; None when it can."""
+    """Why no KV can go from the one to the other; None when it can. Ranks of a lane are all on GPUs, or none is."""
     reasons = [
         f"{name} is {theirs!r} there and {ours!r} here"
         for name in _MUST_AGREE
         if (theirs := getattr(source, name)) != (ours := getattr(destination, name))
     ]
+    if source.device and destination.device and source.device != destination.device:
+        reasons.append(f"device is {source.device!r} there and {destination.device!r} here")
     sizes = sorted((source.block_size, destination.block_size))
     if sizes[0] < 1 or sizes[1] % sizes[0]:
         reasons.append(

@@ -50,6 +50,7 @@ class KVLayout(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
     """over all ranks"""
@@ -62,6 +63,8 @@ class KVLayout(_message.Message):
     """tensor-parallel ranks"""
     model: _builtins.str
     """what made the KV"""
+    device: _builtins.str
+    """whose memory it lies in: "cpu" or "cuda"; empty: not said"""
     def __init__(
         self,
         *,
@@ -72,10 +75,11 @@ class KVLayout(_message.Message):
         dtype: _builtins.str = ...,
         tp: _builtins.int = ...,
         model: _builtins.str = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

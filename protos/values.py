@@ -66,7 +66,8 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
     """Shape of one worker's KV cache; `num_kv_heads` counts over all its `tp` ranks, `block_size` is in tokens.
-    `model` names what made the KV: equal shapes of two models do not make their caches the same."""
+    `model` names what made the KV: equal shapes of two models do not make their caches the same. `device` is whose
+    memory it lies in, "cpu" or "cuda", "" where that is not said."""
 
     num_layers: int
     num_kv_heads: int
@@ -77,6 +78,7 @@ class KVLayout:
     model: str = ""
 
     @property
+    device: str = ""
     def block_bytes(self) -> int:
         """Bytes of one block, keys and values, over all layers and ranks."""
         width = {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]

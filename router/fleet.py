@@ -299,7 +299,10 @@ class Fleet:
                     "start both with the same setting",
                     param=name,
                 )
-        require_compatible(info.worker_id, info.layout, reference.worker_id, reference.layout)
+        for other in self._here(
+            besides=member
+        ):  # two that fit the first need not fit one another: blocks of 4, 8 and 12
+            require_compatible(info.worker_id, info.layout, other.worker_id, other.layout)
         if info.layout.block_size != reference.layout.block_size:
             log.info(
                 "worker %s has blocks of %d tokens, %s of %d: prompts are hashed in both",
@@ -308,7 +311,11 @@ class Fleet:
 
     def _reference(self, besides: Member | None = None) -> WorkerInfo | None:
         """Who newcomers are compared with: the first that is here."""
-        return next((m.info for m in self._members.values() if m.client is not None and m is not besides), None)
+        return next(self._here(besides), None)
+
+    def _here(self, besides: Member | None = None) -> Iterator[WorkerInfo]:
+        members = self._members.values()
+        return (m.info for m in members if m.info is not None and m.client is not None and m is not besides)
 
     def _receive(self, member: Member, client: WorkerClient, step: StepMessage) -> None:
         for events in step.events:

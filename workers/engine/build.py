@@ -162,7 +162,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     check_parallel(model, config.tp)
     name = config.served_name or Path(config.model).resolve().name
     layout = model.kv_layout(block_size=config.block_size, dtype=dtype_of(config, model), tp=config.tp)
-    layout = replace(layout, model=name)
+    layout = replace(layout, model=name, device=device)
     max_model_len = _asked_model_len(config, model)
     decoder = _load(config, group, device, layout.dtype, on_progress)
     free_bytes = group.least([free_ram_bytes()])[0]  # all have looked before anybody takes some

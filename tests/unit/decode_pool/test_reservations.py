@@ -100,7 +100,15 @@ def test_an_abort_that_overtakes_its_reservation_leaves_nothing_behind() -> None
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_layers", 2), ("num_kv_heads", 4), ("head_dim", 3), ("block_size", 6), ("dtype", "bfloat16"), ("model", "b")],
+    [
+        ("num_layers", 2),
+        ("num_kv_heads", 4),
+        ("head_dim", 3),
+        ("block_size", 6),
+        ("dtype", "bfloat16"),
+        ("model", "b"),
+        ("device", "cuda"),
+    ],
 )
 def test_another_layout_is_refused_by_field(field: str, value: object) -> None:
     pair = Pair()

@@ -26,7 +26,7 @@ from kvtransfer.transport import Chunk
 from protos.errors import IncompatibleWorkers
 from protos.values import KVLayout, LaneAddress, Ticket
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16", model="m")
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16", model="m", device="cpu")
 
 
 def tps(num_heads: int) -> st.SearchStrategy[int]:
@@ -140,6 +140,7 @@ def test_every_cell_lands_where_its_token_belongs(
         (replace(LAYOUT, num_kv_heads=2), "num_kv_heads is 4 there and 2 here"),
         (replace(LAYOUT, dtype="float16"), "dtype is 'bfloat16' there and 'float16' here"),
         (replace(LAYOUT, model="n"), "model is 'm' there and 'n' here"),
+        (replace(LAYOUT, device="cuda"), "device is 'cpu' there and 'cuda' here"),
         (replace(LAYOUT, block_size=6), "block_size is 4 there and 6 here, of which neither divides"),
         (replace(LAYOUT, tp=3), "tp is 3 here, which neither divides the 4 key/value heads"),
     ],
@@ -151,3 +152,6 @@ def test_what_cannot_be_matched_is_refused_by_name(other: KVLayout, reason: str)
 
 def test_what_differs_only_in_how_it_is_cut_up_is_compatible() -> None:
     assert why_incompatible(LAYOUT, replace(LAYOUT, tp=8, block_size=32)) is None
+    assert why_incompatible(LAYOUT, replace(LAYOUT, device="")) is None, (
+        "one that does not say may be of an older version"
+    )

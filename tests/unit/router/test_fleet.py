@@ -79,15 +79,29 @@ async def test_a_worker_that_does_not_fit_is_named_and_never_used(make: Callable
     await cluster.add("d1", wait=False, model="another")
     await cluster.add("d3", wait=False, layout=replace(LAYOUT, num_layers=7))
     await cluster.add("d4", wait=False, device="cuda")
-    for worker_id in ("d0", "d1", "d3", "d4"):
+    await cluster.add("d5", wait=False, layout=replace(LAYOUT, dtype="float16"))
+    await cluster.add("d6", wait=False, layout=replace(LAYOUT, num_kv_heads=LAYOUT.num_kv_heads + 1))
+    for worker_id in ("d0", "d1", "d3", "d4", "d5", "d6"):
         await cluster.until_state(worker_id, WorkerState.INCOMPATIBLE)
     assert "block_size is 5 there and 4 here, of which neither divides the other" in reason(cluster, "d0")
     assert "model another, but p0 has toy" in reason(cluster, "d1")
     assert "from worker d3 to worker p0: num_layers is 7 there and" in reason(cluster, "d3")
     assert "device cuda, but p0 has cpu" in reason(cluster, "d4")
+    assert "dtype is 'float16' there and" in reason(cluster, "d5")
+    assert "num_kv_heads is " in reason(cluster, "d6")
     assert not cluster.fleet.ready()
     await cluster.add("d2")
     assert tokens(await collect(cluster, job())) == expected_tokens(PROMPT, 8)
+
+
+async def test_a_worker_must_fit_all_that_are_here_and_not_only_the_first(make: Callable[..., Cluster]) -> None:
+    """KV of either could go to p0, but not from one to the other when a sequence moves."""
+    cluster = make()
+    await cluster.add("p0")
+    await cluster.add("d0", layout=replace(LAYOUT, block_size=2 * BLOCK_SIZE))
+    await cluster.add("d1", wait=False, layout=replace(LAYOUT, block_size=3 * BLOCK_SIZE))
+    await cluster.until_state("d1", WorkerState.INCOMPATIBLE)
+    assert "from worker d1 to worker d0: block_size is 12 there and 8 here" in reason(cluster, "d1")
 
 
 async def test_an_address_that_somebody_else_answers_is_not_trusted(make: Callable[..., Cluster]) -> None:
