@@ -22,6 +22,7 @@ from kvtransfer.config import LaneConfig
 from kvtransfer.reshard import incoming, outgoing, require_compatible
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Sent, peer_name
 from kvtransfer.transports.lane import Lane, end_all
+from kvtransfer.transports.nccl import keep_no_watchdog
 from kvtransfer.transports.receiving import Inbox, Parcel
 from kvtransfer.transports.sending import Load, Outbox
 from kvtransfer.transports.staging import Staging
@@ -39,12 +40,15 @@ def _nothing() -> None:
 
 
 class CollectiveTransport:
-    """Makes one rank's ends. `rank` counts over the worker's own tensor-parallel ranks, `device` holds its payloads."""
+    """Makes one rank's ends. `rank` counts over the worker's own tensor-parallel ranks, whose group has been made;
+    `device` holds its payloads."""
 
     def __init__(self, *, rank: int = 0, device: str = "cpu", config: LaneConfig | None = None) -> None:
         self.rank = rank
         self.device = device
         self.config = config or LaneConfig()
+        if torch.device(device).type == "cuda":
+            keep_no_watchdog()
 
     def sender(
         self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = _nothing

@@ -17,6 +17,7 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 
 from kvtransfer.config import LaneConfig
+from kvtransfer.transports.nccl import NcclGroup, open_nccl
 from kvtransfer.transports.pinned import HostStaged, nccl_card, why_no_nccl
 from kvtransfer.transports.staging import Staging
 from kvtransfer.transports.store import BoardStore
@@ -77,32 +78,34 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
     options._threads = 1
     store = PrefixStore(f"{meeting.epoch}/gloo", meeting.store)
     control = _backends.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
-    payloads, transport = control, "gloo"
+    payloads: Any = control
+    nccl: NcclGroup | None = None
     if meeting.on_gpu and (refused := _why_no_nccl(meeting)):
         payloads = HostStaged(control, Staging(device="cpu", max_bytes=config.max_staged_bytes, pinned=True))
         why = f"through host memory, for {refused}; {why}" if why else f"through host memory, for {refused}"
     elif meeting.on_gpu:
-        store = PrefixStore(f"{meeting.epoch}/nccl", meeting.store)
-        options = _backends.ProcessGroupNCCL.Options()
-        payloads, transport = _backends.ProcessGroupNCCL(store, meeting.rank, meeting.size, options), "nccl"
+        payloads = nccl = open_nccl(
+            meeting.store, meeting.epoch, meeting.rank, meeting.size,
+            peer_ranks=meeting.peer_ranks, sends=meeting.sends, device=meeting.device, timeout=options._timeout,
+        )  # fmt: skip
 
     def sever() -> None:
         """gloo has no abort: but an operation that times out closes its context's connections, and that is heard by
         all who wait on them, on both sides."""
+        if nccl is not None:
+            nccl.sever()
         for rank in meeting.peer_ranks:
             with contextlib.suppress(RuntimeError):  # as intended, or it was broken before
                 never = control.recv([torch.empty(1, dtype=torch.uint8)], rank, _SEVER_TAG)
                 never.wait(timedelta(milliseconds=1))
-        if payloads is not control:
-            payloads.abort()
 
     return Links(
         control=control,
         payloads=payloads,
-        transport=transport,
+        transport="gloo" if nccl is None else "nccl",
         flush=lambda timeout: None,
         sever=sever,
-        close=_by_itself,
+        close=_by_itself if nccl is None else nccl.close,
         why=why,
     )
 

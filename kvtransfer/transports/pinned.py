@@ -69,9 +69,6 @@ class HostStaged:
 
         return Work(self._host, staged_B, finish)
 
-    def abort(self) -> None:
-        """Whoever severs the group underneath ends what waits here."""
-
 
 class Work:
     def __init__(self, host: Staging, staged_B: torch.Tensor, finish: Any) -> None:

@@ -48,7 +48,6 @@ _DTYPES = (
     torch.int64,
 )
 _LONGEST_POLL_S = 0.02
-_GPU_POLL_S = 0.0002
 
 _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
@@ -175,7 +174,6 @@ class Wire:
         with _cuda.stream(stream):
             stream.wait_event(ready)
             self._wait([work for rank, piece in pieces for work in self._start_parts(self._payloads.send, piece, rank)])
-            self._wait_for(stream)
 
     def receive_header(self, rank: int) -> Header:
         packed = torch.empty(_HEADER.size, dtype=torch.uint8)
@@ -187,10 +185,8 @@ class Wire:
         if not self._streams:
             self._wait(self._start_parts(self._payloads.recv, piece, rank))
             return
-        stream = self._streams[rank]
-        with _cuda.stream(stream):
+        with _cuda.stream(self._streams[rank]):
             self._wait(self._start_parts(self._payloads.recv, piece, rank))
-            self._wait_for(stream)
 
     def sever(self) -> None:
         """Makes whatever waits on this wire fail now, at both ends. Callable from any thread."""
@@ -226,17 +222,6 @@ class Wire:
         except RuntimeError as error:
             waited = not self._severed and time.monotonic() - begun_s >= self._config.stall_s
             raise (WireStuck if waited else WireBroken)(_first_line(error)) from error
-
-    def _wait_for(self, stream: Any) -> None:
-        """NCCL notices no dead peer by itself: wait with an eye on the clock, then give the communicator up."""
-        done = _cuda.Event()
-        done.record(stream)
-        deadline_s = time.monotonic() + self._config.stall_s
-        while not done.query():
-            if self._severed or time.monotonic() > deadline_s:
-                self._payloads.abort()
-                raise WireStuck(f"the transfer did not end within {self._config.stall_s:g} s")
-            time.sleep(_GPU_POLL_S)
 
 
 class Rendezvous:
