@@ -6,7 +6,8 @@
     │   ├── ContextLengthExceeded                      400   prompt + answer do not fit
     │   ├── PayloadTooLarge                            413
     │   ├── HeadersTooLarge                            431
-    │   └── UnsupportedMediaType                       415
+    │   ├── UnsupportedMediaType                       415
+    │   └── RequestTimeout                             408   it was not sent to its end in time
     ├── NotFound                  NOT_FOUND            404
     │   ├── UnknownModel
     │   └── UnknownRequest
@@ -81,6 +82,11 @@ class HeadersTooLarge(InvalidRequest):
 class UnsupportedMediaType(InvalidRequest):
     code = "unsupported_media_type"
     http_status = 415
+
+
+class RequestTimeout(InvalidRequest):
+    code = "request_timeout"
+    http_status = 408
 
 
 class NotFound(BatonError):

@@ -42,7 +42,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     # The pages of documentation would load scripts from the network; /openapi.json is all they are made of.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None)
     # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, max_bytes=gateway.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
     app.add_middleware(Authenticate, reception=gateway.reception)
     app.add_middleware(HeadLimit, max_bytes=MAX_HEAD_BYTES)
     app.add_middleware(RequestId)

@@ -3,6 +3,7 @@ tenant for its key."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import uuid
@@ -11,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protos.errors import HeadersTooLarge, PayloadTooLarge, Unauthenticated
+from protos.errors import HeadersTooLarge, PayloadTooLarge, RequestTimeout, Unauthenticated
 from router.admission.reception import Reception
 from router.admission.tenants import Tenant
 from router.openai.errors import error_response, internal_error
@@ -113,14 +114,16 @@ class Authenticate:
 
 
 class BodyLimit:
-    """Refuses a body of more than `max_bytes` with 413: at once where its length is announced, else when it is passed.
+    """Refuses a body of more than `max_bytes` with 413: at once where its length is announced, else when it is passed;
+    and one that is not whole `timeout_s` after its head with 408, and the end of its connection.
 
-    What the client goes on sending is dropped by the server without being kept.
+    What the client goes on sending after a 413 is dropped by the server without being kept (`router.intake`).
     """
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -128,19 +131,32 @@ class BodyLimit:
             return
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdigit() and int(announced) > self._max_bytes:
-            await error_response(self._refusal(f"of {announced} bytes"))(scope, receive, send)
+            await error_response(self._too_large(f"of {announced} bytes"))(scope, receive, send)
             return
-        seen = 0
+        due_s = asyncio.get_running_loop().time() + self._timeout_s
+        seen, is_whole = 0, False
 
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+        async def limited() -> Message:
+            nonlocal seen, is_whole
+            if is_whole:  # from here on the client is only waited for to go away
+                return await receive()
+            try:
+                async with asyncio.timeout_at(due_s):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow(seen) from None
             seen += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
             if seen > self._max_bytes:
-                raise self._refusal("sent")
+                raise self._too_large("sent")
             return message
 
-        await self._app(scope, counted, send)
+        await self._app(scope, limited, send)
 
-    def _refusal(self, what: str) -> PayloadTooLarge:
+    def _too_large(self, what: str) -> PayloadTooLarge:
         return PayloadTooLarge(f"The body {what} is too large: at most {self._max_bytes} bytes are read")
+
+    def _too_slow(self, num_bytes: int) -> RequestTimeout:
+        return RequestTimeout(
+            f"The body had no end within {self._timeout_s:g} s of its headers ({num_bytes} bytes came): send it faster"
+        )

@@ -40,6 +40,7 @@ class Gateway:
     pace: Pace = field(default_factory=Pace)
     siblings: Siblings = field(default_factory=Siblings)
     max_body_bytes: int = 16 * 2**20
+    body_timeout_s: float = 60.0
     keep_alive_s: float = 15.0
     cors_origins: tuple[str, ...] = ()
     wall_clock: Callable[[], float] = time.time
@@ -163,6 +164,7 @@ def open_gateway(
         routing=routing or Routing(),
         siblings=siblings or Siblings(),
         max_body_bytes=config.max_body_bytes,
+        body_timeout_s=config.body_timeout_s,
         keep_alive_s=config.keep_alive_s,
         cors_origins=tuple(origin.strip() for origin in config.cors_origins.split(",") if origin.strip()),
     )

@@ -32,6 +32,7 @@ _REASONS = {
     401: "No key, or none that is known here",
     403: "The key is not for this",
     404: "There is no such model, request or worker",
+    408: "The body did not come to its end in time",
     413: "The body is too large",
     415: "The body is compressed: send plain JSON",
     429: "Too busy, or over the tenant's limits: come again after `Retry-After` seconds",
@@ -41,7 +42,7 @@ _REASONS = {
     504: "It took too long",
 }
 _ALWAYS = (413, 431, 500)
-_READING = (400, 401, 404, 415)
+_READING = (400, 401, 404, 408, 415)
 _GENERATING = (*_READING, 429, 503, 504)
 _ADMIN = (401, 403)
 

@@ -4,8 +4,8 @@
     chunks after it ──── Outlet.write ─────────────────────┘
     last chunk, end ──── send ─▶ ...
 
-`HttpProtocol` is uvicorn's own with an outlet in the scope of each request. Under any other server there is none, and
-every chunk goes through `send`.
+`HttpProtocol` is `router.intake`'s with an outlet in the scope of each request. Under any other server there is none,
+and every chunk goes through `send`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from router.intake import Intake
 
 _EXTENSION = "baton.outlet"
 
@@ -39,7 +41,7 @@ class Outlet:
         return True
 
 
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(Intake):
     """For uvicorn's `http` setting."""
 
     def on_headers_complete(self) -> None:

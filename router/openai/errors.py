@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from protos.errors import BatonError, Internal, Unauthenticated
+from protos.errors import BatonError, Internal, RequestTimeout, Unauthenticated
 
 _TYPES = {429: "rate_limit_error", 499: "cancelled", 504: "timeout_error"}
 
@@ -20,13 +20,15 @@ def error_body(error: BatonError) -> dict[str, Any]:
 
 def error_response(error: BatonError) -> Response:
     """With Retry-After where the error knows when to come again: in whole seconds, and in milliseconds for clients that
-    read those (openai's do). A 401 says what it wants."""
+    read those (openai's do). A 401 says what it wants; nothing more is read after a 408."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1000)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, RequestTimeout):
+        headers["connection"] = "close"
     return json_response(error_body(error), status=error.http_status, headers=headers)
 
 
