@@ -44,6 +44,7 @@ class SamplingParams:
     The random number for an output token depends on (seed, its index in the output) alone.
     `max_tokens` and `min_tokens` count every output token, also those made before the request moved here.
     `logprobs` None: none; 0: of the chosen token; k: also the k most likely (before temperature, top-k and top-p).
+    `grammar`: what the whole answer must be, in llguidance's Lark; "": anything.
     """
 
     temperature: float = 1.0
@@ -61,6 +62,7 @@ class SamplingParams:
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.reshard import Cut
+from protos.errors import InvalidRequest
 from protos.values import Logprobs, SamplingParams, TokenLogprob
+from protos.wire import error_info
 from workers.engine.batch import Batch, Row, RowOutput, Sample, StepOutput
+from workers.grammar.base import Grammars, Mask
 
 Payload = npt.NDArray[np.int64]
 """KV of some blocks: int64 [num_blocks, block_size]."""
@@ -24,21 +27,26 @@ STRIDE = 1_000_003
 MODULUS = 2**31 - 1
 
 
-def toy_token(kv: Sequence[int], *, weight: int, vocab_size: int, sample: Sample) -> int:
+def toy_token(kv: Sequence[int], *, weight: int, vocab_size: int, sample: Sample, mask: Mask | None = None) -> int:
     """The token after positions whose KV is `kv`: (weight + sum of (i + 1) * kv[i]) mod a prime, mod the vocabulary.
 
-    With a temperature, seed and index go in as well, as they would in sampling. Banned ids are stepped over.
+    With a temperature, seed and index go in as well, as they would in sampling. Banned ids are stepped over, and so is
+    what the `mask` of a grammar does not allow.
     """
     total = sum((i + 1) * value for i, value in enumerate(kv))
-    return summed_token(total, weight=weight, vocab_size=vocab_size, sample=sample)
+    return summed_token(total, weight=weight, vocab_size=vocab_size, sample=sample, mask=mask)
 
 
-def summed_token(total: int, *, weight: int, vocab_size: int, sample: Sample) -> int:
+def summed_token(total: int, *, weight: int, vocab_size: int, sample: Sample, mask: Mask | None = None) -> int:
     """`toy_token`, from the sum of (i + 1) * kv[i]: whoever keeps sums by block need not look at every position."""
     score = weight * STRIDE + total
     if sample.params.temperature > 0:
         score += sample.params.seed * 31 + sample.index * 17
     token_id = score % MODULUS % vocab_size
+    if mask is not None:
+        while not (mask[token_id // 32] >> token_id % 32) & 1:
+            token_id = (token_id + 1) % vocab_size
+        return token_id
     while token_id in sample.banned_ids:
         token_id = (token_id + 1) % vocab_size
     return token_id
@@ -71,9 +79,11 @@ def toy_tokens(
 
 
 class ToyRunner:
-    """`num_computed` counts the positions it has computed, `num_steps` the batches."""
+    """`num_computed` counts the positions it has computed, `num_steps` the batches. `grammars` are for rows that have
+    one."""
 
-    def __init__(self, weight: int, block_size: int, vocab_size: int) -> None:
+    def __init__(self, weight: int, block_size: int, vocab_size: int, grammars: Grammars | None = None) -> None:
+        self._grammars = grammars
         self._weight = weight
         self._block_size = block_size
         self._vocab_size = vocab_size
@@ -130,13 +140,23 @@ class ToyRunner:
             return RowOutput(prompt_logprobs=prompt_logprobs)
         num_positions = row.stop
         kv = self.gather(row.block_ids).reshape(-1)[:num_positions].tolist()
-        token_id = toy_token(kv, weight=self._weight, vocab_size=self._vocab_size, sample=row.sample)
+        try:
+            mask = self._mask(row.request_id, row.sample)
+        except InvalidRequest as error:
+            return RowOutput(error=error_info(error))
+        token_id = toy_token(kv, weight=self._weight, vocab_size=self._vocab_size, sample=row.sample, mask=mask)
         num_top = row.sample.params.logprobs
         return RowOutput(
             token_id=token_id,
             logprobs=None if num_top is None else self._logprobs(token_id, num_top),
             prompt_logprobs=prompt_logprobs,
         )
+
+    def _mask(self, request_id: str, sample: Sample) -> Mask | None:
+        if not sample.params.grammar:
+            return None
+        assert self._grammars is not None, "a grammar passed an engine that has none"
+        return self._grammars.allowed(request_id, sample)
 
     def _logprobs(self, token_id: int, num_top: int) -> Logprobs:
         """Of a distribution in which `token_id` is the best and the ids after it follow, each half as likely."""

@@ -33,6 +33,7 @@ def _num_plain(request: Request, limits: Limits, num_in_flight: int) -> int:
     decodes = request.num_to_plan == 1 and request.num_due == num_in_flight and num_output > request.num_given
     may_stop = sampling.stop_token_ids or (limits.can_stop and not sampling.ignore_eos)
     special = sampling.logprobs is not None or num_output < sampling.min_tokens or is_penalised(sampling)
+    special = special or bool(sampling.grammar)
     if not decodes or may_stop or special:
         return 0
     ahead = max(num_in_flight, 1)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from protos.values import Logprobs, SamplingParams
+from protos.values import ErrorInfo, Logprobs, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,9 @@ class Sample:
 
     `index` counts the output tokens before it: with the seed it is all the randomness there is. `prompt_ids` and
     `output_ids` are filled in only when a penalty is asked for (they are what penalties count); where the row follows
-    another, one more output token counts, which nobody knows yet. `banned_ids` must not be chosen yet: end-of-sequence
-    and stop ids while `min_tokens` is not reached.
+    another, one more output token counts, which nobody knows yet. Under a grammar `output_ids` are filled in as well,
+    and all of them: such a row follows no other. `banned_ids` must not be chosen yet: end-of-sequence and stop ids
+    while `min_tokens` is not reached.
     """
 
     params: SamplingParams
@@ -86,11 +87,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOutput:
-    """`token_id` is None where the row had nothing to sample; `logprobs` None where none were asked for."""
+    """`token_id` is None where the row had nothing to sample; `logprobs` None where none were asked for. With an
+    `error` the request cannot go on, for a reason of its own; `token_id` means nothing then."""
 
     token_id: int | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    error: ErrorInfo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

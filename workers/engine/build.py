@@ -26,6 +26,8 @@ from workers.engine.role import Role
 from workers.engine.runner import TorchRunner
 from workers.engine.scheduler import Scheduler
 from workers.engine.timeline import Timeline
+from workers.grammar.base import Grammars
+from workers.grammar.guidance import GuidanceGrammars
 from workers.kernels.cpu.memory import keep_freed_memory
 from workers.kv.blocks import BlockPool
 from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit, free_ram_bytes
@@ -59,6 +61,7 @@ class Rank:
     storage: KVStorage
     runner: TorchRunner
     steps_in_flight: int
+    grammars: Grammars | None = None
     num_slots: int = 0
     copies: Copies | None = None
 
@@ -120,7 +123,15 @@ def build_engine(
     runner = LeadingRunner(leader, rank.runner)
     timeline = Timeline(clock)
     rank.runner.record(timeline)
-    return Engine(scheduler, runner, events=events, clock=clock, depth=rank.steps_in_flight, timeline=timeline)
+    return Engine(
+        scheduler,
+        runner,
+        events=events,
+        clock=clock,
+        depth=rank.steps_in_flight,
+        timeline=timeline,
+        grammars=rank.grammars,
+    )
 
 
 def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:
@@ -179,8 +190,13 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
                 param="max_model_len",
             )
         log.warning("max_model_len is lowered from %d to %d: more does not fit the KV cache", max_model_len, capacity)
+    grammars = _grammars(config, model) if group.rank == 0 else None
     runner = TorchRunner(
-        decoder, attention_for(storage), block_size=config.block_size, shares_tokens=steps_in_flight > 0
+        decoder,
+        attention_for(storage),
+        block_size=config.block_size,
+        shares_tokens=steps_in_flight > 0,
+        grammars=grammars,
     )
     if device == "cuda":
         _capture(config, runner, decoder, max_blocks=-(-min(max_model_len, capacity) // config.block_size))
@@ -194,6 +210,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         storage=storage,
         runner=runner,
         steps_in_flight=steps_in_flight,
+        grammars=grammars,
         num_slots=num_slots,
         copies=host_copies(storage, num_slots) if num_slots else None,
     )
@@ -216,6 +233,12 @@ def _num_slots(config: WorkerConfig, layout: KVLayout, free_bytes: int) -> int:
             param="host_kv_gib",
         )
     return num_slots
+
+
+def _grammars(config: WorkerConfig, model: ModelConfig) -> Grammars:
+    """Of rank 0, which samples."""
+    tokenizer = Path(config.model) / "tokenizer.json"
+    return GuidanceGrammars(tokenizer, vocab_size=model.vocab_size, eos_ids=model.eos_token_ids)
 
 
 def _capture(config: WorkerConfig, runner: TorchRunner, decoder: Decoder, *, max_blocks: int) -> None:

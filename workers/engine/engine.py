@@ -21,6 +21,7 @@ from protos.values import (
     Hello,
     KVEvents,
     MoveRequest,
+    SamplingParams,
     SequenceUpdate,
     ShareRequest,
     WorkerLoad,
@@ -29,6 +30,7 @@ from protos.wire import error_info
 from workers.engine.batch import Batch, Pending, Pipeline, Repeating, Runner, StepOutput, Timed, pipeline
 from workers.engine.scheduler import Scheduler
 from workers.engine.timeline import Timeline
+from workers.grammar.base import Grammars
 from workers.kv.blocks import BlockPool
 
 
@@ -107,7 +109,8 @@ class Engine:
     records, `timeline`; nothing else.
 
     `depth` steps are in flight when `step` returns, if there is enough to do: 0 for a runner that computes while it
-    launches, 1 for a device that computes by itself. Tokens are the same at any depth.
+    launches, 1 for a device that computes by itself. Tokens are the same at any depth. `grammars` are the runner's;
+    without them requests that have one are refused.
     """
 
     def __init__(
@@ -119,7 +122,9 @@ class Engine:
         clock: Callable[[], float],
         depth: int = 0,
         timeline: Timeline | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        self._grammars = grammars
         self._scheduler = scheduler
         self._pipeline = pipeline(runner)
         self._depth = depth
@@ -158,6 +163,8 @@ class Engine:
         self._check_length(request)
         if request.ticket is None:
             self._check_room()
+        if request.sampling.grammar:
+            self._prepare(request.sampling)
         self._scheduler.add(request, now)
 
     def abort(self, request_ids: Collection[str]) -> int:
@@ -309,6 +316,15 @@ class Engine:
             self.timeline.add("device", start_s, end_s, launched.batch, step=step, depth=len(self._in_flight))
         self.num_steps = step
         return output
+
+    def _prepare(self, sampling: SamplingParams) -> None:
+        if self._grammars is None:
+            raise InvalidRequest("this worker cannot constrain answers", param="grammar")
+        if sampling.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos and a grammar exclude each other: it says where to end", param="ignore_eos"
+            )
+        self._grammars.prepare(sampling.grammar)
 
     def _check_room(self) -> None:
         limit = self._scheduler.config.max_waiting

@@ -41,6 +41,6 @@ def _sample(request: Request, eos_ids: tuple[int, ...]) -> Sample:
         params=params,
         index=index,
         prompt_ids=request.prompt_ids if penalised else (),
-        output_ids=tuple(request.output_ids) if penalised else (),
+        output_ids=tuple(request.output_ids) if penalised or params.grammar else (),
         banned_ids=stop_ids(request, eos_ids) if index < params.min_tokens else (),
     )

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from protos.values import Logprobs
+from protos.errors import InvalidRequest
+from protos.values import ErrorInfo, Logprobs
+from protos.wire import error_info
 from workers.attention.base import AttentionBackend, AttentionInputs
 from workers.attention.watched import WatchedAttention
-from workers.engine.batch import Batch, Done, Pending, RowOutput, StepOutput, is_penalised
+from workers.engine.batch import Batch, Done, Pending, Row, RowOutput, Sample, StepOutput, is_penalised
 from workers.engine.device_clock import DeviceClock, TimedStep
 from workers.engine.graphs import DecodeGraphs, Recorder
 from workers.engine.logprobs import Scores
@@ -26,6 +29,7 @@ from workers.engine.padding import padded
 from workers.engine.penalties import NONE
 from workers.engine.sampler import Drawn, sample
 from workers.engine.timeline import Timeline
+from workers.grammar.base import Grammars, Mask
 from workers.kernels.staging import to_device
 from workers.models.decoder import Decoder, ModelInputs
 
@@ -34,14 +38,22 @@ class TorchRunner:
     """One rank's runner: a pipeline. All ranks must launch the same batches; only rank 0 samples.
 
     `shares_tokens` gives sampled ids to the other ranks, for rows that follow: needed where steps are in flight.
+    `grammars` are needed for rows that have one; masks are made while the device computes the logits.
     """
 
     def __init__(
-        self, decoder: Decoder, attention: AttentionBackend, *, block_size: int, shares_tokens: bool = False
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        *,
+        block_size: int,
+        shares_tokens: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = WatchedAttention(attention)
         self._block_size = block_size
+        self._grammars = grammars
         self._device = decoder.place.device
         self._parallel = decoder.place.parallel
         self._shares_tokens = shares_tokens and self._parallel.size > 1
@@ -69,7 +81,7 @@ class TorchRunner:
             self._share()
             return Done(output=StepOutput(rows=()))
         with self._timeline.span("sample", batch):
-            step = Sampling(batch, logits_RV, latest_R, timed)
+            step = Sampling(batch, logits_RV, latest_R, timed, grammars=self._grammars)
         if step.drawn is not None:
             self._ids_R = step.drawn.ids_R
             self._share()
@@ -150,11 +162,16 @@ class Sampling:
         logits_RV: torch.Tensor,
         latest_R: torch.Tensor | None,
         timed: TimedStep | None = None,
+        *,
+        grammars: Grammars | None = None,
     ) -> None:
         self._batch = batch
         self._timed = timed
+        self._grammars = grammars
+        self._broken: dict[int, ErrorInfo] = {}
         self._scored: dict[int, Scores] = {}
-        samples, positions, position = [], [], 0
+        samples, positions, position = list[Sample](), list[int](), 0
+        masks: dict[int, Mask] = {}
         for index, row in enumerate(batch.rows):
             if row.prompt_targets:
                 targets_T = to_device(np.array(row.prompt_targets), logits_RV.device)
@@ -163,23 +180,36 @@ class Sampling:
                 self._scored[index] = Scores(part_TV, targets_T, nums_top)
                 position += len(targets_T)
             if row.sample is not None:
+                if row.sample.params.grammar and (mask := self._mask(index, row, row.sample)) is not None:
+                    masks[len(samples)] = mask
                 samples.append(row.sample)
                 positions.append(position)
                 position += 1
         if self._scored and samples:
             logits_RV = logits_RV.index_select(0, to_device(np.array(positions), logits_RV.device))
-        self.drawn: Drawn | None = sample(logits_RV, samples, latest_R) if samples else None
+        self.drawn: Drawn | None = sample(logits_RV, samples, latest_R, masks) if samples else None
 
     def fetch(self) -> StepOutput:
         drawn = iter(self.drawn.fetch() if self.drawn is not None else ())
         rows = [next(drawn) if row.sample is not None else RowOutput() for row in self._batch.rows]
+        for index, error in self._broken.items():
+            rows[index] = replace(rows[index], error=error)
         for index, scores in self._scored.items():
             rows[index] = _with_prompt(rows[index], scores.fetch())
         return StepOutput(rows=tuple(rows))
+
+    def _mask(self, index: int, row: Row, asked: Sample) -> Mask | None:
+        """None for a row whose answer cannot go on: it is sampled with the others, and told of instead."""
+        assert self._grammars is not None, "a grammar passed an engine that has none"
+        try:
+            return self._grammars.allowed(row.request_id, asked)
+        except InvalidRequest as error:
+            self._broken[index] = error_info(error)
+            return None
 
     def device_span(self) -> tuple[float, float] | None:
         return self._timed.span() if self._timed is not None else None
 
 
 def _with_prompt(output: RowOutput, prompt_logprobs: list[Logprobs]) -> RowOutput:
-    return RowOutput(token_id=output.token_id, logprobs=output.logprobs, prompt_logprobs=tuple(prompt_logprobs))
+    return replace(output, prompt_logprobs=tuple(prompt_logprobs))

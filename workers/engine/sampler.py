@@ -1,10 +1,12 @@
 """Chooses the next token of each row from its logits. A row's choice depends on its own logits and `Sample` alone.
 
 Order of the steps, as in vLLM (v1/sample/sampler.py): logprobs of the raw logits; banned ids; logit bias; penalties
-(`penalties`); then argmax when the temperature is 0, or temperature, min-p, top-k, top-p and one draw by inverse CDF.
+(`penalties`); the masks of grammars; then argmax when the temperature is 0, or temperature, min-p, top-k, top-p and one
+draw by inverse CDF.
 
 Tokens are ranked by logit, equal logits by lower id first: everywhere, so that top-k 1 is greedy.
-Legend: R rows, V vocabulary, P adjusted (row, id) pairs, T rows with logprobs. Probabilities are float64.
+Legend: R rows, V vocabulary, P adjusted (row, id) pairs, T rows with logprobs, C constrained rows, W words of a mask.
+Probabilities are float64.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from workers.engine.batch import RowOutput, Sample, is_penalised
 from workers.engine.logprobs import Scores
 from workers.engine.penalties import penalise
 from workers.engine.philox import uniforms
+from workers.grammar.base import Mask
 from workers.kernels.staging import Landing, to_device
 
 _NUCLEUS = 1024
@@ -46,13 +49,18 @@ class Drawn:
         ]
 
 
-def sample(logits_RV: torch.Tensor, samples: Sequence[Sample], latest_R: torch.Tensor | None = None) -> Drawn:
+def sample(
+    logits_RV: torch.Tensor,
+    samples: Sequence[Sample],
+    latest_R: torch.Tensor | None = None,
+    masks: Mapping[int, Mask] | None = None,
+) -> Drawn:
     """One token per row of the float32 logits, with the logprobs its parameters ask for. On a GPU nobody waits.
 
-    `latest_R` as in `penalties.penalise`. Logprobs are those of the model: the log-softmax of the logits before
-    penalties, bias, temperature and filters.
+    `latest_R` as in `penalties.penalise`; `masks` of the rows that have a grammar. Logprobs are those of the model: the
+    log-softmax of the logits before penalties, bias, masks, temperature and filters.
     """
-    adjusted_RV = _adjust(logits_RV, samples, latest_R)
+    adjusted_RV = _adjust(logits_RV, samples, latest_R, masks or {})
     ids_R = _choose_on_gpu(adjusted_RV, samples) if logits_RV.is_cuda else _choose(adjusted_RV, samples)
     asked = [(row, one.params.logprobs) for row, one in enumerate(samples) if one.params.logprobs is not None]
     if not asked:
@@ -63,11 +71,14 @@ def sample(logits_RV: torch.Tensor, samples: Sequence[Sample], latest_R: torch.T
     return Drawn(ids_R, {row: place for place, row in enumerate(rows)}, scores)
 
 
-def _adjust(logits_RV: torch.Tensor, samples: Sequence[Sample], latest_R: torch.Tensor | None) -> torch.Tensor:
-    """Logits after bans, bias and penalties: the same tensor when there are none, a copy otherwise."""
-    banned = _pairs(samples, lambda one: ((token_id, 0.0) for token_id in one.banned_ids))
+def _adjust(
+    logits_RV: torch.Tensor, samples: Sequence[Sample], latest_R: torch.Tensor | None, masks: Mapping[int, Mask]
+) -> torch.Tensor:
+    """Logits after bans, bias, penalties and masks: the same tensor when there are none, a copy otherwise."""
+    # A mask knows better what is banned: it never leaves nothing.
+    banned = _pairs(samples, lambda one: ((token_id, 0.0) for token_id in one.banned_ids if not one.params.grammar))
     biased = _pairs(samples, lambda one: one.params.logit_bias)
-    if not (banned or biased or any(is_penalised(one.params) for one in samples)):
+    if not (banned or biased or masks or any(is_penalised(one.params) for one in samples)):
         return logits_RV
     logits_RV = logits_RV.clone()
     device = logits_RV.device
@@ -78,7 +89,19 @@ def _adjust(logits_RV: torch.Tensor, samples: Sequence[Sample], latest_R: torch.
         rows_P, ids_P, values_P = _columns(biased, device)
         logits_RV[rows_P, ids_P] += values_P
     penalise(logits_RV, samples, latest_R)
+    if masks:
+        _mask(logits_RV, masks)
     return logits_RV
+
+
+def _mask(logits_RV: torch.Tensor, masks: Mapping[int, Mask]) -> None:
+    """Leaves the masked rows, in place, what their masks allow."""
+    device, vocab_size = logits_RV.device, logits_RV.shape[1]
+    rows_C = to_device(np.array(list(masks)), device)
+    words_CW = to_device(np.stack(list(masks.values())), device)
+    bits_32 = torch.arange(32, dtype=torch.int32, device=device)
+    refused_CV = ((words_CW.unsqueeze(2) >> bits_32) & 1).flatten(1)[:, :vocab_size] == 0
+    logits_RV[rows_C] = logits_RV[rows_C].masked_fill_(refused_CV, -torch.inf)
 
 
 def _pairs(

@@ -17,7 +17,8 @@ step n is applied; then
 
 - its decoding rows follow those of step n, whose tokens they take on the device;
 - a row sits the step out if its request is known to end in step n, or if its role may hand it over then. So does one
-  with penalties of whose tokens more than one is not known: the device counts one;
+  with penalties of whose tokens more than one is not known (the device counts one), and one with a grammar of whose
+  tokens any is: what may come next depends on it;
 - a request that turns out to have ended in step n has computed its row in vain;
 - blocks of a request that has gone are free when the last step that computes it is applied;
 - nobody is preempted: a plan that lacks blocks to grow into is None until step n is applied.
@@ -125,9 +126,7 @@ class Scheduler:
     def abort(self, request_ids: Iterable[str]) -> int:
         """Ends requests wherever they are; how many were known. A step in flight may still compute them: in vain, and
         their blocks are free when it is applied."""
-        known = [
-            self._requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._requests
-        ]
+        known = [self._requests[name] for name in dict.fromkeys(request_ids) if name in self._requests]
         for request in known:
             if request.state is State.HELD:
                 self.role.forget(request)
@@ -190,7 +189,7 @@ class Scheduler:
         ends = num_output >= request.sampling.max_tokens or request.num_expected >= self.max_len
         is_first = num_output == request.num_given + 1
         may_be_handed_over = is_first and request.ticket is not None and not request.adopted
-        uncounted = request.num_due > 1 and is_penalised(request.sampling)
+        uncounted = bool(request.sampling.grammar) or (request.num_due > 1 and is_penalised(request.sampling))
         is_next = request in self._in_flight[-1].sampling
         return is_next and not (ends or may_be_handed_over or uncounted)
 
@@ -374,6 +373,9 @@ class Scheduler:
         self._seal(request)
         prompt_logprobs = out.prompt_logprobs[request.num_prompt_reported - row.start :] if row.prompt_targets else ()
         request.num_prompt_reported += len(prompt_logprobs)
+        if out.error is not None:
+            self._end(request)
+            return SequenceUpdate(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=out.error)
         finish_reason: FinishReason | None = None
         first = False
         if row.sample is not None:

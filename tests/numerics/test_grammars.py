@@ -1,0 +1,190 @@
+"""Answers under a grammar: the model's own choice among what the grammar allows, whoever makes which token of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from llguidance import LLMatcher, LLTokenizer
+
+from protos.errors import InvalidRequest
+from protos.values import FinishReason, GenerateRequest, SamplingParams
+from router.text.structure import json_grammar, regex_grammar
+from router.text.tokenizer import Tokenizer
+from tests.numerics.conftest import Checkpoint
+from tests.numerics.engines import Answer, answer, colocated, oracle_answers
+from workers.config import WorkerConfig
+from workers.engine.engine import Engine
+
+EOS, VOCAB_SIZE = 2, 320
+PIECES = ['{"', '":', '",', ": ", ', "', "true", "false", "null", '"}', '{"name', "12", "0.5", "  ", '"}</s>']
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PROMPTS = [[5, 9, 200], list(range(3, 40)), [77] * 20]
+
+
+@pytest.fixture(scope="session")
+def served(checkpoint: Checkpoint) -> tuple[Path, Any]:
+    """A random model whose tokens are bytes and some longer pieces; it has ids that its tokenizer does not know."""
+    folder, oracle = checkpoint("llama", vocab_size=VOCAB_SIZE, max_position_embeddings=512)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    mapped = [piece.replace(" ", "Ġ") for piece in PIECES]
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet, *mapped])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<pad>", "<s>", "</s>"])
+    backend.save(str(folder / "tokenizer.json"))
+    return folder, oracle
+
+
+def config_of(folder: Path, **settings: Any) -> WorkerConfig:
+    return WorkerConfig(model=str(folder), device="cpu", num_blocks=128, prefill_chunk=16, **settings)
+
+
+def under(grammar: str, max_tokens: int = 80, **changes: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "grammar": grammar} | changes))
+
+
+def text_of(folder: Path, token_ids: Sequence[int]) -> str:
+    return Tokenizer.load(folder).decode(token_ids, skip_special_tokens=True)
+
+
+@torch.no_grad()
+def masked_oracle(folder: Path, oracle: Any, prompt: Sequence[int], grammar: str, max_tokens: int) -> list[int]:
+    """Token by token: transformers' logits, less what the library refuses."""
+    known = LLTokenizer((folder / "tokenizer.json").read_text(), n_vocab=VOCAB_SIZE, eos_token=EOS)
+    matcher, output = LLMatcher(known, grammar), list[int]()
+    while len(output) < max_tokens and output[-1:] != [EOS]:
+        logits = oracle(torch.tensor([[*prompt, *output]])).logits[0, -1].float()
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:VOCAB_SIZE]
+        logits[torch.from_numpy(bits) == 0] = -torch.inf
+        best = logits.topk(2)
+        assert best.values[0] - best.values[1] > 2e-5, "the oracle chose by too little: take another prompt"
+        output.append(int(best.indices[0]))
+        matcher.consume_token(output[-1])
+    return output
+
+
+@pytest.mark.parametrize("settings", [{}, {"steps_in_flight": 1}, {"tp": 2}], ids=str)
+def test_greedy_answers_are_the_masked_oracles(served: tuple[Path, Any], settings: dict[str, Any]) -> None:
+    """Also beside rows that are free, whose tokens do not change."""
+    folder, oracle = served
+    grammars = [json_grammar(PERSON), regex_grammar("(yes|no), [a-f]{2,30}!"), ""]
+    expected = [masked_oracle(folder, oracle, PROMPTS[i], grammars[i], 80) for i in (0, 1)]
+    [free] = oracle_answers(oracle, PROMPTS[2:], 40)
+    asked = [under(grammars[0]), under(grammars[1]), under("", 40, ignore_eos=True)]
+    with colocated(config_of(folder, **settings)) as engine:
+        answers = answer(engine, PROMPTS, asked)
+    assert [one.token_ids for one in answers] == [*expected, free]
+    assert [one.finish_reason for one in answers] == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
+    jsonschema.validate(json.loads(text_of(folder, answers[0].token_ids)), PERSON)
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    kinds = ["string", "integer", "boolean", "enum", "number"] + ["object", "array", "anyOf"] * (depth > 0)
+    match rng.choice(kinds) if depth < 2 else "object":
+        case "string":
+            return {"type": "string", "maxLength": rng.randint(0, 8)}
+        case "integer":
+            low = rng.randint(-100, 100)
+            return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 1000)}
+        case "number":
+            return {"type": "number", "minimum": 0, "maximum": 1}
+        case "enum":
+            return {"enum": [rng.choice([None, True, 7, "é", 'a"b', [1], {"k": 0}]) for _ in range(3)]}
+        case "array":
+            return {"type": "array", "items": random_schema(rng, depth - 1), "maxItems": rng.randint(0, 3)}
+        case "anyOf":
+            return {"anyOf": [random_schema(rng, depth - 1) for _ in range(2)]}
+        case "object":
+            names = ["a", "name with space", 'q"uote', "ünï"][: rng.randint(1, 4)]
+            properties = {name: random_schema(rng, depth - 1) for name in names}
+            required = [name for name in names if rng.random() < 0.7]
+            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case kind:
+            return {"type": kind}
+
+
+def test_every_answer_that_ends_fits_its_schema(served: tuple[Path, Any]) -> None:
+    """Sampled hot, with filters, penalties and a bias that would rather say something else."""
+    folder, _ = served
+    rng = random.Random(7)
+    schemas = [random_schema(rng) for _ in range(24)]
+    changes = [{}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 1.3}, {"logit_bias": ((200, 100.0),)}]
+    asked = [
+        under(json_grammar(schema), 300, temperature=1.5, seed=i, min_tokens=i % 9, **changes[i % len(changes)])
+        for i, schema in enumerate(schemas)
+    ]
+    with colocated(config_of(folder)) as engine:
+        answers = answer(engine, [[i + 3] for i in range(len(schemas))], asked)
+    ended = [(one, schema) for one, schema in zip(answers, schemas, strict=True) if one.token_ids[-1] == EOS]
+    assert len(ended) > len(schemas) // 2
+    for one, schema in ended:
+        assert one.finish_reason is FinishReason.STOP
+        assert one.token_ids.count(EOS) == 1
+        jsonschema.validate(json.loads(text_of(folder, one.token_ids)), schema)
+
+
+def test_another_worker_goes_on_with_the_same_tokens(served: tuple[Path, Any]) -> None:
+    folder, _ = served
+    asked = under(json_grammar(PERSON), temperature=1.0, seed=5)
+    with colocated(config_of(folder)) as first, colocated(config_of(folder)) as second:
+        [whole] = answer(first, PROMPTS[:1], asked)
+        for cut in (1, 7, len(whole.token_ids) - 1):
+            assert goes_on(second, PROMPTS[0], asked, whole.token_ids[:cut]) == whole.token_ids[cut:]
+
+
+def goes_on(engine: Engine, prompt: Sequence[int], asked: SamplingParams, output: Sequence[int]) -> list[int]:
+    taken = Answer()
+    engine.submit(
+        GenerateRequest(
+            request_id=f"after {len(output)}", prompt_ids=tuple(prompt), output_ids=tuple(output), sampling=asked
+        ),
+        now=0.0,
+    )
+    while engine.has_work():
+        for update in engine.step(now=0.0):
+            assert update.error is None
+            taken.token_ids += update.token_ids
+    return taken.token_ids
+
+
+def test_a_grammar_that_fails_ends_its_request_alone(served: tuple[Path, Any]) -> None:
+    """One that cannot be compiled, and one that the tokens before have broken."""
+    folder, _ = served
+    good, broken = under(json_grammar(PERSON)), under(regex_grammar("[0-9]{8}"))
+    with colocated(config_of(folder)) as engine:
+        for name, sampling, output in (("a", good, ()), ("b", broken, (200, 200)), ("c", under("start: ("), ())):
+            engine.submit(
+                GenerateRequest(request_id=name, prompt_ids=(5, 6), output_ids=output, sampling=sampling), now=0.0
+            )
+        ends = {}
+        while engine.has_work():
+            for update in engine.step(now=0.0):
+                if update.finish_reason is not None:
+                    ends[update.request_id] = (update.finish_reason, update.error.message if update.error else "")
+            engine.check_integrity()
+        engine.assert_idle()
+    assert ends["a"] == (FinishReason.STOP, "")
+    assert ends["b"][0] is ends["c"][0] is FinishReason.ERROR
+    assert "cannot follow its grammar" in ends["b"][1]
+    assert "cannot be compiled" in ends["c"][1]
+
+
+def test_a_worker_without_a_tokenizer_refuses(checkpoint: Checkpoint) -> None:
+    folder, _ = checkpoint("qwen2")
+    with colocated(config_of(folder)) as engine, pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
+        answer(engine, [[5]], under("start: /a/"))
