@@ -78,9 +78,9 @@ class KVLayout:
     dtype: str
     tp: int = 1
     model: str = ""
+    device: str = ""
 
     @property
-    device: str = ""
     def block_bytes(self) -> int:
         """Bytes of one block, keys and values, over all layers and ranks."""
         width = {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
