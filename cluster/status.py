@@ -58,7 +58,7 @@ def kv_tables(told: Mapping[str, Any]) -> RenderableType:
         Text(f"{told['num_tickets']:,} tickets, {reserved} reserved, the oldest for {oldest}"),
         *([Text(f"no answer from {', '.join(silent)}", "red")] if silent else []),
     ]
-    for table in (_tickets(held), _lanes(held)):
+    for table in (_tickets(held), _lanes(held), _tiers(held)):
         if table.row_count:
             parts += ["", table]
     return Group(*parts)
@@ -143,6 +143,15 @@ def _lanes(held: Held) -> Table:
     return table
 
 
+def _tiers(held: Held) -> Table:
+    table = _table("Blocks", "worker", "tier", "in use", "cached", "hits", "evicted", "loaded")
+    for worker_id, tier in _each(held, "tiers"):
+        told = [f"{tier[name]:,}" for name in ("num_cached", "num_hit_tokens", "num_evicted", "num_loaded")]
+        told[1] += " tokens"
+        table.add_row(worker_id, tier["tier"], _share(tier["num_used"], tier["num_blocks"]), *told)
+    return table
+
+
 def _tickets(held: Held) -> Table:
     table = _table("Tickets", "worker", "ticket", "state", "way", "with", "age", "size")
     for worker_id, ticket in _each(held, "tickets"):
@@ -158,7 +167,7 @@ def _each(held: Held, what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
-    words = {"pool", "worker", "state", "address", "on", "peer", "over", "ticket", "way", "with"}
+    words = {"pool", "worker", "state", "address", "on", "peer", "over", "ticket", "way", "with", "tier"}
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", overflow="fold")
     return table

@@ -77,12 +77,13 @@ class Sent:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
     """The chunk's payload waits to be taken (or dropped) on this rank, or has turned out to be void: then `num_bytes`
-    is 0. `source` is the sender's `peer_name`."""
+    is 0. `source` is the sender's `peer_name`; times are those of `Sent`."""
 
     chunk: Chunk
     source: str
     num_bytes: int
     elapsed_s: float
+    ended_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -392,11 +392,27 @@ class LaneStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """The blocks of one tier of a worker, "device" or "host". Of `num_blocks`, `num_used` hold what nothing else may be
+    put over now, and `num_cached` are to be found by prompts. Since its start so many cached ones had to make room, or
+    were copied from here to the device, and so many tokens of prompts were found here."""
+
+    tier: str
+    num_blocks: int
+    num_used: int
+    num_cached: int
+    num_evicted: int = 0
+    num_loaded: int = 0
+    num_hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStats:
     info: WorkerInfo
     load: WorkerLoad
     tickets: tuple[TicketStats, ...] = field(default=())
     lanes: tuple[LaneStats, ...] = field(default=())
+    tiers: tuple[TierStats, ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,9 +425,24 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVPiece:
+    """Part of a ticket's KV on its way: so many bytes (of rank 0) of some blocks, and of them some layers. `peer` is
+    the other end of the lane; for `hidden_s` of the time the sequence was still computed."""
+
+    peer: str
+    ticket_id: str
+    num_bytes: int
+    first_block: int
+    num_blocks: int
+    first_layer: int
+    num_layers: int
+    hidden_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """One part of a step, by the worker's own clock. `step` counts from 1, 0 for what belongs to none in particular;
-    `depth` is how many other steps were in flight."""
+    `depth` is how many other steps were in flight. `kv` is what is moved, where that is what took the time."""
 
     name: str
     start_s: float
@@ -420,6 +451,7 @@ class Span:
     num_rows: int = 0
     num_tokens: int = 0
     depth: int = 0
+    kv: KVPiece | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,8 @@ _MESSAGES: dict[type, type[Message]] = {
     values.LaneStats: worker_pb2.LaneStats,
     values.WorkerStats: worker_pb2.WorkerStats,
     values.Health: worker_pb2.HealthReply,
+    values.KVPiece: worker_pb2.KVPiece,
+    values.TierStats: worker_pb2.TierStats,
     values.Span: worker_pb2.Span,
     values.Profile: worker_pb2.ProfileReply,
 }

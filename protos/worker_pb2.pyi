@@ -945,6 +945,7 @@ class WorkerStats(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     TICKETS_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> Global___WorkerInfo: ...
     @_builtins.property
@@ -953,6 +954,8 @@ class WorkerStats(_message.Message):
     def tickets(self) -> _containers.RepeatedCompositeFieldContainer[Global___TicketStats]: ...
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneStats]: ...
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]: ...
     def __init__(
         self,
         *,
@@ -960,14 +963,60 @@ class WorkerStats(_message.Message):
         load: Global___WorkerLoad | None = ...,
         tickets: _abc.Iterable[Global___TicketStats] | None = ...,
         lanes: _abc.Iterable[Global___LaneStats] | None = ...,
+        tiers: _abc.Iterable[Global___TierStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "lanes", b"lanes", "load", b"load", "tickets", b"tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "lanes", b"lanes", "load", b"load", "tickets", b"tickets", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStats: _TypeAlias = WorkerStats  # noqa: Y015
+
+@_typing.final
+class TierStats(_message.Message):
+    """The blocks of one tier of a worker. All from num_evicted on count since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_USED_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_FIELD_NUMBER: _builtins.int
+    NUM_LOADED_FIELD_NUMBER: _builtins.int
+    NUM_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    """"device" or "host" """
+    num_blocks: _builtins.int
+    num_used: _builtins.int
+    """that nothing else may be put into now"""
+    num_cached: _builtins.int
+    """with a hash, to be found by prompts"""
+    num_evicted: _builtins.int
+    """cached blocks that had to make room"""
+    num_loaded: _builtins.int
+    """copied from here to the device"""
+    num_hit_tokens: _builtins.int
+    """of prompts, found here"""
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+        num_used: _builtins.int = ...,
+        num_cached: _builtins.int = ...,
+        num_evicted: _builtins.int = ...,
+        num_loaded: _builtins.int = ...,
+        num_hit_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_cached", b"num_cached", "num_evicted", b"num_evicted", "num_hit_tokens", b"num_hit_tokens", "num_loaded", b"num_loaded", "num_used", b"num_used", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierStats: _TypeAlias = TierStats  # noqa: Y015
 
 @_typing.final
 class HealthRequest(_message.Message):
@@ -1044,6 +1093,7 @@ class Span(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     start_s: _builtins.float
     """by the worker's own clock"""
@@ -1054,6 +1104,10 @@ class Span(_message.Message):
     num_tokens: _builtins.int
     depth: _builtins.int
     """steps in flight"""
+    @_builtins.property
+    def kv(self) -> Global___KVPiece:
+        """of spans that are about KV on its way"""
+
     def __init__(
         self,
         *,
@@ -1064,14 +1118,59 @@ class Span(_message.Message):
         num_rows: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         depth: _builtins.int = ...,
+        kv: Global___KVPiece | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "duration_s", b"duration_s", "name", b"name", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "start_s", b"start_s", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "duration_s", b"duration_s", "kv", b"kv", "name", b"name", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "start_s", b"start_s", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Span: _TypeAlias = Span  # noqa: Y015
+
+@_typing.final
+class KVPiece(_message.Message):
+    """Part of a ticket's KV: some of its blocks, and of them some layers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    TICKET_ID_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    HIDDEN_S_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    """the other end of the lane"""
+    ticket_id: _builtins.str
+    num_bytes: _builtins.int
+    first_block: _builtins.int
+    num_blocks: _builtins.int
+    first_layer: _builtins.int
+    num_layers: _builtins.int
+    hidden_s: _builtins.float
+    """of the span, while the sequence was still computed"""
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        ticket_id: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        first_block: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        num_layers: _builtins.int = ...,
+        hidden_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "first_layer", b"first_layer", "hidden_s", b"hidden_s", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_layers", b"num_layers", "peer", b"peer", "ticket_id", b"ticket_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVPiece: _TypeAlias = KVPiece  # noqa: Y015
 
 @_typing.final
 class ProfileReply(_message.Message):

@@ -1,6 +1,7 @@
 """`baton bench --profile`: what the workers did meanwhile, as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
-a process a worker    threads: engine (tick, plan, launch, fetch, apply), device, event loop (send, encode)
+a process a worker    threads: engine (tick, plan, launch, fetch, apply; KV gather, KV scatter), device,
+                      event loop (send, encode), one for each lane ("KV to decode-0", "KV from prefill-0")
                       counters: rows and tokens of each step
 a process of requests from sent to the last token, with a mark at the first
 """
@@ -26,6 +27,7 @@ Event = dict[str, Any]
 
 _THREADS = ("engine", "device", "event loop")
 _THREAD_OF = {"device": 1, "send": 2, "encode": 2}
+_LANES = {"KV send": "KV to", "KV receive": "KV from"}
 
 
 @contextmanager
@@ -47,6 +49,7 @@ def profiling(path: Path | None, url: str, api_key: str) -> Iterator[Mark]:
         finally:
             workers = _ask(client, "DELETE")
     _say_missing(workers)
+    _say_hidden(workers)
     _write(path, orjson.dumps(chrome_trace(workers, requests)))
 
 
@@ -62,21 +65,59 @@ def chrome_trace(workers: Sequence[Mapping[str, Any]], requests: Sequence[Event]
         events.append(_named("process", pid, worker_id))
         events += [_named("thread", pid, name, tid=tid) for tid, name in enumerate(_THREADS)]
         shift_s = profile["wall_offset_s"] - origin_s
+        rows = _LaneRows()
         for span in profile["spans"]:
-            events += _steps(span, pid, shift_s)
+            events += _steps(span, pid, shift_s, rows)
+        events += [_named("thread", pid, name, tid=tid) for name, tid in rows.names()]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _steps(span: Mapping[str, Any], pid: int, shift_s: float) -> Iterator[Event]:
+class _LaneRows:
+    """Where the spans of lanes go. Pieces from several ranks come at the same time: spans that overlap get rows of
+    their own, for a viewer draws only what lies within or beside one another."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[str, int], float] = {}
+
+    def place(self, span: Mapping[str, Any], start: float, end: float) -> int:
+        lane = f"{_LANES[span['name']]} {span['kv']['peer'].partition('#')[0]}"
+        number = 1
+        while self._ends.get((lane, number), start) > start:
+            number += 1
+        self._ends[lane, number] = end
+        return self._tid(lane, number)
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        for lane, number in self._ends:
+            yield f"{lane} ({number})" if number > 1 else lane, self._tid(lane, number)
+
+    def _tid(self, lane: str, number: int) -> int:
+        return len(_THREADS) + list(self._ends).index((lane, number))
+
+
+def _steps(span: Mapping[str, Any], pid: int, shift_s: float, rows: _LaneRows) -> Iterator[Event]:
     """A span, and, of the device's, how much was in the step: 0 once it is over."""
     start, end = _micros(span["start_s"] + shift_s), _micros(span["start_s"] + span["duration_s"] + shift_s)
     args = {name: span[name] for name in ("step", "num_rows", "num_tokens", "depth") if span[name]}
-    place = {"pid": pid, "tid": _THREAD_OF.get(span["name"], 0)}
+    if span.get("kv"):
+        args |= _described(span["kv"])
+    lane = span["name"] in _LANES
+    place = {"pid": pid, "tid": rows.place(span, start, end) if lane else _THREAD_OF.get(span["name"], 0)}
     yield {"name": span["name"], "ph": "X", "ts": start, "dur": round(end - start, 3), "args": args} | place
     if span["name"] == "device":
         for name, field in (("rows", "num_rows"), ("tokens", "num_tokens")):
             yield {"name": name, "ph": "C", "ts": start, "pid": pid, "args": {name: span[field]}}
             yield {"name": name, "ph": "C", "ts": end, "pid": pid, "args": {name: 0}}
+
+
+def _described(kv: Mapping[str, Any]) -> Mapping[str, Any]:
+    def of(what: str) -> str:
+        first, count = kv[f"first_{what}"], kv[f"num_{what}s"]
+        return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+    told = {"peer": kv["peer"], "ticket": kv["ticket_id"], "blocks": of("block"), "layers": of("layer")}
+    hidden = {"hidden_ms": round(kv["hidden_s"] * 1000, 3)} if kv["hidden_s"] else {}
+    return told | {"bytes": kv["num_bytes"]} | hidden
 
 
 def _requests(records: Sequence[Record], start_s: float) -> Iterator[Event]:
@@ -116,6 +157,18 @@ def _say_missing(workers: Sequence[Mapping[str, Any]]) -> None:
             errors.print(f"{one['worker_id']} did not answer: it is not in the profile", style="yellow")
         elif dropped := one["profile"]["num_dropped"]:
             errors.print(f"{one['worker_id']} has kept its latest spans only: {dropped} are missing", style="yellow")
+
+
+def _say_hidden(workers: Sequence[Mapping[str, Any]]) -> None:
+    """What part of the time that KV travelled was hidden behind the prompts' computation."""
+    spans = [span for one in workers if one["profile"] is not None for span in one["profile"]["spans"]]
+    sent = [span for span in spans if span["name"] == "KV send"]
+    travelled_s = sum(span["duration_s"] for span in sent)
+    if travelled_s > 0:
+        num_bytes = sum(span["kv"]["num_bytes"] for span in sent)
+        hidden = sum(span["kv"]["hidden_s"] for span in sent) / travelled_s
+        told = f"KV: {num_bytes / 1e6:,.1f} MB in {travelled_s * 1000:,.1f} ms on lanes, {hidden:.0%} of it"
+        Console(stderr=True).print(f"{told} while its prompt was still computed", highlight=False)
 
 
 def _write(path: Path, content: bytes) -> None:

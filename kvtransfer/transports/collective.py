@@ -343,8 +343,11 @@ class CollectiveReceiver:
             return
         self._staged.setdefault(chunk, deque()).append(parcel)
         self._events.append(
-            Arrived(chunk=chunk, source=parcel.lane.peer, num_bytes=parcel.num_bytes, elapsed_s=elapsed_s)
-        )
+            Arrived(
+                chunk=chunk, source=parcel.lane.peer, num_bytes=parcel.num_bytes,
+                elapsed_s=elapsed_s, ended_s=parcel.begun_s + elapsed_s,
+            )
+        )  # fmt: skip
         self._changed.notify_all()
 
     def _pop(self, chunk: Chunk) -> torch.Tensor | None:

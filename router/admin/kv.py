@@ -1,4 +1,4 @@
-"""GET /admin/kv: every ticket and every lane of every worker, asked of the workers themselves."""
+"""GET /admin/kv: every ticket, lane and tier of every worker, asked of the workers themselves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from router.admin.status import held
 from router.gateway import Gateway
 from router.openai.errors import json_response
 
+SILENT = {"tickets": None, "lanes": None, "tiers": None}
+
 
 def add(admin: APIRouter, gateway: Gateway) -> None:
     @admin.get("/kv")
     async def kv() -> Response:
-        """`tickets` and `lanes` are null for a worker that does not say in time. Bytes of "in" tickets are memory that
-        is kept from others; those of "out" tickets lie at their owner."""
+        """`tickets`, `lanes` and `tiers` are null for a worker that does not say in time. Bytes of "in" tickets are
+        memory that is kept from others; those of "out" tickets lie at their owner."""
         workers = gateway.fleet.status()
         said = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
         tickets = [ticket for one in said if one is not None for ticket in one["tickets"]]
@@ -27,7 +29,7 @@ def add(admin: APIRouter, gateway: Gateway) -> None:
                 "num_bytes_reserved": sum(ticket.num_bytes for ticket in kept),
                 "oldest_s": max((ticket.age_s for ticket in tickets), default=0.0),
                 "workers": [
-                    {"worker_id": worker.worker_id, "state": worker.state} | (one or {"tickets": None, "lanes": None})
+                    {"worker_id": worker.worker_id, "state": worker.state} | (one or SILENT)
                     for worker, one in zip(workers, said, strict=True)
                 ],
             }

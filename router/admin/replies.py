@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from protos.values import LaneStats, Profile, TicketStats
+from protos.values import LaneStats, Profile, TicketStats, TierStats
 from router.explain import Miss
 from router.member import WorkerStatus
 from router.openai.replies import Reply
@@ -16,6 +16,7 @@ from router.siblings import ProcessStatus
 class Held(Reply):
     tickets: list[TicketStats]
     lanes: list[LaneStats]
+    tiers: list[TierStats]
 
 
 class StatusReply(Reply):
@@ -35,6 +36,7 @@ class HeldByWorker(Reply):
     state: str
     tickets: list[TicketStats] | None
     lanes: list[LaneStats] | None
+    tiers: list[TierStats] | None
 
 
 class KVReply(Reply):

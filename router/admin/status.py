@@ -38,10 +38,10 @@ def not_ready(gateway: Gateway) -> str:
 
 
 async def held(gateway: Gateway, worker_id: str) -> dict[str, Any] | None:
-    """What a worker holds for others and its ways to them; None of one that does not say in time."""
+    """What a worker holds, for others too, and its ways to them; None of one that does not say in time."""
     try:
         async with asyncio.timeout(STATS_TIMEOUT_S):
             stats = await gateway.fleet.stats(worker_id)
     except (BatonError, TimeoutError):
         return None
-    return {"tickets": stats.tickets, "lanes": stats.lanes}
+    return {"tickets": stats.tickets, "lanes": stats.lanes, "tiers": stats.tiers}

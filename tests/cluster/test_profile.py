@@ -16,6 +16,8 @@ from tests.cluster.deployed import Deployed
 
 pytestmark = pytest.mark.cluster
 
+KV_OF = {"prefill-0": {"KV gather", "KV send"}, "decode-0": {"KV receive", "KV scatter"}}
+LANES = ("KV send", "KV receive")
 LOAD = ["--num-requests", "6", "--concurrency", "3", "--input-len", "100", "--output-len", "12"]
 
 
@@ -30,9 +32,12 @@ def test_a_profile_shows_every_part_of_both_workers_steps(up: Deployed, tmp_path
     for worker in ("prefill-0", "decode-0"):
         spans = [event for event in events if event["ph"] == "X" and event["pid"] == pids[worker]]
         parts = {"tick", "plan", "launch", "forward", "sample", "fetch", "device", "apply", "send", "encode"}
-        assert {span["name"] for span in spans} == parts
+        assert {span["name"] for span in spans} == parts | KV_OF[worker]
         assert all(span["ts"] >= 0 and span["dur"] >= 0 for span in spans)
         check_nesting(spans)
+        assert sum(span["name"] in LANES for span in spans) >= 6, "each prompt's KV has travelled"
+        assert all(span["args"]["bytes"] > 0 for span in spans if span["name"] in LANES)
+    assert "while its prompt was still computed" in result.stderr
     read = [event["args"]["num_tokens"] for event in events if event["pid"] == pids["prefill-0"] and is_device(event)]
     assert sum(read) >= 6 * 100
     assert len([event for event in events if event["ph"] == "b"]) == 6

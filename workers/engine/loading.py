@@ -126,6 +126,9 @@ class Loads:
 
     def started(self, request: Request, hashes: Sequence[BlockHash]) -> None:
         """The request computes what follows, of `hashes` too."""
+        num_loaded = 0 if request.load is None else len(request.load.slots) * self._pool.block_size
+        if request.num_preemptions == 0:
+            self._pool.hit(request.num_computed - num_loaded)
         request.load = None
         self._seats.discard(request)
         num_passed = self.num_on_host(hashes[request.num_computed // self._pool.block_size :])

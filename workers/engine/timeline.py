@@ -4,6 +4,8 @@
     device            device                    by its own clock on a GPU; else from its launch, or from the end of the
                                                 step before
     event loop        send  encode              each step's message: cut up for the gateways, serialised
+    engine's thread   KV gather  KV scatter     within tick or forward: blocks copied out of the cache, and into it
+    lanes             KV send  KV receive       between two workers, by the clock of the lane's thread
 
 While nothing is recorded a span costs a method call and reads no clock.
 """
@@ -16,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
-from protos.values import Span
+from protos.values import KVPiece, Span
 from workers.engine.batch import Batch
 
 MAX_SPANS = 32_768
@@ -55,13 +57,20 @@ class Timeline:
         return taken
 
     def span(
-        self, name: str, batch: Batch | None = None, *, step: int = 0, num_rows: int = 0, depth: int = 0
+        self,
+        name: str,
+        batch: Batch | None = None,
+        *,
+        step: int = 0,
+        num_rows: int = 0,
+        depth: int = 0,
+        kv: KVPiece | None = None,
     ) -> AbstractContextManager[object]:
         """Times what it is put around. `depth` counts steps in flight; rows and tokens are the batch's, if there is
         one."""
         if self._spans is None:
             return _UNSEEN
-        return _Open(self, name, batch, step, num_rows, depth)
+        return _Open(self, name, batch, step, num_rows, depth, kv)
 
     def add(
         self,
@@ -73,6 +82,7 @@ class Timeline:
         step: int = 0,
         num_rows: int = 0,
         depth: int = 0,
+        kv: KVPiece | None = None,
     ) -> None:
         """A span that was timed already."""
         if self._spans is None:
@@ -85,6 +95,7 @@ class Timeline:
             num_rows=len(batch.rows) if batch is not None else num_rows,
             num_tokens=batch.num_tokens if batch is not None else 0,
             depth=depth,
+            kv=kv,
         )
         with self._lock:
             if self._spans is not None:
@@ -94,7 +105,14 @@ class Timeline:
 
 class _Open:
     def __init__(
-        self, timeline: Timeline, name: str, batch: Batch | None, step: int, num_rows: int, depth: int
+        self,
+        timeline: Timeline,
+        name: str,
+        batch: Batch | None,
+        step: int,
+        num_rows: int,
+        depth: int,
+        kv: KVPiece | None,
     ) -> None:
         self._timeline = timeline
         self._name = name
@@ -102,6 +120,7 @@ class _Open:
         self._step = step
         self._num_rows = num_rows
         self._depth = depth
+        self._kv = kv
         self._start_s = 0.0
 
     def __enter__(self) -> None:
@@ -111,5 +130,5 @@ class _Open:
         timeline = self._timeline
         timeline.add(
             self._name, self._start_s, timeline.now(), self._batch,
-            step=self._step, num_rows=self._num_rows, depth=self._depth,
+            step=self._step, num_rows=self._num_rows, depth=self._depth, kv=self._kv,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, Tier
+from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, Tier, TierStats
 from workers.kv.host import HostPool, leaving
 
 
@@ -42,6 +42,8 @@ class BlockPool:
         self.block_size = block_size
         self.host = host
         self.num_clears = 0
+        self._num_evicted = 0
+        self._num_hit_tokens = 0
         self._record = record
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -89,6 +91,7 @@ class BlockPool:
         num_evicted = max(0, num_blocks - len(self._free))
         if num_evicted and self.host is not None:
             self.host.keep(leaving(self._evictable, self._sealed, num_evicted, self.host))
+        self._num_evicted += num_evicted
         for _ in range(num_evicted):
             block_id, _ = self._evictable.popitem(last=False)
             self._unseal(block_id)
@@ -137,6 +140,21 @@ class BlockPool:
         """All cached blocks of each tier as chains, every parent before its children."""
         chains = _chains(dict(self._sealed.values()), Tier.DEVICE)
         return chains if self.host is None else chains + _chains(self.host.entries(), Tier.HOST)
+
+    def hit(self, num_tokens: int) -> None:
+        """So many tokens of a prompt were here."""
+        self._num_hit_tokens += num_tokens
+
+    def tiers(self) -> tuple[TierStats, ...]:
+        device = TierStats(
+            tier="device",
+            num_blocks=self.num_blocks,
+            num_used=self.num_blocks - self.num_free,
+            num_cached=self.num_cached,
+            num_evicted=self._num_evicted,
+            num_hit_tokens=self._num_hit_tokens,
+        )
+        return (device,) if self.host is None else (device, self.host.tier())
 
     def hash_of(self, block_id: int) -> BlockHash | None:
         """The hash of a sealed block."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from protos.values import BlockHash, BlockRemoved, BlockStored, HostLoad, KVEvent, Tier
+from protos.values import BlockHash, BlockRemoved, BlockStored, HostLoad, KVEvent, Tier, TierStats
 
 _AHEAD = 16
 _KEEP = 0.9
@@ -211,6 +211,17 @@ class HostPool:
             stored_bytes=self._num_stored * self._block_bytes,
             loaded_bytes=self._num_loaded * self._block_bytes,
             load_s=self._load_s,
+        )
+
+    def tier(self) -> TierStats:
+        return TierStats(
+            tier="host",
+            num_blocks=self.num_slots,
+            num_used=len(self._pins),
+            num_cached=len(self._kept),
+            num_evicted=self._num_evicted,
+            num_loaded=self._num_loaded,
+            num_hit_tokens=self._num_hit_tokens,
         )
 
     # -- invariants ----------------------------------------------------------------------------------------------------

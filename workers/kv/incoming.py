@@ -286,6 +286,7 @@ class Incoming:
         request.block_ids = list(reservation.block_ids)
         request.num_computed = request.num_tokens - 1 if reservation.grows else min(num_tokens, request.num_tokens - 1)
         request.num_cached = min(reservation.ticket.num_cached_tokens, request.num_computed)
+        self._pool.hit(request.num_cached)
         request.adopted = True
 
     def _fate(self, ticket: Ticket) -> str:

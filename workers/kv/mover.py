@@ -8,6 +8,7 @@ Everything returns at once: a chunk is told of when every rank has it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,7 +17,8 @@ from kvtransfer.config import LaneConfig
 from kvtransfer.lanes import merged
 from kvtransfer.reshard import Cut, cut_in, cut_out
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Receiver, Sender, Sent, peer_name
-from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
+from protos.values import KVLayout, KVPiece, LaneAddress, LaneLoad, LaneStats, Ticket
+from workers.engine.timeline import Timeline
 from workers.kv.upkeep import Upkeep
 
 Payload = TypeVar("Payload")
@@ -79,6 +81,7 @@ class Dock(Generic[Payload]):
         self._aside = aside
         self._rejoin = rejoin
         self.follows_layers = follows_layers
+        self.timeline = Timeline(time.monotonic)
         self._sources: dict[str, KVLayout] = {}  # by peer name
         self._gone: list[str] = []  # of those, whose lane has ended; what had come by then may be landed still
         self._armed: list[tuple[Ticket, Chunk, Sequence[int]]] = []
@@ -114,7 +117,8 @@ class Dock(Generic[Payload]):
         """Only for what is here, on every rank."""
         receiver = self.receiving()
         payload = receiver.take(chunk, 0.0)
-        self.blocks.write(cut_in(self.layout, self._rank, self._sources[source], chunk, block_ids), payload)
+        with self.timeline.span("KV scatter", kv=self._piece(source, chunk)):
+            self.blocks.write(cut_in(self.layout, self._rank, self._sources[source], chunk, block_ids), payload)
         receiver.give_back(payload)
 
     def drop(self, chunk: Chunk, source: str) -> None:
@@ -173,8 +177,29 @@ class Dock(Generic[Payload]):
         if not cut.pieces:
             return  # other ranks have copies of this one's heads, and send them
         sender = self.sending()
-        with self._aside():
+        with self._aside(), self.timeline.span("KV gather", kv=self._piece(peer_name(ticket.destination), chunk)):
             sender.offer(ticket, chunk, self.blocks.read(cut, sender.stage))
+
+    def show(self, name: str, event: Sent | Arrived, peer: str, hidden_s: float = 0.0) -> None:
+        """In a profile, if there is one: what a lane took for a chunk."""
+        if self.timeline.recording and event.ended_s is not None:
+            kv = self._piece(peer, event.chunk, event.num_bytes, hidden_s)
+            self.timeline.add(name, event.ended_s - event.elapsed_s, event.ended_s, kv=kv)
+
+    def _piece(self, peer: str, chunk: Chunk, num_bytes: int | None = None, hidden_s: float = 0.0) -> KVPiece | None:
+        if not self.timeline.recording:
+            return None
+        layers = chunk.layers(self.layout.num_layers)
+        return KVPiece(
+            peer=peer,
+            ticket_id=chunk.ticket_id,
+            num_bytes=chunk.num_bytes(self.layout) // self.layout.tp if num_bytes is None else num_bytes,
+            first_block=chunk.first_block,
+            num_blocks=chunk.num_blocks,
+            first_layer=layers.start,
+            num_layers=len(layers),
+            hidden_s=hidden_s,
+        )
 
 
 class Mover:
@@ -249,6 +274,14 @@ class Mover:
         self._tell("cancel", ticket_id)
         self._dock.cancel(ticket_id)
 
+    def record(self, timeline: Timeline) -> None:
+        """Where rank 0's share of what moves is told of."""
+        self._dock.timeline = timeline
+
+    def show_sent(self, event: Sent, ticket: Ticket, hidden_s: float) -> None:
+        """In a profile: for so much of the time the sequence was still computed."""
+        self._dock.show("KV send", event, peer_name(ticket.destination), hidden_s)
+
     def poll_sent(self) -> Sequence[Sent | LaneLost]:
         """What rank 0 has sent, and lost, since the last call."""
         return self._dock.sender.poll() if self._dock.sender else ()
@@ -279,6 +312,8 @@ class Mover:
         void = [event for event, presence in found if presence is Presence.VOID]
         self._coming = [event for event in self._coming if not any(event is done for done in (*here, *void))]
         self._sources.update((event.chunk, event.source) for event in here)
+        for event in here:
+            self._dock.show("KV receive", event, event.source)
         for event in void:
             self._drop(event.chunk, event.source)
         return here

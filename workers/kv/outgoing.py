@@ -293,7 +293,9 @@ class Outgoing:
         if push is not None and push.session.ticket.generation == event.chunk.generation:
             self._num_bytes += event.chunk.num_bytes(push.session.ticket.layout)  # from all ranks
             push.session.sent(event.chunk, now)
-            self._hidden_s += push.hidden_s(event)
+            hidden_s = push.hidden_s(event)
+            self._hidden_s += hidden_s
+            self._mover.show_sent(event, push.session.ticket, hidden_s)
             if push.session.num_sent == push.session.num_offered:
                 self._leaving.pop(ticket_id, None)
 

@@ -69,6 +69,7 @@ def assemble(
         return roles[0]
 
     engine = build_engine(rank, leader, role_for, incarnation=seat.incarnation, clock=clock)
+    mover.record(engine.timeline)
 
     def close() -> None:
         mover.close()

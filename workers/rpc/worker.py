@@ -154,4 +154,5 @@ class Worker:
             load=self._parts.engine.load(),
             tickets=tuple(self._parts.tickets(self._clock())),
             lanes=tuple(self._parts.lanes()),
+            tiers=self._parts.engine.pool.tiers(),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner, Result
 from cluster.bench.profile import chrome_trace
 from cluster.cli import make_app
 from protos.errors import Misconfigured, Unauthenticated
-from protos.values import Profile, Span, WorkerRole
+from protos.values import KVPiece, Profile, Span, WorkerRole
 from router.admission.reception import Reception
 from router.admission.tenants import hash_of
 from tests.unit.cluster.test_status import info
@@ -29,6 +30,18 @@ SPANS = (
     Span(name="launch", start_s=10.001, duration_s=0.0045, step=1, num_rows=2, num_tokens=9),
     Span(name="device", start_s=10.001, duration_s=0.005, step=1, num_rows=2, num_tokens=9),
     Span(name="send", start_s=10.007, duration_s=0.0, num_rows=2),
+)
+
+
+PIECE = KVPiece(
+    peer="decode-1#7", ticket_id="r", num_bytes=2_000_000, first_block=0, num_blocks=4, first_layer=2, num_layers=1
+)
+KV_SPANS = (
+    Span(name="KV gather", start_s=10.0021, duration_s=0.0001, kv=PIECE),
+    Span(name="KV send", start_s=10.0025, duration_s=0.003, kv=replace(PIECE, hidden_s=0.003)),
+    Span(name="KV send", start_s=10.0055, duration_s=0.001, kv=PIECE),
+    Span(name="KV receive", start_s=10.004, duration_s=0.002, kv=replace(PIECE, peer="prefill-0#1")),
+    Span(name="KV receive", start_s=10.005, duration_s=0.002, kv=replace(PIECE, peer="prefill-0#1")),
 )
 
 
@@ -72,6 +85,27 @@ def test_spans_keep_their_nesting_and_counters_fall_to_nothing_after_a_step() ->
     assert spans["device"]["args"] == {"step": 1, "num_rows": 2, "num_tokens": 9}
     counted = [(event["name"], *event["args"].values()) for event in events if event["ph"] == "C"]
     assert counted == [("rows", 2), ("rows", 0), ("tokens", 9), ("tokens", 0)]
+
+
+def test_kv_on_its_way_stands_beside_the_steps_by_lane() -> None:
+    told = [{"worker_id": "w", "profile": {"wall_offset_s": 0.0, "num_dropped": 0, "spans": plain(SPANS + KV_SPANS)}}]
+    events = chrome_trace(told)["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X" and event["name"].startswith("KV")]
+    assert [threads[span["tid"]] for span in spans] == [
+        "engine", "KV to decode-1", "KV to decode-1", "KV from prefill-0", "KV from prefill-0 (2)",
+    ], "those of several ranks overlap"  # fmt: skip
+    assert spans[1]["args"] == {
+        "peer": "decode-1#7", "ticket": "r", "blocks": "0-3", "layers": "2", "bytes": 2_000_000, "hidden_ms": 3.0,
+    }  # fmt: skip
+    assert spans[0]["tid"] == next(event["tid"] for event in events if event["name"] == "forward")
+
+
+async def test_how_much_of_the_transfers_was_hidden_is_said(tmp_path: Path) -> None:
+    fleet = crew()
+    fleet.profiles["decode-0"] = Profile(spans=SPANS + KV_SPANS)
+    result = await bench(fleet, "--profile", str(tmp_path / "trace.json"))
+    assert "KV: 4.0 MB in 4.0 ms on lanes, 75% of it while its prompt was still computed" in result.stderr
 
 
 def test_workers_on_hosts_whose_clocks_began_apart_line_up() -> None:

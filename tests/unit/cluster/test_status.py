@@ -22,6 +22,7 @@ from protos.values import (
     LaneAddress,
     LaneStats,
     TicketStats,
+    TierStats,
     WorkerInfo,
     WorkerLoad,
     WorkerRole,
@@ -89,6 +90,15 @@ async def test_tables_show_pools_workers_lanes_and_tickets() -> None:
     assert lane == ["prefill-0", "decode-0", "gloo", "open", "3.0", "MB", "6.0", "MB/s", "2", "min"]
     ticket = next(row for row in shown if "t-9" in row)
     assert ticket[:5] == ["prefill-0", "t-9", "(try", "2)", "sending"]
+
+
+async def test_who_holds_kv_comes_with_what_each_tier_was_good_for() -> None:
+    fleet = crew()
+    device = TierStats(tier="device", num_blocks=64, num_used=16, num_cached=1234, num_evicted=5, num_hit_tokens=4096)
+    fleet.held["prefill-0"] = WorkerStats(info=PREFILL, load=LOAD, tickets=(TICKET,), tiers=(device,))
+    shown = rows(await ask(fleet, "--kv"))
+    assert ["prefill-0", "device", "16/64", "(25%)", "1,234", "4,096", "tokens", "5", "0"] in shown
+    assert ["no", "answer", "from", "decode-10,", "decode-9,", "decode-11"] in shown
 
 
 async def test_why_a_lane_is_slow_or_in_quarantine_is_shown() -> None:

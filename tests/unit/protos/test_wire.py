@@ -59,6 +59,12 @@ REQUEST = values.GenerateRequest(
 )
 
 SPAN = values.Span(name="launch", start_s=1.5, duration_s=0.25, step=7, num_rows=2, num_tokens=65, depth=1)
+KV = values.KVPiece(
+    peer="d#1", ticket_id="t", num_bytes=64, first_block=2, num_blocks=3, first_layer=4, num_layers=5, hidden_s=0.5
+)
+TIER = values.TierStats(
+    tier="host", num_blocks=9, num_used=1, num_cached=8, num_evicted=3, num_loaded=4, num_hit_tokens=5
+)
 
 SAMPLES = [
     SAMPLING,
@@ -86,10 +92,16 @@ SAMPLES = [
     INFO,
     values.TicketStats(ticket_id="t", generation=1, state="reserved", owner="prefill-0", age_s=0.5, num_bytes=4096),
     values.LaneStats(peer="p", transport="inproc", state="open", num_bytes=1, busy_s=0.5, idle_s=0.25, reason="why"),
-    values.WorkerStats(info=INFO, load=LOAD),
+    TIER,
+    values.WorkerStats(info=INFO, load=LOAD, tiers=(TIER,)),
     values.Health(healthy=False, reason="stuck", since_last_step_s=9.5),
     SPAN,
-    values.Profile(spans=(SPAN, SPAN), num_dropped=3, wall_offset_s=1.5e9),
+    KV,
+    values.Profile(
+        spans=(SPAN, values.Span(name="KV send", start_s=1.0, duration_s=0.5, kv=KV)),
+        num_dropped=3,
+        wall_offset_s=1.5e9,
+    ),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from protos.values import LaneStats, TicketStats, WorkerLoad, WorkerRole, WorkerStats
+from protos.values import LaneStats, TicketStats, TierStats, WorkerLoad, WorkerRole, WorkerStats
 from tests.unit.cluster.test_status import info
 from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving
 
@@ -13,6 +13,7 @@ OUT = TicketStats(
     ticket_id="a.1", generation=1, state="pushing", owner="decode-0#1", age_s=2.5, num_bytes=4096, direction="out"
 )
 LANE = LaneStats(peer="prefill-0#1", transport="gloo", state="open", num_bytes=8192, busy_s=0.5, idle_s=0.25)
+HOST = TierStats(tier="host", num_blocks=64, num_used=2, num_cached=40, num_evicted=7, num_loaded=9, num_hit_tokens=99)
 PREFILL, DECODE = info("prefill-0", WorkerRole.PREFILL), info("decode-0", WorkerRole.DECODE)
 
 
@@ -21,7 +22,7 @@ def crew() -> Crew:
         Worker(worker_id="prefill-0", info=PREFILL), Worker(worker_id="decode-0", info=DECODE), Worker(worker_id="mute")
     )
     made.held["prefill-0"] = WorkerStats(info=PREFILL, load=WorkerLoad(), tickets=(OUT,))
-    made.held["decode-0"] = WorkerStats(info=DECODE, load=WorkerLoad(), tickets=(IN,), lanes=(LANE,))
+    made.held["decode-0"] = WorkerStats(info=DECODE, load=WorkerLoad(), tickets=(IN,), lanes=(LANE,), tiers=(HOST,))
     return made
 
 
@@ -37,7 +38,15 @@ async def test_every_ticket_of_every_worker_is_told_with_its_age_owner_and_bytes
         "num_bytes": 4096, "direction": "in",
     }  # fmt: skip
     assert decode["lanes"][0]["transport"] == "gloo"
-    assert (mute["tickets"], mute["lanes"]) == (None, None), "a worker that does not answer holds up nobody"
+    assert decode["tiers"] == [
+        {
+            "tier": "host", "num_blocks": 64, "num_used": 2, "num_cached": 40, "num_evicted": 7, "num_loaded": 9,
+            "num_hit_tokens": 99,
+        }
+    ]  # fmt: skip
+    assert (mute["tickets"], mute["lanes"], mute["tiers"]) == (None, None, None), (
+        "a worker that does not answer holds up nobody"
+    )
 
 
 async def test_a_worker_is_drained_by_its_name() -> None:

@@ -76,6 +76,20 @@ class TestHits:
         assert toy.host is not None
         assert 0 < toy.host.load().num_loaded < 25
 
+    def test_tiers_tell_what_each_was_good_for(self) -> None:
+        toy = ToyEngine(num_blocks=32, host_slots=100)
+        toy.serve(ask("first", LONG, 1))
+        toy.serve(ask("again", LONG, 1))
+        evict(toy)
+        toy.serve(ask("late", LONG, 1))
+        device, host = toy.pool.tiers()
+        assert (device.tier, device.num_used, device.num_hit_tokens) == ("device", 0, 96), (
+            "the second's, not the third's"
+        )
+        assert device.num_evicted > 0
+        assert (host.tier, host.num_used, host.num_hit_tokens, host.num_loaded) == ("host", 0, 96, 24)
+        assert (host.num_blocks, host.num_cached) == (100, len(toy.pool.host.entries()))
+
     def test_tenants_do_not_share(self) -> None:
         toy = ToyEngine(num_blocks=32, host_slots=200)
         toy.serve(ask("a", LONG, 1, cache_salt=b"a"))
