@@ -41,6 +41,7 @@ from protos.values import (
 )
 from protos.wire import from_proto, raised, to_proto
 from router.generation import Tap
+from router.shortcut import Board, Shortcut
 
 Value = TypeVar("Value")
 
@@ -84,13 +85,17 @@ class Updates:
     """What one worker says about one request, in order. Raises what the worker, or its loss, ended it with.
 
     Whoever reads slower than the worker writes gets several updates joined to one, and catches up. Plain tokens go to
-    the `tap`, if there is one and the reader waits: then it has done with all that came before.
+    the `tap`, if there is one and the reader waits: then it has done with all that came before. After one of them its
+    short cut opens on the `board`, and closes with the next thing that is no plain token, or when it takes one no more.
     """
 
-    def __init__(self, request_id: str = "", number: int = 0) -> None:
+    def __init__(self, request_id: str = "", number: int = 0, board: Board | None = None) -> None:
         self.request_id = request_id
         self.number = number
         self.tap: Tap | None = None
+        self._board = board
+        self._open: Shortcut | None = None
+        self._is_plain = False  # the tap has taken a token, and nothing has happened since
         self._waiting: deque[SequenceUpdate | BatonError] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -110,14 +115,31 @@ class Updates:
         tap, reader = self.tap, self._reader
         if tap is not None and reader is not None and not reader.done():
             try:
-                if tap(token_ids, now):
+                if self._by_shortcut(tap, token_ids, now):
+                    return
+                self._close()
+                if tap.take(token_ids, now):
+                    self._is_plain = True
                     return
             except Exception as bug:  # of one request: its worker's other ones go on
-                log.exception("request %s failed for a reason of our own", self.request_id)
-                self.tap = None
-                self.fail(Internal(f"tokens could not be passed on: {type(bug).__name__}"))
+                self._broken(bug)
                 return
         self._add(SequenceUpdate(request_id=self.request_id, token_ids=tuple(token_ids)))
+
+    def settle(self) -> None:
+        """The layers above know what an open short cut has taken."""
+        try:
+            if self._open is not None:
+                self._open.settle()
+        except Exception as bug:
+            self._broken(bug)
+
+    def close(self) -> None:
+        """No short cut is open, and the layers above know what it has taken."""
+        try:
+            self._close()
+        except Exception as bug:
+            self._broken(bug)
 
     def fail(self, error: BatonError) -> None:
         if self._heir is not None:
@@ -154,7 +176,32 @@ class Updates:
         self._over = item.finish_reason is not None
         return item
 
+    def _by_shortcut(self, tap: Tap, token_ids: Sequence[int], now: float) -> bool:
+        """For tokens that the board has not taken: the short cut may not have been open, or not have known them."""
+        shortcut, board = tap.shortcut, self._board
+        if shortcut is None or board is None or len(token_ids) != 1:
+            return False
+        if self._open is not None:
+            return shortcut.learn(token_ids[0]) and board.retry(self.number, token_ids[0], now)
+        if not self._is_plain or board.is_shut or not shortcut.open(board, self.number, self, tap.note):
+            return False
+        self._open = shortcut
+        shortcut.learn(token_ids[0])
+        return board.retry(self.number, token_ids[0], now)
+
+    def _close(self) -> None:
+        self._is_plain = False
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close()
+
+    def _broken(self, bug: Exception) -> None:
+        log.error("request %s failed for a reason of our own", self.request_id, exc_info=bug)
+        self.tap = None
+        self.fail(Internal(f"tokens could not be passed on: {type(bug).__name__}"))
+
     def _add(self, item: SequenceUpdate | BatonError) -> None:
+        self.close()
         self._waiting.append(item)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -201,6 +248,7 @@ class WorkerClient:
         self._open: dict[str, Updates] = {}
         self._numbered: dict[int, Updates] = {}  # the same ones
         self._numbers = count(1)
+        self._board = Board()
         self._late: set[asyncio.Task[Ticket]] = set()
         self._stream: Any = None
         self._lost: WorkerLost | None = None
@@ -246,7 +294,7 @@ class WorkerClient:
 
     def submit(self, request: GenerateRequest) -> Updates:
         """Hands over a request. `release` or `abort` it when its updates are no longer of interest."""
-        updates = Updates(request.request_id, next(self._numbers))
+        updates = Updates(request.request_id, next(self._numbers), self._board)
         if self._lost is not None:
             updates.fail(WorkerLost(self._lost.message))
             return updates
@@ -260,6 +308,7 @@ class WorkerClient:
         """Stops listening to a request that needs nothing more."""
         if (updates := self._open.pop(request_id, None)) is not None:
             del self._numbered[updates.number]
+            updates.close()
 
     def abort(self, request_id: str) -> None:
         """Ends a request and its reservation on the worker, whatever their state. No error if there are none."""
@@ -341,10 +390,12 @@ class WorkerClient:
             yield message
 
     def _hand_out(self, step: StepMessage, now: float) -> None:
-        numbered = self._numbered
-        for number, token_id in zip(step.numbers, step.token_ids, strict=True):
-            if (updates := numbered.get(number)) is not None:  # else aborted meanwhile
-                updates.put_tokens((token_id,), now)
+        numbered, numbers, token_ids = self._numbered, step.numbers, step.token_ids
+        if step.load is not None:
+            self._board.shut(step.load.draining)  # sequences are to move: that is for deltas to begin
+        for place in self._board.deliver(numbers, token_ids, now):
+            if (updates := numbered.get(numbers[place])) is not None:  # else aborted meanwhile
+                updates.put_tokens((token_ids[place],), now)
         for update in step.updates:
             if (updates := self._open.get(update.request_id)) is None:
                 continue

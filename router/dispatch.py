@@ -369,22 +369,15 @@ def _renewing(asked: ReserveRequest, decode: Member, lease_s: float) -> Iterator
 
 
 def _journaling(journal: Journal, tap: Tap | None) -> Tap | None:
-    """The tap, with the journal before it. What a trial, the first token or a failure makes of tokens, deltas do."""
+    """The tap, with the journal below it. What a trial, the first token or a failure makes of tokens, deltas do."""
     if tap is None:
         return None
 
-    def through(token_ids: Sequence[int], now: float) -> bool:
-        output_ids = journal.output_ids
-        if not output_ids or journal.suspicion.strikes:
-            return False
-        output_ids += token_ids
-        if not tap(token_ids, now):
-            del output_ids[-len(token_ids) :]
-            return False
+    def note(token_ids: Sequence[int], now: float) -> None:
+        journal.output_ids += token_ids
         journal.record.took(len(token_ids), 0, now)
-        return True
 
-    return through
+    return tap.under(note, lambda: bool(journal.output_ids) and not journal.suspicion.strikes)
 
 
 def _now() -> float:

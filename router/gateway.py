@@ -102,20 +102,17 @@ class Gateway:
         reception, pace, counted = self.reception, self.pace, tally or Tally(ask)
         limited = ask.tenant.tokens_per_min is not None
 
-        def through(index: int, text: str, num_tokens: int, now: float) -> bool:
-            if say is None or not say(index, text, num_tokens, now):
-                return False
+        def note(index: int, text: str, num_tokens: int, now: float) -> None:
             track.wrote(index, num_tokens, now)
             counted.said(num_tokens)
             if limited:
                 reception.wrote(ask.tenant, num_tokens)
-            return True
 
         async with reception.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):
             self.routing.records.open(ask.jobs)
             error: BaseException | None = None
             try:
-                told = answer(self.generate, ask, self.tokenizer.vocabulary, None if say is None else through)
+                told = answer(self.generate, ask, self.tokenizer.vocabulary, None if say is None else say.under(note))
                 async with aclosing(told) as pieces:
                     with pace.running():
                         async for piece in pieces:

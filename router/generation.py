@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protos.values import FinishReason, Logprobs, Profile, SamplingParams, WorkerInfo, WorkerLoad, WorkerStats
+from router.shortcut import Note, Shortcut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +59,40 @@ class TokenDelta:
     num_prompt_computed: int = 0
 
 
-Tap = Callable[[Sequence[int], float], bool]
-"""Takes new tokens of a job at a time (the loop's clock) when everything before them has been taken: past the deltas,
-by plain calls. For ids and nothing else: the first token, an end and logprobs are deltas. False: it has taken nothing,
-they become a delta as well (docs/adr/0019)."""
+Take = Callable[[Sequence[int], float], bool]
+"""Takes new tokens of a job at a time (the loop's clock). False: it has taken nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """Past the deltas, by plain calls (docs/adr/0019): for tokens of which everything before has been taken.
+
+    For ids and nothing else: the first token, an end and logprobs are deltas. What `take` refuses becomes a delta as
+    well. `note` is told of tokens that the `shortcut` has taken, which is open only after `take` has taken one, and
+    until anything but `take` concerns the job.
+    """
+
+    take: Take
+    note: Note
+    shortcut: Shortcut | None = None
+
+    def under(self, note: Note | None = None, clear: Callable[[], bool] | None = None) -> Tap:
+        """For the layer below: it takes while the way is `clear`, and `note` learns of all that was taken."""
+        take_above, note_above = self.take, self.note
+
+        def take(token_ids: Sequence[int], now: float) -> bool:
+            if (clear is not None and not clear()) or not take_above(token_ids, now):
+                return False
+            if note is not None:
+                note(token_ids, now)
+            return True
+
+        def both(token_ids: Sequence[int], now: float) -> None:
+            note_above(token_ids, now)
+            if note is not None:
+                note(token_ids, now)
+
+        return Tap(take, both, self.shortcut)
 
 
 class Generate(Protocol):

@@ -87,9 +87,7 @@ class Moves:
         left: Place | None = None
         move: _Move | None = None
 
-        def through(token_ids: Sequence[int], now: float) -> bool:
-            return tap is not None and move is None and not here.worker.drains and tap(token_ids, now)
-
+        through = None if tap is None else tap.under(clear=lambda: move is None and not here.worker.drains)
         try:
             while True:
                 update = await anext(here.updates)
@@ -110,7 +108,7 @@ class Moves:
                     move, again_s = None, _now() + PAUSE_S
                     continue
                 yield update
-                here.updates.tap = through if tap is not None else None
+                here.updates.tap = through
                 if update.finish_reason is not None:
                     if here is not place:
                         here.worker.release(here.request_id)

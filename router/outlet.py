@@ -10,6 +10,7 @@ and every chunk goes through `send`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ class Outlet:
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._transport = cycle.transport
         self._write = cycle.transport.write
         self._is_closing = cycle.transport.is_closing
 
@@ -39,6 +41,23 @@ class Outlet:
         if chunk:
             self._write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
         return True
+
+    def is_empty(self) -> bool:
+        """Would a chunk be written, and is none before it waiting for the connection?"""
+        return self.write(b"") and not self._transport.get_write_buffer_size()
+
+    def descriptor(self) -> int | None:
+        """A new descriptor of the connection, the caller's to close: another connection never gets its number
+        meanwhile. To be written to while the outlet `is_empty`, and only then. None for one that is encrypted."""
+        transport = self._transport
+        if transport.get_extra_info("sslcontext") is not None or (found := transport.get_extra_info("socket")) is None:
+            return None
+        return os.dup(found.fileno())
+
+    def finish(self, rest: bytes) -> None:
+        """The end of a chunk that the descriptor has taken the beginning of."""
+        if not self._is_closing():
+            self._write(rest)
 
 
 class HttpProtocol(Intake):

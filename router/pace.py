@@ -8,6 +8,7 @@ the loop just keeps up.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,15 +27,26 @@ Flush = Callable[[float], bool]
 
 
 class Pace:
-    """Lives on one event loop. While anything is `running`, the loop's lateness is looked at every `PERIOD_S`."""
+    """Lives on one event loop. While anything is `running`, the loop's lateness is looked at every `PERIOD_S`.
+
+    `gap` is where compiled code reads `gap_s`.
+    """
 
     def __init__(self) -> None:
-        self.gap_s = 0.0
+        self.gap = ctypes.c_double(0.0)
         self._lateness_s = 0.0
         self._num_running = 0
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._due: dict[Flush, None] = {}
+
+    @property
+    def gap_s(self) -> float:
+        return self.gap.value
+
+    @gap_s.setter
+    def gap_s(self, seconds: float) -> None:
+        self.gap.value = seconds
 
     def when_due(self, flush: Flush) -> None:
         """Calls `flush` with the time, soon and again for as long as it says that something is left. One that fails
@@ -67,6 +79,11 @@ class Pace:
         late_s = now - self._due_s
         self._lateness_s = _KEEP * self._lateness_s + (1 - _KEEP) * late_s
         self.gap_s = min(GAP_PER_LATENESS * self._lateness_s, MAX_GAP_S) if self._lateness_s > ON_TIME_S else 0.0
+        self.flush(now)
+        self._set_timer(loop)
+
+    def flush(self, now: float) -> None:
+        """What is due leaves."""
         for flush in tuple(self._due):
             try:
                 is_left = flush(now)
@@ -75,4 +92,3 @@ class Pace:
                 is_left = False
             if not is_left:
                 del self._due[flush]
-        self._set_timer(loop)

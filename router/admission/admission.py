@@ -106,14 +106,11 @@ class Admission:
         expected_s = self._reading_s(job, 0, let_s) if job.max_ttft_s is not None else None
         charge, tenant = self._line.charge, job.tenant
 
-        def through(token_ids: Sequence[int], now: float) -> bool:
-            if tap is None or not tap(token_ids, now):
-                return False
+        def note(token_ids: Sequence[int], now: float) -> None:
             charge(tenant, num_output=len(token_ids))
-            return True
 
         told = False
-        async with aclosing(self._generate(job, None if tap is None else through)) as deltas:
+        async with aclosing(self._generate(job, None if tap is None else tap.under(note))) as deltas:
             async for delta in deltas:
                 num_found = 0
                 if not told and delta.token_ids:

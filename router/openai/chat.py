@@ -17,7 +17,7 @@ from router.openai.errors import json_response
 from router.openai.logprobs import chat_logprobs, prompt_logprobs
 from router.openai.reply import progress_body, reply_head, usage_body
 from router.openai.schema import ChatBody, read_body, with_bound
-from router.openai.sse import DONE, HOLE, EventStream, Put, Voice, event, while_connected
+from router.openai.sse import DONE, HOLE, EventStream, Voice, Way, event, while_connected
 from router.text.answer import Piece, Tally, collect
 from router.text.asking import Ask, make_ask
 
@@ -76,14 +76,14 @@ class _Chat:
         }
         return choice | {"token_ids": whole.token_ids} if self._body.return_token_ids else choice
 
-    async def events(self, track: Track, put: Put) -> AsyncGenerator[bytes, None]:
+    async def events(self, track: Track, way: Way) -> AsyncGenerator[bytes, None]:
         """A role for each choice, its text, its finish; then, if asked for, the usage of all."""
         tally = Tally(self._ask)
         head = reply_head(self._gateway, self._ask.request_id, "chat.completion.chunk")
         if self._body.include_usage:
             head["usage"] = None
-        voice = Voice(lambda index: head | self._chunk(index, {"content": HOLE}), put, self._gateway.pace)
-        say = None if self._body.logprobs or self._body.return_token_ids else voice.say
+        voice = Voice(lambda index: head | self._chunk(index, {"content": HOLE}), way, self._gateway.pace)
+        say = None if self._body.logprobs or self._body.return_token_ids else voice.speaker(len(self._ask.jobs))
         try:
             async with aclosing(self._gateway.answer(self._ask, track, tally, say)) as pieces:
                 async for piece in pieces:
@@ -94,7 +94,7 @@ class _Chat:
                 yield held
             raise
         finally:
-            voice.held()
+            voice.end()
         usage = tally.usage()
         track.count(usage)
         if self._body.include_usage:

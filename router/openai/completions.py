@@ -20,7 +20,7 @@ from router.openai.errors import json_response
 from router.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from router.openai.reply import progress_body, reply_head, usage_body
 from router.openai.schema import CompletionBody, read_body, with_bound
-from router.openai.sse import DONE, HOLE, EventStream, Put, Voice, event, while_connected
+from router.openai.sse import DONE, HOLE, EventStream, Voice, Way, event, while_connected
 from router.text.answer import Piece, Tally, collect
 from router.text.asking import Ask, make_ask
 from router.text.detokenizer import Detokenizer
@@ -84,7 +84,7 @@ class _Completion:
         reply = reply_head(self._gateway, self._ask.request_id, "text_completion")
         return reply | {"choices": [self._choice(one, opening=True) for one in choices], "usage": usage_body(usage)}
 
-    async def events(self, track: Track, put: Put) -> AsyncGenerator[bytes, None]:
+    async def events(self, track: Track, way: Way) -> AsyncGenerator[bytes, None]:
         """Text as it comes, the finish with the last of it; then, if asked for, the usage of all."""
         tally = Tally(self._ask)
         head = reply_head(self._gateway, self._ask.request_id, "text_completion")
@@ -92,10 +92,14 @@ class _Completion:
             head["usage"] = None
         voice = Voice(
             lambda index: head | {"choices": [self._choice(Piece(index=index, text=HOLE), opening=False)]},
-            put,
+            way,
             self._gateway.pace,
         )
-        say = None if self._body.logprobs is not None or self._body.return_token_ids else voice.say
+        say = (
+            None
+            if self._body.logprobs is not None or self._body.return_token_ids
+            else voice.speaker(len(self._ask.jobs))
+        )
         try:
             async with aclosing(self._gateway.answer(self._ask, track, tally, say)) as pieces:
                 async for piece in pieces:
@@ -108,7 +112,7 @@ class _Completion:
                 yield held
             raise
         finally:
-            voice.held()
+            voice.end()
         usage = tally.usage()
         track.count(usage)
         if self._body.include_usage:

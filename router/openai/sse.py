@@ -18,6 +18,8 @@ from router.metrics import Track
 from router.openai.errors import error_body, error_response, internal_error
 from router.outlet import Outlet, outlet_of
 from router.pace import Pace
+from router.shortcut import Shortcut
+from router.text.answer import Say
 
 log = logging.getLogger("baton.http")
 
@@ -33,8 +35,22 @@ _T = TypeVar("_T")
 
 HOLE = "\0 text \0"
 
-Put = Callable[[bytes, float], bool]
-"""Sends an event at a time (the loop's clock) if the way is clear; False: it was not sent. An empty one only asks."""
+
+class Way:
+    """One response's way past ASGI's layers. `sent_s`: when something was sent last, by the loop's clock."""
+
+    def __init__(self) -> None:
+        self.outlet: Outlet | None = None
+        self.shortcut: Shortcut | None = None
+        self.sent_s = 0.0
+
+    def put(self, chunk: bytes, now: float) -> bool:
+        """Sends events if the way is clear; False: they were not sent. No events at all only ask."""
+        if self.outlet is None or not self.outlet.write(chunk):
+            return False
+        if chunk:
+            self.sent_s = now
+        return True
 
 
 def event(content: Any) -> bytes:
@@ -43,18 +59,31 @@ def event(content: Any) -> bytes:
 
 class Voice:
     """Says the text of an answer's choices in events that are alike but for it: what is before and behind the `HOLE` in
-    a choice's content is written once. Each text is an event of its own, unless the gateway is late (`Pace`)."""
+    a choice's content is written once. Each text is an event of its own, unless the gateway is late (`Pace`). The exit
+    of a choice that is alone."""
 
-    def __init__(self, content: Callable[[int], Any], put: Put, pace: Pace) -> None:
+    def __init__(self, content: Callable[[int], Any], way: Way, pace: Pace) -> None:
         self._content = content
-        self._put = put
+        self._way = way
+        self._put = way.put
         self._pace = pace
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._held: dict[int, str] = {}
         self._said_s = 0.0
 
+    def speaker(self, num_choices: int) -> Say:
+        """What waits is written soon: it is taken only while the way is clear."""
+        if num_choices == 1 and self._way.shortcut is None:
+            self._way.shortcut = Shortcut(self._pace, self)
+        return Say(self.say, self._note, self._way.shortcut)
+
+    def end(self) -> None:
+        """Whatever waits is forgotten."""
+        self._held.clear()
+        if self._way.shortcut is not None:
+            self._way.shortcut.end()
+
     def say(self, index: int, text: str, num_tokens: int, now: float) -> bool:
-        """A `Say`. What waits is written soon: it is taken only while the way is clear."""
         if not text:
             return True
         gap_s = self._pace.gap_s
@@ -84,14 +113,42 @@ class Voice:
                 self._held.clear()
         return bool(self._held)
 
+    def _note(self, index: int, text: str, num_tokens: int, now: float) -> None:
+        self._way.sent_s = now
+
+    # -- an exit -------------------------------------------------------------------------------------------------------
+
+    def frame(self) -> tuple[bytes, bytes]:
+        before, behind = self._frame(0)
+        return before + b'"', b'"' + behind
+
+    def descriptor(self) -> int | None:
+        outlet = self._way.outlet
+        return outlet.descriptor() if outlet is not None else None
+
+    def give_held(self) -> str | None:
+        outlet = self._way.outlet
+        return self._held.pop(0, "") if outlet is not None and outlet.is_empty() else None
+
+    def take_back(self, held: bytes, rest: bytes) -> None:
+        if rest and self._way.outlet is not None:
+            self._way.outlet.finish(rest)
+        if held:
+            self._held[0] = orjson.loads(b'"%b"' % held)
+            self._pace.when_due(self._flush)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
     def _event(self, index: int, text: str) -> bytes:
-        try:
-            before, behind = self._frames[index]
-        except KeyError:
+        before, behind = self._frame(index)
+        return before + orjson.dumps(text) + behind
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        if index not in self._frames:
             before, hole, behind = event(self._content(index)).partition(orjson.dumps(HOLE))
             assert hole, "the content has a hole"
             self._frames[index] = (before, behind)
-        return before + orjson.dumps(text) + behind
+        return self._frames[index]
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -138,20 +195,19 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, events: Callable[[Put], AsyncGenerator[bytes, None]], track: Track, *, keep_alive_s: float = inf
+        self, events: Callable[[Way], AsyncGenerator[bytes, None]], track: Track, *, keep_alive_s: float = inf
     ) -> None:
-        """While the events' consumer waits for the next, they may be `put` without being yielded."""
+        """While the events' consumer waits for the next, they may go another way without being yielded."""
         super().__init__(media_type="text/event-stream")
-        self._events = events(self._put)
-        self._outlet: Outlet | None = None
+        self._way = Way()
+        self._events = events(self._way)
         self._track = track
         self._keep_alive_s = keep_alive_s
         self._started = False
-        self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error: BaseException | None = None
-        self._outlet = outlet_of(scope)
+        self._way.outlet = outlet_of(scope)
         try:
             async with _while_it_runs(self._keep_alive(send)):
                 await while_connected(receive, self._send_all(send))
@@ -170,30 +226,25 @@ class EventStream(Response):
         finally:
             self._track.finish(error)
 
-    def _put(self, chunk: bytes, now: float) -> bool:
-        if self._outlet is None or not self._outlet.write(chunk):
-            return False
-        if chunk:
-            self._sent_s = now
-        return True
-
     async def _send_all(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
         async with aclosing(self._events) as events:
             async for chunk in events:
                 await self._begin(send)
-                self._sent_s = clock()
+                self._way.sent_s = clock()
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     async def _keep_alive(self, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
-        self._sent_s = clock()
+        clock, way = asyncio.get_running_loop().time, self._way
+        way.sent_s = clock()
         while True:
-            await asyncio.sleep(self._sent_s + self._keep_alive_s - clock())
-            if clock() >= self._sent_s + self._keep_alive_s:
+            await asyncio.sleep(way.sent_s + self._keep_alive_s - clock())
+            if way.shortcut is not None:  # which says only now what it has sent, and must not write beside the comment
+                way.shortcut.interrupt()
+            if clock() >= way.sent_s + self._keep_alive_s:
                 await self._begin(send)
-                self._sent_s = clock()
+                way.sent_s = clock()
                 await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
     async def _begin(self, send: Send) -> None:

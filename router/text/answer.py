@@ -13,6 +13,7 @@ from itertools import chain
 
 from protos.values import FinishReason, Logprobs
 from router.generation import Generate, Tap, TokenDelta
+from router.shortcut import Shortcut
 from router.text.asking import Ask
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopStrings
@@ -49,8 +50,30 @@ class Usage:
     cached_tokens: int
 
 
-Say = Callable[[int, str, int, float], bool]
-"""A `Tap` of text: choice, what it goes on with, of how many tokens, the loop's clock. False: it becomes a piece."""
+@dataclass(frozen=True, slots=True)
+class Say:
+    """A `Tap` of text. Both are called with a choice, what it goes on with, of how many tokens, and the loop's clock:
+    `say` is asked to say it (False: it becomes a piece), `note` is told that the `shortcut` has done so."""
+
+    say: Callable[[int, str, int, float], bool]
+    note: Callable[[int, str, int, float], None]
+    shortcut: Shortcut | None = None
+
+    def under(self, note: Callable[[int, str, int, float], None]) -> Say:
+        """For the layer below, whose `note` learns of all that was said."""
+        say_above, note_above = self.say, self.note
+
+        def say(index: int, text: str, num_tokens: int, now: float) -> bool:
+            if not say_above(index, text, num_tokens, now):
+                return False
+            note(index, text, num_tokens, now)
+            return True
+
+        def both(index: int, text: str, num_tokens: int, now: float) -> None:
+            note_above(index, text, num_tokens, now)
+            note(index, text, num_tokens, now)
+
+        return Say(say, both, self.shortcut)
 
 
 class Tally:
@@ -143,14 +166,15 @@ async def _merged(
     waits = False  # for what comes: everything before it has been taken
 
     def through(index: int, text: str, num_tokens: int, now: float) -> bool:
-        return say is not None and waits and arrived.empty() and say(index, text, num_tokens, now)
+        return say is not None and waits and arrived.empty() and say.say(index, text, num_tokens, now)
 
     async def pump(stream: AsyncGenerator[Piece, None]) -> None:
         async with aclosing(stream) as pieces:
             async for piece in pieces:
                 arrived.put_nowait(piece)
 
-    streams = [tell(index, None if say is None else through) for index in range(count)]
+    # No short cut: it would know nothing of what another choice has said before.
+    streams = [tell(index, None if say is None else Say(through, say.note)) for index in range(count)]
     tasks = [asyncio.create_task(pump(stream)) for stream in streams]
     for task in tasks:
         task.add_done_callback(arrived.put_nowait)
@@ -177,6 +201,7 @@ class Writer:
     def __init__(self, ask: Ask, index: int, vocabulary: Vocabulary) -> None:
         self._ask = ask
         self._index = index
+        self._vocabulary = vocabulary
         self._min_tokens = ask.jobs[index].sampling.min_tokens
         self._detokenizer = Detokenizer(vocabulary, skip_special_tokens=ask.skip_special_tokens)
         self._stops = StopStrings(ask.stop, include=ask.include_stop_str_in_output)
@@ -185,18 +210,27 @@ class Writer:
     def tap(self, say: Say) -> Tap:
         """Has `say` take tokens whose text needs no more than a look, one at a time."""
         detokenizer, stops, index, silent = self._detokenizer, self._stops, self._index, self._ask.silent
+        words = self._vocabulary.words(skip_special_tokens=self._ask.skip_special_tokens)
+        if say.shortcut is not None and words is not None:
+            say.shortcut.speak(words, self._ask.stop)
 
-        def through(token_ids: Sequence[int], now: float) -> bool:
+        def take(token_ids: Sequence[int], now: float) -> bool:
             if silent or len(token_ids) != 1:
                 return False
             text = detokenizer.peek(token_ids[0])
-            if text is None or not stops.pass_by(text) or not say(index, text, 1, now):
+            if text is None or not stops.pass_by(text) or not say.say(index, text, 1, now):
                 return False
             self._num_tokens += 1
             detokenizer.num_chars += len(text)
             return True
 
-        return through
+        def note(token_ids: Sequence[int], now: float) -> None:
+            text = "".join([detokenizer.peek(token_id) or "" for token_id in token_ids])
+            self._num_tokens += len(token_ids)
+            detokenizer.num_chars += len(text)
+            say.note(index, text, len(token_ids), now)
+
+        return Tap(take, note, say.shortcut)
 
     def write(self, delta: TokenDelta) -> Piece:
         """The piece for a delta; tokens behind a stop string are left out, as if they had never been made."""

@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from protos.errors import UnsupportedModel
+from router.shortcut import Words, compiled
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -41,6 +42,7 @@ class Vocabulary:
     special: frozenset[int]
     leading_space: int = 0
     _texts: dict[int, str | None] = field(default_factory=dict, repr=False, compare=False)
+    _words: dict[bool, Words | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> Vocabulary:
@@ -69,6 +71,17 @@ class Vocabulary:
                 text = None
             self._texts[token_id] = text
             return text
+
+    def words(self, *, skip_special_tokens: bool) -> Words | None:
+        """`whole_text` for compiled code, where there is any; special tokens say nothing if they are skipped."""
+        if skip_special_tokens not in self._words:
+            hidden = self.special if skip_special_tokens else frozenset[int]()
+
+            def text_of(token_id: int) -> str | None:
+                return "" if token_id in hidden else self.whole_text(token_id)
+
+            self._words[skip_special_tokens] = Words(text_of, len(self.token_bytes)) if compiled() else None
+        return self._words[skip_special_tokens]
 
 
 class _Steps:

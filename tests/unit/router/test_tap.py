@@ -14,8 +14,9 @@ from protos.errors import Internal
 from protos.values import FinishReason, SequenceUpdate
 from router.client import Updates
 from router.dispatch import Dispatcher
+from router.generation import Tap
 from router.member import WorkerState
-from router.openai.sse import HOLE, Voice
+from router.openai.sse import HOLE, Voice, Way
 from router.outlet import Outlet
 from router.pace import Pace
 from router.policies.registry import policy_of
@@ -31,16 +32,29 @@ class Reader:
         self.tokens: list[int] = []
         self.num_tapped = 0
         self.takes = True
+        self.tap = Tap(self.take, self.note)
+        self._more = asyncio.Event()
 
-    def tap(self, token_ids: Sequence[int], now: float) -> bool:
+    def take(self, token_ids: Sequence[int], now: float) -> bool:
         if self.takes:
-            self.tokens += token_ids
-            self.num_tapped += len(token_ids)
+            self.note(token_ids, now)
         return self.takes
+
+    def note(self, token_ids: Sequence[int], now: float) -> None:
+        self.tokens += token_ids
+        self.num_tapped += len(token_ids)
+        self._more.set()
 
     async def read(self, cluster: Cluster, max_tokens: int = 8) -> None:
         async for delta in cluster.generate(job(max_tokens=max_tokens), self.tap):
             self.tokens += delta.token_ids
+            self._more.set()
+
+    async def has(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.tokens) < count:
+                self._more.clear()
+                await self._more.wait()
 
 
 @pytest.fixture
@@ -68,7 +82,7 @@ async def test_a_death_in_mid_answer_after_tapped_tokens(two: Cluster) -> None:
     dying, other, reader = two["c0"], two["c1"], Reader()
     dying.pause_after = 5
     reading = asyncio.create_task(reader.read(two))
-    await two.until(lambda: len(reader.tokens) == 5)
+    await reader.has(5)
     await dying.die()
     await reading
     assert reader.num_tapped
@@ -80,7 +94,7 @@ async def test_a_sequence_that_is_tapped_still_leaves_a_worker_that_drains(two: 
     leaving, reader = two["c0"], Reader()
     leaving.pause_after = 3
     reading = asyncio.create_task(reader.read(two))
-    await two.until(lambda: len(reader.tokens) == 3)
+    await reader.has(3)
     leaving.draining = True
     leaving.say()
     await two.until_state("c0", WorkerState.DRAINING)
@@ -111,7 +125,7 @@ async def test_a_bug_in_a_tap_fails_its_own_request_alone() -> None:
     def broken(token_ids: Sequence[int], now: float) -> bool:
         raise KeyError("a bug")
 
-    updates.tap = broken
+    updates.tap = Tap(broken, Reader().note)
     waiting = asyncio.ensure_future(anext(updates))
     await asyncio.sleep(0)
     updates.put_tokens((1,), 0.0)
@@ -182,11 +196,12 @@ async def test_a_late_gateway_says_several_texts_at_once() -> None:
     said: list[bytes] = []
     pace, clear = Pace(), True
 
-    def put(chunk: bytes, now: float) -> bool:
-        said.extend([chunk] * (clear and chunk != b""))
-        return clear
+    class Watched(Way):
+        def put(self, chunk: bytes, now: float) -> bool:
+            said.extend([chunk] * (clear and chunk != b""))
+            return clear
 
-    voice = Voice(lambda index: {"i": index, "text": HOLE}, put, pace)
+    voice = Voice(lambda index: {"i": index, "text": HOLE}, Watched(), pace)
     assert voice.say(0, "a", 1, 10.0)
     pace.gap_s = 0.05
     with pace.running():
