@@ -18,6 +18,7 @@ import resource
 import selectors
 import socket
 from collections.abc import AsyncIterator, Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,7 +57,7 @@ def drain(port: int, count: int) -> None:
                 return
 
 
-async def connected() -> tuple[list[asyncio.Transport], multiprocessing.Process]:
+async def connected() -> tuple[list[asyncio.Transport], BaseProcess]:
     transports = list[asyncio.Transport]()
     all_there = asyncio.Event()
 
@@ -114,7 +115,7 @@ async def writes() -> dict[str, float]:
     return found
 
 
-class Steps(grpc.GenericRpcHandler[Any, Any]):
+class Steps(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     def __init__(self, message: bytes) -> None:
         self._message = message
 
