@@ -10,15 +10,18 @@ from __future__ import annotations
 import heapq
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from kvtransfer.events import EventLog
 from protos.values import BlockHash, WorkerLoad, WorkerRole
 from router.policies.base import Candidate, Policy, RequestView
+from router.policies.candidates import Candidates
 from router.policies.costs import outlook
-from router.predict import Predictor
+from router.predict import Expectation, Predictor
 from router.prefix.feed import Feed
 from router.prefix.index import PrefixIndex
 from workers.kv.blocks import BlockPool
@@ -180,6 +183,7 @@ class Replay:
         self._num_decided = 0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._num_due = 0
+        self._names = tuple(worker.name for worker in self.workers)
         for worker in self.workers:
             self._feed.hello(worker.name, 1)
 
@@ -204,7 +208,7 @@ class Replay:
 
     def _route(self, asked: Asked) -> None:
         matched = self._index.match(asked.hashes, now=self._now).blocks
-        candidates = [self._candidate(worker, matched.get(worker.name, 0), asked) for worker in self.workers]
+        candidates = self._candidates(matched, asked)
         view = RequestView(
             request_id=f"r{self._num_decided}",
             num_tokens=asked.num_prompt,
@@ -229,9 +233,23 @@ class Replay:
         worker.queued_tokens += asked.num_prompt - one.counted
         self._begin(worker)
 
-    def _candidate(self, worker: Worker, num_blocks: int, asked: Asked) -> Candidate:
-        load = worker.load()
-        expected = self.predictor.expect(worker.name, ROLE, load, now=self._now)
+    def _candidates(self, matched: Mapping[str, int], asked: Asked) -> Candidates:
+        loads = [worker.load() for worker in self.workers]
+        standings = [
+            self.predictor.standing(worker.name, ROLE, load, now=self._now)
+            for worker, load in zip(self.workers, loads, strict=True)
+        ]
+        expected = self.predictor.expectations(self._names, np.array(standings).T, now=self._now)
+        return Candidates.of(
+            [
+                self._candidate(worker, load, matched.get(worker.name, 0), asked, expected.of(place))
+                for place, (worker, load) in enumerate(zip(self.workers, loads, strict=True))
+            ]
+        )
+
+    def _candidate(
+        self, worker: Worker, load: WorkerLoad, num_blocks: int, asked: Asked, expected: Expectation
+    ) -> Candidate:
         return Candidate(
             worker_id=worker.name,
             role=ROLE,

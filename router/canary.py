@@ -22,7 +22,7 @@ from enum import StrEnum
 from protos.errors import BatonError
 from router.generation import Generate, Job, Tap, TokenDelta
 from router.policies.base import Candidate, Decision, Policy, RequestView
-from router.policies.pair import decodes
+from router.policies.candidates import Candidates
 
 log = logging.getLogger("baton.router")
 
@@ -41,8 +41,7 @@ def by_one_worker(policy: Policy) -> Policy:
     """The policy's choice of a worker, which reads the prompt itself."""
 
     def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
-        writers = [candidate for candidate in candidates if decodes(candidate)]
-        return replace(policy(view, writers), prefill=None)
+        return replace(policy(view, Candidates.of(candidates).writers), prefill=None)
 
     return decide
 

@@ -17,9 +17,11 @@ from router.explain import Losses
 from router.fleet import Fleet
 from router.generation import Job
 from router.journal import Journal
-from router.policies.base import Candidate, Decision, Policy, RequestView
+from router.policies.base import Decision, Policy, RequestView
+from router.policies.candidates import Candidates
 from router.policies.costs import num_off_device, num_uncached, outlook
 from router.policies.limits import avoiding
+from router.policies.pair import told
 from router.policies.registry import policy_of
 from router.record import Choice, Record, Records
 from router.shadow import Shadow
@@ -64,7 +66,7 @@ class Chooser:
         records = self._routing.records.find(request_id)
         return tuple(choice.decision for record in records for choice in record.choices)
 
-    def choose(self, journal: Journal, candidates: Sequence[Candidate]) -> Decision:
+    def choose(self, journal: Journal, candidates: Candidates) -> Decision:
         """Of candidates of which one at least can write."""
         fleet, record, now = self._fleet, journal.record, _now()
         block_size = fleet.block_size or 1
@@ -90,7 +92,8 @@ class Chooser:
             Choice(
                 at_s=now,
                 view=view,
-                candidates=tuple(candidates),
+                candidates=told(candidates, decision),
+                num_candidates=len(candidates),
                 decision=decision,
                 outlook=expected,
                 shadows=shadows,

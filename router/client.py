@@ -229,7 +229,8 @@ class Updates:
 
 
 class WorkerClient:
-    """Talks to the worker at `address` (host:port). Control calls raise the worker's typed error, or WorkerLost."""
+    """Talks to the worker at `address` (host:port). Control calls raise the worker's typed error, or WorkerLost.
+    `on_loss` is called when the connection is lost, or given up."""
 
     def __init__(
         self,
@@ -238,8 +239,10 @@ class WorkerClient:
         connect_timeout_s: float,
         control_timeout_s: float,
         open_channel: OpenChannel = open_channel,
+        on_loss: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
+        self._on_loss = on_loss
         self._connect_timeout_s = connect_timeout_s
         self._control_timeout_s = control_timeout_s
         self._channel = open_channel(address)
@@ -326,6 +329,7 @@ class WorkerClient:
         if self._lost is not None:
             return
         self._lost = error
+        self._on_loss()
         for updates in self._open.values():
             updates.fail(WorkerLost(error.message))
         self._open.clear()

@@ -32,8 +32,8 @@ from router.generation import Job, Tap, TokenDelta
 from router.journal import Journal
 from router.member import Member
 from router.moving import Moves, Place
-from router.policies.base import Candidate, Decision, Policy
-from router.policies.pair import decodes
+from router.policies.base import Decision, Policy
+from router.policies.candidates import Candidates
 from router.prefix.index import NO_MATCH
 from router.pulling import Pull, Pulls
 from router.record import What
@@ -144,11 +144,10 @@ class Dispatcher:
         """Raises NoWorkers. The load the decision brings to its workers counts from now on."""
         fleet = self._fleet
         candidates = self._candidates(journal)
-        if not any(decodes(candidate) for candidate in candidates):
+        if not len(candidates.writers):
             raise NoWorkers("no decode worker is ready")
         decision = self._chooser.choose(journal, candidates)
-        cached = {candidate.worker_id: candidate.num_cached_tokens for candidate in candidates}
-        journal.know_cached(max(cached.values()))
+        journal.know_cached(int(candidates.num_cached_tokens.max()))
         request_id, generation = journal.next_attempt()
         reader = fleet.member(decision.prefill or decision.decode)
         pull = self.pulls.choose(journal, request_id, generation, reader, candidates)
@@ -159,7 +158,7 @@ class Dispatcher:
             decode=fleet.member(decision.decode),
             pull=pull,
         )
-        num_cached = pull.num_tokens if pull is not None else cached[reader.worker_id]
+        num_cached = pull.num_tokens if pull is not None else candidates.named(reader.worker_id).num_cached_tokens
         num_blocks = -(-journal.num_tokens // (fleet.block_size or 1))
         attempt.decode.route(request_id, 0, num_blocks)
         self._give(reader, request_id, journal.num_tokens - num_cached, num_blocks)
@@ -177,16 +176,13 @@ class Dispatcher:
 
     def _elsewhere(self, journal: Journal, besides: Member) -> Member:
         """Where a sequence that is written by a worker had better go on. Raises NoWorkers."""
-        candidates = [
-            candidate
-            for candidate in self._candidates(journal)
-            if decodes(candidate) and candidate.worker_id != besides.worker_id
-        ]
-        if not candidates:
+        writers = self._candidates(journal).writers
+        candidates = writers.besides((besides.worker_id,))
+        if besides.worker_id in candidates.crew.places or not len(candidates):
             raise NoWorkers(f"no other worker than {besides.worker_id} can write")
         return self._fleet.member(self._chooser.choose(journal, candidates).decode)
 
-    def _candidates(self, journal: Journal) -> list[Candidate]:
+    def _candidates(self, journal: Journal) -> Candidates:
         fleet = self._fleet
         return fleet.candidates(fleet.match(journal.hashes, now=_now()), journal.num_tokens)
 
@@ -316,8 +312,8 @@ class Dispatcher:
         """Returns at once while there are decode workers that have not refused yet; else jobs wait in line, and each
         change of a load lets one of them ask again, so that a full pool is not drowned in questions."""
         journal.full.update(attempt.worker_ids)
-        candidates = self._fleet.candidates(NO_MATCH, 1)
-        if any(decodes(candidate) and candidate.worker_id not in journal.full for candidate in candidates):
+        writers = self._fleet.candidates(NO_MATCH, 1).writers
+        if any(worker_id not in journal.full for worker_id in writers.crew.worker_ids):
             return
         journal.full.clear()
         self._fleet.num_turned_away += 1

@@ -179,7 +179,7 @@ def _behind(choice: Choice, found: int) -> Iterator[Finding]:
 def _elsewhere(choice: Choice, found: int) -> Iterator[Finding]:
     """A candidate that might have read the prompt and had more of it."""
     reader, size = choice.reader, choice.view.block_size
-    rivals = [one for one in choice.candidates if one.role is reader.role and one is not reader]
+    rivals = [one for one in choice.candidates if one.role is reader.role and one.worker_id != reader.worker_id]
     others = [one for one in rivals if one.num_cached_tokens // size > found]
     if not others:
         return

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,7 +23,8 @@ from router.config import RouterConfig
 from router.host_metrics import HostTotals
 from router.lane_metrics import LaneTotals
 from router.member import Member, WorkerState, WorkerStatus
-from router.policies.base import Candidate
+from router.offers import Offers
+from router.policies.candidates import Candidates
 from router.predict import Predictor
 from router.prefix.feed import Feed, Observe, Peers
 from router.prefix.index import Match, PrefixIndex
@@ -71,6 +72,7 @@ class Fleet:
         self._again: dict[str, asyncio.Event] = {}
         self._turn = asyncio.Event()
         self.predictor = Predictor()
+        self._offers = Offers(self.predictor)
         self.totals = {role: PoolTotals() for role in WorkerRole}
         self.lane_totals = LaneTotals()
         self.host_totals = HostTotals()
@@ -84,6 +86,7 @@ class Fleet:
         member = self._members.get(worker_id)
         if member is None:
             member = self._members[worker_id] = Member(worker_id, address)
+            self._offers.add(member)
             again = self._again[worker_id] = asyncio.Event()
             self._keepers[worker_id] = asyncio.create_task(self._keep(member, again), name=f"keep {worker_id}")
         elif member.address != address:
@@ -96,7 +99,8 @@ class Fleet:
         """A worker is no more: what runs on it fails with WorkerLost, and goes on elsewhere. An unknown one is fine."""
         if worker_id not in self._members:
             return
-        del self._members[worker_id], self._again[worker_id]
+        self._offers.remove(self._members.pop(worker_id))
+        del self._again[worker_id]
         self._feed.drop(worker_id)
         self.predictor.forget(worker_id)
         self._changed()
@@ -134,38 +138,20 @@ class Fleet:
         """
         size = self.block_size or 1
         matched = self.index.match(hashes(size), now=now)
-        others = dict.fromkeys(member.block_size for member in self._members.values())
-        for other in others:
-            if other is not None and other != size:
+        for other in self._offers.block_sizes:
+            if other != size:
                 matched = matched.joined(self.index.match(hashes(other), now=now).scaled(other, size))
         return matched
 
-    def candidates(self, matched: Match, num_tokens: int) -> list[Candidate]:
-        """Workers that take new work. `matched` is an index's answer for a sequence of `num_tokens` tokens, of which
-        the last must always be computed."""
-        block_size, now = self.block_size or 1, asyncio.get_running_loop().time()
-        return [
-            member.candidate(
-                min(matched.blocks.get(member.worker_id, 0) * block_size, num_tokens - 1),
-                min(matched.num_on_device(member.worker_id) * block_size, num_tokens - 1),
-                self.predictor.expect(member.worker_id, member.role, member.load, now=now),
-            )
-            for member in self._trusted(now)
-            if member.role is not None
-        ]
+    def candidates(self, matched: Match, num_tokens: int) -> Candidates:
+        """Workers that take new work, without those whose breaker gives them a pause. `matched` is an index's answer
+        for a sequence of `num_tokens` tokens, of which the last must always be computed."""
+        now = asyncio.get_running_loop().time()
+        return self._offers.candidates(matched, num_tokens, self.block_size or 1, now=now)
 
-    def each_candidate(self) -> Iterator[Candidate]:
-        """Workers that take new work, for whoever looks at their load alone and may stop at the first."""
-        return (member.candidate(0, 0) for member in self._members.values() if member.takes_work)
-
-    def _trusted(self, now: float) -> list[Member]:
-        """Those that take work, without those whose breaker gives them a pause: never a pool's last."""
-        taking = [member for member in self._members.values() if member.takes_work]
-        trusted = [member for member in taking if member.breaker.allows(now)]
-        if len(trusted) == len(taking):
-            return taking
-        roles = {member.role for member in trusted}
-        return [member for member in taking if member in trusted or member.role not in roles]
+    def loads(self) -> Candidates:
+        """Workers that take new work, for whoever looks at their load alone, and keeps nothing of it."""
+        return self._offers.loads()
 
     def ready(self) -> bool:
         """Would a request be served?"""
@@ -218,6 +204,7 @@ class Fleet:
         """A request failed on these workers, for a reason that may be theirs."""
         now = asyncio.get_running_loop().time()
         for member in (self._members[worker_id] for worker_id in worker_ids if worker_id in self._members):
+            self._offers.doubt(member)
             if member.breaker.failed(now) and member.role is not None:
                 log.warning("worker %s keeps failing what it is given: it has a pause", member.worker_id)
                 self.totals[member.role].num_pauses += 1
@@ -261,6 +248,7 @@ class Fleet:
             connect_timeout_s=config.connect_timeout_s,
             control_timeout_s=config.control_timeout_s,
             open_channel=self._open_channel,
+            on_loss=member.changed,
         )
         watch: asyncio.Task[None] | None = None
         try:
@@ -272,7 +260,7 @@ class Fleet:
             member.met(info, client)  # from here to `run`'s first statement nobody else has a turn
             await client.run(hello, lambda step: self._receive(member, client, step))
         finally:
-            member.client = None
+            member.parted()
             self._feed.lost(member.worker_id)
             if watch is not None:
                 watch.cancel()

@@ -7,6 +7,7 @@ joining ──▶ ready ⇄ draining          ready: takes new work; draining: f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -23,10 +24,7 @@ from protos.values import (
 )
 from router.breaker import Breaker
 from router.client import Updates, WorkerClient
-from router.policies.base import Candidate, Line
-from router.predict import Expectation
 
-NOTHING_EXPECTED = Expectation()
 STEPS_TO_SHOW = 2  # a step that was running when a request arrived says nothing of it; the one after that does
 
 
@@ -65,7 +63,10 @@ class Routed:
 
 
 class Member:
-    """Identity of a worker across its connections and lives. The fleet changes its state, the dispatcher adds work."""
+    """Identity of a worker across its connections and lives. The fleet changes its state, the dispatcher adds work.
+
+    `on_change` is called with it and None whenever anything may have changed that candidates are made of.
+    """
 
     def __init__(self, worker_id: str, address: str) -> None:
         self.worker_id = worker_id
@@ -76,7 +77,12 @@ class Member:
         self.load = WorkerLoad()
         self.client: WorkerClient | None = None
         self.breaker = Breaker()
+        self.on_change: Callable[[Member, None], None] | None = None
         self._routed: dict[str, Routed] = {}
+
+    def changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change(self, None)
 
     @property
     def role(self) -> WorkerRole | None:
@@ -109,11 +115,18 @@ class Member:
             self.load = WorkerLoad()
             self.breaker.reset()
         self.info, self.client = info, client
+        self.changed()
+
+    def parted(self) -> None:
+        """Its connection has ended."""
+        self.client = None
+        self.changed()
 
     def enter(self, state: WorkerState, reason: str = "") -> bool:
         """Whether anything changed."""
         changed = (state, reason) != (self.state, self.reason)
         self.state, self.reason = state, reason
+        self.changed()
         return changed
 
     # -- work under way ------------------------------------------------------------------------------------------------
@@ -121,6 +134,7 @@ class Member:
     def route(self, request_id: str, num_tokens: int, num_blocks: int = 0) -> None:
         """A decision sent a request here, with so many tokens to read. Counted until the worker's load shows it."""
         self._routed[request_id] = Routed(num_tokens, num_blocks)
+        self.changed()
 
     async def reserve(self, request: ReserveRequest) -> Ticket:
         """Raises what the worker says, or WorkerLost."""
@@ -144,13 +158,13 @@ class Member:
 
     def release(self, request_id: str) -> None:
         """Nothing more is expected from a request, and nothing has to be ended."""
-        self._routed.pop(request_id, None)
+        self._forget(request_id)
         if self.client is not None:
             self.client.release(request_id)
 
     def abort(self, request_id: str) -> None:
         """Ends a request here, whatever its state."""
-        self._routed.pop(request_id, None)
+        self._forget(request_id)
         if self.client is not None:
             self.client.abort(request_id)
 
@@ -159,6 +173,10 @@ class Member:
         if (routed := self._routed.get(request_id)) is not None:
             routed.since_step = self.load.step
 
+    def _forget(self, request_id: str) -> None:
+        if self._routed.pop(request_id, None) is not None:
+            self.changed()
+
     def hear(self, step: StepMessage) -> bool:
         """Takes a step's load, and forgets routed work that it shows. Does anything but the step's number change?"""
         num_routed = len(self._routed)
@@ -166,7 +184,7 @@ class Member:
             for update in step.updates:
                 self._routed.pop(update.request_id, None)
         if step.load is None:
-            return num_routed != len(self._routed)
+            return self._has_changed(num_routed != len(self._routed))
         changed = replace(step.load, step=self.load.step) != self.load
         self.load = step.load
         shown = [
@@ -176,34 +194,26 @@ class Member:
         ]
         for request_id in shown:
             del self._routed[request_id]
-        return changed or num_routed != len(self._routed)
+        return self._has_changed(changed or num_routed != len(self._routed))
+
+    def _has_changed(self, changed: bool) -> bool:
+        if changed:
+            self.changed()
+        return changed
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def candidate(
-        self, num_cached_tokens: int, num_device_tokens: int, expected: Expectation = NOTHING_EXPECTED
-    ) -> Candidate:
-        """For a request of which so many tokens are cached here, and so many of them on the device."""
-        assert self.info is not None
-        load, routed, layout = self.load, self._routed, self.info.layout
-        token_bytes = layout.block_bytes / layout.block_size
-        return Candidate(
-            worker_id=self.worker_id,
-            role=self.info.role,
-            num_cached_tokens=num_cached_tokens,
-            num_host_tokens=num_cached_tokens - num_device_tokens,
-            num_requests=load.num_running + load.num_waiting + load.num_tickets + len(routed),
-            num_waiting=load.num_waiting + sum(work.num_tokens > 0 for work in routed.values()),
-            queued_prefill_tokens=load.queued_prefill_tokens + sum(work.num_tokens for work in routed.values()),
-            num_free_blocks=max(0, load.num_free_blocks - sum(work.num_blocks for work in routed.values())),
-            num_blocks=load.num_blocks,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            decode_step_s=load.decode_step_s,
-            reading=expected.reading,
-            loading=Line(fixed_s=expected.loading.fixed_s, each_s=expected.loading.each_s * token_bytes),
-            stepping=expected.stepping,
-            receiving=expected.receiving,
-            recent_tokens=expected.recent_tokens,
+    def figures(self) -> tuple[float, ...]:
+        """Its load with what was routed here, as `Candidate` has it: from `num_requests` on to `decode_step_s`."""
+        load, routed = self.load, self._routed.values()
+        return (
+            load.num_running + load.num_waiting + load.num_tickets + len(routed),
+            load.num_waiting + sum(work.num_tokens > 0 for work in routed),
+            load.queued_prefill_tokens + sum(work.num_tokens for work in routed),
+            max(0, load.num_free_blocks - sum(work.num_blocks for work in routed)),
+            load.num_blocks,
+            load.prefill_tokens_per_s,
+            load.decode_step_s,
         )
 
     def status(self, num_cached_blocks: int, num_host_blocks: int) -> WorkerStatus:

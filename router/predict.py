@@ -4,17 +4,24 @@
     observed of all its pool ── Fit ───┴─▶ Line ── observed of it: Pace ──▶ Expectation ──▶ Candidate ──▶ policies
                                                         └─▶ errors ──▶ `baton_prediction_*`
 
+What is known of one worker alone is its standing, a column of numbers that changes with its load and with what is
+observed of it; pools' fits change with every request. Both together, for all workers at once, are what is expected.
+
 What was observed lately counts: half after `HALF_LIFE_S`, or `HALF_COUNT` newer observations. One that is far off is
 drawn near before it counts, so that a stall is no lesson and a change of pace is one soon. Pure: time is an argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from protos.values import WorkerLoad, WorkerRole
 from router.policies.base import Line
+from router.policies.candidates import Floats, Lines, Places
 
 HALF_LIFE_S = 300.0
 HALF_COUNT = 32
@@ -39,6 +46,37 @@ class Expectation:
     stepping: Line = STEPPING
     receiving: Line = RECEIVING
     recent_tokens: float = 0.0
+
+
+STANDING = (
+    "role", "num_running", "read_s", "step_s", "lane_s", "load_fixed_s", "load_each_s", "reading_ratio",
+    "stepping_ratio", "own_speed", "awaits_fit", "fitted_fixed_s", "fitted_each_s", "recent_tokens", "since_s",
+)  # fmt: skip
+_ROLES = tuple(WorkerRole)
+_PRIOR_LINES = 3  # reading, stepping, receiving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectations:
+    """Of many workers, as columns."""
+
+    reading: Lines
+    loading: Lines
+    stepping: Lines
+    receiving: Lines
+    recent_tokens: Floats
+
+    def of(self, place: int) -> Expectation:
+        def line(lines: Lines) -> Line:
+            return Line(fixed_s=float(lines.fixed_s[place]), each_s=float(lines.each_s[place]))
+
+        return Expectation(
+            reading=line(self.reading),
+            loading=line(self.loading),
+            stepping=line(self.stepping),
+            receiving=line(self.receiving),
+            recent_tokens=float(self.recent_tokens[place]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,11 +188,16 @@ class Pace:
         self._expected_s += line(amount)
 
     def of(self, line: Line) -> Line:
-        if not self._expected_s:
-            return line
-        believed_s = TRUST * self._expected_s / self._weight
-        ratio = max(0.0, self._took_s + believed_s) / (self._expected_s + believed_s)
+        ratio = self.ratio
         return Line(fixed_s=line.fixed_s * ratio, each_s=line.each_s * ratio)
+
+    @property
+    def ratio(self) -> float:
+        """1 while nothing has been observed."""
+        if not self._expected_s:
+            return 1.0
+        believed_s = TRUST * self._expected_s / self._weight
+        return max(0.0, self._took_s + believed_s) / (self._expected_s + believed_s)
 
 
 class Predictor:
@@ -166,37 +209,102 @@ class Predictor:
         self._receiving: dict[str, Fit] = {}
         self._pools: dict[WorkerRole, tuple[Fit, Fit]] = {role: (Fit(), Fit()) for role in WorkerRole}
         self._all_lanes = Fit()
-        self._priors: dict[str, Expectation] = {}  # of candidates when they last were, without what their jobs taught
-        self._fits_of_lanes: dict[tuple[str, str], Fit] = {}
-        self._lanes: dict[tuple[str, str], Line] = {}
+        self._offered: tuple[Sequence[str], dict[str, int], Floats] = ((), {}, np.empty((0, 0)))
+        self._priors: dict[str, tuple[float, ...]] = {}  # of workers that are not among those offered last
+        self._fits_of_lanes: dict[str, dict[str, Fit]] = {}
+        self._lanes: dict[str, dict[str, Line]] = {}
         self._recent: dict[WorkerRole, dict[str, tuple[float, float]]] = {role: {} for role in WorkerRole}
         self._speeds: dict[str, float] = {}  # tokens a second that colocated workers read
+        self._mean_speed: float | None = None
+        self._changed: dict[str, None] = {}
         self.answer_tokens = 64.0
 
     # -- what is expected ----------------------------------------------------------------------------------------------
 
-    def expect(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> Expectation:
-        prior = self._priors[worker_id] = Expectation(
-            reading=self._read_prior(role, load),
-            loading=_load_line(load),
-            stepping=self._mixed(worker_id, load) if role is WorkerRole.COLOCATED else self._step_prior(role, load),
-            receiving=self._lane_prior(load),
-            recent_tokens=self._recent_tokens(worker_id, role, now),
-        )
-        reading = self._reading.get(worker_id)
-        stepping = None if role is WorkerRole.COLOCATED else self._stepping.get(worker_id)
+    def standing(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> tuple[float, ...]:
+        """What is known of one worker alone, in the order of `STANDING`; NaN where nothing is. It stays as it is while
+        its load does and `changed` does not name it."""
+        speed, colocated = load.prefill_tokens_per_s, role is WorkerRole.COLOCATED
+        if colocated and speed and self._speeds.get(worker_id) != speed:
+            self._speeds[worker_id], self._mean_speed = speed, None
+        reading, stepping = self._reading.get(worker_id), None if colocated else self._stepping.get(worker_id)
+        lane = Line(each_s=load.transfer_s / load.transfer_bytes) if load.transfer_bytes else None
         receiving = self._receiving.get(worker_id)
-        return Expectation(
-            reading=reading.of(prior.reading) if reading else prior.reading,
-            loading=prior.loading,
-            stepping=stepping.of(prior.stepping) if stepping else prior.stepping,
-            receiving=receiving.line(prior.receiving) if receiving else prior.receiving,
-            recent_tokens=prior.recent_tokens,
+        fitted = receiving.line(lane) if receiving is not None and lane is not None else lane
+        loading = _load_line(load)
+        return (
+            _ROLES.index(role),
+            load.num_running,
+            1 / speed if speed else np.nan,
+            load.decode_step_s,
+            lane.each_s if lane is not None else np.nan,
+            loading.fixed_s,
+            loading.each_s,
+            reading.ratio if reading is not None else 1.0,
+            stepping.ratio if stepping is not None else 1.0,
+            self._speeds.get(worker_id, np.nan) if colocated else np.nan,
+            receiving is not None and lane is None,
+            fitted.fixed_s if fitted is not None else np.nan,
+            fitted.each_s if fitted is not None else np.nan,
+            *self._recently(worker_id, role, now),
         )
 
+    def changed(self) -> Sequence[str]:
+        """Workers of which something was observed since this was last asked."""
+        changed, self._changed = tuple(self._changed), {}
+        return changed
+
+    def expectations(self, worker_ids: Sequence[str], standings: Floats, *, now: float) -> Expectations:
+        """Of workers with these `standings`, a row for each name of `STANDING`. They count as offered from now on: what
+        is observed of them is held against this."""
+        (role, running, read_s, step_s, lane_s, load_fixed_s, load_each_s, reading_ratio, stepping_ratio, own_speed,
+         awaits_fit, fitted_fixed_s, fitted_each_s, recent, since_s) = standings  # fmt: skip
+        pools = role.astype(np.intp)
+        read_fixed_s, read_each_s = _columns([self._pools[one][0].line(READING) for one in _ROLES], pools)
+        step_fixed_s, step_each_s = _columns([self._pools[one][1].line(STEPPING) for one in _ROLES], pools)
+        known = np.array([self._pools[one][1].known for one in _ROLES])[pools]
+        lane = self._all_lanes.line(RECEIVING)
+        priors = np.empty((2 * _PRIOR_LINES, len(worker_ids)))
+        priors[0] = read_fixed_s
+        priors[1] = np.where(read_s == read_s, read_s, read_each_s)
+        # What an idle worker took long ago must not keep it idle for ever.
+        as_pool = ((running == 0) & known) | (step_s == 0)
+        priors[2] = np.where(as_pool, step_fixed_s, np.maximum(0.0, step_s - step_each_s * running))
+        priors[3] = step_each_s
+        colocated = role == _ROLES.index(WorkerRole.COLOCATED)
+        if colocated.any():
+            slowness = np.where(own_speed == own_speed, self._speed_of_all() / own_speed, 1.0)
+            priors[2] = np.where(colocated, step_fixed_s * slowness, priors[2])
+            priors[3] = np.where(colocated, step_each_s * slowness, priors[3])
+        own_lane = lane_s == lane_s
+        priors[4] = np.where(own_lane, 0.0, lane.fixed_s)
+        priors[5] = np.where(own_lane, lane_s, lane.each_s)
+        self._offer(worker_ids, priors)
+        receiving = Lines(
+            np.where(own_lane, fitted_fixed_s, lane.fixed_s), np.where(own_lane, fitted_each_s, lane.each_s)
+        )
+        for place in np.flatnonzero(awaits_fit).tolist():
+            fitted = self._receiving[worker_ids[place]].line(lane)
+            receiving.fixed_s[place], receiving.each_s[place] = fitted.fixed_s, fitted.each_s
+        kept = [
+            _kept(now - at_s) if amount else 0.0 for amount, at_s in zip(recent.tolist(), since_s.tolist(), strict=True)
+        ]
+        return Expectations(
+            reading=Lines(priors[0] * reading_ratio, priors[1] * reading_ratio),
+            loading=Lines(load_fixed_s, load_each_s),
+            stepping=Lines(priors[2] * stepping_ratio, priors[3] * stepping_ratio),
+            receiving=receiving,
+            recent_tokens=recent * np.array(kept),
+        )
+
+    def expect(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> Expectation:
+        """Of one worker."""
+        standings = np.array([self.standing(worker_id, role, load, now=now)], dtype=np.float64).T
+        return self.expectations((worker_id,), standings, now=now).of(0)
+
     @property
-    def lanes(self) -> Mapping[tuple[str, str], Line]:
-        """By (reader, writer), of those measured. It goes on changing."""
+    def lanes(self) -> Mapping[str, Mapping[str, Line]]:
+        """By reader and writer, of those measured. It goes on changing."""
         return self._lanes
 
     def errors(self) -> Mapping[str, tuple[Errors, Errors]]:
@@ -211,7 +319,9 @@ class Predictor:
 
     def routed(self, worker_id: str, role: WorkerRole, num_tokens: int, *, now: float) -> None:
         """A worker was given so many tokens to read."""
-        self._recent[role][worker_id] = (self._recent_tokens(worker_id, role, now) + num_tokens, now)
+        before, since_s = self._recently(worker_id, role, now)
+        self._recent[role][worker_id] = (before * _kept(now - since_s) + num_tokens, now)
+        self._changed[worker_id] = None
 
     # -- what was observed: of a worker that has left, its pool learns and nothing else is kept ------------------------
 
@@ -219,29 +329,32 @@ class Predictor:
         self, worker_id: str, role: WorkerRole, *, num_tokens: float, seconds: float, now: float
     ) -> None:
         """A first token came so long after its decision; until then the worker had so many tokens to read."""
-        if worker_id in self._priors:
+        if (prior := self._prior(worker_id)) is not None:
             pace = self._reading.setdefault(worker_id, Pace())
-            pace.observe(num_tokens, seconds, line=self._priors[worker_id].reading, now=now)
+            pace.observe(num_tokens, seconds, line=prior.reading, now=now)
+            self._changed[worker_id] = None
         self._pools[role][0].observe(num_tokens, seconds, prior=READING, now=now)
 
     def saw_answer(
         self, worker_id: str, role: WorkerRole, *, num_sequences: float, num_tokens: int, seconds: float, now: float
     ) -> None:
         """The tokens of an answer, written among so many sequences, were so many seconds apart."""
-        if worker_id in self._priors:
+        if (prior := self._prior(worker_id)) is not None:
             pace = self._stepping.setdefault(worker_id, Pace())
-            pace.observe(num_sequences, seconds, line=self._priors[worker_id].stepping, now=now)
+            pace.observe(num_sequences, seconds, line=prior.stepping, now=now)
+            self._changed[worker_id] = None
         self._pools[role][1].observe(num_sequences, seconds, prior=STEPPING, now=now)
         self.answer_tokens += (num_tokens - self.answer_tokens) / HALF_COUNT
 
     def saw_transfer(self, reader: str, writer: str, *, num_bytes: float, seconds: float, now: float) -> None:
         """An answer was held up by so much, for KV of so many bytes."""
-        if reader in self._priors and writer in self._priors:
-            prior = self._priors[writer].receiving
-            lane = self._fits_of_lanes.setdefault((reader, writer), Fit())
+        if self._prior(reader) is not None and (known := self._prior(writer)) is not None:
+            prior = known.receiving
+            lane = self._fits_of_lanes.setdefault(reader, {}).setdefault(writer, Fit())
             lane.observe(num_bytes, seconds, prior=prior, now=now)
-            self._lanes[reader, writer] = lane.line(prior)
+            self._lanes.setdefault(reader, {})[writer] = lane.line(prior)
             self._receiving.setdefault(writer, Fit()).observe(num_bytes, seconds, prior=prior, now=now)
+            self._changed[writer] = None
         self._all_lanes.observe(num_bytes, seconds, prior=RECEIVING, now=now)
 
     def forget(self, worker_id: str) -> None:
@@ -250,53 +363,62 @@ class Predictor:
         self._stepping.pop(worker_id, None)
         self._receiving.pop(worker_id, None)
         self._priors.pop(worker_id, None)
-        self._speeds.pop(worker_id, None)
+        self._offered[1].pop(worker_id, None)
+        self._changed.pop(worker_id, None)
+        if self._speeds.pop(worker_id, None) is not None:
+            self._mean_speed = None
         for recent in self._recent.values():
             recent.pop(worker_id, None)
-        for lane in [lane for lane in self._fits_of_lanes if worker_id in lane]:
-            del self._fits_of_lanes[lane], self._lanes[lane]
+        for known in (self._fits_of_lanes, self._lanes):
+            known.pop(worker_id, None)
+            for reader in [reader for reader, lanes in known.items() if lanes.pop(worker_id, None) and not lanes]:
+                del known[reader]
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _recent_tokens(self, worker_id: str, role: WorkerRole, now: float) -> float:
-        """A newcomer counts as if it had had its pool's mean: it is not owed what others did before it came."""
+    def _recently(self, worker_id: str, role: WorkerRole, now: float) -> tuple[float, float]:
+        """Tokens it was sent, as much as they counted at which time. A newcomer counts as if it had had its pool's
+        mean: it is not owed what others did before it came."""
         pool = self._recent[role]
         if worker_id not in pool:
             others = [num_tokens * _kept(now - since_s) for num_tokens, since_s in pool.values()]
             pool[worker_id] = (sum(others) / len(others) if others else 0.0, now)
-        num_tokens, since_s = pool[worker_id]
-        return num_tokens * _kept(now - since_s)
+        return pool[worker_id]
 
-    def _read_prior(self, role: WorkerRole, load: WorkerLoad) -> Line:
-        pool = self._pools[role][0].line(READING)
-        if not load.prefill_tokens_per_s:
-            return pool
-        return Line(fixed_s=pool.fixed_s, each_s=1 / load.prefill_tokens_per_s)
+    def _speed_of_all(self) -> float:
+        """Steps in which prompts are read are long for as long as there are prompts, and whoever writes there meets its
+        neighbours' wherever it goes: what one worker's steps took tells where prompts went, not where to send the next
+        one. So of colocated workers the pool's line counts, by how fast each reads against this mean."""
+        if self._mean_speed is None:
+            self._mean_speed = sum(self._speeds.values()) / len(self._speeds) if self._speeds else 1.0
+        return self._mean_speed
 
-    def _step_prior(self, role: WorkerRole, load: WorkerLoad) -> Line:
-        pool = self._pools[role][1].line(STEPPING)
-        idle = not load.num_running and self._pools[role][1].known
-        if idle or not load.decode_step_s:  # what an idle worker took long ago must not keep it idle for ever
-            return pool
-        return Line(fixed_s=max(0.0, load.decode_step_s - pool.each_s * load.num_running), each_s=pool.each_s)
+    def _offer(self, worker_ids: Sequence[str], priors: Floats) -> None:
+        before, places, old = self._offered
+        if worker_ids is before:
+            self._offered = (before, places, priors)
+            return
+        self._priors.update((worker_id, tuple(old[:, place].tolist())) for worker_id, place in places.items())
+        self._offered = (worker_ids, {worker_id: place for place, worker_id in enumerate(worker_ids)}, priors)
 
-    def _mixed(self, worker_id: str, load: WorkerLoad) -> Line:
-        """Between tokens where prompts are read in the same steps. These are long for as long as there are prompts, and
-        whoever writes there meets its neighbours' wherever it goes: what one worker's steps took tells where prompts
-        went, not where to send the next one. So the pool's line, by how fast this worker reads."""
-        line = self._pools[WorkerRole.COLOCATED][1].line(STEPPING)
-        if load.prefill_tokens_per_s:
-            self._speeds[worker_id] = load.prefill_tokens_per_s
-        own = self._speeds.get(worker_id)
-        if own is None:
-            return line
-        slowness = sum(self._speeds.values()) / len(self._speeds) / own
-        return Line(fixed_s=line.fixed_s * slowness, each_s=line.each_s * slowness)
+    def _prior(self, worker_id: str) -> _Prior | None:
+        """What was expected of a worker when it was last offered, without what its jobs taught; None if it never was,
+        or has left."""
+        _, places, priors = self._offered
+        place = places.get(worker_id)
+        values = priors[:, place].tolist() if place is not None else self._priors.get(worker_id)
+        return _Prior(*[Line(fixed_s=values[i], each_s=values[i + 1]) for i in range(0, 6, 2)]) if values else None
 
-    def _lane_prior(self, load: WorkerLoad) -> Line:
-        if not load.transfer_bytes:
-            return self._all_lanes.line(RECEIVING)
-        return Line(each_s=load.transfer_s / load.transfer_bytes)
+
+class _Prior(NamedTuple):
+    reading: Line
+    stepping: Line
+    receiving: Line
+
+
+def _columns(lines: Sequence[Line], pools: Places) -> tuple[Floats, Floats]:
+    """For each worker its pool's line."""
+    return np.array([line.fixed_s for line in lines])[pools], np.array([line.each_s for line in lines])[pools]
 
 
 def _load_line(load: WorkerLoad) -> Line:

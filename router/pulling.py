@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from protos.errors import BatonError, WorkerLost
 from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
 from router.fleet import Fleet
 from router.journal import Journal
 from router.member import Member
-from router.policies.base import Candidate
+from router.policies.candidates import Candidates
 from router.policies.costs import load_s
 from router.record import What
 
@@ -105,29 +107,28 @@ class Pulls:
         self.failures: Counter[str] = Counter()
 
     def choose(
-        self, journal: Journal, request_id: str, generation: int, reader: Member, candidates: Sequence[Candidate]
+        self, journal: Journal, request_id: str, generation: int, reader: Member, candidates: Candidates
     ) -> Pull | None:
         """What the reader of an attempt, one of the candidates, had best fetch, and from whom. Nothing, when logprobs
         of the prompt are asked for: these are computed."""
         if reader.info is None or (journal.job.sampling.prompt_logprobs is not None and not journal.output_ids):
             return None
         layout, most = reader.info.layout, journal.num_tokens - 1
+        on_device = candidates.num_cached_tokens - candidates.num_host_tokens
         holders = [
             Holder(
-                worker_id=one.worker_id,
-                num_tokens=min(one.num_cached_tokens - one.num_host_tokens, most)
-                // layout.block_size
-                * layout.block_size,
-                bytes_per_s=measured_bytes_per_s(self._fleet.member(one.worker_id).load),
+                worker_id=worker_id,
+                num_tokens=min(int(on_device[place]), most) // layout.block_size * layout.block_size,
+                bytes_per_s=measured_bytes_per_s(self._fleet.member(worker_id).load),
             )
-            for one in candidates
-            if one.worker_id != reader.worker_id
+            for place in np.flatnonzero(on_device).tolist()
+            if (worker_id := candidates.crew.worker_ids[place]) != reader.worker_id
         ]
-        own = next(one for one in candidates if one.worker_id == reader.worker_id)
+        own = candidates.named(reader.worker_id)
         puller = Puller(
             num_cached=own.num_cached_tokens,
             num_on_host=own.num_host_tokens,
-            load_s=load_s(own),
+            load_s=float(load_s(own)),
             tokens_per_s=reader.load.prefill_tokens_per_s,
             bytes_per_token=layout.block_bytes / layout.block_size,
         )

@@ -18,6 +18,7 @@ from protos.chain import Chain
 from protos.errors import BatonError, Cancelled, Internal
 from router.generation import Job
 from router.policies.base import Candidate, Decision, RequestView
+from router.policies.candidates import named
 from router.policies.costs import Outlook
 
 MAX_CHOICES = 16  # of one request; a longer odyssey keeps its end
@@ -61,17 +62,18 @@ class Shadowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One decision, with all it was made from."""
+    """One decision, with what it was made from: of many candidates those that are of interest (`pair.told`)."""
 
     at_s: float
     view: RequestView
     candidates: Sequence[Candidate]
+    num_candidates: int
     decision: Decision
     outlook: Outlook
     shadows: tuple[Shadowed, ...] = ()
 
     def candidate(self, worker_id: str) -> Candidate:
-        return next(one for one in self.candidates if one.worker_id == worker_id)
+        return named(self.candidates, worker_id)
 
     @property
     def reader(self) -> Candidate:

@@ -90,7 +90,8 @@ def _choice(record: Record, choice: Choice) -> View:
             {"worker_id": one.worker_id, "role": one.role, "total": one.total, "terms": dict(one.terms)}
             for one in decision.scores
         ],
-        "candidates": choice.candidates,
+        "candidates": list(choice.candidates),
+        "num_candidates": choice.num_candidates,
         "shadows": [
             {
                 "policy": one.decision.policy,

@@ -97,7 +97,8 @@ class ShadowChoice(Reply):
 
 
 class ChoiceView(Reply):
-    """`candidates` has each worker as it was when the decision was made."""
+    """`candidates` has each worker as it was when the decision was made; of many those that cost least, the chosen, and
+    whoever had most of the prompt cached. `num_candidates` counts them all."""
 
     at_s: float
     policy: str
@@ -107,6 +108,7 @@ class ChoiceView(Reply):
     expected: Outlook
     scores: list[ScoreView]
     candidates: list[Candidate]
+    num_candidates: int
     shadows: list[ShadowChoice]
     measured: Measured | None
 

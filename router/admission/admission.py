@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from router.admission.outlook import Overrun, Room, least_ttft_s, predicted_ttft
 from router.admission.returning import Returning
 from router.config import RouterConfig
 from router.generation import Generate, Job, Tap, TokenDelta
-from router.policies.base import Candidate
+from router.policies.candidates import Candidates
 from router.prefix.index import Match
 
 LEAST_RETRY_S = 0.1
@@ -43,8 +43,8 @@ class Fleet(Protocol):
     def block_size(self) -> int | None: ...
     @property
     def num_turned_away(self) -> int: ...
-    def candidates(self, matched: Match, num_tokens: int) -> list[Candidate]: ...
-    def each_candidate(self) -> Iterator[Candidate]: ...
+    def candidates(self, matched: Match, num_tokens: int) -> Candidates: ...
+    def loads(self) -> Candidates: ...
     async def wait(self, *, until: float) -> None: ...
 
 
@@ -205,7 +205,7 @@ class Admission:
         """To the first token, with so many tokens in line before it."""
         return predicted_ttft_s(self._candidates(job, now), len(job.prompt_ids), num_ahead)
 
-    def _candidates(self, job: Job, now: float) -> list[Candidate]:
+    def _candidates(self, job: Job, now: float) -> Candidates:
         fleet = self._fleet
         hashes = partial(chain_hashes, job.prompt_ids, salt=job.cache_salt)
         return fleet.candidates(fleet.match(hashes, now=now), len(job.prompt_ids))
@@ -224,11 +224,11 @@ class Admission:
 
     def _overloaded(self, why: str, entry: Entry) -> Overloaded:
         """Come again when what is in line has been read."""
-        candidates = list(self._fleet.each_candidate())
+        candidates = self._fleet.loads()
         wait_s = predicted_ttft_s(candidates, 0, self._line.tokens_ahead(entry))
         return Overloaded(why, retry_after_s=self._retry_s(wait_s, entry, candidates) if wait_s is not None else None)
 
-    def _retry_s(self, wait_s: float, entry: Entry, candidates: Sequence[Candidate]) -> float:
+    def _retry_s(self, wait_s: float, entry: Entry, candidates: Candidates) -> float:
         """After what is ahead now, and after those who were told to come again before."""
         behind_s = self._returning.after_s(entry, speed=reading_speed(candidates), now=_now())
         return max(LEAST_RETRY_S, wait_s, min(wait_s + behind_s, self._config.max_queue_s))
@@ -270,7 +270,7 @@ class Admission:
         if self._fleet.num_turned_away:  # they were let through before, and found no room
             return False
         num_blocks = -(-entry.num_tokens // (self._fleet.block_size or 1))
-        return self._room.fits(self._fleet.each_candidate(), num_blocks)
+        return self._room.fits(self._fleet.loads(), num_blocks)
 
 
 def _now() -> float:

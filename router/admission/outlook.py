@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from protos.values import WorkerRole
-from router.policies.base import Candidate
+import numpy as np
+from numpy.typing import NDArray
+
+from router.policies.candidates import Candidates, Floats
 from router.policies.costs import load_s
 
 HALF_LIFE_S = 3.0
@@ -24,29 +25,28 @@ class Room:
     max_backlog_s: float
     max_waiting: int
 
-    def reads(self, candidate: Candidate) -> bool:
-        speed = candidate.prefill_tokens_per_s
-        in_time = not speed or candidate.queued_prefill_tokens <= self.max_backlog_s * speed
-        return candidate.num_waiting < self.max_waiting and (in_time or not candidate.num_waiting)
+    def reads(self, candidates: Candidates) -> NDArray[np.bool_]:
+        speed = candidates.prefill_tokens_per_s
+        in_time = (speed == 0) | (candidates.queued_prefill_tokens <= self.max_backlog_s * speed)
+        reads: NDArray[np.bool_] = (candidates.num_waiting < self.max_waiting) & (
+            in_time | (candidates.num_waiting == 0)
+        )
+        return reads
 
-    def writes(self, candidate: Candidate, num_blocks: int) -> bool:
-        return candidate.num_free_blocks > num_blocks or not candidate.num_requests
+    def writes(self, candidates: Candidates, num_blocks: int) -> NDArray[np.bool_]:
+        writes: NDArray[np.bool_] = (candidates.num_free_blocks > num_blocks) | (candidates.num_requests == 0)
+        return writes
 
-    def fits(self, candidates: Iterable[Candidate], num_blocks: int) -> bool:
+    def fits(self, candidates: Candidates, num_blocks: int) -> bool:
         """Is there a worker, or a pair of them, that would begin with a request of so many blocks soon? Where nobody
         writes at all the answer is yes: what to do then is for the dispatcher to say."""
-        reads = writes = alone = has_writers = False
-        for candidate in candidates:
-            if candidate.role is WorkerRole.PREFILL:
-                reads = reads or self.reads(candidate)
-            else:
-                has_writers = True
-                room = self.writes(candidate, num_blocks)
-                writes = writes or room
-                alone = alone or (room and self.reads(candidate))
-            if alone or (reads and writes):
-                return True
-        return not has_writers
+        readers, writers = candidates.readers, candidates.writers
+        if not len(writers):
+            return True
+        room = self.writes(writers, num_blocks)
+        if (room & self.reads(writers)).any():
+            return True
+        return bool(room.any() and len(readers) and self.reads(readers).any())
 
 
 class Overrun:
@@ -65,7 +65,7 @@ class Overrun:
         return float(self._seconds * 0.5 ** ((now - self._since_s) / HALF_LIFE_S))
 
 
-def predicted_ttft_s(candidates: Sequence[Candidate], num_tokens: int, num_ahead: int) -> float | None:
+def predicted_ttft_s(candidates: Candidates, num_tokens: int, num_ahead: int) -> float | None:
     """Seconds to the first token on the best reader, with `num_ahead` prompt tokens in line before it at the gateway.
 
     What is in line is shared out by all readers. None while no reader's speed is known.
@@ -74,40 +74,43 @@ def predicted_ttft_s(candidates: Sequence[Candidate], num_tokens: int, num_ahead
     speed = reading_speed(readers)
     if not speed:
         return None
-    return num_ahead / speed + min(_reading_s(reader, num_tokens) for reader in readers if reader.prefill_tokens_per_s)
+    measured = readers.take(np.flatnonzero(readers.prefill_tokens_per_s))
+    return num_ahead / speed + float(_reading_s(measured, num_tokens).min())
 
 
-def least_ttft_s(candidates: Sequence[Candidate], num_tokens: int) -> float | None:
+def least_ttft_s(candidates: Candidates, num_tokens: int) -> float | None:
     """Seconds to the first token on the best reader if nothing else were to be done; None while a reader has not been
     measured, which may be the fastest."""
     readers = readers_of(candidates)
-    if not all(reader.prefill_tokens_per_s for reader in readers):
+    if not len(readers) or not readers.prefill_tokens_per_s.all():
         return None
-    return min((_idle_s(reader, num_tokens) for reader in readers), default=None)
+    return float(_idle_s(readers, num_tokens).min())
 
 
-def reading_speed(candidates: Sequence[Candidate]) -> float:
+def reading_speed(candidates: Candidates) -> float:
     """Tokens a second of all readers; 0 while none has been measured."""
-    return sum(reader.prefill_tokens_per_s for reader in readers_of(candidates))
+    return float(sum(readers_of(candidates).prefill_tokens_per_s.tolist()))
 
 
-def _reading_s(reader: Candidate, num_tokens: int) -> float:
+def _reading_s(readers: Candidates, num_tokens: int) -> Floats:
     """As the worker measures its steps, or as first tokens have come of late, which also waited for each other's steps
     and for answers in between: whatever is longer. Of one with nothing to read the shorter: were it believed to be late
     for good, nobody would be sent there to find out."""
-    if not reader.queued_prefill_tokens:
-        return _idle_s(reader, num_tokens)
-    before = reader.queued_prefill_tokens + num_tokens - reader.num_cached_tokens
-    return max(before / reader.prefill_tokens_per_s, reader.reading(before)) + load_s(reader)
+    queued = readers.queued_prefill_tokens
+    before = queued + num_tokens - readers.num_cached_tokens
+    busy_s = np.maximum(before / readers.prefill_tokens_per_s, readers.reading(before)) + load_s(readers)
+    return np.where(queued > 0, busy_s, _idle_s(readers, num_tokens))
 
 
-def _idle_s(reader: Candidate, num_tokens: int) -> float:
-    missing = num_tokens - reader.num_cached_tokens
-    stepping_s = missing / reader.prefill_tokens_per_s
-    return min(stepping_s, reader.reading(missing) or stepping_s) + load_s(reader)
+def _idle_s(readers: Candidates, num_tokens: int) -> Floats:
+    missing = num_tokens - readers.num_cached_tokens
+    stepping_s = missing / readers.prefill_tokens_per_s
+    expected_s = readers.reading(missing)
+    seconds: Floats = np.minimum(stepping_s, np.where(expected_s > 0, expected_s, stepping_s)) + load_s(readers)
+    return seconds
 
 
-def readers_of(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def readers_of(candidates: Candidates) -> Candidates:
     """Those that read prompts: the prefill pool if there is one."""
-    readers = [candidate for candidate in candidates if candidate.role is WorkerRole.PREFILL]
-    return readers or candidates
+    readers = candidates.readers
+    return readers if len(readers) else candidates

@@ -7,31 +7,27 @@ the mean (Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from hashlib import blake2b
 from math import ceil
 
-from router.policies.base import Candidate, RequestView, Score, score
+import numpy as np
+
+from router.policies.base import RequestView
+from router.policies.candidates import Candidates, Scores, scores
 
 BOUND = 1.25
 
 
-def session_affinity(view: RequestView, candidates: Sequence[Candidate]) -> Sequence[Score]:
+def session_affinity(view: RequestView, candidates: Candidates) -> Scores:
     """`place` in the session's order; whoever has no room comes after everybody who has. A request without a session
     is one of its own."""
-    session = view.session or view.request_id
-    num_requests = sum(candidate.num_requests for candidate in candidates) + 1
-    most = ceil(BOUND * num_requests / len(candidates))
-    order = sorted(candidates, key=lambda candidate: _draw(session, candidate.worker_id), reverse=True)
-    place = {candidate.worker_id: number for number, candidate in enumerate(order)}
-    return [
-        score(
-            candidate,
-            place=place[candidate.worker_id],
-            no_room=len(candidates) * float(candidate.num_requests + 1 > most),
-        )
-        for candidate in candidates
-    ]
+    session, count = view.session or view.request_id, len(candidates)
+    num_requests = candidates.num_requests
+    most = ceil(BOUND * (num_requests.sum() + 1) / count)
+    draws = [_draw(session, worker_id) for worker_id in candidates.crew.worker_ids]
+    place = np.empty(count)
+    place[sorted(range(count), key=draws.__getitem__, reverse=True)] = np.arange(count)
+    return scores(candidates, place=place, no_room=count * (num_requests + 1 > most).astype(np.float64))
 
 
 def _draw(session: str, worker_id: str) -> bytes:

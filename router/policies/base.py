@@ -1,7 +1,7 @@
 """The nouns of routing decisions. Everything here is a value or a pure function over values.
 
     Candidate ...──▶ Rank (basic, prefix_aware) ──▶ Score ... ──▶ pair ──▶ Decision
-                     limits wrap a Rank or a Policy
+                     limits wrap a Rank or a Policy         all at once, as columns: `candidates`
 
 A score is a cost: the lowest total wins.
 """
@@ -36,7 +36,7 @@ class RequestView:
 
     Requests of one `session` are turns of one conversation: the client's word for it, or how the prompt begins. An
     answer is expected to have `answer_tokens`. The KV of a block has `block_bytes`; `lanes` are the seconds that KV of
-    so many bytes is awaited between a reader and a writer, for pairs that have been measured.
+    so many bytes is awaited from a reader by a writer, for pairs that have been measured.
     """
 
     request_id: str
@@ -46,7 +46,7 @@ class RequestView:
     session: str = ""
     answer_tokens: float = 64.0
     block_bytes: int = 0
-    lanes: Mapping[tuple[str, str], Line] = field(default_factory=dict)
+    lanes: Mapping[str, Mapping[str, Line]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,33 +101,15 @@ class Alone(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`prefill` is None when `decode` reads the prompt itself, and `alone` says why. `scores` has every candidate."""
+    """`prefill` is None when `decode` reads the prompt itself, and `alone` says why. `scores` are those of the readers
+    and of the writers; of large pools the lowest and the chosen one's."""
 
     policy: str
     prefill: str | None
     decode: str
     alone: Alone | None = None
-    scores: tuple[Score, ...] = ()
+    scores: Sequence[Score] = ()
 
-
-Rank = Callable[[RequestView, Sequence[Candidate]], Sequence[Score]]
-"""Scores the candidates of one pool; it may leave some out, never all of them."""
 
 Policy = Callable[[RequestView, Sequence[Candidate]], Decision]
 """Chooses from all pools. At least one candidate can decode."""
-
-
-def score(candidate: Candidate, **terms: float) -> Score:
-    """The sum of named costs."""
-    return Score(
-        worker_id=candidate.worker_id, role=candidate.role, total=sum(terms.values()), terms=tuple(terms.items())
-    )
-
-
-def cheapest(scores: Sequence[Score], view: RequestView, *, slack: float = 0.0) -> Score:
-    """Equals take turns, so that an idle pool fills all of its caches. Equal are totals that exceed the lowest by no
-    more than `slack`."""
-    turn, count = view.num_decided, len(scores)
-    most = min(scored.total for scored in scores) + slack
-    equals = (entry for entry in enumerate(scores) if entry[1].total <= most)
-    return min(equals, key=lambda entry: (entry[0] - turn) % count)[1]

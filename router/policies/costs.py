@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from router.policies.base import Candidate, Decision, RequestView
+from router.policies.candidates import Candidates, Floats, Known, named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,47 +29,55 @@ class Outlook:
     load_s: float = 0.0
 
 
-def num_uncached(view: RequestView, candidate: Candidate) -> int:
+def num_uncached(view: RequestView, candidate: Known) -> Any:
     return view.num_tokens - candidate.num_cached_tokens
 
 
-def num_off_device(view: RequestView, candidate: Candidate) -> int:
+def num_off_device(view: RequestView, candidate: Known) -> Any:
     """What needs room on the device, wherever it comes from."""
     return num_uncached(view, candidate) + candidate.num_host_tokens
 
 
-def load_s(candidate: Candidate) -> float:
+def load_s(candidate: Known) -> Any:
     """Until what its host has is on the device; a worker computes instead where that takes less."""
-    num_tokens = candidate.num_host_tokens
-    return min(candidate.loading(num_tokens), candidate.reading.each_s * num_tokens) if num_tokens else 0.0
+    num_tokens: Any = candidate.num_host_tokens
+    return np.minimum(candidate.loading(num_tokens), candidate.reading.each_s * num_tokens)
 
 
-def ttft_s(view: RequestView, reader: Candidate) -> float:
+def ttft_s(view: RequestView, reader: Known) -> Any:
     """To the first token, behind what the reader has to read already."""
     return reader.reading(reader.queued_prefill_tokens + num_uncached(view, reader)) + load_s(reader)
 
 
-def tpot_s(writer: Candidate) -> float:
+def tpot_s(writer: Known) -> Any:
     """Between tokens, with one sequence more than there are."""
-    return writer.stepping(writer.num_requests + 1)
+    num_sequences: Any = writer.num_requests + 1
+    return writer.stepping(num_sequences)
 
 
-def transfer_s(view: RequestView, reader: Candidate, writer: Candidate) -> float:
+def transfer_s(view: RequestView, reader: str, writers: Candidates) -> Floats:
     """How long an answer is held up for its KV: what the writer's device lacks, over the lane between the two."""
-    lane = view.lanes.get((reader.worker_id, writer.worker_id), writer.receiving)
-    return lane(num_off_device(view, writer) / view.block_size * view.block_bytes)
+    num_bytes = num_off_device(view, writers) / view.block_size * view.block_bytes
+    seconds = writers.receiving(num_bytes)
+    lanes, places = view.lanes.get(reader), writers.crew.places
+    if lanes:
+        measured = [(places[writer], line) for writer, line in lanes.items() if writer in places]
+        at = [place for place, _ in measured]
+        fixed_s, each_s = ([line.fixed_s for _, line in measured], [line.each_s for _, line in measured])
+        seconds[at] = np.array(fixed_s) + np.array(each_s) * num_bytes[at]
+    return seconds
 
 
 def outlook(view: RequestView, candidates: Sequence[Candidate], decision: Decision) -> Outlook:
     """What to expect of a decision, whatever policy made it."""
-    by_id = {candidate.worker_id: candidate for candidate in candidates}
-    writer = by_id[decision.decode]
-    reader = writer if decision.prefill is None else by_id[decision.prefill]
+    writer = named(candidates, decision.decode)
+    reader = writer if decision.prefill is None else named(candidates, decision.prefill)
+    handing = 0.0 if reader is writer else transfer_s(view, reader.worker_id, Candidates.of([writer]))[0]
     return Outlook(
-        ttft_s=ttft_s(view, reader),
+        ttft_s=float(ttft_s(view, reader)),
         tpot_s=tpot_s(writer),
-        transfer_s=0.0 if reader is writer else transfer_s(view, reader, writer),
+        transfer_s=float(handing),
         num_cached_tokens=reader.num_cached_tokens,
         num_host_tokens=reader.num_host_tokens,
-        load_s=load_s(reader),
+        load_s=float(load_s(reader)),
     )

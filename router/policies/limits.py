@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
-from router.policies.base import Candidate, Decision, Policy, Rank, RequestView, Score
-from router.policies.pair import decodes
+from router.policies.base import Candidate, Decision, Policy, RequestView
+from router.policies.candidates import Candidates, Rank, Scores
 
 MAX_DIFFERENCE = 32
 MAX_RATIO = 1.1
@@ -20,13 +19,12 @@ def balanced(rank: Rank) -> Rank:
     bounds of SGLang's cache-aware router.
     """
 
-    def guarded(view: RequestView, candidates: Sequence[Candidate]) -> Sequence[Score]:
-        queues = [candidate.num_requests for candidate in candidates]
-        longest, shortest = max(queues), min(queues)
+    def guarded(view: RequestView, candidates: Candidates) -> Scores:
+        queues, ranked = candidates.num_requests, rank(view, candidates)
+        longest, shortest = queues.max(), queues.min()
         if longest - shortest > MAX_DIFFERENCE and longest > MAX_RATIO * shortest:
-            ahead = {candidate.worker_id: candidate.num_requests - shortest for candidate in candidates}
-            return [_with(scored, imbalance=ahead[scored.worker_id] * FORBIDDING) for scored in rank(view, candidates)]
-        return rank(view, candidates)
+            return ranked.plus(imbalance=(queues[ranked.places] - shortest) * FORBIDDING)
+        return ranked
 
     return guarded
 
@@ -35,16 +33,9 @@ def avoiding(policy: Policy, worker_ids: Collection[str]) -> Policy:
     """Keeps away from workers that have just failed the request, except where a pool has no other."""
 
     def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
-        readers = [candidate for candidate in candidates if not decodes(candidate)]
-        writers = [candidate for candidate in candidates if decodes(candidate)]
-        return policy(view, [*_others(readers, worker_ids), *_others(writers, worker_ids)])
+        offered = Candidates.of(candidates)
+        pools = (offered.readers.besides(worker_ids), offered.writers.besides(worker_ids))
+        kept = [offered.crew.places[worker_id] for pool in pools for worker_id in pool.crew.worker_ids]
+        return policy(view, offered.take(kept))
 
     return decide if worker_ids else policy
-
-
-def _with(scored: Score, **terms: float) -> Score:
-    return replace(scored, total=scored.total + sum(terms.values()), terms=(*scored.terms, *terms.items()))
-
-
-def _others(pool: list[Candidate], worker_ids: Collection[str]) -> list[Candidate]:
-    return [candidate for candidate in pool if candidate.worker_id not in worker_ids] or pool

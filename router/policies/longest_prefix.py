@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from router.policies.base import RequestView
+from router.policies.candidates import Candidates, Scores, scores
+from router.policies.costs import num_uncached
 
-from router.policies.base import Candidate, RequestView, Score, score
 
-
-def longest_prefix(view: RequestView, candidates: Sequence[Candidate]) -> Sequence[Score]:
+def longest_prefix(view: RequestView, candidates: Candidates) -> Scores:
     """Tokens to be computed; nothing else. Whoever has read much is sent more of it."""
-    return [score(candidate, uncached=view.num_tokens - candidate.num_cached_tokens) for candidate in candidates]
+    return scores(candidates, uncached=num_uncached(view, candidates))

@@ -9,12 +9,16 @@ missing on it that handing KV over would not pay (conditional disaggregation).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from heapq import nsmallest
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from protos.values import WorkerRole
-from router.policies.base import Alone, Candidate, Decision, Policy, Rank, RequestView, Score, cheapest, score
+from router.policies.base import Alone, Candidate, Decision, Policy, RequestView, Score
+from router.policies.candidates import Candidates, Floats, Places, Rank, Scores, cheapest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +28,28 @@ class ShortRemainder:
     max_tokens: int
     max_share: float
 
-    def __call__(self, view: RequestView, decode: Candidate) -> bool:
-        missing = view.num_tokens - decode.num_cached_tokens
-        return missing < self.max_tokens and missing < self.max_share * view.num_tokens
+    def __call__(self, view: RequestView, writers: Candidates) -> NDArray[np.bool_]:
+        missing = view.num_tokens - writers.num_cached_tokens
+        return (missing < self.max_tokens) & (missing < self.max_share * view.num_tokens)
 
 
-Between = Callable[[RequestView, Candidate, Candidate], float]
-"""The cost of handing KV over from a reader to a writer."""
+Between = Callable[[RequestView, str, Candidates], Floats]
+"""The cost of handing KV over from a reader to each of the writers."""
 
 NEAR_READERS = 8  # that may win by a better lane; those behind them would have to be better by far
+MAX_TOLD = 16
+"""Scores of a pool that a decision tells of: the lowest, and the chosen one's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """Who reads for each writer: one of `readers`, by its place, or with -1 the writer itself. `cost` is the reading's;
+    `transfer` the hand-over's, NaN where there is none."""
+
+    readers: Scores | None
+    place: Places
+    cost: Floats
+    transfer: Floats | None = None
 
 
 def pair(
@@ -42,72 +59,163 @@ def pair(
     differ by less than the share `tolerance` of them are equal."""
 
     def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
-        readers = {one.worker_id: one for one in candidates if one.role is WorkerRole.PREFILL}
-        writers = {candidate.worker_id: candidate for candidate in candidates if decodes(candidate)}
-        assert writers, "the dispatcher waits until somebody can decode"
-        reading = read(view, list(readers.values())) if readers else ()
-        slack = tolerance * min((one.total for one in reading), default=0.0)
-        best = cheapest(reading, view, slack=slack) if reading else None
-        near = nsmallest(NEAR_READERS, reading, key=lambda one: one.total) if between is not None else ()
-        writings = write(view, list(writers.values()))
-        offered = [writers[writing.worker_id] for writing in writings]
-        why = {one.worker_id: _alone(view, one, short, has_readers=best is not None) for one in offered}
-        own = {one.worker_id: one for one in read(view, offered)} if any(why.values()) else {}
-        whole: list[Score] = []
-        by: dict[str, tuple[Score, Alone | None]] = {}
-        for writing in writings:
-            writer = writers[writing.worker_id]
-            terms = dict(writing.terms)
-            alone = why[writer.worker_id]
-            reader = best
-            if alone or reader is None:
-                reader = own[writer.worker_id]
-            elif between is not None:
-                handing = {one.worker_id: between(view, readers[one.worker_id], writer) for one in near}
-                reader = _nearest(reader, near, handing, slack)
-                terms["transfer"] = handing.get(reader.worker_id) or between(view, readers[reader.worker_id], writer)
-            by[writer.worker_id] = (reader, alone)
-            whole.append(score(writer, **terms, **{f"reading by {reader.worker_id}": reader.total}))
-        chosen = cheapest(_evened(whole, {name: reader.total for name, (reader, _) in by.items()}, tolerance), view)
-        reader, alone = by[chosen.worker_id]
+        offered = Candidates.of(candidates)
+        readers, writers = offered.readers, offered.writers
+        assert len(writers), "the dispatcher waits until somebody can decode"
+        reading = read(view, readers) if len(readers) else None
+        writing = write(view, writers)
+        if not np.array_equal(writing.places, np.arange(len(writers))):
+            writers = writers.take(writing.places)
+        alone = writers.crew.colocated | (True if reading is None else short(view, writers))
+        chosen = _handed_over(view, reading, writers, between, tolerance)
+        if alone.any():
+            chosen = _or_alone(chosen, alone, read(view, writers))
+        costs = writing.totals if chosen.transfer is None else writing.totals + np.nan_to_num(chosen.transfer)
+        totals = costs + chosen.cost
+        place = cheapest(_evened(totals, chosen.cost, tolerance), view)
+        reader = int(chosen.place[place])
         return Decision(
             policy=name,
-            prefill=None if alone else reader.worker_id,
-            decode=chosen.worker_id,
-            alone=alone,
-            scores=(*reading, *whole),
+            prefill=reading.crew.worker_ids[reader] if reading is not None and reader >= 0 else None,
+            decode=writers.crew.worker_ids[place],
+            alone=_why(writers.crew.roles[place], has_readers=reading is not None) if alone[place] else None,
+            scores=_told(writing, totals, chosen, place),
         )
 
     return decide
 
 
-def _evened(whole: Sequence[Score], reading: Mapping[str, float], tolerance: float) -> Sequence[Score]:
+def _handed_over(
+    view: RequestView, reading: Scores | None, writers: Candidates, between: Between | None, tolerance: float
+) -> _Reading:
+    """For each writer the cheapest of the near readers with their ways to it; the best reader unless another is better
+    by what counts as equal."""
+    count = len(writers)
+    if reading is None:
+        return _Reading(readers=None, place=np.full(count, -1), cost=np.zeros(count))
+    slack = tolerance * float(reading.totals.min())
+    best = cheapest(reading.totals, view, slack=slack)
+    if between is None:
+        return _Reading(readers=reading, place=np.full(count, best), cost=np.full(count, reading.totals[best]))
+    near = reading.cheapest(NEAR_READERS)
+    worker_ids, readings = reading.crew.worker_ids, reading.totals[near]
+    handing = np.array([between(view, worker_ids[place], writers) for place in near])
+    if best not in near:
+        own = between(view, worker_ids[best], writers)
+        return _Reading(
+            readers=reading, place=np.full(count, best), cost=np.full(count, reading.totals[best]), transfer=own
+        )
+    found = (readings[:, None] + handing).argmin(axis=0)
+    columns, first = np.arange(count), int(np.flatnonzero(near == best)[0])
+    gain = readings[first] + handing[first] - readings[found] - handing[found, columns]
+    rows = np.where(gain > slack, found, first)
+    return _Reading(readers=reading, place=near[rows], cost=readings[rows], transfer=handing[rows, columns])
+
+
+def _or_alone(chosen: _Reading, alone: NDArray[np.bool_], own: Scores) -> _Reading:
+    """With those reading themselves who work alone; `own` is what that costs each."""
+    cost = np.empty(len(alone))
+    cost[own.places] = own.totals
+    return _Reading(
+        readers=chosen.readers,
+        place=np.where(alone, -1, chosen.place),
+        cost=np.where(alone, cost, chosen.cost),
+        transfer=None if chosen.transfer is None else np.where(alone, np.nan, chosen.transfer),
+    )
+
+
+def _evened(totals: Floats, reading: Floats, tolerance: float) -> Floats:
     """Without what differs less than `tolerance` in reading, or in writing: an answer of seconds that all would write
     alike must not hide which of them reads the prompt soonest."""
-    writing = {one.worker_id: one.total - reading[one.worker_id] for one in whole}
-    least_read, least_write = (1 + tolerance) * min(reading.values()), (1 + tolerance) * min(writing.values())
-    return [
-        replace(one, total=max(reading[one.worker_id], least_read) + max(writing[one.worker_id], least_write))
-        for one in whole
-    ]
+    writing = totals - reading
+    least_read, least_write = (1 + tolerance) * reading.min(), (1 + tolerance) * writing.min()
+    evened: Floats = np.maximum(reading, least_read) + np.maximum(writing, least_write)
+    return evened
 
 
-def decodes(candidate: Candidate) -> bool:
-    return candidate.role in (WorkerRole.DECODE, WorkerRole.COLOCATED)
-
-
-def _alone(view: RequestView, writer: Candidate, short: ShortRemainder, *, has_readers: bool) -> Alone | None:
-    if writer.role is WorkerRole.COLOCATED:
+def _why(role: WorkerRole, *, has_readers: bool) -> Alone:
+    if role is WorkerRole.COLOCATED:
         return Alone.COLOCATED
-    if not has_readers:
-        return Alone.NO_PREFILL_WORKER
-    return Alone.SHORT_REMAINDER if short(view, writer) else None
+    return Alone.SHORT_REMAINDER if has_readers else Alone.NO_PREFILL_WORKER
 
 
-def _nearest(best: Score, near: Sequence[Score], handing: Mapping[str, float], slack: float) -> Score:
-    """Of readers with their ways to one writer the cheapest; the best reader unless another is better by `slack`."""
-    found = min(near, key=lambda one: one.total + handing[one.worker_id])
-    if best.worker_id not in handing:
-        return best
-    gain = best.total + handing[best.worker_id] - found.total - handing[found.worker_id]
-    return found if gain > slack else best
+# -- what is told of a decision ----------------------------------------------------------------------------------------
+
+
+class Costs(Sequence[Score]):
+    """Of a decision: what reading costs, then what writing costs with it, each by whom it names."""
+
+    __slots__ = ("_by", "_reading", "_whole")
+
+    def __init__(self, reading: Scores | None, whole: Scores, by: Sequence[str]) -> None:
+        self._reading = reading
+        self._whole = whole
+        self._by = by
+
+    @property
+    def worker_ids(self) -> Sequence[str]:
+        return (*(() if self._reading is None else self._reading.crew.worker_ids), *self._whole.crew.worker_ids)
+
+    def __len__(self) -> int:
+        return (0 if self._reading is None else len(self._reading)) + len(self._whole)
+
+    @overload
+    def __getitem__(self, place: int) -> Score: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Score]: ...
+    def __getitem__(self, place: int | slice) -> Score | Sequence[Score]:
+        if isinstance(place, slice):
+            return [self[number] for number in range(len(self))[place]]
+        number = range(len(self))[place]
+        before = len(self) - len(self._whole)
+        if self._reading is not None and number < before:
+            return self._reading[number]
+        scored = self._whole[number - before]
+        *terms, (_, reading) = scored.terms
+        terms.append((f"reading by {self._by[number - before]}", reading))
+        return Score(worker_id=scored.worker_id, role=scored.role, total=scored.total, terms=tuple(terms))
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _told(writing: Scores, totals: Floats, chosen: _Reading, place: int) -> Costs:
+    more = [] if chosen.transfer is None else [("transfer", chosen.transfer)]
+    whole = Scores(writing.crew, totals, (*writing.terms, *more, ("reading", chosen.cost)), writing.places)
+    kept = _lowest(whole, place)
+    readers, reader = chosen.readers, int(chosen.place[place])
+    worker_ids = [] if readers is None else readers.crew.worker_ids
+    by = [
+        worker_ids[number] if number >= 0 else writing.crew.worker_ids[at]
+        for at, number in zip(kept, chosen.place[kept].tolist(), strict=True)
+    ]
+    return Costs(None if readers is None else readers.take(_lowest(readers, reader)), whole.take(kept), by)
+
+
+def _lowest(scores: Scores, chosen: int) -> Sequence[int]:
+    """In their order: all of them, or the lowest with the chosen."""
+    count = len(scores)
+    if count <= MAX_TOLD:
+        return range(count)
+    lowest = set(scores.cheapest(MAX_TOLD).tolist())
+    return sorted(lowest | {chosen} if chosen >= 0 else lowest)
+
+
+def told(candidates: Candidates, decision: Decision) -> Candidates:
+    """Those that are of interest afterwards: all of few; of many those whose scores the decision tells, and whoever
+    might have read the prompt and had most of it."""
+    if len(candidates) <= 2 * MAX_TOLD:
+        return candidates
+    places = candidates.crew.places
+    reader = places[decision.prefill or decision.decode]
+    rivals = candidates.num_cached_tokens.copy()
+    rivals[reader] = -1
+    role = candidates.crew.roles[reader]
+    pool = candidates.crew.readers[1] if role is WorkerRole.PREFILL else candidates.crew.writers[1]
+    costs = decision.scores
+    named = costs.worker_ids if isinstance(costs, Costs) else [one.worker_id for one in costs]
+    kept = {*(places[worker_id] for worker_id in named), reader, places[decision.decode]}
+    kept.add(int(pool[rivals[pool].argmax()]))
+    return candidates.take(sorted(kept))

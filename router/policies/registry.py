@@ -7,7 +7,8 @@ from difflib import get_close_matches
 from protos.errors import Misconfigured
 from router.config import RouterConfig
 from router.policies import affinity, basic, longest_prefix, prefix_aware, slo
-from router.policies.base import Policy, Rank
+from router.policies.base import Policy
+from router.policies.candidates import Rank
 from router.policies.costs import transfer_s
 from router.policies.limits import balanced
 from router.policies.pair import ShortRemainder, pair

@@ -11,11 +11,14 @@ is late everywhere goes where it costs least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.policies.base import Candidate, Rank, RequestView, Score, score
+import numpy as np
+
+from router.policies.base import RequestView
+from router.policies.candidates import Candidates, Floats, Rank, Scores, scores
 from router.policies.costs import load_s, num_off_device, num_uncached, tpot_s, ttft_s
+from router.policies.prefix_aware import slower
 
 # Tried on Mooncake's synthetic trace (benchmarks/routing_trace.py): hits and time to the first token, 4 and 16 workers.
 DISPLACED = 5.0  # seconds that others lose by a second of computing
@@ -36,27 +39,20 @@ class Objectives:
 def reading(objectives: Objectives) -> Rank:
     """Ranks readers by the time to the first token, and what it costs others."""
 
-    def rank(view: RequestView, candidates: Sequence[Candidate]) -> Sequence[Score]:
-        excess = _excess(view, candidates)
-        soonest = min(ttft_s(view, candidate) for candidate in candidates)
-        scores = []
-        for candidate, above in zip(candidates, excess, strict=True):
-            line = candidate.reading
-            compute = line.each_s * num_uncached(view, candidate)
-            late = ttft_s(view, candidate) - objectives.ttft_s if soonest <= objectives.ttft_s else 0.0
-            scores.append(
-                score(
-                    candidate,
-                    overhead=line.fixed_s,
-                    queue=line.each_s * candidate.queued_prefill_tokens,
-                    load=load_s(candidate),
-                    compute=compute,
-                    displaced=compute * DISPLACED,
-                    imbalance=line.each_s * view.num_tokens * (1 + DISPLACED) * (above / GUARD) ** 2,
-                    late_ttft=max(0.0, late) * LATE,
-                )
-            )
-        return scores
+    def rank(view: RequestView, candidates: Candidates) -> Scores:
+        line, first_s = candidates.reading, ttft_s(view, candidates)
+        compute = line.each_s * num_uncached(view, candidates)
+        above = _excess(view, candidates) / GUARD
+        return scores(
+            candidates,
+            overhead=line.fixed_s,
+            queue=line.each_s * candidates.queued_prefill_tokens,
+            load=load_s(candidates),
+            compute=compute,
+            displaced=compute * DISPLACED,
+            imbalance=line.each_s * view.num_tokens * (1 + DISPLACED) * (above * above),
+            late_ttft=_late(first_s, objectives.ttft_s) * LATE,
+        )
 
     return rank
 
@@ -64,40 +60,39 @@ def reading(objectives: Objectives) -> Rank:
 def writing(objectives: Objectives) -> Rank:
     """Ranks writers by the time of the answer, its cost to those beside it, and the wait for blocks."""
 
-    def rank(view: RequestView, candidates: Sequence[Candidate]) -> Sequence[Score]:
-        quickest = min(tpot_s(candidate) for candidate in candidates)
-        scores = []
-        for candidate in candidates:
-            step = tpot_s(candidate)
-            late = step - objectives.tpot_s if quickest <= objectives.tpot_s else 0.0
-            answer = view.answer_tokens * step
-            others = view.answer_tokens * candidate.stepping.each_s * candidate.num_requests
-            scores.append(
-                score(
-                    candidate,
-                    decode=answer + others,
-                    shortage=_shortage(view, candidate) * answer,
-                    late_tpot=max(0.0, late) * view.answer_tokens * LATE,
-                )
-            )
-        return scores
+    def rank(view: RequestView, candidates: Candidates) -> Scores:
+        step_s = tpot_s(candidates)
+        answer = view.answer_tokens * step_s
+        others = view.answer_tokens * candidates.stepping.each_s * candidates.num_requests
+        return scores(
+            candidates,
+            decode=answer + others,
+            shortage=_shortage(view, candidates) * answer,
+            late_tpot=_late(step_s, objectives.tpot_s) * view.answer_tokens * LATE,
+        )
 
     return rank
 
 
-def _excess(view: RequestView, candidates: Sequence[Candidate]) -> Sequence[float]:
+def _late(seconds: Floats, objective_s: float) -> Floats:
+    """Beyond the objective, as long as somebody keeps it."""
+    kept = seconds.min() <= objective_s
+    return np.maximum(0.0, seconds - objective_s) if kept else np.zeros(len(seconds))
+
+
+def _excess(view: RequestView, candidates: Candidates) -> Floats:
     """By which share each one's recent work, for its measured speed, is above its pool's mean; 0 for those below."""
-    fastest = max(candidate.prefill_tokens_per_s for candidate in candidates) or 1.0
-    slowness = [fastest / (candidate.prefill_tokens_per_s or fastest) for candidate in candidates]
-    work = [candidate.recent_tokens * slow for candidate, slow in zip(candidates, slowness, strict=True)]
-    mean = sum(work) / len(work)
+    work = candidates.recent_tokens * slower(candidates.prefill_tokens_per_s)
+    mean = sum(work.tolist()) / len(work)
     settled = mean + SETTLING * view.num_tokens  # the first requests are no imbalance
-    return [max(0.0, one - mean) / settled for one in work]
+    excess: Floats = np.maximum(0.0, work - mean) / settled
+    return excess
 
 
-def _shortage(view: RequestView, candidate: Candidate) -> float:
+def _shortage(view: RequestView, candidates: Candidates) -> Floats:
     """How much of the present answers must end before there are blocks for this one: 0 with room, 1 for all."""
-    needed = num_off_device(view, candidate) / view.block_size + 1
-    used = candidate.num_blocks - candidate.num_free_blocks
-    missing = needed - candidate.num_free_blocks
-    return min(missing / max(used, 1), 1.0) if missing > 0 else 0.0
+    needed = num_off_device(view, candidates) / view.block_size + 1
+    used = candidates.num_blocks - candidates.num_free_blocks
+    missing = np.maximum(0.0, needed - candidates.num_free_blocks)
+    shortage: Floats = np.minimum(missing / np.maximum(used, 1.0), 1.0)
+    return shortage

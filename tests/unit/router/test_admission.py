@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import count
@@ -20,6 +20,7 @@ from router.admission.returning import Returning
 from router.config import RouterConfig
 from router.generation import Job, Tap, TokenDelta
 from router.policies.base import Candidate, Line
+from router.policies.candidates import Candidates
 from router.prefix.index import Match
 from router.prefix.memory import MemoryPrefixIndex
 
@@ -43,11 +44,12 @@ class Pool:
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
         return self.index.match(hashes(self.block_size), now=now)
 
-    def candidates(self, matched: Match, num_tokens: int) -> list[Candidate]:
-        return [replace(self.candidate, num_cached_tokens=min(matched.blocks.get("w0", 0) * 16, num_tokens - 1))]
+    def candidates(self, matched: Match, num_tokens: int) -> Candidates:
+        num_cached = min(matched.blocks.get("w0", 0) * 16, num_tokens - 1)
+        return Candidates.of([replace(self.candidate, num_cached_tokens=num_cached)])
 
-    def each_candidate(self) -> Iterator[Candidate]:
-        yield self.candidate
+    def loads(self) -> Candidates:
+        return Candidates.of([self.candidate])
 
     async def wait(self, *, until: float) -> None:
         with suppress(TimeoutError):

@@ -53,7 +53,11 @@ class Past:
         )
         view = RequestView(request_id=job.request_id, num_tokens=len(prompt), block_size=SIZE)
         outlook = Outlook(ttft_s=0.1, tpot_s=0.1, transfer_s=0.0, num_cached_tokens=0)
-        record.chose(Choice(at_s=float(self.num), view=view, candidates=candidates, decision=decision, outlook=outlook))
+        choice = Choice(
+            at_s=float(self.num), view=view, candidates=candidates, num_candidates=len(candidates), decision=decision,
+            outlook=outlook,
+        )  # fmt: skip
+        record.chose(choice)
         record.took(1, found * SIZE, float(self.num))
         return record
 

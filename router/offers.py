@@ -1,0 +1,175 @@
+"""The fleet's workers as columns, kept up to date as they change, from which candidates are cut for each request.
+
+A member says when anything about it changes, and the predictor of whom something was observed: only their columns are
+worked out anew. What depends on the request (what is cached of it) and on the moment is put in for all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from router.member import Member
+from router.policies.base import Line
+from router.policies.candidates import LINES, NUM_ROWS, ROWS, Candidates, Crew, Floats
+from router.predict import LOADING, READING, RECEIVING, STANDING, STEPPING, Predictor
+from router.prefix.index import Match
+
+_UNKNOWN: tuple[tuple[str, Line], ...] = (
+    ("reading", READING), ("loading", LOADING), ("stepping", STEPPING), ("receiving", RECEIVING)
+)  # fmt: skip
+
+
+class Offers:
+    """Of members that have been met; `members` in the order in which they are offered."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._members: dict[str, Member] = {}
+        self._changed: dict[Member, None] = {}
+        self._doubted: dict[Member, None] = {}
+        self._is_laid_out = False
+        self._lay_out()
+
+    def add(self, member: Member) -> None:
+        member.on_change = self._changed.__setitem__
+        self._members[member.worker_id] = member
+        self._is_laid_out = False
+
+    def remove(self, member: Member) -> None:
+        member.on_change = None
+        del self._members[member.worker_id]
+        self._doubted.pop(member, None)
+        self._is_laid_out = False
+
+    def doubt(self, member: Member) -> None:
+        """Its breaker may forbid it work from now on."""
+        self._doubted[member] = None
+
+    @property
+    def block_sizes(self) -> Collection[int]:
+        """Tokens of a block, of all members that were ever met."""
+        self._refresh(None)
+        return self._sizes
+
+    def loads(self) -> Candidates:
+        """Workers that take new work, for whoever looks at their load alone, and does not keep it."""
+        self._refresh(None)
+        crew, places = self._taking()
+        return Candidates(crew, self._table if len(places) == len(self._members) else self._table[:, places])
+
+    def candidates(self, matched: Match, num_tokens: int, block_size: int, *, now: float) -> Candidates:
+        """Workers that take new work and are trusted. `matched` is an index's answer for a sequence of `num_tokens`
+        tokens, of which the last must always be computed."""
+        self._refresh(now)
+        crew, places = self._trusted(now)
+        table = self._table[:, places]
+        if len(crew):
+            _cached(table, crew, matched, num_tokens, block_size)
+            self._expect(table, crew, places, now)
+        return Candidates(crew, table)
+
+    # -- what changes seldom -------------------------------------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        """Members have come or gone: all are worked out anew."""
+        count = len(self._members)
+        self._rows = {member: row for row, member in enumerate(self._members.values())}
+        self._table = np.zeros((NUM_ROWS, count))
+        for name, line in _UNKNOWN:
+            self._table[ROWS[name]], self._table[ROWS[name] + 1] = line.fixed_s, line.each_s
+        self._standings = np.full((len(STANDING), count), np.nan)
+        self._token_bytes = np.zeros(count)
+        self._takes = [False] * count
+        self._due = dict.fromkeys(self._members.values())  # whose standing is to be asked for
+        self._sizes: dict[int, None] = {}
+        self._crew: tuple[Crew, Sequence[int]] | None = None
+        self._crew_without: tuple[Collection[Member], Crew, Sequence[int]] | None = None
+        self._changed.update(dict.fromkeys(self._members.values()))
+        self._is_laid_out = True
+
+    def _refresh(self, now: float | None) -> None:
+        """Columns of what has changed; with a time, those of the predictor as well."""
+        if not self._is_laid_out:
+            self._lay_out()
+        if self._changed:
+            for member in self._changed:
+                if (row := self._rows.get(member)) is not None:
+                    self._note(member, row)
+            self._changed.clear()
+        for worker_id in self._predictor.changed():
+            if (known := self._members.get(worker_id)) is not None:
+                self._due[known] = None
+        if now is None or not self._due:
+            return
+        waiting: dict[Member, None] = {}
+        for member in self._due:
+            row = self._rows.get(member)
+            if row is None:
+                continue
+            if not self._takes[row] or member.role is None:
+                waiting[member] = None
+                continue
+            standing = self._predictor.standing(member.worker_id, member.role, member.load, now=now)
+            self._standings[:, row] = standing
+        self._due = waiting
+
+    def _note(self, member: Member, row: int) -> None:
+        self._due[member] = None
+        if self._takes[row] != member.takes_work:
+            self._takes[row] = member.takes_work
+            self._crew = self._crew_without = None
+        if member.info is None:
+            return
+        layout = member.info.layout
+        self._sizes[layout.block_size] = None
+        self._token_bytes[row] = layout.block_bytes / layout.block_size
+        self._table[ROWS["num_requests"] : ROWS["decode_step_s"] + 1, row] = member.figures()
+
+    # -- who is offered ------------------------------------------------------------------------------------------------
+
+    def _taking(self) -> tuple[Crew, Sequence[int]]:
+        if self._crew is None:
+            taking = [(member, row) for member, row in self._rows.items() if self._takes[row]]
+            self._crew = _crew(taking)
+        return self._crew
+
+    def _trusted(self, now: float) -> tuple[Crew, Sequence[int]]:
+        """Those that take work, without those whose breaker gives them a pause: never a pool's last."""
+        paused = [member for member in self._doubted if not member.breaker.allows(now)]
+        if not paused:
+            return self._taking()
+        if self._crew_without is None or self._crew_without[0] != paused:
+            taking = [(member, row) for member, row in self._rows.items() if self._takes[row]]
+            roles = {member.role for member, _ in taking if member not in paused}
+            kept = [(member, row) for member, row in taking if member not in paused or member.role not in roles]
+            self._crew_without = (paused, *_crew(kept))
+        return self._crew_without[1:]
+
+    # -- what changes with every request -------------------------------------------------------------------------------
+
+    def _expect(self, table: Floats, crew: Crew, places: Sequence[int], now: float) -> None:
+        expected = self._predictor.expectations(crew.worker_ids, self._standings[:, places], now=now)
+        table[ROWS["recent_tokens"]] = expected.recent_tokens
+        for name in LINES:
+            lines = getattr(expected, name)
+            table[ROWS[name]], table[ROWS[name] + 1] = lines.fixed_s, lines.each_s
+        table[ROWS["loading"] + 1] *= self._token_bytes[places]
+
+
+def _cached(table: Floats, crew: Crew, matched: Match, num_tokens: int, block_size: int) -> None:
+    cached, hosted = table[ROWS["num_cached_tokens"]], table[ROWS["num_host_tokens"]]
+    for worker_id, num_blocks in matched.blocks.items():
+        if (place := crew.places.get(worker_id)) is not None:
+            cached[place] = num_cached = min(num_blocks * block_size, num_tokens - 1)
+            if matched.on_device:
+                hosted[place] = num_cached - min(matched.num_on_device(worker_id) * block_size, num_tokens - 1)
+
+
+def _crew(members: Iterable[tuple[Member, int]]) -> tuple[Crew, Sequence[int]]:
+    known = [(member.worker_id, member.role, row) for member, row in members if member.role is not None]
+    return (
+        Crew([worker_id for worker_id, _, _ in known], [role for _, role, _ in known]),
+        [row for _, _, row in known],
+    )

@@ -1,0 +1,269 @@
+"""Candidates and their scores as columns, so that a thousand workers are weighed in a few operations on arrays.
+
+    Crew        who they are: the same from request to request, worked out once
+    Candidates  what is known of each: a row of `table` for every number that a `Candidate` has
+    Scores      what each would cost, term by term
+
+A column has the name that the number has in a `Candidate`: a formula over one of them serves all. Arrays are float64,
+[workers]; whole numbers stay exact in them. Added up, multiplied and compared only: the same on every processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, reduce
+from operator import add
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protos.values import WorkerRole
+from router.policies.base import Candidate, Line, RequestView, Score
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.intp]
+
+NUMBERS = (
+    "num_cached_tokens", "num_host_tokens", "num_requests", "num_waiting", "queued_prefill_tokens", "num_free_blocks",
+    "num_blocks",
+)  # fmt: skip
+AMOUNTS = ("prefill_tokens_per_s", "decode_step_s", "recent_tokens")
+LINES = ("reading", "loading", "stepping", "receiving")
+_SINGLE = (*NUMBERS, *AMOUNTS)
+ROWS = {name: row for row, name in enumerate(_SINGLE)} | {
+    name: len(_SINGLE) + 2 * number for number, name in enumerate(LINES)
+}
+"""Where a number stands in a table; of a line it is the fixed part, and what each unit takes stands below it."""
+NUM_ROWS = len(_SINGLE) + 2 * len(LINES)
+
+
+class Crew:
+    """Some workers, in an order that lasts."""
+
+    def __init__(self, worker_ids: Sequence[str], roles: Sequence[WorkerRole]) -> None:
+        self.worker_ids = tuple(worker_ids)
+        self.roles = tuple(roles)
+
+    def __len__(self) -> int:
+        return len(self.worker_ids)
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        return {worker_id: place for place, worker_id in enumerate(self.worker_ids)}
+
+    @cached_property
+    def readers(self) -> tuple[Crew, Places]:
+        """The prefill pool, and where its workers stand among these."""
+        return self._pool(lambda role: role is WorkerRole.PREFILL)
+
+    @cached_property
+    def writers(self) -> tuple[Crew, Places]:
+        """Those that decode."""
+        return self._pool(lambda role: role is not WorkerRole.PREFILL)
+
+    @cached_property
+    def colocated(self) -> NDArray[np.bool_]:
+        return np.array([role is WorkerRole.COLOCATED for role in self.roles], dtype=np.bool_)
+
+    def take(self, places: Sequence[int] | Places) -> Crew:
+        return Crew([self.worker_ids[place] for place in places], [self.roles[place] for place in places])
+
+    def _pool(self, belongs: Callable[[WorkerRole], bool]) -> tuple[Crew, Places]:
+        places = [place for place, role in enumerate(self.roles) if belongs(role)]
+        return (self if len(places) == len(self) else self.take(places)), np.array(places, dtype=np.intp)
+
+
+class Lines:
+    """A `Line` of each worker."""
+
+    __slots__ = ("each_s", "fixed_s")
+
+    def __init__(self, fixed_s: Floats, each_s: Floats) -> None:
+        self.fixed_s = fixed_s
+        self.each_s = each_s
+
+    def __call__(self, amount: Any) -> Floats:
+        seconds: Floats = self.fixed_s + self.each_s * amount
+        return seconds
+
+
+class _Column:
+    """Of one number."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._row = ROWS[name]
+
+    def __get__(self, candidates: Candidates, owner: type) -> Floats:
+        column: Floats = candidates.table[self._row]
+        return column
+
+
+class _Lines:
+    """Of one line."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._row = ROWS[name]
+
+    def __get__(self, candidates: Candidates, owner: type) -> Lines:
+        return Lines(candidates.table[self._row], candidates.table[self._row + 1])
+
+
+class Candidates(Sequence[Candidate]):
+    """Of one request, which must not change any more. A `Candidate` is made of each that is asked for."""
+
+    __slots__ = ("crew", "table")
+
+    num_cached_tokens = _Column()
+    num_host_tokens = _Column()
+    num_requests = _Column()
+    num_waiting = _Column()
+    queued_prefill_tokens = _Column()
+    num_free_blocks = _Column()
+    num_blocks = _Column()
+    prefill_tokens_per_s = _Column()
+    decode_step_s = _Column()
+    recent_tokens = _Column()
+    reading = _Lines()
+    loading = _Lines()
+    stepping = _Lines()
+    receiving = _Lines()
+
+    def __init__(self, crew: Crew, table: Floats) -> None:
+        self.crew = crew
+        self.table = table
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Candidates:
+        if isinstance(candidates, Candidates):
+            return candidates
+        table = np.array([row_of(one) for one in candidates], dtype=np.float64).reshape(-1, NUM_ROWS).T
+        return cls(Crew([one.worker_id for one in candidates], [one.role for one in candidates]), table)
+
+    def __len__(self) -> int:
+        return len(self.crew)
+
+    @overload
+    def __getitem__(self, place: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, place: slice) -> Candidates: ...
+    def __getitem__(self, place: int | slice) -> Candidate | Candidates:
+        if isinstance(place, slice):
+            return self.take(range(len(self))[place])
+        values = self.table[:, place].tolist()
+        known: dict[str, Any] = {name: int(values[ROWS[name]]) for name in NUMBERS}
+        known |= {name: values[ROWS[name]] for name in AMOUNTS}
+        known |= {name: Line(fixed_s=values[ROWS[name]], each_s=values[ROWS[name] + 1]) for name in LINES}
+        return Candidate(worker_id=self.crew.worker_ids[place], role=self.crew.roles[place], **known)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def named(self, worker_id: str) -> Candidate:
+        return self[self.crew.places[worker_id]]
+
+    def take(self, places: Sequence[int] | Places) -> Candidates:
+        return Candidates(self.crew.take(places), self.table[:, places])
+
+    def besides(self, worker_ids: Collection[str]) -> Candidates:
+        """Those left without some; all if none is left."""
+        kept = [place for place, worker_id in enumerate(self.crew.worker_ids) if worker_id not in worker_ids]
+        return self.take(kept) if kept and len(kept) < len(self) else self
+
+    @property
+    def readers(self) -> Candidates:
+        return self._pool(*self.crew.readers)
+
+    @property
+    def writers(self) -> Candidates:
+        return self._pool(*self.crew.writers)
+
+    def _pool(self, crew: Crew, places: Places) -> Candidates:
+        return self if crew is self.crew else Candidates(crew, self.table[:, places])
+
+
+Known = Candidate | Candidates
+"""What a formula may be about: one of them, or all; it gives a number, or an array of them."""
+
+
+def row_of(candidate: Candidate) -> list[float]:
+    """A column of `Candidates.table`."""
+    values: list[float] = [getattr(candidate, name) for name in (*NUMBERS, *AMOUNTS)]
+    for name in LINES:
+        line = getattr(candidate, name)
+        values += (line.fixed_s, line.each_s)
+    return values
+
+
+def named(candidates: Sequence[Candidate], worker_id: str) -> Candidate:
+    """The candidate of that worker, one of them."""
+    if isinstance(candidates, Candidates):
+        return candidates.named(worker_id)
+    return next(one for one in candidates if one.worker_id == worker_id)
+
+
+class Scores(Sequence[Score]):
+    """Of the candidates at `places`: a `Score` is made of each that is asked for. Terms that only some of them have
+    are NaN for the others."""
+
+    __slots__ = ("crew", "places", "terms", "totals")
+
+    def __init__(self, crew: Crew, totals: Floats, terms: Sequence[tuple[str, Floats]], places: Places) -> None:
+        self.crew = crew
+        self.totals = totals
+        self.terms = tuple(terms)
+        self.places = places
+
+    def __len__(self) -> int:
+        return len(self.totals)
+
+    @overload
+    def __getitem__(self, place: int) -> Score: ...
+    @overload
+    def __getitem__(self, place: slice) -> Scores: ...
+    def __getitem__(self, place: int | slice) -> Score | Scores:
+        if isinstance(place, slice):
+            return self.take(range(len(self))[place])
+        terms = [(name, float(cost[place])) for name, cost in self.terms]
+        return Score(
+            worker_id=self.crew.worker_ids[place],
+            role=self.crew.roles[place],
+            total=float(self.totals[place]),
+            terms=tuple((name, cost) for name, cost in terms if cost == cost),
+        )
+
+    def take(self, places: Sequence[int] | Places) -> Scores:
+        terms = [(name, cost[places]) for name, cost in self.terms]
+        return Scores(self.crew.take(places), self.totals[places], terms, self.places[places])
+
+    def plus(self, **terms: Floats) -> Scores:
+        """With further costs."""
+        totals = reduce(add, terms.values(), self.totals)
+        return Scores(self.crew, totals, (*self.terms, *terms.items()), self.places)
+
+    def at(self, places: Sequence[int]) -> Scores:
+        """The same of candidates that stand there."""
+        return Scores(self.crew, self.totals, self.terms, np.array(places, dtype=np.intp))
+
+    def cheapest(self, count: int) -> Places:
+        """So many of them, the first of equals first."""
+        return np.argsort(self.totals, kind="stable")[:count]
+
+
+def scores(candidates: Candidates, **terms: Floats) -> Scores:
+    """Sums of named costs."""
+    return Scores(candidates.crew, reduce(add, terms.values()), tuple(terms.items()), np.arange(len(candidates)))
+
+
+Rank = Callable[[RequestView, Candidates], Scores]
+"""Scores the candidates of one pool; it may leave some out, never all of them."""
+
+
+def cheapest(totals: Floats, view: RequestView, *, slack: float = 0.0) -> int:
+    """The place of the lowest. Equals take turns, so that an idle pool fills all of its caches. Equal are totals that
+    exceed the lowest by no more than `slack`."""
+    equals = np.flatnonzero(totals <= totals.min() + slack)
+    following = int(np.searchsorted(equals, view.num_decided % len(totals)))
+    return int(equals[following % len(equals)])

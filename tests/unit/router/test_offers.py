@@ -1,0 +1,134 @@
+"""What the fleet offers to policies: the columns follow every change, and say what would be found for each worker."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from protos.values import WorkerLoad, WorkerRole
+from router.member import Member, WorkerState
+from router.offers import Offers
+from router.policies.base import Candidate, Decision, Line, RequestView
+from router.policies.candidates import Candidates
+from router.policies.pair import MAX_TOLD, ShortRemainder, pair, told
+from router.policies.slo import Objectives, reading, writing
+from router.predict import Predictor
+from router.prefix.index import NO_MATCH, Match
+
+ROLES = tuple(WorkerRole)
+SIZE = 16
+
+
+def met(worker_id: str, role: WorkerRole) -> Member:
+    member = Member(worker_id, "host:1")
+    member.client = SimpleNamespace(lost=False)  # type: ignore[assignment]
+    member.info = SimpleNamespace(role=role, layout=SimpleNamespace(block_size=SIZE, block_bytes=64))  # type: ignore[assignment]
+    member.enter(WorkerState.READY)
+    return member
+
+
+def some_load(rng: random.Random, step: int) -> WorkerLoad:
+    return WorkerLoad(
+        step=step,
+        num_running=rng.randrange(3),
+        num_waiting=rng.randrange(3),
+        queued_prefill_tokens=rng.randrange(900),
+        num_free_blocks=rng.randrange(100),
+        num_blocks=100,
+        prefill_tokens_per_s=rng.choice((0.0, 4000.0, 5000.0)),
+        decode_step_s=rng.choice((0.0, 0.02, 0.03)),
+        transfer_bytes=(moved := rng.choice((0, 10**6))),
+        transfer_s=0.001 if moved else 0.0,
+    )
+
+
+def observe(predictor: Predictor, members: list[Member], rng: random.Random, now: float) -> None:
+    one, other = rng.choice(members), rng.choice(members)
+    assert one.role is not None
+    predictor.routed(one.worker_id, one.role, rng.randrange(2000), now=now)
+    seen: dict[str, Any] = {"seconds": rng.random(), "now": now}
+    predictor.saw_first_token(one.worker_id, one.role, num_tokens=rng.randrange(1, 2000), **seen)
+    predictor.saw_answer(one.worker_id, one.role, num_sequences=2, num_tokens=20, **seen)
+    predictor.saw_transfer(one.worker_id, other.worker_id, num_bytes=1e6, **seen)
+
+
+def test_columns_are_what_would_be_worked_out_for_each_worker() -> None:
+    """Twice the same story: once for all workers together, as changes come, and once for each of them alone."""
+    rng = random.Random(7)
+    together, alone = Predictor(), Predictor()
+    offers = Offers(together)
+    members = [met(f"w{number}", ROLES[number % 3]) for number in range(7)]
+    for member in members:
+        offers.add(member)
+    for step in range(60):
+        now = step * 0.5
+        member = rng.choice(members)
+        member.load = some_load(rng, step)
+        member.changed()
+        member.route(f"r{step}", num_tokens=100, num_blocks=7)
+        offered = offers.candidates(Match({"w1": 3, "w2": 2}, {"w2": 1}), 40, SIZE, now=now)
+        for _ in range(2):  # what one worker says of its speed is known of all others the second time
+            expected = {
+                one.worker_id: alone.expect(one.worker_id, one.role, one.load, now=now) for one in members if one.role
+            }
+        assert offered.crew.worker_ids == tuple(expected)
+        for found, one in zip(offered, members, strict=True):
+            about = expected[found.worker_id]
+            assert (found.reading, found.stepping, found.receiving) == (about.reading, about.stepping, about.receiving)
+            assert found.recent_tokens == about.recent_tokens
+            assert found.queued_prefill_tokens == one.figures()[2]
+        assert [one.num_cached_tokens for one in offered[:3]] == [0, 39, 32]
+        assert [one.num_host_tokens for one in offered[:3]] == [0, 0, 16]
+        for predictor in (together, alone):
+            observe(predictor, members, random.Random(step), now)
+
+
+def test_only_those_that_take_work_and_are_trusted_are_offered() -> None:
+    offers = Offers(Predictor())
+    members = [met("p0", WorkerRole.PREFILL), met("d0", WorkerRole.DECODE), met("d1", WorkerRole.DECODE)]
+    for member in members:
+        offers.add(member)
+
+    def names(now: float = 0.0) -> tuple[str, ...]:
+        return offers.candidates(NO_MATCH, 10, SIZE, now=now).crew.worker_ids
+
+    assert names() == ("p0", "d0", "d1")
+    for member in members[:2]:
+        while not member.breaker.failed(0.0):
+            pass
+        offers.doubt(member)
+    assert names(0.1) == ("p0", "d1"), "a pool's last is offered whatever it does"
+    assert names(60.0) == ("p0", "d0", "d1")
+    members[2].enter(WorkerState.DRAINING)
+    members[1].parted()
+    assert names(60.0) == ("p0",)
+    offers.remove(members[0])
+    assert names(60.0) == ()
+
+
+@pytest.mark.parametrize("count", [10, 100])
+def test_of_many_candidates_those_of_interest_are_kept(count: int) -> None:
+    def worker(number: int, kind: WorkerRole, **kwargs: Any) -> Candidate:
+        line = Line(fixed_s=0.01 * (number + 1), each_s=1e-4)
+        known: dict[str, Any] = {"reading": line, "stepping": line, "num_free_blocks": 99, "num_blocks": 99} | kwargs
+        return Candidate(worker_id=f"{kind[0]}{number}", role=kind, **known)
+
+    last = count - 1
+    candidates = Candidates.of(
+        [
+            *(worker(n, WorkerRole.PREFILL, num_cached_tokens=500 * (n == last)) for n in range(count)),
+            *(worker(n, WorkerRole.DECODE) for n in range(count)),
+        ]
+    )
+    objectives = Objectives(ttft_s=1.0, tpot_s=0.05)
+    short = ShortRemainder(max_tokens=0, max_share=0.0)
+    policy = pair("slo", read=reading(objectives), write=writing(objectives), short=short)
+    decision: Decision = policy(RequestView(request_id="r", num_tokens=900, block_size=SIZE), candidates)
+    kept = {one.worker_id for one in told(candidates, decision)}
+    assert {decision.prefill, decision.decode, f"p{last}"} <= kept
+    assert len(kept) == len(candidates) if count <= MAX_TOLD else len(kept) <= 2 * MAX_TOLD + 2
+    lowest = min(decision.scores[: len(decision.scores) // 2], key=lambda one: one.total)
+    assert lowest.worker_id == decision.prefill
