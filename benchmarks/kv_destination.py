@@ -5,6 +5,7 @@ parent ── Order ──▶ serve ── where to meet ──▶ parent ══
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 import time
@@ -32,14 +33,16 @@ MESSAGE_BYTES = LaneConfig().message_bytes
 PATIENCE_S = 60.0
 
 _backends: Any = distributed
+_cuda: Any = torch.cuda
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """`what` is "lanes" (to receive `num_chunks` from each of `sources`), "raw" gloo (rounds of chunks of `sizes`
-    bytes each) or "end"."""
+    """`what` is "lanes" (to receive rounds of chunks of so many bytes each from `sources`), "raw" (the same by gloo's
+    own receive, or NCCL's on a GPU) or "end"."""
 
     what: str
+    device: str = "cpu"
     preference: Preference = "auto"
     sources: tuple[LaneAddress, ...] = ()
     rounds: tuple[tuple[int, ...], ...] = ()
@@ -51,8 +54,18 @@ def chunk_sizes(num_blocks: int) -> tuple[int, ...]:
     return (CHUNK_BLOCKS * LAYOUT.block_bytes,) * full + ((rest * LAYOUT.block_bytes,) if rest else ())
 
 
-def raw_group(port: int, rank: int) -> Any:
+def play_host(name: str) -> None:
+    """Before NCCL is used: it takes two processes on one GPU only for those of two hosts. They meet by sockets then."""
+    os.environ.update(NCCL_HOSTID=name, NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+
+
+def raw_group(port: int, rank: int, device: str) -> Any:
     store = BoardStore("127.0.0.1", port, "raw/", wait_s=PATIENCE_S)
+    if device != "cpu":
+        os.environ.pop("TORCH_NCCL_BLOCKING_WAIT", None)  # lanes set it: this is NCCL as torch has it
+        return _backends.ProcessGroupNCCL(
+            PrefixStore("nccl", store), rank, 2, _backends.ProcessGroupNCCL.Options()
+        ), store
     options = _backends.ProcessGroupGloo._Options()
     options._devices = [_backends.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=PATIENCE_S)
@@ -64,6 +77,13 @@ def move_raw(operation: Any, payload_B: torch.Tensor, peer: int) -> None:
     works = [operation([part], peer, 0) for part in torch.split(payload_B, MESSAGE_BYTES)]
     for work in works:
         work.wait()
+    settle(payload_B.device)
+
+
+def settle(device: torch.device) -> None:
+    """What was queued is done when this returns."""
+    if device.type == "cuda":
+        _cuda.synchronize(device)
 
 
 def rss_bytes() -> int:
@@ -72,8 +92,19 @@ def rss_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def serve(parent: Connection) -> None:
+def free_on_device(device: str) -> int:
+    """Memory of a GPU that nobody has; 0 on a CPU."""
+    return int(_cuda.mem_get_info()[0]) if device == "cuda" else 0
+
+
+def serve_alone(parent: Connection) -> None:
+    """In a process of its own."""
     torch.set_num_threads(1)
+    play_host("destination")
+    serve(parent)
+
+
+def serve(parent: Connection) -> None:
     while (order := parent.recv()).what != "end":
         if order.what == "raw":
             _receive_raw(parent, order)
@@ -91,8 +122,8 @@ def _told(parent: Connection) -> Iterator[None]:
 def _receive_raw(parent: Connection, order: Order) -> None:
     board = Board("127.0.0.1")
     parent.send(board.port)
-    group, store = raw_group(board.port, 1)
-    buffer_B = torch.zeros(max(map(max, order.rounds)), dtype=torch.uint8)
+    group, store = raw_group(board.port, 1, order.device)
+    buffer_B = torch.zeros(max(map(max, order.rounds)), dtype=torch.uint8, device=order.device)
     for sizes in order.rounds:
         with _told(parent):
             for size in sizes:
@@ -105,7 +136,7 @@ def _receive_raw(parent: Connection, order: Order) -> None:
 def _receive_lanes(parent: Connection, order: Order) -> None:
     """Each round is of one source's; without rounds the lanes are only opened, until the parent says enough."""
     bell = threading.Event()
-    made = transport("collective")(config=LaneConfig(transport=order.preference))
+    made = transport("collective")(device=order.device, config=LaneConfig(transport=order.preference))
     receiver = made.receiver(LaneAddress(worker_id="d", incarnation=1, host="127.0.0.1", port=0), LAYOUT, wake=bell.set)
     before = rss_bytes()
     for source in order.sources:

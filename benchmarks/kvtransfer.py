@@ -1,10 +1,14 @@
-"""Measures lanes beside what bounds them, in the same run: raw gloo for the network, memcpy for shared memory.
+"""Measures lanes beside what bounds them, in the same run: raw gloo for the network, memcpy for shared memory; on a GPU
+NCCL's own send and receive, and a copy within the card.
 
     python -m benchmarks.kvtransfer --json figures.json --plot figures.svg
+    python -m benchmarks.kvtransfer --device cuda           two ranks on one card
+    python -m benchmarks.kvtransfer --tiny                  does the program run?
 
 Blocks are those of Llama 3.1 8B (2 MiB each, 16 tokens), in chunks of 16 as a prefill worker pushes them, between two
 processes. The time is that from the first offer until the other process has taken the last payload, in the best of
 several rounds, taken in turn, so that what else the machine does hits all of them alike. It should do nothing else.
+On a CPU, requests are then sent to real clusters, to see what a transfer adds to them (benchmarks/kv_requests.py).
 """
 
 from __future__ import annotations
@@ -28,16 +32,22 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cpu_engine import DEMO, opened
+from benchmarks.gpu_machine import name_of, require_gpu
 from benchmarks.kv_destination import (
     CHUNK_BLOCKS,
     LAYOUT,
     Order,
     chunk_sizes,
+    free_on_device,
     move_raw,
+    play_host,
     raw_group,
     rss_bytes,
     serve,
+    serve_alone,
+    settle,
 )
+from benchmarks.kv_requests import Asked, ask_clusters, asked_table
 from cluster.bench.hardware import find_hardware, find_versions
 from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.registry import transport
@@ -45,14 +55,32 @@ from kvtransfer.transport import Chunk, LaneLost
 from protos.values import GenerateRequest, LaneAddress, SamplingParams, Ticket
 from workers.models.config import read_config
 
-BLOCKS = (1, 4, 16, 64, 256, 512)
-NUM_ROUNDS = 5
-NUM_SETUPS = 20
 NUM_BUFFERS = 4  # memcpy goes round as many, as a lane's staging does
 PROMPTS = (2048, 8192, 32768)
 LOCAL_PROMPT = 1024
-BOUNDS = {"gloo lane": "raw gloo", "shm lane": "memcpy"}
-LANES: dict[str, Preference] = {"gloo lane": "collective", "shm lane": "shm"}
+BOUNDS = {
+    "cpu": {"gloo lane": "raw gloo", "shm lane": "memcpy"},
+    "cuda": {"nccl lane": "raw nccl", "cuda-ipc lane": "device copy"},
+}
+LANES: dict[str, Preference] = {
+    "gloo lane": "collective", "shm lane": "shm", "nccl lane": "collective", "cuda-ipc lane": "shm",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Numbers of blocks, each moved `num_rounds` times and once before, over the ways of `device`; `num_setups` lanes
+    are opened. If it is `tiny` the other end is no process of its own."""
+
+    device: str
+    blocks: tuple[int, ...] = (1, 4, 16, 64, 256, 512)
+    num_rounds: int = 5
+    num_setups: int = 20
+    tiny: bool = False
+
+    @property
+    def bounds(self) -> dict[str, str]:
+        return BOUNDS[self.device]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +107,14 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Of one lane: median seconds from the first call to both ends open, resident bytes it adds at either end."""
+    """Of one lane: median seconds from the first call to both ends open, resident bytes it adds at either end, and
+    device memory, of both ends."""
 
     way: str
     seconds: float
     source_bytes: float
     destination_bytes: float
+    device_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +143,7 @@ def ticket_to(destination: LaneAddress) -> Ticket:
         ticket_id="t",
         generation=1,
         lease_s=60.0,
-        block_ids=tuple(range(max(BLOCKS))),
+        block_ids=(0,),
         num_cached_tokens=0,
         layout=LAYOUT,
         destination=destination,
@@ -121,25 +151,33 @@ def ticket_to(destination: LaneAddress) -> Ticket:
 
 
 @contextmanager
-def destination() -> Iterator[Connection]:
+def destination(plan: Plan) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there,), daemon=True)
-    process.start()
+    other: Any = (
+        threading.Thread(target=serve, args=(there,), daemon=True)
+        if plan.tiny
+        else context.Process(target=serve_alone, args=(there,), daemon=True)
+    )
+    other.start()
     yield here
     here.send(Order(what="end"))
-    process.join()
+    other.join()
+
+
+def order(what: str, plan: Plan, **more: Any) -> Order:
+    return Order(what=what, device=plan.device, **more)
 
 
 class Sending:
     """The source's end of one lane."""
 
-    def __init__(self, other: Connection, preference: Preference, rounds: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, other: Connection, plan: Plan, way: str, rounds: Sequence[tuple[int, ...]]) -> None:
         self._other = other
         self._bell = threading.Event()
-        made = transport("collective")(config=LaneConfig(transport=preference))
+        made = transport("collective")(device=plan.device, config=LaneConfig(transport=LANES[way]))
         self._sender = made.sender(source(), LAYOUT, wake=self._bell.set)
-        other.send(Order(what="lanes", preference=preference, sources=(source(),), rounds=tuple(rounds)))
+        other.send(order("lanes", plan, preference=LANES[way], sources=(source(),), rounds=tuple(rounds)))
         self._ticket = ticket_to(other.recv())
 
     def move(self, sizes: Sequence[int]) -> tuple[float, float]:
@@ -170,11 +208,11 @@ class Sending:
 
 
 class SendingRaw:
-    def __init__(self, other: Connection, rounds: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, other: Connection, plan: Plan, rounds: Sequence[tuple[int, ...]]) -> None:
         self._other = other
-        self._buffer_B = torch.ones(max(map(max, rounds)), dtype=torch.uint8)
-        other.send(Order(what="raw", rounds=tuple(rounds)))
-        self._group, self._store = raw_group(other.recv(), 0)
+        self._buffer_B = torch.ones(max(map(max, rounds)), dtype=torch.uint8, device=plan.device)
+        other.send(order("raw", plan, rounds=tuple(rounds)))
+        self._group, self._store = raw_group(other.recv(), 0, plan.device)
 
     def move(self, sizes: Sequence[int]) -> tuple[float, float]:
         cpu_s, start_s = time.process_time(), time.perf_counter()
@@ -189,39 +227,43 @@ class SendingRaw:
 
 
 class Copying:
-    def __init__(self, rounds: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, plan: Plan, rounds: Sequence[tuple[int, ...]]) -> None:
         size = max(map(max, rounds))
-        self._from_B = [torch.ones(size, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
-        self._to_B = [torch.ones(size, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
+        self._from_B, self._to_B = (
+            [torch.ones(size, dtype=torch.uint8, device=plan.device) for _ in range(NUM_BUFFERS)] for _ in range(2)
+        )
 
     def move(self, sizes: Sequence[int]) -> tuple[float, float]:
         cpu_s, start_s = time.process_time(), time.perf_counter()
         for index, size in enumerate(sizes):
             target, origin = self._to_B[index % NUM_BUFFERS], self._from_B[index % NUM_BUFFERS]
-            ctypes.memmove(target.data_ptr(), origin.data_ptr(), size)
+            if target.is_cuda:
+                target[:size].copy_(origin[:size])
+            else:
+                ctypes.memmove(target.data_ptr(), origin.data_ptr(), size)
+        settle(self._to_B[0].device)
         return time.perf_counter() - start_s, time.process_time() - cpu_s
 
     def close(self) -> None:
         pass
 
 
-def throughput(way: str, num_rounds: int) -> list[Figure]:
+def throughput(way: str, plan: Plan, other: Connection) -> list[Figure]:
     """All numbers of blocks, each as often as there are rounds, over one lane."""
-    rounds = [chunk_sizes(count) for count in BLOCKS for _ in range(num_rounds + 1)]  # the first warms up
-    with destination() as other:
-        mover: Any = (
-            Sending(other, LANES[way], rounds)
-            if way in LANES
-            else SendingRaw(other, rounds)
-            if way == "raw gloo"
-            else Copying(rounds)
-        )
-        taken = [mover.move(sizes) for sizes in rounds]
-        mover.close()
+    each = plan.num_rounds + 1  # the first warms up
+    rounds = [chunk_sizes(count) for count in plan.blocks for _ in range(each)]
+    mover: Any = (
+        Sending(other, plan, way, rounds)
+        if way in LANES
+        else SendingRaw(other, plan, rounds)
+        if way.startswith("raw")
+        else Copying(plan, rounds)
+    )
+    taken = [mover.move(sizes) for sizes in rounds]
+    mover.close()
     figures = []
-    for index, count in enumerate(BLOCKS):
-        own = taken[index * (num_rounds + 1) + 1 : (index + 1) * (num_rounds + 1)]
-        seconds, cpu_s = min(own)
+    for index, count in enumerate(plan.blocks):
+        seconds, cpu_s = min(taken[index * each + 1 : (index + 1) * each])
         figures.append(Figure(way=way, num_blocks=count, seconds=seconds, cpu_s=cpu_s))
     return figures
 
@@ -236,31 +278,31 @@ def best(figures: Sequence[Figure]) -> list[Figure]:
     return list(found.values())
 
 
-def set_up(way: str) -> Setup:
+def set_up(way: str, plan: Plan, other: Connection) -> Setup:
     """Lanes from many sources of this process to one destination, opened one after the other."""
-    made = transport("collective")(config=LaneConfig(transport=LANES[way]))
-    sources = tuple(source(index) for index in range(NUM_SETUPS))
-    with destination() as other:
-        other.send(Order(what="lanes", preference=LANES[way], sources=sources))
-        ticket = ticket_to(other.recv())
-        senders = [made.sender(who, LAYOUT) for who in sources]
-        seconds, before = [], rss_bytes()
-        for sender in senders:
-            start_s = time.perf_counter()
-            sender.open(ticket)
-            while [lane.state for lane in sender.lanes()] == ["opening"]:
-                time.sleep(0.0002)
-            seconds.append(time.perf_counter() - start_s)
-        grown = rss_bytes() - before
-        other.send("enough")
-        theirs = other.recv()
-        for sender in senders:
-            sender.close()
+    made = transport("collective")(device=plan.device, config=LaneConfig(transport=LANES[way]))
+    sources = tuple(source(index) for index in range(plan.num_setups))
+    other.send(order("lanes", plan, preference=LANES[way], sources=sources))
+    ticket = ticket_to(other.recv())
+    senders = [made.sender(who, LAYOUT) for who in sources]
+    seconds, before, free_before = [], rss_bytes(), free_on_device(plan.device)
+    for sender in senders:
+        start_s = time.perf_counter()
+        sender.open(ticket)
+        while [lane.state for lane in sender.lanes()] == ["opening"]:
+            time.sleep(0.0002)
+        seconds.append(time.perf_counter() - start_s)
+    grown, taken = rss_bytes() - before, free_before - free_on_device(plan.device)
+    other.send("enough")
+    theirs = other.recv()
+    for sender in senders:
+        sender.close()
     return Setup(
         way=way,
         seconds=statistics.median(seconds),
-        source_bytes=grown / NUM_SETUPS,
-        destination_bytes=theirs / NUM_SETUPS,
+        source_bytes=grown / plan.num_setups,
+        destination_bytes=theirs / plan.num_setups,
+        device_bytes=taken / plan.num_setups,
     )
 
 
@@ -313,21 +355,22 @@ def prompts(figures: Sequence[Figure], model: Model, lengths: Sequence[int]) -> 
             exposed_s=seconds(way, min(num_tokens * model.token_bytes, CHUNK_BLOCKS * LAYOUT.block_bytes)),
             prefill_s=num_tokens / model.tokens_per_s,
         )
-        for way in LANES
+        for way in dict.fromkeys(figure.way for figure in figures)
+        if way in LANES
         for num_tokens in lengths
     ]
 
 
-def throughput_table(figures: Sequence[Figure]) -> Table:
+def throughput_table(figures: Sequence[Figure], plan: Plan) -> Table:
     table = Table(
         title="blocks from one process to another: GB/s, CPU seconds a GB (both processes'), share of the bound"
     )
-    for head in ("blocks", "MiB", *(way for lane, bound in BOUNDS.items() for way in (lane, bound, "share"))):
+    for head in ("blocks", "MiB", *(way for lane, bound in plan.bounds.items() for way in (lane, bound, "share"))):
         table.add_column(head, justify="right")
     of = {(figure.way, figure.num_blocks): figure for figure in figures}
-    for count in BLOCKS:
+    for count in plan.blocks:
         cells = []
-        for lane, bound in BOUNDS.items():
+        for lane, bound in plan.bounds.items():
             ours, theirs = of[lane, count], of[bound, count]
             cells += [f"{f.gb_per_s:.2f}  {f.cpu_s_per_gb:.2f} s" for f in (ours, theirs)]
             cells.append(f"{ours.gb_per_s / theirs.gb_per_s:.0%}")
@@ -335,12 +378,13 @@ def throughput_table(figures: Sequence[Figure]) -> Table:
     return table
 
 
-def setup_table(setups: Sequence[Setup]) -> Table:
-    table = Table(title=f"one lane of {NUM_SETUPS}")
-    for head in ("lane", "open after", "memory at the source", "at the destination"):
+def setup_table(setups: Sequence[Setup], plan: Plan) -> Table:
+    table = Table(title=f"one lane of {plan.num_setups}")
+    for head in ("lane", "open after", "memory at the source", "at the destination", "on the GPU, both ends"):
         table.add_column(head, justify="right")
     for one in setups:
-        memory = (f"{num / 2**20:.2f} MiB" for num in (one.source_bytes, one.destination_bytes))
+        told = one.source_bytes, one.destination_bytes, one.device_bytes
+        memory = (f"{num / 2**20:.2f} MiB" for num in told)
         table.add_row(one.way, f"{one.seconds * 1000:.1f} ms", *memory)
     return table
 
@@ -355,42 +399,67 @@ def prompt_table(found: Sequence[Prompt], model: Model) -> Table:
     return table
 
 
-def draw(figures: Sequence[Figure], path: Path) -> None:
+def draw(figures: Sequence[Figure], plan: Plan, path: Path) -> None:
     from matplotlib import pyplot
 
+    title = find_hardware().cpu if plan.device == "cpu" and not plan.tiny else name_of(plan.device)
     canvas, axis = pyplot.subplots(figsize=(8, 5))
-    for way in (way for pair in BOUNDS.items() for way in pair):
+    for way in (way for pair in plan.bounds.items() for way in pair):
         own = [figure for figure in figures if figure.way == way]
-        style = "-o" if way in BOUNDS else "--"
+        style = "-o" if way in LANES else "--"
         axis.plot([f.num_blocks for f in own], [f.gb_per_s for f in own], style, label=way)
-    axis.set(xscale="log", xlabel="blocks of 2 MiB", ylabel="GB/s", ylim=(0, None), title=find_hardware().cpu)
-    axis.set_xticks(BLOCKS, map(str, BLOCKS))
+    axis.set(xscale="log", xlabel="blocks of 2 MiB", ylabel="GB/s", ylim=(0, None), title=title)
+    axis.set_xticks(plan.blocks, map(str, plan.blocks))
     axis.legend()
-    canvas.savefig(path, bbox_inches="tight")
+    canvas.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
+def plan_for(device: str, tiny: bool) -> Plan:
+    if tiny:
+        return Plan(device=device, blocks=(1, 3), num_rounds=1, num_setups=2, tiny=True)
+    return Plan(device=device, num_setups=5) if device == "cuda" else Plan(device=device)
+
+
+def measure(plan: Plan, runs: int) -> tuple[list[Figure], list[Setup]]:
+    ways = [way for pair in plan.bounds.items() for way in pair]
+    with destination(plan) as other:
+        figures = best([figure for _ in range(runs) for way in ways for figure in throughput(way, plan, other)])
+    with destination(plan) as other:  # afresh: what is left of a payload's memory would be taken for a lane's
+        return figures, [set_up(way, plan, other) for way in plan.bounds]
 
 
 def main(
     runs: Annotated[int, typer.Option(help="How often all ways are taken in turn.")] = 2,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: two ranks on one card.")] = "cpu",
+    tiny: Annotated[bool, typer.Option("--tiny", help="A few blocks: does the program run?")] = False,
+    requests: Annotated[int, typer.Option(help="Of each length, to each of three clusters on this CPU; 0: none.")] = 9,
     tokens_per_s: Annotated[float, typer.Option(help="Prefill speed that prompts are set beside.")] = 10_000.0,
     as_json: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
 ) -> None:
-    torch.set_num_threads(1)
-    ways = [way for pair in BOUNDS.items() for way in pair]
-    figures = best([figure for _ in range(runs) for way in ways for figure in throughput(way, NUM_ROUNDS)])
-    setups = [set_up(way) for way in LANES]
+    require_gpu(device, tiny=tiny or device == "cpu")
+    plan = plan_for(device, tiny)
+    if not tiny:
+        torch.set_num_threads(1)
+        play_host("source")
+    figures, setups = measure(plan, 1 if tiny else runs)
     stated = Model(
         name="Llama 3.1 8B, its speed stated",
         tokens_per_s=tokens_per_s,
         token_bytes=LAYOUT.block_bytes // LAYOUT.block_size,
     )
     beside = {stated: prompts(figures, stated, PROMPTS)}
-    local = local_model()
-    beside[local] = prompts(figures, local, (LOCAL_PROMPT,))
-    console = Console(width=130)
-    tables = [throughput_table(figures), setup_table(setups)]
+    asked: list[Asked] = []
+    if device == "cpu" and not tiny:
+        local = local_model()
+        beside[local] = prompts(figures, local, (LOCAL_PROMPT,))
+        asked = ask_clusters(requests) if requests else []
+    console = Console(width=150)
+    tables = [throughput_table(figures, plan), setup_table(setups, plan)]
     tables += [prompt_table(found, model) for model, found in beside.items()]
-    for table in tables:
+    if tiny:
+        console.print(name_of(device))
+    for table in (*tables, *([asked_table(asked)] if asked else [])):
         console.print(table)
     if as_json is not None:
         told = {
@@ -400,10 +469,11 @@ def main(
             "setup": [asdict(one) for one in setups],
             "models": [asdict(model) for model in beside],
             "prompts": [asdict(one) for found in beside.values() for one in found],
+            "requests": [asdict(one) for one in asked],
         }
         as_json.write_text(json.dumps(told, indent=2) + "\n")
     if plot is not None:
-        draw(figures, plot)
+        draw(figures, plan, plot)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,15 @@ CHECKS = (
     _tests("dead-peer", "a lane over NCCL outlives a peer that is killed", "tests/gpu/test_nccl_peers.py"),
     _measures("gpu-engine", "decode, prefill, transformers beside", "-m", "benchmarks.gpu_engine", limit_s=480.0),
     _measures("gpu-kernels", "each kernel beside its floor", "-m", "benchmarks.gpu_kernels", limit_s=240.0),
+    _measures(
+        "kv-transfer",
+        "lanes over NCCL and CUDA IPC beside what bounds them",
+        "-m",
+        "benchmarks.kvtransfer",
+        "--device",
+        "cuda",
+        limit_s=300.0,
+    ),
     _tests("all", "whatever else is marked", "-m", "gpu", "tests", limit_s=480.0),
     _measures("gpu-sweep", "other tiles", "-m", "benchmarks.gpu_kernels", "--sweep", limit_s=480.0),
 )
