@@ -51,6 +51,10 @@ ShadowPolicy = Annotated[
     str | None,
     typer.Option("--shadow-policy", metavar="NAME", help="Another one that scores every request, and does no more."),
 ]
+ToolParser = Annotated[
+    str | None,
+    typer.Option("--tool-parser", metavar="FORMAT", help="How calls of tools are written: auto, hermes, llama3_json."),
+]
 RayAddress = Annotated[str | None, typer.Option("--ray-address", help="A Ray that runs. Default: one of our own.")]
 Discovery = Annotated[
     str | None, typer.Option("--discovery", metavar="URL", help="redis://host:port where supervisor and gateways meet.")

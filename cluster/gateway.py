@@ -39,6 +39,7 @@ def gateway(
     index: flags.Index = None,
     policy: flags.Policy = None,
     shadow_policy: flags.ShadowPolicy = None,
+    tool_parser: flags.ToolParser = None,
     served_name: flags.Name = None,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
@@ -49,7 +50,8 @@ def gateway(
 
     given = {
         "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
-        "discovery": discovery, "processes": processes, "router": {"policy": policy, "shadow_policy": shadow_policy},
+        "discovery": discovery, "processes": processes,
+        "router": {"policy": policy, "shadow_policy": shadow_policy, "tool_parser": tool_parser},
     }  # fmt: skip
     config, console = flags.settings(file, given, further), flags.terminal(log_format)
     if not uvloop.run(run_gateway(config, tuple(worker or ()), console, log_format)):

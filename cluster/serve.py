@@ -136,6 +136,7 @@ def serve(
     index: flags.Index = None,
     policy: flags.Policy = None,
     shadow_policy: flags.ShadowPolicy = None,
+    tool_parser: flags.ToolParser = None,
     served_name: flags.Name = None,
     ray_address: flags.RayAddress = None,
     file: flags.ConfigFile = None,
@@ -145,7 +146,8 @@ def serve(
     """Serves a model until Ctrl-C: a gateway, and prefill and decode workers that Ray places and Baton supervises."""
     given = {
         "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
-        "processes": processes, "router": {"policy": policy, "shadow_policy": shadow_policy},
+        "processes": processes,
+        "router": {"policy": policy, "shadow_policy": shadow_policy, "tool_parser": tool_parser},
         "pools": flags.pools(prefill, decode, colocated, workers) | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
         "worker": {"tp": tp, "device": device, "dtype": dtype, "host_kv_gib": host_kv_gib},
         "ray": {"address": ray_address},

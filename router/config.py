@@ -34,6 +34,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_backlog_s": (0.001, 600.0),
 }
 
+TOOL_PARSERS = ("auto", "hermes", "llama3_json")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
@@ -62,6 +64,9 @@ class RouterConfig:
     A body of more than `max_body_bytes`, or one that is not whole `body_timeout_s` after its head, is not read.
     A stream that has nothing to say for `keep_alive_s` sends a comment. Pages of `cors_origins` ("https://a.example,
     https://b.example", or "*") may ask from a browser.
+
+    Calls of tools are read from answers as `tool_parser` says: "hermes", "llama3_json", or "auto", as the model's chat
+    template shows them.
 
     `tenants` is a file of tenants and the hashes of their keys (docs/operating.md); empty: no keys are asked for.
     """
@@ -96,8 +101,14 @@ class RouterConfig:
     max_backlog: int = 64
     max_backlog_s: float = 0.5
     tenants: str = ""
+    tool_parser: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.tool_parser not in TOOL_PARSERS:
+            raise Misconfigured(
+                f"router: tool_parser = {self.tool_parser!r}: choose one of {', '.join(TOOL_PARSERS)}",
+                param="tool_parser",
+            )
         for name, (least, greatest) in RANGES.items():
             value = getattr(self, name)
             if not least <= value <= greatest:

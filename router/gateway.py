@@ -22,12 +22,15 @@ from router.text.answer import Piece, Say, Tally, answer
 from router.text.asking import Ask, check_length
 from router.text.chat_template import ChatTemplate, Message
 from router.text.model_card import ModelCard
+from router.text.structure import GrammarChecks
 from router.text.tokenizer import Tokenizer
+from router.text.tool_calls import ToolFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
-    """`wall_clock` gives seconds since 1970, for the `created` of answers and nothing else."""
+    """`wall_clock` gives seconds since 1970, for the `created` of answers and nothing else. `tool_format` is how the
+    model writes calls of tools, None where nobody knows."""
 
     card: ModelCard
     tokenizer: Tokenizer
@@ -43,6 +46,8 @@ class Gateway:
     body_timeout_s: float = 60.0
     keep_alive_s: float = 15.0
     cors_origins: tuple[str, ...] = ()
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    tool_format: ToolFormat | None = None
     wall_clock: Callable[[], float] = time.time
 
     def ready(self) -> bool:
@@ -71,6 +76,7 @@ class Gateway:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[int, ...]:
         """The prompt of a conversation. Raises InvalidRequest for a model without a chat template."""
         if self.template is None:
@@ -90,6 +96,7 @@ class Gateway:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             options=options,
+            tools=tools,
         )
         [ids] = await self.encode([text], add_special_tokens=False, param="messages")
         return ids
@@ -150,10 +157,12 @@ def open_gateway(
 ) -> Gateway:
     """Reads tokenizer, chat template and defaults from the checkpoint. Raises Misconfigured."""
     tokenizer = Tokenizer.load(config.model_path)
+    template = ChatTemplate.load(config.model_path, tokenizer.named_tokens)
     return Gateway(
         card=ModelCard.load(config.model_path, config.model_name, max_model_len=max_model_len),
         tokenizer=tokenizer,
-        template=ChatTemplate.load(config.model_path, tokenizer.named_tokens),
+        template=template,
+        tool_format=_tool_format(config.tool_parser, template),
         generate=generate,
         fleet=fleet,
         metrics=metrics or RequestMetrics(),
@@ -165,6 +174,12 @@ def open_gateway(
         keep_alive_s=config.keep_alive_s,
         cors_origins=tuple(origin.strip() for origin in config.cors_origins.split(",") if origin.strip()),
     )
+
+
+def _tool_format(asked: str, template: ChatTemplate | None) -> ToolFormat | None:
+    if asked == "auto":
+        return template.tool_format if template is not None else None
+    return ToolFormat(asked)
 
 
 def new_id(prefix: str) -> str:

@@ -20,7 +20,8 @@ from pydantic.json_schema import JsonSchemaMode
 from router.admin import replies as admin
 from router.admin.requests import DEFAULT_COUNT, MAX_COUNT
 from router.openai import replies
-from router.openai.schema import MAX_TTFT_MS, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, bounds
+from router.openai.body import Body
+from router.openai.schema import MAX_TTFT_MS, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, bounds
 from router.openai.sizes import MAX_PIECES
 from router.text.asking import MAX_CHOICES
 from router.text.model_card import ModelCard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,11 @@ from starlette.responses import Response
 from router.asgi import name_of, tenant_of
 from router.gateway import Gateway, new_id
 from router.metrics import Track
+from router.openai.calls import Calls, tooling_of
 from router.openai.errors import json_response
 from router.openai.logprobs import chat_logprobs, prompt_logprobs
 from router.openai.reply import progress_body, reply_head, usage_body
-from router.openai.schema import ChatBody, read_body, with_bound
+from router.openai.schema import ChatBody, read_body, to_template, with_bound
 from router.openai.sse import DONE, HOLE, EventStream, Voice, Way, event, while_connected
 from router.text.answer import Piece, Tally, collect
 from router.text.asking import Ask, make_ask
@@ -26,11 +28,16 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
     body = await read_body(request, ChatBody, gateway.card)
     gateway.check_model(body.model)
     asked = with_bound(body.asked(), request)
+    tooling = tooling_of(body, gateway)
+    if tooling.grammar:
+        await gateway.grammars.check(tooling.grammar, param=tooling.param)
+        asked = replace(asked, grammar=tooling.grammar)
     prompt = await gateway.encode_chat(
-        [message.model_dump(exclude_none=True) for message in body.messages],
+        to_template(body.messages),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         options=body.chat_template_kwargs,
+        tools=tooling.shown,
     )
     ask = make_ask(
         asked,
@@ -41,7 +48,7 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
         tenant=tenant_of(request),
         default_max_tokens=None,
     )
-    chat = _Chat(gateway, body, ask)
+    chat = _Chat(gateway, body, ask, tooling.answers())
     if body.stream:
         return EventStream(partial(chat.events, track), track, keep_alive_s=gateway.keep_alive_s)
     return json_response(await while_connected(request.receive, chat.whole(track)))
@@ -50,10 +57,11 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
 class _Chat:
     """One conversation's turn, told whole or as events."""
 
-    def __init__(self, gateway: Gateway, body: ChatBody, ask: Ask) -> None:
+    def __init__(self, gateway: Gateway, body: ChatBody, ask: Ask, calls: Calls | None) -> None:
         self._gateway = gateway
         self._body = body
         self._ask = ask
+        self._calls = calls
         self._opened: set[int] = set()
 
     async def whole(self, track: Track) -> dict[str, Any]:
@@ -68,11 +76,15 @@ class _Chat:
         return reply
 
     def _choice(self, whole: Piece) -> dict[str, Any]:
+        said: dict[str, Any] = {"content": whole.text}
+        finish_reason: str | None = whole.finish_reason
+        if self._calls is not None:
+            said, finish_reason = self._calls.message(whole)
         choice = {
             "index": whole.index,
-            "message": {"role": "assistant", "content": whole.text, "refusal": None},
+            "message": {"role": "assistant", **said, "refusal": None},
             "logprobs": self._logprobs(whole),
-            "finish_reason": whole.finish_reason,
+            "finish_reason": finish_reason,
         }
         return choice | {"token_ids": whole.token_ids} if self._body.return_token_ids else choice
 
@@ -83,7 +95,11 @@ class _Chat:
         if self._body.include_usage:
             head["usage"] = None
         voice = Voice(lambda index: head | self._chunk(index, {"content": HOLE}), way, self._gateway.pace)
-        say = None if self._body.logprobs or self._body.return_token_ids else voice.speaker(len(self._ask.jobs))
+        say = (
+            None
+            if self._body.logprobs or self._body.return_token_ids or self._calls
+            else voice.speaker(len(self._ask.jobs))
+        )
         try:
             async with aclosing(self._gateway.answer(self._ask, track, tally, say)) as pieces:
                 async for piece in pieces:
@@ -113,13 +129,19 @@ class _Chat:
             if self._body.return_token_ids:
                 opening["prompt_token_ids"] = self._ask.prompts[0]
             chunks.append(opening)
-        if piece.text or (piece.token_ids and (piece.logprobs or self._body.return_token_ids)):
-            spoken = self._chunk(piece.index, {"content": piece.text}, logprobs=self._logprobs(piece))
+        deltas = [{"content": piece.text}] if piece.text else []
+        finish_reason: str | None = piece.finish_reason
+        if self._calls is not None:
+            deltas, finish_reason = self._calls.deltas(piece)
+        if piece.token_ids and (piece.logprobs or self._body.return_token_ids):
+            deltas = deltas or [{"content": ""}]
+        for number, delta in enumerate(deltas):
+            spoken = self._chunk(piece.index, delta, logprobs=None if number else self._logprobs(piece))
             if self._body.return_token_ids:
-                spoken["choices"][0]["token_ids"] = piece.token_ids
+                spoken["choices"][0]["token_ids"] = () if number else piece.token_ids
             chunks.append(spoken)
-        if piece.finish_reason is not None:
-            chunks.append(self._chunk(piece.index, {}, finish_reason=piece.finish_reason))
+        if finish_reason is not None:
+            chunks.append(self._chunk(piece.index, {}, finish_reason=finish_reason))
         return chunks
 
     def _chunk(

@@ -31,6 +31,10 @@ async def completions(gateway: Gateway, request: Request, track: Track) -> Respo
     body = await read_body(request, CompletionBody, gateway.card)
     gateway.check_model(body.model)
     asked = with_bound(body.asked(), request)
+    if body.structured_outputs is not None:
+        grammar = body.structured_outputs.to_grammar()
+        await gateway.grammars.check(grammar, param="structured_outputs")
+        asked = replace(asked, grammar=grammar)
     prompts = await _prompts(gateway, body)
     ask = make_ask(
         asked,

@@ -13,58 +13,63 @@ from protos.errors import UnsupportedParameter
 
 @dataclass(frozen=True, slots=True)
 class Harmless:
-    """Where a parameter changes nothing, for us and as JSON Schema; null never does."""
+    """Where a parameter changes nothing, for us and as JSON Schema; null never does. `why` it is refused elsewhere."""
 
     accepts: Callable[[Any], bool]
     schema: Mapping[str, Any]
+    why: str
 
 
-def _one_of(*values: Any) -> Harmless:
+_OFFERED = "this server does not offer it"
+_TEXT_ONLY = "models answer in text here"
+_TOOLS = "it is deprecated: use tools and tool_choice"
+_TEMPLATE = "what a model's template knows of it is set by chat_template_kwargs"
+
+
+def _one_of(*values: Any, why: str = _OFFERED) -> Harmless:
     def accepts(value: Any) -> bool:
         return any(type(value) is type(one) and value == one for one in values)
 
-    return Harmless(accepts, {"enum": [*values, None]})
+    return Harmless(accepts, {"enum": [*values, None]}, why)
 
 
-_NEVER = Harmless(lambda value: False, {"type": "null"})
-_TEXT = Harmless(lambda value: isinstance(value, str), {"type": ["string", "null"]})
-_OBJECT = Harmless(lambda value: isinstance(value, dict), {"type": ["object", "null"]})
+def _never(why: str = _OFFERED) -> Harmless:
+    return Harmless(lambda value: False, {"type": "null"}, why)
+
+
+_TEXT = Harmless(lambda value: isinstance(value, str), {"type": ["string", "null"]}, "it is a string")
+_OBJECT = Harmless(lambda value: isinstance(value, dict), {"type": ["object", "null"]}, "it is an object")
 
 
 # Identifiers say who asks, which changes no answer. `metadata` is kept with stored answers; nothing is stored.
 COMPLETION_REFUSALS: Mapping[str, Harmless] = {
-    "suffix": _one_of(""),
+    "suffix": _one_of("", why="the models that are served continue texts, they fill no gaps"),
     "user": _TEXT,
 }
 CHAT_REFUSALS: Mapping[str, Harmless] = {
-    "audio": _NEVER,
-    "function_call": _one_of("none"),
-    "functions": _one_of([]),
+    "audio": _never(_TEXT_ONLY),
+    "function_call": _one_of("none", why=_TOOLS),
+    "functions": _one_of([], why=_TOOLS),
     "metadata": _OBJECT,
-    "modalities": _one_of(["text"]),
-    "moderation": _NEVER,
-    "parallel_tool_calls": _one_of(True, False),
-    "prediction": _NEVER,
-    "prompt_cache_options": _NEVER,
-    "prompt_cache_retention": _one_of("in_memory", "in-memory"),
-    "reasoning_effort": _NEVER,
-    "response_format": _one_of({"type": "text"}),
+    "modalities": _one_of(["text"], why=_TEXT_ONLY),
+    "moderation": _never("nothing is moderated here"),
+    "prediction": _never(),
+    "prompt_cache_options": _never("every prompt is cached, as long as there is room"),
+    "prompt_cache_retention": _one_of("in_memory", "in-memory", why="prompts are kept in memory"),
+    "reasoning_effort": _never(_TEMPLATE),
     "safety_identifier": _TEXT,
-    "service_tier": _one_of("auto", "default"),
-    "store": _one_of(False),
-    "tool_choice": _one_of("none"),
-    "tools": _one_of([]),
+    "service_tier": _one_of("auto", "default", why="there is one tier; priority says who goes first"),
+    "store": _one_of(False, why="answers are not stored"),
     "user": _TEXT,
-    "verbosity": _one_of("medium"),
-    "web_search_options": _NEVER,
+    "verbosity": _one_of("medium", why=_TEMPLATE),
+    "web_search_options": _never("models have no web search here"),
 }
 # What OpenAI's own client sends back when an answer is put into the next request.
 MESSAGE_REFUSALS: Mapping[str, Harmless] = {
     "annotations": _one_of([]),
-    "audio": _NEVER,
-    "function_call": _NEVER,
-    "refusal": _NEVER,
-    "tool_calls": _one_of([]),
+    "audio": _never(_TEXT_ONLY),
+    "function_call": _never("it is deprecated: use tool_calls"),
+    "refusal": _never("models refuse in their content here"),
 }
 
 
@@ -77,7 +82,7 @@ def without_harmless(body: Mapping[str, Any], refusals: Mapping[str, Harmless], 
             told = reprlib.repr(value)  # bounded in depth too: an object may be nested deeper than repr() can go
             raise UnsupportedParameter(
                 f"'{where}{name}' is not supported with the value {told[:80]}{'...' if len(told) > 80 else ''}: "
-                "this server does not offer it; leave it out",
+                f"{refusals[name].why}; leave it out",
                 param=f"{where}{name}",
             )
     return kept

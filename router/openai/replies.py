@@ -53,6 +53,7 @@ class PromptLogprob(Reply):
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ToldToken(Reply):
@@ -70,17 +71,29 @@ class ChatLogprobs(Reply):
     refusal: None
 
 
+class ToldFunction(Reply):
+    name: str
+    arguments: str
+
+
+class ToldCall(Reply):
+    id: str
+    type: Literal["function"]
+    function: ToldFunction
+
+
 class AssistantMessage(Reply):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToldCall] = []
 
 
 class ChatChoice(Reply):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     token_ids: list[int] = []
 
 

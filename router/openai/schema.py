@@ -6,17 +6,22 @@ Types are checked here; ranges, which gRPC shares, in `router.text.asking`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 from starlette.requests import ClientDisconnect, Request
 
 from protos.errors import Cancelled, InvalidRequest, UnsupportedMediaType
+from router.openai.body import Body, FirstWrong, at_most
 from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS, MESSAGE_REFUSALS, Harmless, without_harmless
-from router.openai.sizes import check_parameters, check_sizes
+from router.openai.sizes import check_sizes
+from router.openai.structured import ResponseFormat, StructuredOutputs
+from router.openai.tools import MAX_CALLS, MAX_TOOLS, TOOL_CHOICES, ToolCall, ToolChoice, ToolSpec
 from router.text.asking import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, RANGES, Asked
 from router.text.model_card import ModelCard
 
@@ -60,52 +65,9 @@ def _described(refusals: Mapping[str, Harmless], *conditions: dict[str, Any]) ->
     return ConfigDict(json_schema_extra=add)
 
 
-def _at_most(num_entries: int) -> BeforeValidator:
-    """Refuses a larger object or list before its entries are looked at."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict | list) and len(value) > num_entries:
-            raise ValueError("too many entries")
-        return value
-
-    return BeforeValidator(check)
-
-
-class _FirstWrong(FailFast):
-    """One wrong item refuses a list. pydantic notes them all otherwise: seconds of the event loop for a megabyte."""
-
-    __hash__ = object.__hash__  # a member of a union must have one, and pydantic's own has none
-
-
-Ids = Annotated[list[int], _FirstWrong()]
-Texts = Annotated[list[str], _FirstWrong()]
-IdLists = Annotated[list[Ids], _FirstWrong()]
-
-
-def _is_exact(number: float) -> bool:
-    """Beyond 2^53 a float no longer says which integer was meant."""
-    return number.is_integer() and abs(number) <= 2**53
-
-
-class Body(BaseModel):
-    """`description` of a field completes the sentence "it must be ..."."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _not_too_many(cls, value: Any) -> Any:
-        """Also, 8.0 is an integer in JSON Schema, and so it is here."""
-        if not isinstance(value, dict):
-            return value
-        check_parameters(value)  # pydantic would note every unknown one of a megabyte of them
-        whole = {name: int(one) for name, one in value.items() if isinstance(one, float) and _is_exact(one)}
-        return value | {name: one for name, one in whole.items() if cls._is_integer(name)} if whole else value
-
-    @classmethod
-    def _is_integer(cls, name: str) -> bool:
-        field = cls.model_fields.get(name)
-        return field is not None and field.annotation in (int, int | None)
+Ids = Annotated[list[int], FirstWrong()]
+Texts = Annotated[list[str], FirstWrong()]
+IdLists = Annotated[list[Ids], FirstWrong()]
 
 
 class StreamOptions(Body):
@@ -136,7 +98,7 @@ class SamplingBody(Body):
     top_p: float | None = _ranged("top_p", "a number")
     presence_penalty: float | None = _ranged("presence_penalty", "a number")
     frequency_penalty: float | None = _ranged("frequency_penalty", "a number")
-    logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_BIASES)] = Field(
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASES)] = Field(
         default=None,
         description=f"an object from at most {MAX_BIASES} token ids to numbers",
         json_schema_extra={
@@ -146,7 +108,7 @@ class SamplingBody(Body):
         },
     )
     seed: int | None = _ranged("seed", "an integer")
-    stop: Annotated[str | Texts | None, _at_most(MAX_STOPS)] = Field(
+    stop: Annotated[str | Texts | None, at_most(MAX_STOPS)] = Field(
         default=None,
         description=f"a string or a list of at most {MAX_STOPS} strings",
         json_schema_extra={"maxItems": MAX_STOPS, "items": dict(_STOP), **_STOP},
@@ -157,7 +119,7 @@ class SamplingBody(Body):
     min_p: float | None = _ranged("min_p", "a number")
     repetition_penalty: float | None = _ranged("repetition_penalty", "a number")
     min_tokens: int | None = _ranged("min_tokens", "an integer")
-    stop_token_ids: Annotated[Ids | None, _at_most(MAX_STOP_TOKENS)] = Field(
+    stop_token_ids: Annotated[Ids | None, at_most(MAX_STOP_TOKENS)] = Field(
         default=None,
         description=f"a list of at most {MAX_STOP_TOKENS} token ids",
         json_schema_extra={"maxItems": MAX_STOP_TOKENS},
@@ -171,6 +133,9 @@ class SamplingBody(Body):
     prompt_cache_key: str | None = Field(default=None, max_length=256, description="up to 256 characters")
     priority: int | None = _ranged("priority", "an integer")
     max_ttft_ms: float | None = _ranged("max_ttft_ms", "a number of milliseconds")
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="an object with one of json, regex, choice and grammar"
+    )
 
     @property
     def include_usage(self) -> bool:
@@ -212,35 +177,76 @@ class TextPart(Body):
     text: str = Field(description="a string")
 
 
-Content = Annotated[
-    str | Annotated[list[TextPart], _FirstWrong()], Field(description="a string or a list of text parts")
-]
+Content = str | Annotated[list[TextPart], FirstWrong()]
+
+
+_CALLS = {"properties": {"tool_calls": {"type": "array", "minItems": 1}}, "required": ["tool_calls"]}
 
 
 class ChatMessage(Body):
-    model_config = _described(MESSAGE_REFUSALS)
+    model_config = _described(
+        MESSAGE_REFUSALS,
+        {"if": _CALLS, "then": {"properties": {"role": {"const": "assistant"}}}},
+        {
+            "if": {"not": _CALLS},
+            "then": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+        },
+    )
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="system, developer, user, assistant or tool"
     )
-    content: Content
+    content: Content | None = Field(default=None, description="a string or a list of text parts")
     name: str | None = Field(default=None, description="a string")
     tool_call_id: str | None = Field(default=None, description="a string")
+    tool_calls: Annotated[list[ToolCall] | None, FirstWrong(), at_most(MAX_CALLS)] = Field(
+        default=None, description=f"a list of at most {MAX_CALLS} calls of an assistant", max_length=MAX_CALLS
+    )
+
+    def check(self, where: str) -> None:
+        """`where` it stands in the request. Raises InvalidRequest."""
+        if self.tool_calls and self.role != "assistant":
+            param = f"{where}.tool_calls"
+            raise InvalidRequest(f"'{param}' is only allowed in an assistant's message: leave it out", param=param)
+        if self.content is None and not self.tool_calls:
+            raise InvalidRequest(f"Missing required parameter: '{where}.content'.", param=f"{where}.content")
+
+    def to_template(self, where: str) -> dict[str, Any]:
+        """As chat templates read it. Raises InvalidRequest."""
+        told = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        if self.tool_calls:
+            calls = enumerate(self.tool_calls)
+            told["tool_calls"] = [call.to_template(f"{where}.tool_calls[{index}]") for index, call in calls]
+        return told
+
+
+def to_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """A conversation as chat templates read it. Raises InvalidRequest."""
+    return [message.to_template(f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 class ChatBody(SamplingBody):
     model_config = _described(CHAT_REFUSALS, *_STREAMED, _only_with("top_logprobs", _NUMBER, "logprobs", _TRUE))
 
-    messages: Annotated[list[ChatMessage], _FirstWrong()] = Field(
+    messages: Annotated[list[ChatMessage], FirstWrong()] = Field(
         min_length=1, description="a list of at least one message"
     )
     max_completion_tokens: int | None = _ranged("max_tokens", "an integer")
     logprobs: bool | None = Field(default=None, description="true or false")
     top_logprobs: int | None = _ranged("logprobs", "an integer")
 
+    response_format: ResponseFormat | None = Field(
+        default=None, description='an object such as {"type": "json_object"}'
+    )
+    tools: Annotated[list[ToolSpec] | None, FirstWrong(), at_most(MAX_TOOLS)] = Field(
+        default=None, description=f"a list of at most {MAX_TOOLS} tools", max_length=MAX_TOOLS
+    )
+    tool_choice: ToolChoice | None = Field(default=None, description=TOOL_CHOICES)
+    parallel_tool_calls: bool | None = Field(default=None, description="true or false")
+
     add_generation_prompt: bool | None = Field(default=None, description="true or false")
     continue_final_message: bool | None = Field(default=None, description="true or false")
-    chat_template_kwargs: Annotated[dict[str, str | int | float | bool | None] | None, _at_most(MAX_OPTIONS)] = Field(
+    chat_template_kwargs: Annotated[dict[str, str | int | float | bool | None] | None, at_most(MAX_OPTIONS)] = Field(
         default=None,
         description=f"an object of at most {MAX_OPTIONS} strings, numbers and booleans",
         json_schema_extra={"maxProperties": MAX_OPTIONS},
@@ -303,8 +309,11 @@ class TokenizeBody(Body):
 
     model: str | None = Field(default=None, description="the name of a served model")
     prompt: str | None = Field(default=None, description="a string")
-    messages: Annotated[list[ChatMessage], _FirstWrong()] | None = Field(
+    messages: Annotated[list[ChatMessage], FirstWrong()] | None = Field(
         default=None, min_length=1, description="a list of messages"
+    )
+    tools: Annotated[list[ToolSpec] | None, FirstWrong(), at_most(MAX_TOOLS)] = Field(
+        default=None, description=f"a list of at most {MAX_TOOLS} tools", max_length=MAX_TOOLS
     )
     add_special_tokens: bool | None = Field(default=None, description="true or false")
     add_generation_prompt: bool | None = Field(default=None, description="true or false")
@@ -370,9 +379,12 @@ def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:
             for i, one in enumerate(messages)
         ]
     try:
-        return kind.model_validate(kept)
+        body = kind.model_validate(kept)
     except ValidationError as error:
         raise _refused(error, kind) from None
+    for index, message in enumerate(getattr(body, "messages", None) or ()):
+        message.check(f"messages[{index}]")
+    return body
 
 
 def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
@@ -397,24 +409,45 @@ def _path(loc: tuple[int | str, ...], kind: type[Body]) -> tuple[str, type[Body]
     for step in loc:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step in known.model_fields or step == loc[-1]:
+        elif _field(known, step) or step == loc[-1]:
             if step in _BRANCHES:
                 continue
             path += f".{step[:MAX_NAME_CHARS]}" if path else step[:MAX_NAME_CHARS]
-            known = _NESTED.get(step, known)
+            known = _inside(known, step)
     return path, known
 
 
-_NESTED: Mapping[str, type[Body]] = {"messages": ChatMessage, "stream_options": StreamOptions, "content": TextPart}
-_BRANCHES = {"str", "int", "float", "bool", "list[str]", "list[int]", "list[list[int]]", "list[TextPart]"}
+@cache
+def _inside(kind: type[Body], name: str) -> type[Body]:
+    """The bodies that a field holds; `kind` itself where it holds none."""
+    field = _field(kind, name)
+    return next(_bodies(field.annotation), kind) if field is not None else kind
+
+
+def _bodies(annotation: Any) -> Iterator[type[Body]]:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _bodies(part)
+
+
+def _field(kind: type[Body], name: str) -> FieldInfo | None:
+    fields = kind.model_fields
+    return fields.get(name) or fields.get(f"{name}_")  # `schema` and `json` are methods of every model
+
+
+_BRANCHES = {
+    "str", "int", "float", "bool", "list[str]", "list[int]", "list[list[int]]", "list[TextPart]",
+    "literal['none','auto','required']", "NamedTool",
+}  # fmt: skip
 
 
 def _expected(loc: tuple[int | str, ...], kind: type[Body]) -> str | None:
     described, known = None, kind
     for step in loc:
-        if isinstance(step, str) and step in known.model_fields:
-            described = known.model_fields[step].description
-            known = _NESTED.get(step, known)
+        if isinstance(step, str) and (field := _field(known, step)) is not None:
+            described = field.description
+            known = _inside(known, step)
     return described
 
 

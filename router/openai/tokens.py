@@ -8,7 +8,7 @@ from starlette.responses import Response
 from protos.errors import InvalidRequest
 from router.gateway import Gateway
 from router.openai.errors import json_response
-from router.openai.schema import DetokenizeBody, TokenizeBody, read_body
+from router.openai.schema import DetokenizeBody, TokenizeBody, read_body, to_template
 
 
 async def tokenize(gateway: Gateway, request: Request) -> Response:
@@ -17,8 +17,10 @@ async def tokenize(gateway: Gateway, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'", param="prompt")
     if body.messages is not None:
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        ids = await gateway.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        ids = await gateway.encode_chat(
+            to_template(body.messages), add_generation_prompt=body.add_generation_prompt, tools=tools
+        )
     else:
         [ids] = await gateway.encode([body.prompt or ""], add_special_tokens=body.add_special_tokens is not False)
     reply = {"count": len(ids), "max_model_len": gateway.card.max_model_len, "tokens": ids, "token_strs": None}

@@ -69,6 +69,7 @@ class Asked:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     cache_salt: str = ""
@@ -195,6 +196,7 @@ def _sampling(asked: Asked, card: ModelCard) -> SamplingParams:
         min_tokens=asked.min_tokens,
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=asked.ignore_eos,
+        grammar=asked.grammar,
     )
 
 
@@ -221,6 +223,8 @@ def _check(asked: Asked, prompts: Sequence[tuple[int, ...]], card: ModelCard) ->
             raise _outside(asked.names.get(name, name), value, f"between {low} and {high}")
     _check_stops(asked)
     _check_tokens(asked, card)
+    if asked.grammar:
+        _check_grammar(asked, card)
     if not prompts or len(prompts) * asked.n > MAX_CHOICES:
         told = f"{len(prompts)} prompts with n = {asked.n} make {len(prompts) * asked.n} choices"
         raise InvalidRequest(f"{told}: one request may ask for 1 to {MAX_CHOICES}", param="prompt")
@@ -245,6 +249,17 @@ def _check_stops(asked: Asked) -> None:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             told = f"a string of {len(stop)} characters"
             raise InvalidRequest(f"'stop' has {told}: each must have 1 to {MAX_STOP_CHARS}", param="stop")
+
+
+def _check_grammar(asked: Asked, card: ModelCard) -> None:
+    if asked.ignore_eos:
+        told = (
+            "'ignore_eos' is true and the answer's form is asked for, which says where it ends: leave one of them out"
+        )
+        raise InvalidRequest(told, param="ignore_eos")
+    if not card.eos_token_ids:
+        told = f"The model '{card.name}' has no end-of-sequence token: no form can be asked of its answers"
+        raise InvalidRequest(told, param=asked.names.get("grammar", "grammar"))
 
 
 def _check_tokens(asked: Asked, card: ModelCard) -> None:

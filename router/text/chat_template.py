@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protos.errors import BadCheckpoint, InvalidRequest
 from router.text.tokenizer import read_json
+from router.text.tool_calls import ToolFormat, format_of
 
 Message = Mapping[str, Any]
 
@@ -48,8 +49,10 @@ class ChatTemplate:
         *,
         named_tokens: Mapping[str, str] | None = None,
         local_time: Callable[[], datetime] = datetime.now,
+        with_tools: ChatTemplate | None = None,
     ) -> None:
-        """`named_tokens` (bos_token, ...) and `local_time` (for `strftime_now`) are visible to the template.
+        """`named_tokens` (bos_token, ...) and `local_time` (for `strftime_now`) are visible to the template. Tools are
+        shown by `with_tools`, where the model has a template of its own for them.
 
         Raises BadCheckpoint when it is not a Jinja template.
         """
@@ -61,9 +64,15 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: local_time().strftime(form)
         try:
             self._template = environment.from_string(source)
-            self._wants_parts = _reads_parts(environment.parse(source))
+            tree = environment.parse(source)
+            self._wants_parts = _reads_parts(tree)
         except jinja2.TemplateError as error:
             raise BadCheckpoint(f"the chat template is not valid Jinja: {error}") from error
+        self._with_tools = with_tools
+        self.shows_tools = with_tools is not None or any(name.name == "tools" for name in tree.find_all(nodes.Name))
+        """Does the model see the tools of a request?"""
+        self.tool_format: ToolFormat | None = format_of(source) if with_tools is None else with_tools.tool_format
+        """How it writes its calls; None where the template does not tell."""
         self._named_tokens = dict(named_tokens or {})
         # One, for Jinja holds the interpreter's lock: more of them would only take turns, and the loop's turns.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat-template")
@@ -75,9 +84,13 @@ class ChatTemplate:
         if beside.is_file():
             return cls(beside.read_text(encoding="utf-8"), named_tokens=named_tokens)
         found = read_json(folder / "tokenizer_config.json").get("chat_template")
+        with_tools = None
         if isinstance(found, list):
-            found = {one["name"]: one["template"] for one in found}.get("default")
-        return cls(found, named_tokens=named_tokens) if found else None
+            named = {one["name"]: one["template"] for one in found}
+            found = named.get("default")
+            if "tool_use" in named:
+                with_tools = cls(named["tool_use"], named_tokens=named_tokens)
+        return cls(found, named_tokens=named_tokens, with_tools=with_tools) if found else None
 
     async def prompt(
         self,
@@ -86,6 +99,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """What `render` gives, without keeping the event loop from its other work."""
         render = partial(
@@ -94,8 +108,9 @@ class ChatTemplate:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             options=options,
+            tools=tools,
         )
-        if len(messages) <= SHORT_MESSAGES and sum(map(_num_chars, messages)) <= SHORT_CHARS:
+        if not tools and len(messages) <= SHORT_MESSAGES and sum(map(_num_chars, messages)) <= SHORT_CHARS:
             return render()
         return await asyncio.get_running_loop().run_in_executor(self._thread, render)
 
@@ -106,17 +121,27 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The prompt, special tokens included: tokenise it without adding any.
 
         `continue_final_message` leaves the last message open, for the model to go on with it. `options` are the
         template's own variables (`enable_thinking`). Raises InvalidRequest with the template's words.
         """
+        if tools and self._with_tools is not None:
+            return self._with_tools.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                options=options,
+                tools=tools,
+            )
         conversation = [self._fitted(message) for message in messages]
         if continue_final_message:
             conversation[-1] = _marked(conversation[-1])
         variables = self._named_tokens | dict(options or {}) | {
-            "messages": conversation, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt,
+            "messages": conversation, "tools": list(tools) or None, "documents": None,
+            "add_generation_prompt": add_generation_prompt,
         }  # fmt: skip
         try:
             text = self._template.render(variables)

@@ -13,6 +13,7 @@ from router.text.chat_template import ChatTemplate
 from tests.unit.router.scripted import ids_of, saying, talking, token_deltas
 
 HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 async def ask(client: openai.AsyncOpenAI, **options: Any) -> Any:
@@ -197,7 +198,9 @@ async def test_a_model_without_a_template_says_where_to_go() -> None:
     [
         ({"model": "other"}, openai.NotFoundError, "model_not_found", "does not exist"),
         ({"temperature": 3}, openai.BadRequestError, "invalid_request", "between 0 and 2"),
-        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "unsupported_parameter", "'tools'"),
+        ({"store": True}, openai.BadRequestError, "unsupported_parameter", "'store'"),
+        ({"tools": [TOOL]}, openai.BadRequestError, "invalid_request", "knows no tools"),
+        ({"tool_choice": "required"}, openai.BadRequestError, "invalid_request", "only allowed with tools"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "invalid_request", "Did you mean"),
         ({"max_tokens": 250}, openai.BadRequestError, "context_length_exceeded", "maximum context length is 256"),
         (

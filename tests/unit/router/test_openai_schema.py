@@ -24,15 +24,11 @@ HARMLESS = {
     "functions": [],
     "metadata": {"run": "7"},
     "modalities": ["text"],
-    "parallel_tool_calls": False,
     "prediction": None,
     "prompt_cache_retention": "in_memory",
-    "response_format": {"type": "text"},
     "safety_identifier": "abc",
     "service_tier": "auto",
     "store": False,
-    "tool_choice": "none",
-    "tools": [],
     "user": "abc",
     "verbosity": "medium",
 }
@@ -46,14 +42,20 @@ REFUSED = {
     "prompt_cache_options": {"mode": "explicit"},
     "prompt_cache_retention": "24h",
     "reasoning_effort": "low",
-    "response_format": {"type": "json_object"},
     "service_tier": "flex",
     "store": True,
-    "tool_choice": "auto",
-    "tools": [{"type": "function", "function": {"name": "f"}}],
     "verbosity": "low",
     "web_search_options": {},
 }
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def tool(**changes: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f"} | changes}
+
+
+def deep(depth: int) -> dict[str, Any]:
+    return {"items": deep(depth - 1)} if depth else {}
 
 
 @pytest.mark.parametrize(
@@ -102,8 +104,10 @@ def test_an_answer_of_ours_may_be_sent_back() -> None:
         "annotations": [],
     }
     parse_body({"model": "m", "messages": [*CHAT["messages"], said]}, ChatBody)
-    with pytest.raises(UnsupportedParameter, match=r"'messages\[1\]\.tool_calls'"):
-        parse_body({"model": "m", "messages": [*CHAT["messages"], said | {"tool_calls": [{"id": "1"}]}]}, ChatBody)
+    called = said | {"content": None, "tool_calls": [CALL]}
+    parse_body({"model": "m", "messages": [*CHAT["messages"], called]}, ChatBody)
+    with pytest.raises(UnsupportedParameter, match=r"'messages\[1\]\.function_call'"):
+        parse_body({"model": "m", "messages": [*CHAT["messages"], said | {"function_call": {}}]}, ChatBody)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +149,36 @@ def test_an_answer_of_ours_may_be_sent_back() -> None:
         ({"cache_salt": ""}, "cache_salt", "1 to 256 characters"),
         ({"stop": ["x"] * 33}, "stop", "a list of at most 32 strings"),
         ({"stop_token_ids": [1] * 129}, "stop_token_ids", "a list of at most 128 token ids"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object or json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
+            "response_format.json_schema.name",
+            "1 to 64 letters",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": deep(65)}}},
+            "response_format.json_schema.schema",
+            "nested at most 64 deep",
+        ),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1 to 1024 strings"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type", "no other kind of tool is offered"),
+        ({"tools": [tool(parameters=deep(65))]}, "tools[0].function.parameters", "nested at most 64 deep"),
+        ({"tools": [tool(name="a b")]}, "tools[0].function.name", "1 to 64 letters"),
+        ({"tools": [tool(strickt=True)]}, "tools[0].function.strickt", "Did you mean 'strict'?"),
+        ({"tools": [tool()] * 129}, "tools", "at most 128 tools"),
+        ({"tool_choice": "always"}, "tool_choice", "none, auto, required or an object"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "none, auto, required or an object"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "Missing required parameter"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+            "messages[0].tool_calls",
+            "an assistant's message",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "messages[0].tool_calls[0].type",
+            "Missing required parameter",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], param: str, told: str) -> None:
@@ -155,7 +189,7 @@ def test_what_is_wrong_is_named(change: dict[str, Any], param: str, told: str) -
     assert told in refused.value.message
 
 
-@pytest.mark.parametrize("name", ["response_format", "tools", "prediction"])
+@pytest.mark.parametrize("name", ["functions", "prediction"])
 def test_what_is_nested_deeper_than_python_can_print_is_refused(name: str) -> None:
     nested: Any = "x"
     for _ in range(5000):

@@ -1,0 +1,92 @@
+"""What a request says of its answer's form: `response_format`, and vLLM's `structured_outputs`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from protos.errors import InvalidRequest
+from router.openai.body import MAX_DEPTH, Body, FirstWrong, Schema, at_most
+from router.text.structure import MAX_CHOICES, choice_grammar, inline_json, json_grammar, regex_grammar
+
+_SCHEMA = f"a JSON Schema, nested at most {MAX_DEPTH} deep"
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class JsonSchema(Body):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="1 to 64 letters, digits, underscores and dashes")
+    description: str | None = Field(default=None, description="a string")
+    schema_: Schema | None = Field(default=None, alias="schema", description=_SCHEMA)
+    strict: bool | None = Field(default=None, description="true or false")
+
+
+def _needs_schema(schema: dict[str, Any]) -> None:
+    schema["if"] = {"properties": {"type": {"const": "json_schema"}}}
+    schema["then"] = {"required": ["json_schema"], "properties": {"json_schema": {"type": "object"}}}
+
+
+class ResponseFormat(Body):
+    model_config = ConfigDict(json_schema_extra=_needs_schema)
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="text, json_object or json_schema")
+    json_schema: JsonSchema | None = Field(
+        default=None, description='an object such as {"name": "answer", "schema": {...}}'
+    )
+
+    def schema_asked(self) -> tuple[dict[str, Any], bool] | None:
+        """The JSON Schema the answer must fit, and whether keywords that cannot be enforced are passed over; None for
+        text. Raises InvalidRequest."""
+        if self.type == "json_object":
+            return _ANY_OBJECT, False
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            raise InvalidRequest(
+                "Missing required parameter: 'response_format.json_schema'.", param="response_format.json_schema"
+            )
+        schema = self.json_schema.schema_
+        return _ANY_OBJECT if schema is None else schema, self.json_schema.strict is False
+
+    def grammar(self) -> str:
+        """ "" for text. Raises InvalidRequest."""
+        asked = self.schema_asked()
+        return json_grammar(asked[0], lenient=asked[1]) if asked is not None else ""
+
+    def rule(self) -> str:
+        """The same, as a rule's right side."""
+        asked = self.schema_asked()
+        return inline_json(asked[0], lenient=asked[1]) if asked is not None else ""
+
+
+_ONE = ("json", "regex", "choice", "grammar")
+
+
+def _exactly_one(schema: dict[str, Any]) -> None:
+    kinds = {"json": "object", "regex": "string", "choice": "array", "grammar": "string"}
+    schema["oneOf"] = [{"required": [name], "properties": {name: {"type": kinds[name]}}} for name in _ONE]
+
+
+class StructuredOutputs(Body):
+    """Exactly one of them."""
+
+    model_config = ConfigDict(json_schema_extra=_exactly_one)
+
+    json_: Schema | None = Field(default=None, alias="json", description=_SCHEMA)
+    regex: str | None = Field(default=None, description="a regular expression")
+    choice: Annotated[list[str] | None, FirstWrong(), at_most(MAX_CHOICES)] = Field(
+        default=None, min_length=1, max_length=MAX_CHOICES, description=f"a list of 1 to {MAX_CHOICES} strings"
+    )
+    grammar: str | None = Field(default=None, min_length=1, description="a Lark grammar")
+
+    def to_grammar(self) -> str:
+        """Raises InvalidRequest."""
+        given = [one for one in (self.json_, self.regex, self.choice, self.grammar) if one is not None]
+        if len(given) != 1:
+            told = f"'structured_outputs' has {len(given)} of {', '.join(_ONE)}"
+            raise InvalidRequest(f"{told}: give exactly one", param="structured_outputs")
+        if self.json_ is not None:
+            return json_grammar(self.json_)
+        if self.regex is not None:
+            return regex_grammar(self.regex)
+        return choice_grammar(self.choice) if self.choice is not None else self.grammar or ""

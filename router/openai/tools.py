@@ -1,0 +1,70 @@
+"""Tools a model may call, in requests and in the messages of a conversation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import orjson
+from pydantic import Field
+
+from protos.errors import InvalidRequest
+from router.openai.body import MAX_DEPTH, Body, Schema
+from router.text.tool_calls import Function
+
+MAX_TOOLS = 128
+MAX_CALLS = 128  # of one message
+
+_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+_FUNCTION = '"function": no other kind of tool is offered'
+
+
+class FunctionSpec(Body):
+    name: str = Field(pattern=_NAME, description="1 to 64 letters, digits, underscores, dots and dashes")
+    description: str | None = Field(default=None, description="a string")
+    parameters: Schema | None = Field(default=None, description=f"a JSON Schema, nested at most {MAX_DEPTH} deep")
+    strict: bool | None = Field(default=None, description="true or false")
+
+
+class ToolSpec(Body):
+    type: Literal["function"] = Field(description=_FUNCTION)
+    function: FunctionSpec = Field(description="an object with the function's name and parameters")
+
+    def to_function(self) -> Function:
+        own = self.function
+        return Function(name=own.name, parameters=own.parameters, strict=bool(own.strict))
+
+
+class NamedFunction(Body):
+    name: str = Field(description="the name of a function among the tools")
+
+
+class NamedTool(Body):
+    type: Literal["function"] = Field(description=_FUNCTION)
+    function: NamedFunction = Field(description="an object with the function's name")
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+TOOL_CHOICES = 'none, auto, required or an object such as {"type": "function", "function": {"name": "f"}}'
+
+
+class CalledFunction(Body):
+    name: str = Field(description="a string")
+    arguments: str = Field(description="a string: a JSON object")
+
+
+class ToolCall(Body):
+    id: str = Field(description="a string")
+    type: Literal["function"] = Field(description=_FUNCTION)
+    function: CalledFunction = Field(description="an object with name and arguments")
+
+    def to_template(self, where: str) -> dict[str, Any]:
+        """As chat templates read it: with the arguments as an object. Raises InvalidRequest."""
+        param = f"{where}.function.arguments"
+        try:
+            arguments = orjson.loads(self.function.arguments or "{}")
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest(f"'{param}' is not valid JSON: {error}", param=param) from None
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"'{param}' must hold a JSON object", param=param)
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}

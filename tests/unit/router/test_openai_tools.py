@@ -1,0 +1,178 @@
+"""Tools and structured outputs through the `openai` client: what the model is shown, what it must say, what is read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from router.text.chat_template import ChatTemplate
+from router.text.model_card import ModelCard
+from router.text.tool_calls import ToolFormat
+from tests.unit.router.scripted import byte_level, saying, talking, tokenizer_end
+
+HELLO = [{"role": "user", "content": "hello"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+# As Qwen's: tools first, calls between tags, a tool's word in a user's turn.
+HERMES = ChatTemplate(
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}<tool_call>{% endif %}"
+    "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{% endfor %}"
+)
+CITY = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+NO_CITY = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+CALLS = (
+    'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris \\"x\\""}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now"}\n</tool_call>'
+)
+
+
+ROOMY = ModelCard(
+    name="tiny", max_model_len=4096, vocab_size=512, eos_token_ids=frozenset({tokenizer_end(byte_level())})
+)
+TOOLED: dict[str, Any] = {"template": HERMES, "tool_format": ToolFormat.HERMES}
+
+
+async def ask(client: openai.AsyncOpenAI, **options: Any) -> Any:
+    return await client.chat.completions.create(**({"model": "tiny", "messages": HELLO, "max_tokens": 200} | options))
+
+
+def fits(grammar: str, text: str) -> bool:
+    """Does the grammar take the text, and may it end there?"""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+async def test_calls_are_read_and_a_streams_deltas_join_to_them() -> None:
+    async with talking(saying(CALLS, at_once=3), card=ROOMY, **TOOLED) as (client, generate):
+        whole = await ask(client, tools=[WEATHER, NOW])
+        async with client.chat.completions.stream(model="tiny", messages=HELLO, tools=[WEATHER, NOW]) as events:
+            kinds = [event.type async for event in events]
+            joined = (await events.get_final_completion()).choices[0]
+    [choice] = whole.choices
+    assert choice.finish_reason == joined.finish_reason == "tool_calls"
+    assert choice.message.content == joined.message.content == "Let me look."
+    for calls in (choice.message.tool_calls, joined.message.tool_calls):
+        assert [(one.type, one.function.name) for one in calls] == [("function", "weather"), ("function", "now")]
+        assert [json.loads(one.function.arguments) for one in calls] == [{"city": 'Paris "x"'}, {}]
+        assert len({one.id for one in calls}) == 2
+    assert kinds.count("tool_calls.function.arguments.delta") > 3, "arguments come in pieces"
+    assert generate.jobs[0].sampling.grammar == ""
+
+
+async def test_the_model_sees_tools_calls_and_what_came_of_them() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    turns = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+    ]
+    wrong = {"role": "assistant", "tool_calls": [call | {"function": {"name": "weather", "arguments": "{"}}]}
+    async with talking(card=ROOMY, **TOOLED) as (client, generate):
+        await ask(client, messages=turns, tools=[NOW])
+        await ask(client, messages=turns, tools=[NOW], tool_choice="none")
+        with pytest.raises(openai.BadRequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"):
+            await ask(client, messages=[*HELLO, wrong])
+    shown, hidden = [byte_level().decode(job.prompt_ids) for job in generate.jobs]
+    assert '"name": "now"' in shown
+    assert 'weather({"city": "Oslo"})' in shown
+    assert shown.endswith("tool: 7")
+    assert '"name": "now"' not in hidden
+
+
+@pytest.mark.parametrize(
+    ("options", "good", "bad"),
+    [
+        ({"tool_choice": "required"}, [f"{CITY}\n{CITY}", NO_CITY], ["Hello", f"{CITY} ", ""]),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, [CITY], [f"{CITY}\n{CITY}"]),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, [CITY], [NO_CITY, f"{CITY}\n{CITY}"]),
+        ({"response_format": {"type": "json_object"}}, ["{}", CITY], ["[1]", "Hello"]),
+    ],
+)
+async def test_a_choice_of_tools_binds_the_answer(options: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    async with talking(saying(CITY), card=ROOMY, **TOOLED) as (client, generate):
+        [choice] = (await ask(client, tools=[WEATHER, NOW], **options)).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    [job] = generate.jobs
+    assert [text for text in good if not fits(job.sampling.grammar, text)] == []
+    assert [text for text in bad if fits(job.sampling.grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "good", "bad"),
+    [
+        ({"response_format": {"type": "text"}}, [], []),
+        ({"response_format": {"type": "json_object"}}, ["{}", '{ "a":\n [1]}'], ["[]", "{"]),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            ['{"city": "é"}'],
+            ["{}", '{"city": 1}'],
+        ),
+        ({"extra_body": {"structured_outputs": {"regex": "a/b+"}}}, ["a/bb"], ["a/", "xa/b"]),
+        ({"extra_body": {"structured_outputs": {"choice": ['y"es', "no"]}}}, ['y"es', "no"], ["yes"]),
+        ({"extra_body": {"structured_outputs": {"json": SCHEMA}}}, ['{"city":""}'], ["{}"]),
+        ({"extra_body": {"structured_outputs": {"grammar": 'start: "a" /[0-9]+/'}}}, ["a7"], ["a"]),
+    ],
+)
+async def test_an_answers_form_reaches_the_workers(options: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    async with talking() as (client, generate):
+        await ask(client, **options)
+        if "extra_body" in options:
+            await client.completions.create(model="tiny", prompt="x", **options)
+    grammars = {job.sampling.grammar for job in generate.jobs}
+    [grammar] = grammars
+    assert bool(grammar) == bool(good)
+    assert [text for text in good if not fits(grammar, text)] == []
+    assert [text for text in bad if fits(grammar, text)] == []
+
+
+def schema(content: Any, **changes: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": content} | changes}
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "told"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing required"),
+        ({"response_format": schema({"type": "thing"})}, "response_format", "cannot be enforced: Invalid type: thing"),
+        ({"response_format": schema({"not": {}})}, "response_format", 'Unimplemented keys: \\["not"\\]'),
+        ({"response_format": schema({"$ref": "http://x/y"})}, "response_format", "cannot be enforced"),
+        ({"response_format": schema({"enum": ["x" * 140_000]})}, "response_format", "at most 131072 are read"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "leave one of them out"),
+        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-around"),
+        ({"structured_outputs": {}}, "structured_outputs", "give exactly one"),
+        ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs", "unknown name"),
+        ({"structured_outputs": {"regex": "a"}, "tools": [NOW]}, "structured_outputs", "exclude each other"),
+        ({"tools": [NOW, NOW]}, "tools", "two functions of one name"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice", "are now"),
+    ],
+)
+async def test_what_cannot_be_had_is_refused(options: dict[str, Any], param: str, told: str) -> None:
+    async with talking(card=ROOMY, **TOOLED) as (client, generate):
+        with pytest.raises(openai.BadRequestError, match=told) as refused:
+            await ask(client, extra_body=options)
+    assert refused.value.param == param
+    assert not generate.jobs
+
+
+async def test_a_lenient_schema_passes_over_what_cannot_be_enforced() -> None:
+    async with talking() as (client, generate):
+        await ask(client, response_format=schema({"type": "object", "not": {}}, strict=False))
+    assert fits(generate.jobs[0].sampling.grammar, "{}")
+
+
+async def test_calls_that_nobody_can_read_are_refused() -> None:
+    """The template shows tools, and does not tell how they are called."""
+    async with talking(template=HERMES) as (client, _):
+        with pytest.raises(openai.BadRequestError, match="--tool-parser"):
+            await ask(client, tools=[NOW])

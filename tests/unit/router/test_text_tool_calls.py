@@ -1,0 +1,103 @@
+"""Calls of tools, read from answers that come in pieces of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from router.text.tool_calls import CallDelta, Function, Part, ToolFormat, calls_grammar, format_of, reader_of
+
+NAMES = ["get_weather", "now"]
+PARIS, NOW = '{"city": "Pa\\"r}is", "days": [1, {"a": 2}]}', "{}"
+HERMES, LLAMA = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON
+
+
+def read(form: ToolFormat, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
+    """The text, and each call's name and arguments."""
+    reader = reader_of(form, NAMES)
+    parts: list[Part] = []
+    for at in range(0, len(text), size):
+        parts += reader.feed(text[at : at + size])
+    parts += reader.end()
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        if isinstance(part, CallDelta):
+            if part.name:
+                assert part.index == len(calls), "calls are numbered as they begin"
+                calls.append((part.name, ""))
+            name, arguments = calls[part.index]
+            calls[part.index] = (name, arguments + part.arguments)
+    return "".join(part for part in parts if isinstance(part, str)), calls
+
+
+WEATHER = ("get_weather", PARIS)
+ANSWERS: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
+    (HERMES, "just text,  with < and <tool and \n", "just text,  with < and <tool and \n", []),
+    (HERMES, f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>', "", [WEATHER]),
+    (
+        HERMES,
+        f'Let me see.\n\n<tool_call>{{"arguments": {PARIS}, "name": "get_weather"}}</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n',
+        "Let me see.",
+        [WEATHER, ("now", NOW)],
+    ),
+    (HERMES, '<tool_call>{"name": "now"}</tool_call> done', " done", [("now", "{}")]),
+    (HERMES, '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("now", '{"a": 1}')]),
+    (HERMES, "<tool_call>no object</tool_call>", "<tool_call>no object</tool_call>", []),
+    (HERMES, '<tool_call>{"nome": 1}</tool_call>', '<tool_call>{"nome": 1}</tool_call>', []),
+    (HERMES, '<tool_call>\n{"na', '<tool_call>\n{"na', []),
+    (HERMES, '<tool_call>\n{"name": "now", "arguments": {"a": [1', "", [("now", '{"a": [1')]),
+    (HERMES, '<tool_call>{"name": "now"} <tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")] * 2),
+    (LLAMA, f' {{"name": "get_weather", "parameters": {PARIS}}}', "", [WEATHER]),
+    (LLAMA, f'<|python_tag|>{{"type": "function", "name": "get_weather", "parameters": {PARIS}}}', "", [WEATHER]),
+    (LLAMA, '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}} ', "", [("now", "{}")] * 2),
+    (LLAMA, 'Here: {"name": "now", "parameters": {}}', 'Here: {"name": "now", "parameters": {}}', []),
+    (LLAMA, '{"name": "Ann", "age": 7}', '{"name": "Ann", "age": 7}', []),
+    (LLAMA, '{"answer": 1} of 2', '{"answer": 1} of 2', []),
+    (LLAMA, " \n", " \n", []),
+    (LLAMA, "<|py is text", "<|py is text", []),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
+def test_calls_are_read_whatever_the_pieces(
+    form: ToolFormat, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    for size in (1, 2, 3, 7, len(text)):
+        assert read(form, text, size) == (content, calls)
+
+
+def test_arguments_are_told_while_they_come() -> None:
+    reader = reader_of(HERMES, NAMES)
+    assert reader.feed('<tool_call>{"name": "now"') == []
+    assert reader.feed(', "arguments": {"a"') == [CallDelta(index=0, name="now"), CallDelta(index=0, arguments='{"a"')]
+    assert reader.feed(": 1") == [CallDelta(index=0, arguments=": 1")]
+    assert reader.feed("}}") == [CallDelta(index=0, arguments="}")]
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("{{ '<tool_call>\\n' }}", HERMES),
+        ('Respond in the format {"name": function name, "parameters": dictionary}.', LLAMA),
+        ("{{ '<|python_tag|>' }}", LLAMA),
+        ("{{ messages }}", None),
+    ],
+)
+def test_a_template_tells_the_format(template: str, form: ToolFormat | None) -> None:
+    assert format_of(template) == form
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_grammars_of_calls_compile(form: ToolFormat, parallel: bool) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/x"}},
+        "$defs": {"x": {"type": "null"}},
+    }
+    functions = [Function(name="f", parameters=schema, strict=True), Function(name="g.h-1")]
+    grammar = calls_grammar(form, functions, parallel=parallel, instead='%json {"type": "object"}')
+    assert LLMatcher.validate_grammar(grammar) == ""
