@@ -28,8 +28,9 @@ MAX_GRAMMAR_CHARS = 128 * 1024
 MAX_CHOICES = 1024
 MAX_CHECKED = 1024
 
-# Between the tokens of JSON: enough for any indentation that people write, and no answer of nothing but spaces.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# Between two tokens of JSON: as people and models write it, on one line or indented. Some models go on with white space
+# for as long as they may.
+_WHITESPACE = r"\x20|\x0A[\x20\x09]{0,24}"
 # Bounds the work of compiling by counting it, so that what is refused does not depend on how busy the machine is.
 _LIMITS = LLParserLimits(verbose_errors=False)
 

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4 * 3600)]
 
 RUNS = int(os.environ.get("BATON_CHAOS_RUNS", "2"))
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+WORDS = {"structured_outputs": {"regex": "([a-z]{1,9} ){100}"}}
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 7, "logprobs": 1},
@@ -32,7 +33,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "seed": 3, "n": 2, "stream": True},
     {"temperature": 0.0, "logprobs": 2, "stream": True},
     {"temperature": 0.6, "seed": 5, "presence_penalty": 0.7, "frequency_penalty": 0.4},
-    {"temperature": 0.9, "seed": 9, "repetition_penalty": 1.2, "stream": True},
+    {"temperature": 0.9, "seed": 9, "repetition_penalty": 1.2, "stream": True, "ignore_eos": False, **WORDS},
     {"temperature": 0.9, "seed": 13, "stop": ["return", "self"], "ignore_eos": False},
 )
 

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import httpx
+import jsonschema
+import openai
 import pytest
 
 from protos import inference_pb2, inference_pb2_grpc
@@ -49,6 +51,33 @@ def test_streamed_and_whole_answers_are_the_same(up: Deployed) -> None:
         events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert events[-1] == "[DONE]"
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
+
+
+def test_an_answer_fits_the_schema_it_was_asked_for(up: Deployed) -> None:
+    """Its first token is of one pool, the others of the other; the demo model has no idea of JSON."""
+    sizes = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": 99999},
+        "minItems": 2,
+        "maxItems": 3,
+    }
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "sizes": sizes},
+        "required": ["name", "sizes"],
+        "additionalProperties": False,
+    }
+    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none") as client:
+        reply = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": LONG}],
+            response_format={"type": "json_schema", "json_schema": {"name": "file", "schema": schema}},
+            temperature=0,
+            max_completion_tokens=200,
+        )
+    [choice] = reply.choices
+    assert choice.finish_reason == "stop"
+    jsonschema.validate(json.loads(choice.message.content or ""), schema)
 
 
 def test_many_at_once_get_what_each_gets_alone(up: Deployed) -> None:
