@@ -64,7 +64,9 @@ def create_app(gateway: Gateway) -> FastAPI:
 
     @cache  # a tenth of a second of everybody's tokens
     def described(needs_key: bool, needs_admin_key: bool) -> dict[str, Any]:
-        return describe(app, gateway.card, needs_key=needs_key, needs_admin_key=needs_admin_key)
+        return describe(
+            app, gateway.card, needs_key=needs_key, needs_admin_key=needs_admin_key, has_tools=gateway.has_tools
+        )
 
     def document() -> dict[str, Any]:
         roster = gateway.reception.roster

@@ -61,6 +61,18 @@ class Gateway:
                 f"The model '{name[:100]}' does not exist: this server serves '{self.card.name}'", param="model"
             )
 
+    def check_tools(self) -> None:
+        """Raises InvalidRequest where the model is shown none."""
+        if self.template is not None and not self.template.shows_tools:
+            raise InvalidRequest(
+                f"The model '{self.card.name}' knows no tools: its chat template has no place for them", param="tools"
+            )
+
+    @property
+    def has_tools(self) -> bool:
+        """Can the model be shown tools, and its calls be read?"""
+        return self.template is not None and self.template.shows_tools and self.tool_format is not None
+
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, param: str = "prompt"
     ) -> list[tuple[int, ...]]:
@@ -84,6 +96,8 @@ class Gateway:
                 f"The model '{self.card.name}' has no chat template: send its prompt to /v1/completions",
                 param="messages",
             )
+        if tools:
+            self.check_tools()
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         elif add_generation_prompt and continue_final_message:

@@ -140,7 +140,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 _UNTOLD = Operation(summary="Not described yet")
 
 
-def describe(app: FastAPI, card: ModelCard, *, needs_key: bool, needs_admin_key: bool) -> Schema:
+def describe(app: FastAPI, card: ModelCard, *, needs_key: bool, needs_admin_key: bool, has_tools: bool) -> Schema:
     """The document for one model's gateway. Where no key is needed one may still be sent."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: Schema = {}
@@ -154,6 +154,8 @@ def describe(app: FastAPI, card: ModelCard, *, needs_key: bool, needs_admin_key:
                 described["security"] = [{"key": []}] if needed else [{"key": []}, {}]
     for body in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody):
         _narrow(schemas[body.__name__], card)
+        if not has_tools and "tools" in schemas[body.__name__]["properties"]:
+            _without_tools(schemas[body.__name__]["properties"])
     document["components"] = {
         "schemas": dict(sorted(schemas.items())),
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -201,6 +203,13 @@ def _schema(kind: type[BaseModel], schemas: Schema, mode: JsonSchemaMode) -> Sch
     schemas |= whole.pop("$defs", {})
     schemas[kind.__name__] = whole
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+def _without_tools(known: Schema) -> None:
+    """Of a body for a model that knows none."""
+    known["tools"] = {"type": ["array", "null"], "maxItems": 0}
+    if "tool_choice" in known:
+        known["tool_choice"] = {"enum": ["none", None]}
 
 
 def _narrow(schema: Schema, card: ModelCard) -> None:

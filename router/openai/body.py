@@ -54,6 +54,13 @@ def _is_exact(number: float) -> bool:
     return number.is_integer() and abs(number) <= 2**53
 
 
+def whole_ids(value: Any) -> Any:
+    """The list, or the lists in it, with 8.0 as 8."""
+    if isinstance(value, list):
+        return [int(one) if isinstance(one, float) and _is_exact(one) else whole_ids(one) for one in value]
+    return value
+
+
 class Body(BaseModel):
     """`description` of a field completes the sentence "it must be ..."."""
 

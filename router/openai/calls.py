@@ -70,10 +70,7 @@ def _structured(body: ChatBody, *, has_tools: bool) -> Tooling:
 
 
 def _form(gateway: Gateway) -> ToolFormat:
-    if gateway.template is not None and not gateway.template.shows_tools:
-        raise InvalidRequest(
-            f"The model '{gateway.card.name}' knows no tools: its chat template has no place for them", param="tools"
-        )
+    gateway.check_tools()
     if gateway.tool_format is None:
         raise InvalidRequest(
             f"How the model '{gateway.card.name}' calls tools cannot be told from its chat template: "

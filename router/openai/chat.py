@@ -18,7 +18,7 @@ from router.openai.calls import Calls, tooling_of
 from router.openai.errors import json_response
 from router.openai.logprobs import chat_logprobs, prompt_logprobs
 from router.openai.reply import progress_body, reply_head, usage_body
-from router.openai.schema import ChatBody, read_body, to_template, with_bound
+from router.openai.schema import ChatBody, read_body, with_bound
 from router.openai.sse import DONE, HOLE, EventStream, Voice, Way, event, while_connected
 from router.text.answer import Piece, Tally, collect
 from router.text.asking import Ask, make_ask
@@ -33,7 +33,7 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
         await gateway.grammars.check(tooling.grammar, param=tooling.param)
         asked = replace(asked, grammar=tooling.grammar)
     prompt = await gateway.encode_chat(
-        to_template(body.messages),
+        [message.to_template() for message in body.messages],
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         options=body.chat_template_kwargs,

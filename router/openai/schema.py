@@ -6,7 +6,7 @@ Types are checked here; ranges, which gRPC shares, in `router.text.asking`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from starlette.requests import ClientDisconnect, Request
 
 from protos.errors import Cancelled, InvalidRequest, UnsupportedMediaType
-from router.openai.body import Body, FirstWrong, at_most
+from router.openai.body import Body, FirstWrong, at_most, whole_ids
 from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS, MESSAGE_REFUSALS, Harmless, without_harmless
 from router.openai.sizes import check_sizes
 from router.openai.structured import ResponseFormat, StructuredOutputs
@@ -80,10 +80,11 @@ class StreamOptions(Body):
 
 
 _STOP: dict[str, Any] = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
-_NUMBER, _TRUE = {"type": "number"}, {"enum": [True]}
-_STREAMED = (
+_NUMBER, _TRUE, _FALSE = {"type": "number"}, {"enum": [True]}, {"enum": [False, None]}
+_TOGETHER = (
     _only_with("stream_options", {"type": "object"}, "stream", _TRUE),
-    _only_with("prompt_logprobs", _NUMBER, "stream", {"enum": [False, None]}),
+    _only_with("prompt_logprobs", _NUMBER, "stream", _FALSE),
+    _only_with("structured_outputs", {"type": "object"}, "ignore_eos", _FALSE),
 )
 
 
@@ -211,22 +212,29 @@ class ChatMessage(Body):
         if self.content is None and not self.tool_calls:
             raise InvalidRequest(f"Missing required parameter: '{where}.content'.", param=f"{where}.content")
 
-    def to_template(self, where: str) -> dict[str, Any]:
-        """As chat templates read it. Raises InvalidRequest."""
+    def to_template(self) -> dict[str, Any]:
+        """As chat templates read it."""
         told = self.model_dump(exclude_none=True, exclude={"tool_calls"})
         if self.tool_calls:
-            calls = enumerate(self.tool_calls)
-            told["tool_calls"] = [call.to_template(f"{where}.tool_calls[{index}]") for index, call in calls]
+            told["tool_calls"] = [call.to_template() for call in self.tool_calls]
         return told
 
 
-def to_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """A conversation as chat templates read it. Raises InvalidRequest."""
-    return [message.to_template(f"messages[{index}]") for index, message in enumerate(messages)]
+_CHOICE_OF_TOOLS: dict[str, Any] = {
+    "if": {"properties": {"tool_choice": {"not": {"enum": ["none", None]}}}, "required": ["tool_choice"]},
+    "then": {"properties": {"tools": {"type": "array", "minItems": 1}}, "required": ["tools"]},
+}
+_JSON = {"type": "object", "properties": {"type": {"enum": ["json_object", "json_schema"]}}}
 
 
 class ChatBody(SamplingBody):
-    model_config = _described(CHAT_REFUSALS, *_STREAMED, _only_with("top_logprobs", _NUMBER, "logprobs", _TRUE))
+    model_config = _described(
+        CHAT_REFUSALS,
+        *_TOGETHER,
+        _only_with("top_logprobs", _NUMBER, "logprobs", _TRUE),
+        _CHOICE_OF_TOOLS,
+        _only_with("response_format", _JSON, "ignore_eos", _FALSE),
+    )
 
     messages: Annotated[list[ChatMessage], FirstWrong()] = Field(
         min_length=1, description="a list of at least one message"
@@ -274,7 +282,7 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
-    model_config = _described(COMPLETION_REFUSALS, *_STREAMED, _only_with("max_tokens", {"const": 0}, "echo", _TRUE))
+    model_config = _described(COMPLETION_REFUSALS, *_TOGETHER, _only_with("max_tokens", {"const": 0}, "echo", _TRUE))
 
     max_tokens: int | None = Field(
         default=None,
@@ -325,6 +333,7 @@ class DetokenizeBody(Body):
     tokens: Ids = Field(description="a list of token ids")
 
 
+_IDS = ("prompt", "stop_token_ids", "tokens")  # may be lists of integers, which are looked at again where they are not
 _Body = TypeVar("_Body", bound=Body)
 
 _REFUSALS: Mapping[type[Body], Mapping[str, Harmless]] = {
@@ -381,7 +390,11 @@ def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:
     try:
         body = kind.model_validate(kept)
     except ValidationError as error:
-        raise _refused(error, kind) from None
+        whole = {name: whole_ids(value) for name, value in kept.items() if name in _IDS}
+        try:
+            body = kind.model_validate(kept | whole)
+        except ValidationError:
+            raise _refused(error, kind) from None
     for index, message in enumerate(getattr(body, "messages", None) or ()):
         message.check(f"messages[{index}]")
     return body

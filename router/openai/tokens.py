@@ -8,7 +8,7 @@ from starlette.responses import Response
 from protos.errors import InvalidRequest
 from router.gateway import Gateway
 from router.openai.errors import json_response
-from router.openai.schema import DetokenizeBody, TokenizeBody, read_body, to_template
+from router.openai.schema import DetokenizeBody, TokenizeBody, read_body
 
 
 async def tokenize(gateway: Gateway, request: Request) -> Response:
@@ -19,7 +19,9 @@ async def tokenize(gateway: Gateway, request: Request) -> Response:
     if body.messages is not None:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         ids = await gateway.encode_chat(
-            to_template(body.messages), add_generation_prompt=body.add_generation_prompt, tools=tools
+            [message.to_template() for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt,
+            tools=tools,
         )
     else:
         [ids] = await gateway.encode([body.prompt or ""], add_special_tokens=body.add_special_tokens is not False)

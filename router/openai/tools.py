@@ -7,7 +7,6 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field
 
-from protos.errors import InvalidRequest
 from router.openai.body import MAX_DEPTH, Body, Schema
 from router.text.tool_calls import Function
 
@@ -49,7 +48,7 @@ TOOL_CHOICES = 'none, auto, required or an object such as {"type": "function", "
 
 class CalledFunction(Body):
     name: str = Field(description="a string")
-    arguments: str = Field(description="a string: a JSON object")
+    arguments: str = Field(description="a string")
 
 
 class ToolCall(Body):
@@ -57,14 +56,13 @@ class ToolCall(Body):
     type: Literal["function"] = Field(description=_FUNCTION)
     function: CalledFunction = Field(description="an object with name and arguments")
 
-    def to_template(self, where: str) -> dict[str, Any]:
-        """As chat templates read it: with the arguments as an object. Raises InvalidRequest."""
-        param = f"{where}.function.arguments"
+    def to_template(self) -> dict[str, Any]:
+        """As chat templates read it: with the arguments as an object; as they are where a model wrote none."""
         try:
             arguments = orjson.loads(self.function.arguments or "{}")
-        except orjson.JSONDecodeError as error:
-            raise InvalidRequest(f"'{param}' is not valid JSON: {error}", param=param) from None
+        except orjson.JSONDecodeError:
+            arguments = None
         if not isinstance(arguments, dict):
-            raise InvalidRequest(f"'{param}' must hold a JSON object", param=param)
+            arguments = self.function.arguments
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}

@@ -17,6 +17,8 @@ from router.admission.reception import Reception
 from router.admission.tenants import hash_of
 from router.member import WorkerState, WorkerStatus
 from router.openapi import OPERATIONS
+from router.text.chat_template import ChatTemplate
+from router.text.tool_calls import ToolFormat
 from tests.unit.router.scripted import Crew, Script, Scripted, Worker, make_gateway, saying, serving
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -168,6 +170,9 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"stream_options": {}}, {"stream_options": {}, "stream": True}, {"stream_options": None},
     {"prompt_logprobs": 1, "stream": True}, {"prompt_logprobs": 1, "stream": False}, {"max_tokens": 0},
     {"max_tokens": 1}, {"stop_token_ids": [512]}, {"stop_token_ids": [511]}, {"logit_bias": {"5": 100}},
+    {"stop_token_ids": [5.0]}, {"stop_token_ids": [5.5]}, {"structured_outputs": {"regex": "a"}},
+    {"structured_outputs": {"regex": "a"}, "ignore_eos": True}, {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+    {"structured_outputs": {}}, {"structured_outputs": {"choice": []}},
     {"logit_bias": {"5": 101}}, {"logit_bias": {"five": 1}}, {"max_ttft_ms": 0}, {"cache_salt": ""},
 )  # fmt: skip
 
@@ -180,6 +185,29 @@ async def test_a_body_is_taken_if_and_only_if_it_is_as_described(path: str, leas
         for changes in CHANGES:
             answer = await visitor.ask("POST", path, json=least | changes)
             assert (answer.status_code == 200) == visitor.takes(kind.__name__, least | changes), changes
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+CALLED = {"role": "assistant", "tool_calls": [CALL]}
+CHAT_CHANGES: tuple[dict[str, Any], ...] = (
+    {"tools": [TOOL]}, {"tools": []}, {"tools": [TOOL], "tool_choice": "required"}, {"tool_choice": "auto"},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, {"tool_choice": "none"},
+    {"tools": [TOOL] * 129}, {"tools": [{"type": "custom"}]}, {"response_format": {"type": "text"}, "ignore_eos": True},
+    {"response_format": {"type": "json_schema"}}, {"response_format": FORM}, {"response_format": None},
+    {"response_format": FORM, "ignore_eos": True}, {"messages": [CALLED]}, {"messages": [CALLED | {"role": "user"}]},
+    {"messages": [{"role": "assistant"}]}, {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shows", [True, False])
+async def test_tools_and_forms_are_taken_if_and_only_if_they_are_described(shows: bool) -> None:
+    template = ChatTemplate("hello{{ tools }}" if shows else "hello")
+    async with visiting(template=template, tool_format=ToolFormat.HERMES) as visitor:
+        for changes in CHAT_CHANGES:
+            answer = await visitor.ask("POST", "/v1/chat/completions", json=CHAT | changes)
+            assert (answer.status_code == 200) == visitor.takes("ChatBody", CHAT | changes), changes
 
 
 WRONG: tuple[tuple[str, dict[str, Any]], ...] = (
