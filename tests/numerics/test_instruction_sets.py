@@ -97,6 +97,25 @@ def test_tiles_attend_as_float64_does(num_heads: int, num_kv_heads: int, head_di
         torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.skipif(native_tiles() is None, reason="no AMX here")
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
+def test_a_token_that_decodes_sees_nothing_beside_its_window(group: int) -> None:
+    """Two key/value heads, each with a group of queries; pages of one, two and three pieces."""
+    for block_size, head_dim, window in ((16, 64, None), (32, 96, 33), (16, 32, 64), (48, 128, 5)):
+        layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype="bfloat16")
+        storage, inputs = filled(layout, tuple((1, cached) for cached in (0, 15, 16, 63, 64, 200)))
+        q_TND = normal(6, 2 * group, head_dim, dtype=torch.bfloat16, seed=7)
+        expected = exactly(storage.data[0].double(), inputs, q_TND.double(), head_dim**-0.5, window)
+        for row, context_len in enumerate(inputs.context_lens):
+            for position in range(max(0, context_len - (window or context_len))):
+                page = inputs.block_tables_SB[row, position // block_size]
+                storage.data[0][:, page, :, position % block_size] = float("nan")
+        backend = cpu_attention(storage)
+        backend.begin(inputs)
+        found = backend.attend(0, q_TND, scale=head_dim**-0.5, window=window)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
+
+
 def exactly(
     kv_2BKSD: torch.Tensor, inputs: AttentionInputs, q_TND: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:

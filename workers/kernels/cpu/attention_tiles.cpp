@@ -6,11 +6,13 @@
 //     keys [16 keys][32 of D] x queries [16 pairs of D][16 queries x 2] ──▶ scores [keys][queries] ──▶ weights, in pairs
 //     values [16 of D][32 keys] x weights [16 pairs of keys][16 queries x 2] ──▶ sums [D][queries]
 //
-// Keys are copied and values turned once for each chunk and tile of queries; of a token that decodes that is all its
-// work, and meanwhile the next chunk's pages are asked for, a few lines at a time: all at once would stand in line.
+// Keys are copied and values turned once for each chunk and tile of queries, and meanwhile the next chunk's pages are asked
+// for, a few lines at a time: all at once would stand in line. A single token that decodes goes another way where it can
+// (attention_decode.h).
 #include "attention.h"
 
 #include "amx.h"
+#include "attention_decode.h"
 #include "transpose.h"
 
 #ifdef HAS_TILES
@@ -20,7 +22,7 @@
 namespace {
 
 using paged::Batch, paged::chunk, paged::Shape, paged::Tile;
-using tiles::fence;
+using tiles::fence, tiles::power_of_two;
 using Places = paged::Places<bfloat16>;
 
 constexpr int columns = 16;           // queries of a block
@@ -28,20 +30,6 @@ constexpr int num_key_tiles = chunk / tiles::rows;
 constexpr int num_key_steps = chunk / tiles::depth;
 constexpr int64_t most_queries = 256;  // of a tile: what a block keeps between chunks stays in the second-level cache
 constexpr float infinity = std::numeric_limits<float>::infinity();
-
-// 2^x to 8 units in a hundred thousand (fitted on [-1/2, 1/2]), a fiftieth of what a bfloat16 weight is rounded by; 0 below
-// -100, since numbers so small that they lose digits would take a hundred times as long.
-inline __m512 power_of_two(__m512 x) {
-    const __m512 least = _mm512_set1_ps(-100.0f);
-    const __mmask16 counts = _mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ);
-    x = _mm512_max_ps(least, x);  // in this order a NaN stays one
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 part = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(0.05508868f), part, _mm512_set1_ps(0.24260405f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(0.69327624f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(0.99992894f));
-    return _mm512_maskz_scalef_ps(counts, y, whole);
-}
 
 // Asks for a chunk's lines, two keys' and their values' at a time.
 class Fetch {
@@ -318,9 +306,16 @@ void attend(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache,
     {
         tiles::Registers registers;
         Worker worker(shape, num_blocks);
+        paged::Decoder decoder(shape);
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t i = 0; i < num_tiles; i++)
-            worker.run(tiles[i], i + 1 < num_tiles ? &tiles[i + 1] : nullptr, q, k_cache, v_cache, out);
+            if (paged::decodes(shape, tiles[i])) {
+                registers.shape(tiles::rows, tiles::rows, decoder.width());
+                decoder.run(tiles[i], q, k_cache, v_cache, out);
+            } else {
+                registers.shape(tiles::rows, tiles::rows);
+                worker.run(tiles[i], i + 1 < num_tiles ? &tiles[i + 1] : nullptr, q, k_cache, v_cache, out);
+            }
     }
 }
 
