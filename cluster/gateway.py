@@ -12,6 +12,7 @@ from prometheus_client import Gauge
 from rich.console import Console
 
 from cluster import flags
+from cluster.collecting import collect_rarely
 from cluster.config import ClusterConfig
 from cluster.discovery import Discovery, StaticDiscovery
 from cluster.log import LogFormat
@@ -112,6 +113,7 @@ async def _serve(front: Front | Gateways, config: ClusterConfig, addresses: tupl
     await front.start()
     log.info("serving %s at %s, gRPC on port %d, as soon as workers are found", front.model, front.url, front.grpc_port)
     if isinstance(front, Front):
+        collect_rarely()
         await follow(front, await discovery_of(config, addresses))
         return
     telling = asyncio.create_task(_tell_ready(front), name="ready")

@@ -31,6 +31,7 @@ from router.openai.tokens import detokenize, tokenize
 from router.openapi import describe
 from router.scrape import Merged, families_of
 from router.siblings import from_sibling
+from router.straight import Endpoint, Straight
 
 MAX_HEAD_BYTES = 64 * 1024
 
@@ -42,6 +43,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     # The pages of documentation would load scripts from the network; /openapi.json is all they are made of.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None)
     # The last one added is the first to see a request.
+    app.add_middleware(Straight, endpoints=_generating_routes(app, gateway))
     app.add_middleware(BodyLimit, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
     app.add_middleware(Authenticate, reception=gateway.reception)
     app.add_middleware(HeadLimit, max_bytes=MAX_HEAD_BYTES)
@@ -57,7 +59,6 @@ def create_app(gateway: Gateway) -> FastAPI:
         )
     app.add_exception_handler(BatonError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
-    _generating_routes(app, gateway)
     _asking_routes(app, gateway)
     _operating_routes(app, gateway)
     mount_admin(app, gateway)
@@ -76,7 +77,9 @@ def create_app(gateway: Gateway) -> FastAPI:
     return app
 
 
-def _generating_routes(app: FastAPI, gateway: Gateway) -> None:
+def _generating_routes(app: FastAPI, gateway: Gateway) -> dict[str, Endpoint]:
+    """Each by its path."""
+
     async def measured(endpoint: str, serve: Generating, request: Request) -> Response:
         track = gateway.metrics.track(endpoint)
         try:
@@ -95,6 +98,8 @@ def _generating_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         return await measured("completions", completions, request)
+
+    return {"/v1/chat/completions": chat, "/v1/completions": complete}
 
 
 def _asking_routes(app: FastAPI, gateway: Gateway) -> None:

@@ -1,4 +1,5 @@
-"""Chunks of a response straight to its connection: all that ASGI's layers do to one between others is to pass it on.
+"""A response's connection: what is written in one turn of the event loop leaves by one system call, and chunks go there
+straight, for all that ASGI's layers do to one between others is to pass it on.
 
     head, first chunk ── send ─▶ ASGI's layers ─▶ uvicorn ─┬─▶ connection
     chunks after it ──── Outlet.write ─────────────────────┘
@@ -10,8 +11,10 @@ and every chunk goes through `send`.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -19,6 +22,43 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from router.intake import Intake
 
 _EXTENSION = "baton.outlet"
+_MAX_CORKED_BYTES = 64 * 1024
+
+
+class Corked:
+    """A transport, as uvicorn's cycle of one response uses it. A head and its body are two writes, a last event and the
+    end of the response two more: what is written is kept until the loop's next turn, or until it is much."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._parts: list[bytes] = []
+        self._num_bytes = 0
+        self.is_closing = transport.is_closing
+        self.get_extra_info = transport.get_extra_info
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self.flush)
+        self._parts.append(data)
+        self._num_bytes += len(data)
+        if self._num_bytes > _MAX_CORKED_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._parts:
+            together = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts.clear()
+            self._num_bytes = 0
+            if not self.is_closing():
+                self._transport.write(together)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def get_write_buffer_size(self) -> int:
+        return self._num_bytes + self._transport.get_write_buffer_size()
 
 
 class Outlet:
@@ -29,6 +69,22 @@ class Outlet:
         self._transport = cycle.transport
         self._write = cycle.transport.write
         self._is_closing = cycle.transport.is_closing
+        self._on_lost: Callable[[], None] | None = None
+
+    @contextmanager
+    def watched(self, on_lost: Callable[[], None]) -> Iterator[None]:
+        """`on_lost` is called if the connection is lost meanwhile."""
+        self._on_lost = on_lost
+        try:
+            if self._is_closing():
+                on_lost()
+            yield
+        finally:
+            self._on_lost = None
+
+    def lost(self) -> None:
+        if self._on_lost is not None:
+            self._on_lost()
 
     def write(self, chunk: bytes) -> bool:
         """False, and nothing is written, before the head and after the end, on a connection that closes, and while the
@@ -63,12 +119,32 @@ class Outlet:
 class HttpProtocol(Intake):
     """For uvicorn's `http` setting."""
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._corked: Any = Corked(transport, self.loop)
+        self._outlet: Outlet | None = None  # of the latest request
+
+    def data_received(self, data: bytes) -> None:
+        self._corked.flush()  # before whatever this connection's next word is answered with
+        super().data_received(data)
+
+    def shutdown(self) -> None:
+        self._corked.flush()
+        super().shutdown()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._outlet is not None:
+            self._outlet.lost()
+
     def on_headers_complete(self) -> None:
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
+            self.cycle.transport = self._corked
+            self._outlet = Outlet(self.cycle)
             extensions: dict[str, Any] = self.cycle.scope.setdefault("extensions", {})
-            extensions[_EXTENSION] = Outlet(self.cycle)
+            extensions[_EXTENSION] = self._outlet
 
 
 def outlet_of(scope: Mapping[str, Any]) -> Outlet | None:

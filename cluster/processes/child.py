@@ -14,6 +14,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 
+from cluster.collecting import collect_rarely
 from cluster.discovery import Discovery, Members
 from cluster.front import Front
 from cluster.gateway import discovery_of, follow
@@ -113,6 +114,7 @@ class GatewayProcess:
     async def _serve(self) -> None:
         orders, front = self._orders, self._front
         await front.start()
+        collect_rarely()
         found: Discovery = self._told if orders.is_told else await discovery_of(orders.config, orders.addresses)
         self._control.send(Up(model=front.model, has_chat=front.has_chat))
         telling = asyncio.create_task(self._tell_ready(), name="ready")

@@ -51,7 +51,7 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
     chat = _Chat(gateway, body, ask, tooling.answers())
     if body.stream:
         return EventStream(partial(chat.events, track), track, keep_alive_s=gateway.keep_alive_s)
-    return json_response(await while_connected(request.receive, chat.whole(track)))
+    return json_response(await while_connected(request.scope, request.receive, chat.whole(track)))
 
 
 class _Chat:

@@ -47,7 +47,7 @@ async def completions(gateway: Gateway, request: Request, track: Track) -> Respo
     completion = _Completion(gateway, body, ask, prompts)
     if body.stream:
         return EventStream(partial(completion.events, track), track, keep_alive_s=gateway.keep_alive_s)
-    return json_response(await while_connected(request.receive, completion.whole(track)))
+    return json_response(await while_connected(request.scope, request.receive, completion.whole(track)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

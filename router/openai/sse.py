@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from math import inf
 from typing import Any, TypeVar
 
@@ -151,37 +151,50 @@ class Voice:
         return self._frames[index]
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+async def while_connected(scope: Scope, receive: Receive, work: Awaitable[_T]) -> _T:
     """The result of `work`, which is cancelled, and has cleaned up, when the client goes away (raises Cancelled).
 
     The request's body must have been read: whatever is received now means the end.
     """
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    has_left = is_over = False
+
+    def leave() -> None:
+        nonlocal has_left
+        if not (has_left or is_over):
+            has_left = True
+            task.cancel()
+
     try:
-        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise Cancelled("the client went away")
-        return doing.result()
+        with _watching(scope, receive, leave):
+            return await work
+    except asyncio.CancelledError:
+        if has_left and task.uncancel() == 0:
+            raise Cancelled("the client went away") from None
+        raise
     finally:
-        doing.cancel()
-        leaving.cancel()
-        await asyncio.gather(doing, leaving, return_exceptions=True)
+        is_over = True
+
+
+@contextmanager
+def _watching(scope: Scope, receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
+    """A server of our own tells of a connection that is lost; any other is asked by a task."""
+    if (outlet := outlet_of(scope)) is not None:
+        with outlet.watched(leave):
+            yield
+        return
+    gone = asyncio.create_task(_gone(receive))
+    gone.add_done_callback(lambda _: leave())
+    try:
+        yield
+    finally:
+        gone.cancel()
 
 
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-@asynccontextmanager
-async def _while_it_runs(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
-    """`work` goes on beside the block, and ends with it."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 class EventStream(Response):
@@ -209,8 +222,8 @@ class EventStream(Response):
         error: BaseException | None = None
         self._way.outlet = outlet_of(scope)
         try:
-            async with _while_it_runs(self._keep_alive(send)):
-                await while_connected(receive, self._send_all(send))
+            with self._kept_alive(send):
+                await while_connected(scope, receive, self._send_all(send))
         except Cancelled as left:
             error = left
         except BatonError as failed:
@@ -235,17 +248,39 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def _keep_alive(self, send: Send) -> None:
-        clock, way = asyncio.get_running_loop().time, self._way
-        way.sent_s = clock()
-        while True:
-            await asyncio.sleep(way.sent_s + self._keep_alive_s - clock())
+    @contextmanager
+    def _kept_alive(self, send: Send) -> Iterator[None]:
+        """Most answers are shorter than `keep_alive_s`: until then there is a timer, and no task."""
+        loop, way = asyncio.get_running_loop(), self._way
+        way.sent_s = loop.time()
+        timer: asyncio.TimerHandle | None = None
+        commenting: asyncio.Task[None] | None = None
+
+        async def comment() -> None:
+            await self._begin(send)
+            way.sent_s = loop.time()
+            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+
+        def look() -> None:
+            nonlocal timer, commenting
             if way.shortcut is not None:  # which says only now what it has sent, and must not write beside the comment
                 way.shortcut.interrupt()
-            if clock() >= way.sent_s + self._keep_alive_s:
-                await self._begin(send)
-                way.sent_s = clock()
-                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+            due_s = way.sent_s + self._keep_alive_s
+            if loop.time() >= due_s:
+                due_s = loop.time() + self._keep_alive_s
+                if commenting is None or commenting.done():
+                    commenting = loop.create_task(comment())
+            timer = loop.call_at(due_s, look)
+
+        if self._keep_alive_s < inf:
+            timer = loop.call_at(way.sent_s + self._keep_alive_s, look)
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if commenting is not None:
+                commenting.cancel()
 
     async def _begin(self, send: Send) -> None:
         if not self._started:

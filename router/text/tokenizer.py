@@ -59,6 +59,8 @@ class Tokenizer:
         return await loop.run_in_executor(self._pool, self._encode, texts, add_special_tokens)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
+        if len(texts) == 1 and len(texts[0]) <= LONG_TEXT_CHARS:  # a batch of one wakes threads, which costs more
+            return [tuple(self._backend.encode(texts[0], add_special_tokens=add_special_tokens).ids)]
         # The batch call without offsets lets go of the interpreter's lock; `encode` holds it for 0.1 s a megabyte.
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [tuple(one.ids) for one in found]
