@@ -54,10 +54,10 @@ def _is_exact(number: float) -> bool:
     return number.is_integer() and abs(number) <= 2**53
 
 
-def whole_ids(value: Any) -> Any:
-    """The list, or the lists in it, with 8.0 as 8."""
-    if isinstance(value, list):
-        return [int(one) if isinstance(one, float) and _is_exact(one) else whole_ids(one) for one in value]
+def whole_ids(value: Any, depth: int = 2) -> Any:
+    """The list, or the lists in it, with 8.0 as 8. What is nested deeper is no list of ids."""
+    if isinstance(value, list) and depth:
+        return [int(one) if isinstance(one, float) and _is_exact(one) else whole_ids(one, depth - 1) for one in value]
     return value
 
 
