@@ -17,7 +17,10 @@ from itertools import cycle
 from statistics import median
 from typing import cast
 
+import typer
 import uvloop
+
+from benchmarks.bars import JsonFile, PlotFile, write
 
 PROCESSES, ROUNDS, BACKLOG = 4, 8, 2048
 WAYS = ("shared", "reuseport", "handed on")
@@ -88,7 +91,9 @@ def bound(port: int = 0) -> socket.socket:
     return made
 
 
-def measure(way: str) -> None:
+def measure(way: str) -> dict[str, float]:
+    """Of each case, the median of the largest share over the mean."""
+    middle = {}
     context = multiprocessing.get_context("fork")
     ours, theirs = socket.socketpair()
     listening = bound()
@@ -111,13 +116,20 @@ def measure(way: str) -> None:
         uneven = [max(counts.values()) * PROCESSES / count for counts in found]
         told = f"{count:3} connections, {1000 * gap_s:2g} ms between them"
         print(f"{way:10} {told}: {median(uneven):.2f}, at worst {max(uneven):.2f}", flush=True)
+        middle[told] = median(uneven)
     for process in processes:
         process.kill()
         process.join()
     for coroutine in work:
         coroutine.close()
+    return middle
+
+
+def main(json_file: JsonFile = None, plot: PlotFile = None) -> None:
+    found = {way: measure(way) for way in WAYS}
+    figures = {case: {way: found[way][case] for way in WAYS} for case in found[WAYS[0]]}
+    write(figures, unit="largest share / mean", json_file=json_file, plot=plot)
 
 
 if __name__ == "__main__":
-    for way in WAYS:
-        measure(way)
+    typer.run(main)

@@ -20,15 +20,16 @@ import typer
 from cluster.bench.hardware import find_hardware
 
 LIMIT_S = 300.0
-# Name -> module and flags; those in _PLOTTED draw, too.
+# Name -> module and flags.
 SET: dict[str, tuple[str, ...]] = {
     "attention": ("benchmarks.cpu_attention",),
     "engine": ("benchmarks.cpu_engine", "--divisor", "8", "--repeat", "1"),
     "prefix-index": ("benchmarks.prefix_index",),
     "router": ("benchmarks.router",),
     "kvtransfer": ("benchmarks.kvtransfer", "--runs", "3"),
+    "host-tier": ("benchmarks.host_tier", "--rounds", "3"),
+    "accepting": ("benchmarks.accepting",),
 }
-_PLOTTED = ("attention", "engine", "prefix-index", "kvtransfer")
 
 
 def run_set(
@@ -54,9 +55,7 @@ def run_set(
 
 def _run(name: str, out: Path) -> bool:
     module, *flags = SET[name]
-    flags += ["--json", str(out / f"{name}.json")]
-    if name in _PLOTTED:
-        flags += ["--plot", str(out / f"{name}.svg")]
+    flags += ["--json", str(out / f"{name}.json"), "--plot", str(out / f"{name}.svg")]
     try:
         return subprocess.run([sys.executable, "-m", module, *flags], timeout=LIMIT_S, check=False).returncode == 0
     except subprocess.TimeoutExpired:

@@ -24,6 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.bars import JsonFile, PlotFile, write
 from benchmarks.cpu_engine import DEMO
 from benchmarks.random_llama import write_checkpoint
 from kvtransfer.hashing import chain_hashes
@@ -66,7 +67,10 @@ def first_token_s(engine: Engine, prompt_ids: tuple[int, ...], clock: Callable[[
     return clock() - start, num_cached
 
 
-def measure(folder: Path, num_tokens: int, num_rounds: int, clock: Callable[[], float]) -> list[str]:
+def measure(
+    folder: Path, num_tokens: int, num_rounds: int, clock: Callable[[], float]
+) -> tuple[list[str], dict[str, float]]:
+    """A table's cells, and the milliseconds of each kind."""
     chance = random.Random(1)
 
     def fresh() -> tuple[int, ...]:
@@ -92,31 +96,37 @@ def measure(folder: Path, num_tokens: int, num_rounds: int, clock: Callable[[], 
             loaded_before_s = load.load_s
     middle = {name: statistics.median(values) for name, values in times.items()}
     speed = load.loaded_bytes / load.load_s / 1e9
-    return [
+    cells = [
         *(f"{middle[name]:,.1f}" for name in ("computed", "host", "copied", "device")),
         f"{load.loaded_bytes / load.num_loaded * (num_tokens // BLOCK) / 2**20:.0f}",
         f"{speed:.1f}",
         f"{middle['computed'] / middle['host']:.1f}",
     ]
+    return cells, {"computed": middle["computed"], "host hit": middle["host"], "device hit": middle["device"]}
 
 
 def main(
     tokens: Annotated[int, typer.Option(help="Of a prompt.")] = 2032,
     rounds: Annotated[int, typer.Option(help="Of each kind.")] = 7,
     core_time: Annotated[bool, typer.Option("--core-time", help="One thread, and its processor time.")] = False,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     if core_time:
         torch.set_num_threads(1)
     clock = time.process_time if core_time else time.perf_counter
     table = Table(title=f"milliseconds{' of one core' * core_time} to the first token of a prompt of {tokens} tokens")
+    figures: dict[str, dict[str, float]] = {}
     columns = ("model", "computed", "host hit", "of it copying", "device hit", "MiB", "GB/s", "computed / host")
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left")
     with tempfile.TemporaryDirectory() as scratch:
         write_checkpoint(Path(scratch))
         for model, folder in (("demo", DEMO), ("368M, random", Path(scratch))):
-            table.add_row(model, *measure(folder, tokens, rounds, clock))
+            cells, figures[model] = measure(folder, tokens, rounds, clock)
+            table.add_row(model, *cells)
     Console(width=140).print(table)
+    write(figures, unit=f"ms{' of one core' * core_time}, {tokens} tokens", json_file=json_file, plot=plot)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from benchmarks.bars import JsonFile, PlotFile, write
+
 WINDOW_S = 0.25
 
 
@@ -75,7 +77,8 @@ async def ready(client: httpx.AsyncClient) -> None:
         await asyncio.sleep(0.2)
 
 
-async def measure(url: str, context: int, num_requests: int, max_tokens: int) -> str:
+async def measure(url: str, context: int, num_requests: int, max_tokens: int) -> dict[str, float]:
+    """Milliseconds between the tokens a client is sent: the median gap, and the longest without and with a move."""
     async with httpx.AsyncClient(base_url=url, timeout=120.0, trust_env=False) as client:
         await ready(client)
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
@@ -97,18 +100,24 @@ async def measure(url: str, context: int, num_requests: int, max_tokens: int) ->
         statistics.median(max(one.gaps_s(since_s)) for one in run)
         for run, since_s in ((calm, calm_s), (moved, moved_s))
     ]
-    cells = (context, num_requests, *(f"{1000 * value:.1f}" for value in (median, *longest)))
-    return f"| {' | '.join(map(str, cells))} |"
+    names = ("gap, median", "longest, undisturbed", "longest, moved")
+    return {name: 1000 * value for name, value in zip(names, (median, *longest), strict=True)}
 
 
 def main(
     url: Annotated[str, typer.Option(help="The server's root.")] = "http://127.0.0.1:8000",
     max_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 300,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     typer.echo("| prompt tokens | at a time | gap, median (ms) | longest, undisturbed (ms) | longest, moved (ms) |")
     typer.echo("|---|---|---|---|---|")
+    figures = {}
     for context, num_requests in ((64, 1), (1024, 1), (64, 4), (1024, 4)):
-        typer.echo(asyncio.run(measure(url, context, num_requests, max_tokens)))
+        found = asyncio.run(measure(url, context, num_requests, max_tokens))
+        typer.echo(f"| {context} | {num_requests} | {' | '.join(f'{value:.1f}' for value in found.values())} |")
+        figures[f"{num_requests} x {context} tokens"] = found
+    write(figures, unit="ms", json_file=json_file, plot=plot)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,21 @@
 Policy, index, feed, hashes and block pools are the product's, Redis is a real one; a worker is a block pool that takes
 time to read. Documents are asked about in bursts of siblings, each of which arrives at a gateway of its own choice.
 
-    python -m benchmarks.replicas --redis redis://localhost:6379 --out benchmarks/results/replicas.json
+    python -m benchmarks.replicas --redis redis://localhost:6379 --json replicas.json
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 
-from cluster.bench.hardware import find_hardware
+from benchmarks.bars import write
 from kvtransfer.events import EventLog
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
@@ -214,7 +212,8 @@ def main() -> None:
     parser.add_argument("--redis", metavar="URL", help="Default: gateways that share through Redis are left out.")
     parser.add_argument("--gateways", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Where to write the figures.")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="Where to draw them (needs matplotlib).")
     given = parser.parse_args()
     cases: dict[str, Callable[[int], Awaitable[float]]] = {
         "one gateway": lambda seed: hit_rate(1, seed=seed),
@@ -233,9 +232,8 @@ def main() -> None:
     found = asyncio.run(run())
     for name, rates in found.items():
         print(f"{name:32} {mean(rates):6.1%}   ({', '.join(f'{rate:.1%}' for rate in rates)})")
-    if given.out:
-        told = {"hardware": asdict(find_hardware()), "hit_rate": found}
-        given.out.write_text(json.dumps(told, indent=1) + "\n")
+    figures = {name: {f"seed {seed}": rate for seed, rate in enumerate(rates)} for name, rates in found.items()}
+    write(figures, unit="share of blocks cached", json_file=given.json, plot=given.plot)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,17 @@ def test_there_are_no_drawer_modules() -> None:
         for path in files("*.py")
         for name in (*path.parts[:-1], path.stem)
         if name in DRAWERS
+    )
+
+
+def test_an_installed_copy_has_every_file() -> None:
+    """Kernels are compiled from sources beside the modules, and the demo's weights are read: a wheel needs them."""
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["*"]
+    report(
+        f"{path}: no wheel would have it: add its suffix to package-data in pyproject.toml"
+        for path in files()
+        if path.parts[0] in (*PACKAGES, "demo") and path.suffix not in (".py", ".md")
+        if not any(path.match(pattern) for pattern in packaged)
     )
 
 
