@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from protos.values import SamplingParams
+from router.text.structure import json_grammar, regex_grammar
+from tests.numerics import constrained
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import answer, colocated, oracle_answers
 from workers.config import WorkerConfig
@@ -63,6 +65,22 @@ def test_neither_graphs_nor_steps_in_flight_change_a_token(oracle: Oracle, setti
     torch.backends.cuda.matmul.allow_tf32 = False
     with colocated(cuda(folder, num_blocks=200, **settings)) as engine:
         assert [one.token_ids for one in answer(engine, PROMPTS)] == expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"steps_in_flight": 0}])
+def test_a_grammar_binds_its_rows_and_no_others(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = make_checkpoint("llama", tmp_path, vocab_size=constrained.VOCAB_SIZE, max_position_embeddings=512)
+    constrained.write_tokenizer(tmp_path)
+    prompts, grammars = constrained.PROMPTS, [json_grammar(constrained.PERSON), regex_grammar("(yes|no), [a-f]{2,30}!")]
+    expected = [
+        constrained.masked_oracle(tmp_path, model, prompt, grammar, 80)
+        for prompt, grammar in zip(prompts, grammars, strict=False)
+    ]
+    [free] = oracle_answers(model, prompts[2:], 40)
+    asked = [constrained.under(one) for one in grammars] + [constrained.under("", 40, ignore_eos=True)]
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with colocated(cuda(tmp_path, num_blocks=200, **settings)) as engine:
+        assert [one.token_ids for one in answer(engine, prompts, asked)] == [*expected, free]
 
 
 def test_the_cache_takes_what_the_card_has_left(oracle: Oracle) -> None:

@@ -9,44 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
-import tokenizers
-import torch
-from llguidance import LLMatcher, LLTokenizer
 
 from protos.errors import InvalidRequest
 from protos.values import FinishReason, GenerateRequest, SamplingParams
 from router.text.structure import json_grammar, regex_grammar
 from router.text.tokenizer import Tokenizer
+from router.text.tool_calls import CallDelta, Function, ToolFormat, calls_grammar, reader_of
 from tests.numerics.conftest import Checkpoint
+from tests.numerics.constrained import EOS, PERSON, PROMPTS, VOCAB_SIZE, masked_oracle, under, write_tokenizer
 from tests.numerics.engines import Answer, answer, colocated, oracle_answers
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
 
-EOS, VOCAB_SIZE = 2, 320
-PIECES = ['{"', '":', '",', ": ", ', "', "true", "false", "null", '"}', '{"name', "12", "0.5", "  ", '"}</s>']
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-PROMPTS = [[5, 9, 200], list(range(3, 40)), [77] * 20]
-
 
 @pytest.fixture(scope="session")
 def served(checkpoint: Checkpoint) -> tuple[Path, Any]:
-    """A random model whose tokens are bytes and some longer pieces; it has ids that its tokenizer does not know."""
     folder, oracle = checkpoint("llama", vocab_size=VOCAB_SIZE, max_position_embeddings=512)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    mapped = [piece.replace(" ", "Ġ") for piece in PIECES]
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet, *mapped])}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<pad>", "<s>", "</s>"])
-    backend.save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder)
     return folder, oracle
 
 
@@ -54,28 +34,8 @@ def config_of(folder: Path, **settings: Any) -> WorkerConfig:
     return WorkerConfig(model=str(folder), device="cpu", num_blocks=128, prefill_chunk=16, **settings)
 
 
-def under(grammar: str, max_tokens: int = 80, **changes: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "grammar": grammar} | changes))
-
-
 def text_of(folder: Path, token_ids: Sequence[int]) -> str:
     return Tokenizer.load(folder).decode(token_ids, skip_special_tokens=True)
-
-
-@torch.no_grad()
-def masked_oracle(folder: Path, oracle: Any, prompt: Sequence[int], grammar: str, max_tokens: int) -> list[int]:
-    """Token by token: transformers' logits, less what the library refuses."""
-    known = LLTokenizer((folder / "tokenizer.json").read_text(), n_vocab=VOCAB_SIZE, eos_token=EOS)
-    matcher, output = LLMatcher(known, grammar), list[int]()
-    while len(output) < max_tokens and output[-1:] != [EOS]:
-        logits = oracle(torch.tensor([[*prompt, *output]])).logits[0, -1].float()
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:VOCAB_SIZE]
-        logits[torch.from_numpy(bits) == 0] = -torch.inf
-        best = logits.topk(2)
-        assert best.values[0] - best.values[1] > 2e-5, "the oracle chose by too little: take another prompt"
-        output.append(int(best.indices[0]))
-        matcher.consume_token(output[-1])
-    return output
 
 
 @pytest.mark.parametrize("settings", [{}, {"steps_in_flight": 1}, {"tp": 2}], ids=str)
@@ -136,6 +96,29 @@ def test_every_answer_that_ends_fits_its_schema(served: tuple[Path, Any]) -> Non
         assert one.finish_reason is FinishReason.STOP
         assert one.token_ids.count(EOS) == 1
         jsonschema.validate(json.loads(text_of(folder, one.token_ids)), schema)
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+def test_calls_that_are_required_are_read_as_calls(served: tuple[Path, Any], form: ToolFormat) -> None:
+    folder, _ = served
+    functions = [Function(name="save", parameters=PERSON, strict=True), Function(name="now")]
+    asked = [
+        under(calls_grammar(form, functions, parallel=parallel), 300, temperature=1.0, seed=seed)
+        for seed in range(4)
+        for parallel in (False, True)
+    ]
+    with colocated(config_of(folder)) as engine:
+        answers = answer(engine, [[5]] * len(asked), asked)
+    schemas = {"save": PERSON, "now": {"type": "object", "maxProperties": 0}}
+    for one in (one for one in answers if one.finish_reason is FinishReason.STOP):
+        reader = reader_of(form, list(schemas))
+        parts = [*reader.feed(text_of(folder, one.token_ids)), *reader.end()]
+        assert not [part for part in parts if isinstance(part, str)]
+        calls = [part for part in parts if isinstance(part, CallDelta)]
+        for begun in (part for part in calls if part.name):
+            told = "".join(part.arguments for part in calls if part.index == begun.index)
+            jsonschema.validate(json.loads(told), schemas[begun.name])
+    assert sum(one.finish_reason is FinishReason.STOP for one in answers) >= 4
 
 
 def test_another_worker_goes_on_with_the_same_tokens(served: tuple[Path, Any]) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from protos.values import SamplingParams
+from tests.numerics.checkpoints import VOCAB_SIZE
 from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, oracle_answers
 from workers.attention.base import AttentionInputs, CosSin
 from workers.config import WorkerConfig
 from workers.engine.batch import Batch, Row, Sample
 from workers.engine.runner import TorchRunner
+from workers.grammar.base import Mask
 from workers.kernels import reference
 from workers.models.config import read_config
 from workers.models.decoder import Decoder
@@ -90,15 +93,24 @@ class Valueless:
         return torch.empty_like(q_TND)
 
 
+class Everything:
+    """A grammar that allows it."""
+
+    def prepare(self, grammar: str) -> None: ...
+
+    def allowed(self, request_id: str, sample: Sample) -> Mask:
+        return np.full(VOCAB_SIZE // 32, -1, dtype=np.int32)
+
+
 def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does one with penalties, bias, bans and logprobs; only the fetch does."""
+    """Nor does one with penalties, bias, bans, logprobs or a grammar; only the fetch does."""
     folder, _ = checkpoint("llama")
     config = read_config(folder)
     monkeypatch.setattr("workers.engine.sampler._choose", lambda logits_RV, samples: logits_RV.argmax(dim=-1))
     place = Place(device="meta", dtype=torch.float32, parallel=Solo(), kernels=reference)
     attention = Valueless()
-    runner = TorchRunner(Decoder(config, place), attention, block_size=16)
-    plain = SamplingParams(temperature=0.0)
+    runner = TorchRunner(Decoder(config, place), attention, block_size=16, grammars=Everything())
+    plain, bound = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, grammar="start: /.*/")
     busy = SamplingParams(seed=1, logprobs=4, frequency_penalty=0.2, repetition_penalty=1.1, logit_bias=((3, 1.0),))
 
     def row(name: str, params: SamplingParams, **place: Any) -> Row:
@@ -106,7 +118,7 @@ def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, mon
         return Row(request_id=name, block_ids=(0, 1), sample=Sample(params=params, index=1, **known), **place)
 
     prompts = (row("a", plain, token_ids=(5, 6, 7), start=0), row("b", busy, token_ids=(5, 6), start=0))
-    runner.launch(Batch(rows=prompts))
+    runner.launch(Batch(rows=(*prompts, row("c", bound, token_ids=(5, 6), start=0))))
     for start in (3, 4, 5):
         following = (
             row("a", plain, token_ids=(), start=start, follows=0),

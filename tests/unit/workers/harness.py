@@ -16,6 +16,7 @@ from workers.engine.engine import Engine
 from workers.engine.request import Request
 from workers.engine.role import Colocated, Disposition, Role, Tick
 from workers.engine.scheduler import Scheduler
+from workers.grammar.base import Grammars
 from workers.kv.blocks import BlockPool
 from workers.kv.host import HostPool, Loaded
 from workers.toy import ToyRunner, toy_kv, toy_tokens
@@ -130,10 +131,11 @@ class ToyEngine:
         log_capacity: int = 1000,
         depth: int = 0,
         host_slots: int = 0,
+        grammars: Grammars | None = None,
         **config: Any,
     ):
         self.log = EventLog(incarnation=1, capacity=log_capacity)
-        self.runner = ToyRunner(WEIGHT, BLOCK, VOCAB)
+        self.runner = ToyRunner(WEIGHT, BLOCK, VOCAB, grammars)
         self.copies = ToyCopies(self.runner)
         self.host = HostPool(host_slots, self.copies, self.log.record, block_bytes=1) if host_slots else None
         self.pool = BlockPool(num_blocks, BLOCK, self.log.record, host=self.host)
@@ -141,7 +143,14 @@ class ToyEngine:
         self.scheduler = Scheduler(SchedulerConfig(**settings), self.pool, role or Colocated())
         ticks = count()
         runner = AtLast(self.runner) if depth else self.runner
-        self.engine = Engine(self.scheduler, runner, events=self.log, clock=lambda: float(next(ticks)), depth=depth)
+        self.engine = Engine(
+            self.scheduler,
+            runner,
+            events=self.log,
+            clock=lambda: float(next(ticks)),
+            depth=depth,
+            grammars=grammars,
+        )
         self.now = 0.0
         self.answers: dict[str, Answer] = defaultdict(Answer)
 

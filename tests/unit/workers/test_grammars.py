@@ -1,0 +1,91 @@
+"""Rows under a grammar, in an engine around the toy model: each token depends on all before, and is the same anyhow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from protos.errors import InvalidRequest
+from protos.values import FinishReason
+from tests.unit.workers.harness import VOCAB, ToyEngine, ask, by_hand
+from workers.engine.batch import Sample
+from workers.grammar.base import Mask, without
+
+EOS = 0
+
+
+def mask_of(allowed: list[int]) -> Mask:
+    bits = np.zeros(-(-VOCAB // 32) * 32, dtype=np.uint8)
+    bits[allowed] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class Summing:
+    """A token is as the sum of all before, modulo 7; one from the tenth on is the end. "broken" fails at the third."""
+
+    def prepare(self, grammar: str) -> None:
+        if grammar == "unknown":
+            raise InvalidRequest("nobody knows this grammar", param="grammar")
+
+    def allowed(self, request_id: str, sample: Sample) -> Mask:
+        assert len(sample.output_ids) == sample.index, "every token before is known"
+        if sample.params.grammar == "broken" and sample.index == 2:
+            raise InvalidRequest("this grammar is broken", param="grammar")
+        total = sum(sample.output_ids)
+        allowed = [EOS] if sample.index >= 10 + total % 5 else [*range(7 + total % 7, VOCAB, 7)]
+        return without(mask_of(allowed), sample.banned_ids)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [64, 12])
+def test_tokens_are_the_same_with_steps_in_flight_and_when_preempted(depth: int, num_blocks: int) -> None:
+    """Beside a free request, which is not touched."""
+    requests = [ask(str(i), range(i, i + 6), 20, grammar="sums", temperature=float(i % 2), seed=i) for i in range(4)]
+    free = ask("free", range(50, 56), 20)
+    plain = ToyEngine(grammars=Summing(), eos_ids=(EOS,)).serve(*requests, free)
+    toy = ToyEngine(grammars=Summing(), eos_ids=(EOS,), depth=depth, num_blocks=num_blocks)
+    assert toy.serve(*requests, free) == plain or num_blocks == 12  # then fewer blocks were found in the cache
+    assert {name: one.token_ids for name, one in toy.answers.items()} == {n: one.token_ids for n, one in plain.items()}
+    assert (toy.scheduler.num_preemptions > 0) == (num_blocks == 12)
+    assert plain["free"].token_ids == by_hand(range(50, 56), 20)
+    for request in requests:
+        *told, last = plain[request.request_id].token_ids
+        assert all((token_id - sum(told[:index])) % 7 == 0 for index, token_id in enumerate(told))
+        assert (last, plain[request.request_id].finish_reason) == (EOS, FinishReason.STOP)
+
+
+@pytest.mark.parametrize("num_given", [1, 3])
+def test_another_engine_goes_on_with_the_same_tokens(num_given: int) -> None:
+    request = ask("a", range(9), 20, grammar="sums")
+    whole = ToyEngine(grammars=Summing(), eos_ids=(EOS,)).serve(request)["a"].token_ids
+    rest = ask("a", range(9), 20, grammar="sums", output_ids=whole[:num_given])
+    assert ToyEngine(grammars=Summing(), eos_ids=(EOS,)).serve(rest)["a"].token_ids == whole[num_given:]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_grammar_that_fails_ends_its_own_request(depth: int) -> None:
+    toy = ToyEngine(grammars=Summing(), eos_ids=(EOS,), depth=depth)
+    answers = toy.serve(ask("a", range(6), 9, grammar="broken"), ask("b", range(7), 9))
+    assert (answers["a"].finish_reason, len(answers["a"].token_ids)) == (FinishReason.ERROR, 2)
+    error = answers["a"].error
+    assert error is not None
+    assert (error.code, error.message, error.param) == ("invalid_request", "this grammar is broken", "grammar")
+    assert answers["b"].token_ids == by_hand(range(7), 9)
+
+
+def test_what_cannot_be_constrained_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="cannot constrain"):
+        ToyEngine().submit(ask("a", [1], grammar="sums"))
+    toy = ToyEngine(grammars=Summing())
+    with pytest.raises(InvalidRequest, match="nobody knows"):
+        toy.submit(ask("a", [1], grammar="unknown"))
+    with pytest.raises(InvalidRequest, match="ignore_eos"):
+        toy.submit(ask("a", [1], grammar="sums", ignore_eos=True))
+    toy.engine.assert_idle()
+
+
+def test_bans_give_way_where_nothing_else_is_left() -> None:
+    both, only = mask_of([EOS, 31, 32, 63]), mask_of([EOS])
+    assert np.array_equal(without(both, (EOS, 63)), mask_of([31, 32]))
+    assert np.array_equal(without(both, ()), both)
+    assert np.array_equal(without(only, (EOS, 63)), only)
