@@ -32,6 +32,7 @@ from router.openapi import describe
 from router.scrape import Merged, families_of
 from router.siblings import from_sibling
 from router.straight import Endpoint, Straight
+from router.text.chat_template import ROLES
 
 MAX_HEAD_BYTES = 64 * 1024
 
@@ -66,7 +67,12 @@ def create_app(gateway: Gateway) -> FastAPI:
     @cache  # a tenth of a second of everybody's tokens
     def described(needs_key: bool, needs_admin_key: bool) -> dict[str, Any]:
         return describe(
-            app, gateway.card, needs_key=needs_key, needs_admin_key=needs_admin_key, has_tools=gateway.has_tools
+            app,
+            gateway.card,
+            needs_key=needs_key,
+            needs_admin_key=needs_admin_key,
+            has_tools=gateway.has_tools,
+            roles=gateway.template.roles() if gateway.template is not None else ROLES,
         )
 
     def document() -> dict[str, Any]:

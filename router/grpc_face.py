@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
+import orjson
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -22,6 +24,7 @@ from router.asgi import REQUEST_ID, request_name
 from router.gateway import Gateway, new_id
 from router.text.answer import Piece, Tally, Usage, collect
 from router.text.asking import Ask, Asked, make_ask
+from router.text.structure import json_grammar, regex_grammar
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -144,6 +147,9 @@ class _Inference(pb_grpc.InferenceServicer):
         tenant = self._tenant(context)
         self._gateway.check_model(request.model)
         asked = _asked(request)
+        if form := request.sampling.WhichOneof("form"):
+            asked = replace(asked, grammar=_grammar(request.sampling, form))
+            await self._gateway.grammars.check(asked.grammar, param=form)
         match request.WhichOneof("prompt"):
             case "tokens":
                 prompt = tuple(request.tokens.ids)
@@ -223,6 +229,22 @@ def _asked(request: pb.GenerateRequest) -> Asked:
         priority=request.priority,
         max_ttft_ms=request.max_ttft_ms if request.HasField("max_ttft_ms") else None,
     )
+
+
+def _grammar(sampling: pb.Sampling, form: str) -> str:
+    match form:
+        case "json_schema":
+            try:
+                schema = orjson.loads(sampling.json_schema)
+            except orjson.JSONDecodeError as error:
+                raise InvalidRequest(f"'json_schema' is not valid JSON: {error}", param=form) from None
+            if not isinstance(schema, dict):
+                raise InvalidRequest("'json_schema' must be a JSON object", param=form)
+            return json_grammar(schema)
+        case "regex":
+            return regex_grammar(sampling.regex)
+        case _:
+            return sampling.grammar
 
 
 def _chunk(piece: Piece) -> pb.GenerateChunk:

@@ -140,8 +140,17 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 _UNTOLD = Operation(summary="Not described yet")
 
 
-def describe(app: FastAPI, card: ModelCard, *, needs_key: bool, needs_admin_key: bool, has_tools: bool) -> Schema:
-    """The document for one model's gateway. Where no key is needed one may still be sent."""
+def describe(
+    app: FastAPI,
+    card: ModelCard,
+    *,
+    needs_key: bool,
+    needs_admin_key: bool,
+    has_tools: bool,
+    roles: Sequence[str],
+) -> Schema:
+    """The document for one model's gateway, whose chat template knows the `roles`. Where no key is needed one may still
+    be sent."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: Schema = {}
     _schema(replies.ErrorReply, schemas, "serialization")
@@ -156,6 +165,7 @@ def describe(app: FastAPI, card: ModelCard, *, needs_key: bool, needs_admin_key:
         _narrow(schemas[body.__name__], card)
         if not has_tools and "tools" in schemas[body.__name__]["properties"]:
             _without_tools(schemas[body.__name__]["properties"])
+    schemas["ChatMessage"]["properties"]["role"]["enum"] = list(roles)
     document["components"] = {
         "schemas": dict(sorted(schemas.items())),
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},

@@ -282,7 +282,12 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
-    model_config = _described(COMPLETION_REFUSALS, *_TOGETHER, _only_with("max_tokens", {"const": 0}, "echo", _TRUE))
+    model_config = _described(
+        COMPLETION_REFUSALS,
+        *_TOGETHER,
+        _only_with("max_tokens", {"const": 0}, "echo", _TRUE),
+        _only_with("best_of", _NUMBER, "n", {"enum": [1, None]}),
+    )
 
     max_tokens: int | None = Field(
         default=None,
@@ -292,7 +297,10 @@ class CompletionBody(SamplingBody):
     prompt: str | Texts | Ids | IdLists = Field(
         description="a string, a list of strings, a list of token ids or a list of lists of token ids"
     )
-    best_of: int | None = Field(default=None, description="an integer equal to n")
+    # JSON Schema cannot say that two numbers are equal: only the usual one is described.
+    best_of: int | None = Field(
+        default=None, description="an integer equal to n", json_schema_extra={"minimum": 1, "maximum": 1}
+    )
     echo: bool | None = Field(default=None, description="true or false")
     logprobs: int | None = _ranged("logprobs", "an integer")
 

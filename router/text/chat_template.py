@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from router.text.tokenizer import read_json
 from router.text.tool_calls import ToolFormat, format_of
 
 Message = Mapping[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # About a millisecond of a template's time: longer conversations are written beside the event loop.
 SHORT_MESSAGES = 64
@@ -150,6 +152,18 @@ class ChatTemplate:
                 f"The model's chat template refuses the messages: {error}", param="messages"
             ) from error
         return _cut(text) if continue_final_message else text
+
+    def roles(self) -> list[str]:
+        """Those that the model knows: in a conversation of one message, or after a user's."""
+        return [role for role in ROLES if self._knows(role)]
+
+    def _knows(self, role: str) -> bool:
+        message = {"role": role, "content": "x"}
+        for conversation in ([message], [{"role": "user", "content": "x"}, message]):
+            with suppress(InvalidRequest):
+                self.render(conversation)
+                return True
+        return False
 
     def _fitted(self, message: Message) -> dict[str, Any]:
         """The message with its content as the template reads it: parts, or one string."""

@@ -19,6 +19,7 @@ from protos.status import CODE_KEY, error_of
 from router.generation import Job, TokenDelta
 from router.grpc_face import SERVICE, GrpcFace
 from router.metrics import RequestMetrics
+from router.text.structure import json_grammar, regex_grammar
 from tests.unit.router.scripted import Crew, Script, Scripted, ids_of, make_gateway, saying, token_deltas
 
 TEXT = "naïve café 🙂"
@@ -105,10 +106,30 @@ async def test_a_stop_string_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "grammar"),
+    [
+        ({"json_schema": '{"type": "object"}'}, json_grammar({"type": "object"})),
+        ({"regex": "a+"}, regex_grammar("a+")),
+        ({"grammar": 'start: "a"'}, 'start: "a"'),
+    ],
+)
+async def test_an_answers_form_reaches_the_workers(form: dict[str, str], grammar: str) -> None:
+    async with calling() as (channel, generate):
+        await pb_grpc.InferenceStub(channel).Complete(request(sampling=pb.Sampling(**form)))
+    assert generate.jobs[0].sampling.grammar == grammar
+
+
+@pytest.mark.parametrize(
     ("wrong", "error", "status", "told"),
     [
         ({"model": "other"}, UnknownModel, grpc.StatusCode.NOT_FOUND, "does not exist"),
         ({"sampling": pb.Sampling(temperature=9)}, InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, "between 0 and 2"),
+        (
+            {"sampling": pb.Sampling(json_schema='{"type": "thing"}')},
+            InvalidRequest,
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "'json_schema' cannot be enforced: Invalid type: thing",
+        ),
         ({"text": None}, InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, "'prompt' is missing"),
         ({"text": "word " * 1000}, ContextLengthExceeded, grpc.StatusCode.INVALID_ARGUMENT, "maximum context length"),
     ],

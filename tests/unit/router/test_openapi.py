@@ -231,6 +231,14 @@ async def test_what_is_refused_is_not_described() -> None:
             assert not visitor.takes(kind.__name__, body), body
 
 
+async def test_roles_that_the_template_refuses_are_not_described() -> None:
+    source = "{% for m in messages %}{% if m.role == 'tool' or (m.role == 'assistant' and loop.first) %}"
+    source += "{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}"
+    async with visiting(template=ChatTemplate(source)) as visitor:
+        described = visitor.document["components"]["schemas"]["ChatMessage"]["properties"]["role"]["enum"]
+    assert described == ["system", "developer", "user", "assistant"]
+
+
 async def test_a_method_that_is_not_answered_is_told_all_that_are() -> None:
     async with visiting() as visitor:
         for path in visitor.document["paths"]:
