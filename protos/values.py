@@ -442,7 +442,9 @@ class KVPiece:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """One part of a step, by the worker's own clock. `step` counts from 1, 0 for what belongs to none in particular;
-    `depth` is how many other steps were in flight. `kv` is what is moved, where that is what took the time."""
+    `depth` is how many other steps were in flight. `num_read`: positions of KV that the step reads, each once a row;
+    `num_attended`: pairs of a computed position and one it looks at. `kv` is what is moved, where that is what took the
+    time."""
 
     name: str
     start_s: float
@@ -452,6 +454,8 @@ class Span:
     num_tokens: int = 0
     depth: int = 0
     kv: KVPiece | None = None
+    num_read: int = 0
+    num_attended: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

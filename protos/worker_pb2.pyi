@@ -1094,6 +1094,8 @@ class Span(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    NUM_READ_FIELD_NUMBER: _builtins.int
+    NUM_ATTENDED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     start_s: _builtins.float
     """by the worker's own clock"""
@@ -1104,6 +1106,10 @@ class Span(_message.Message):
     num_tokens: _builtins.int
     depth: _builtins.int
     """steps in flight"""
+    num_read: _builtins.int
+    """positions of KV that the step reads, each once a row"""
+    num_attended: _builtins.int
+    """pairs of a computed position and one it looks at"""
     @_builtins.property
     def kv(self) -> Global___KVPiece:
         """of spans that are about KV on its way"""
@@ -1119,10 +1125,12 @@ class Span(_message.Message):
         num_tokens: _builtins.int = ...,
         depth: _builtins.int = ...,
         kv: Global___KVPiece | None = ...,
+        num_read: _builtins.int = ...,
+        num_attended: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "duration_s", b"duration_s", "kv", b"kv", "name", b"name", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "start_s", b"start_s", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "duration_s", b"duration_s", "kv", b"kv", "name", b"name", "num_attended", b"num_attended", "num_read", b"num_read", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "start_s", b"start_s", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

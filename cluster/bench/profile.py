@@ -27,6 +27,7 @@ Event = dict[str, Any]
 
 _THREADS = ("engine", "device", "event loop")
 _THREAD_OF = {"device": 1, "send": 2, "encode": 2}
+_TOLD = ("step", "num_rows", "num_tokens", "num_read", "num_attended", "depth")
 _LANES = {"KV send": "KV to", "KV receive": "KV from"}
 
 
@@ -98,7 +99,7 @@ class _LaneRows:
 def _steps(span: Mapping[str, Any], pid: int, shift_s: float, rows: _LaneRows) -> Iterator[Event]:
     """A span, and, of the device's, how much was in the step: 0 once it is over."""
     start, end = _micros(span["start_s"] + shift_s), _micros(span["start_s"] + span["duration_s"] + shift_s)
-    args = {name: span[name] for name in ("step", "num_rows", "num_tokens", "depth") if span[name]}
+    args = {name: span[name] for name in _TOLD if span.get(name)}
     if span.get("kv"):
         args |= _described(span["kv"])
     lane = span["name"] in _LANES

@@ -152,13 +152,14 @@ def non_negative(matrix: Any, target: Any) -> Any:
 
 def read_points(path: Path) -> list[Measured]:
     """From a JSON list of steps: `rows` (pairs of computed tokens and context after them, one a sequence) and
-    `seconds`. Or from what `baton bench --concurrency N --json FILE` wrote: the mean time per token is that of the mean
-    step, in which N sequences are, and the others' prompts are read; with N = 1 the mean time to the first token is a
-    step that reads a prompt, and what a request takes besides. Raises Misconfigured."""
+    `seconds`. From what `baton bench --profile FILE` wrote: each step of each worker, with the host's work. Or from
+    what `baton bench --concurrency N --json FILE` wrote: the mean time per token is that of the mean step, in which N
+    sequences are, and the others' prompts are read; with N = 1 the mean time to the first token is a step that reads a
+    prompt, and what a request takes besides. Raises Misconfigured."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict):
-            return _steps_of_bench(content)
+            return _steps_of_profile(content["traceEvents"]) if "traceEvents" in content else _steps_of_bench(content)
         return [
             Measured(
                 step=step_of([(int(computed), int(context)) for computed, context in one["rows"]]),
@@ -168,10 +169,24 @@ def read_points(path: Path) -> list[Measured]:
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Misconfigured(
-            f"--calibration {path}: give a JSON list of steps with rows and seconds, or figures of baton bench with "
-            f"--concurrency ({error!r})",
+            f"--calibration {path}: give a JSON list of steps with rows and seconds, or what baton bench wrote with "
+            f"--profile, or with --concurrency and --json ({error!r})",
             param="calibration",
         ) from error
+
+
+def _steps_of_profile(events: Sequence[dict[str, Any]]) -> list[Measured]:
+    """A step lasts from the tick before it was planned to the end of what it changed, on the engine's thread: with
+    steps in flight, as long as steps follow one another."""
+    steps, ticks = [], {}
+    for event in sorted((one for one in events if one["ph"] == "X"), key=lambda one: (one["ts"], -one["dur"])):
+        if event["name"] == "tick":
+            ticks[event["pid"]] = event["ts"]
+        elif event["name"] == "apply" and event["pid"] in ticks:
+            told = event["args"]
+            step = Step(*(float(told[name]) for name in ("num_rows", "num_tokens", "num_read", "num_attended")))
+            steps.append(Measured(step=step, seconds=(event["ts"] + event["dur"] - ticks.pop(event["pid"])) / 1e6))
+    return steps
 
 
 def _steps_of_bench(document: dict[str, Any]) -> list[Measured]:

@@ -84,6 +84,16 @@ class Batch:
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
 
+    @property
+    def num_read(self) -> int:
+        """Positions of KV, each once a row."""
+        return sum(row.stop for row in self.rows)
+
+    @property
+    def num_attended(self) -> int:
+        """Pairs of a computed position and one it looks at, with no window."""
+        return sum(row.num_tokens * (row.start + row.stop + 1) // 2 for row in self.rows)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOutput:

@@ -94,6 +94,8 @@ class Timeline:
             step=step,
             num_rows=len(batch.rows) if batch is not None else num_rows,
             num_tokens=batch.num_tokens if batch is not None else 0,
+            num_read=batch.num_read if batch is not None else 0,
+            num_attended=batch.num_attended if batch is not None else 0,
             depth=depth,
             kv=kv,
         )

@@ -101,3 +101,23 @@ def test_figures_of_a_bench_are_steps_too(tmp_path: Path) -> None:
     (four,) = ran(4)
     others_tokens = 3 * 100 / 40  # a step: three prompts are read while one answer of 40 is written
     assert (four.step.num_rows, four.step.num_tokens) == (4, 4 + others_tokens)
+
+
+def test_a_profile_of_a_bench_is_its_steps(tmp_path: Path) -> None:
+    """Two workers at once; a step is all that its engine did for it; a tick that launched nothing is none's."""
+
+    def spans(pid: int, start: int, rows: int) -> list[dict[str, object]]:
+        told = {"step": 1, "num_rows": rows, "num_tokens": 8 * rows, "num_read": 80 * rows, "num_attended": 600 * rows}
+        parts = [("tick", 0, 100, {}), ("plan", 100, 50, {}), ("launch", 150, 700, told), ("apply", 900, 100, told)]
+        return [
+            {"name": name, "ph": "X", "ts": start + ts, "dur": dur, "pid": pid, "tid": 0, "args": args}
+            for name, ts, dur, args in parts
+        ]
+
+    idle = {"name": "tick", "ph": "X", "ts": 0, "dur": 100, "pid": 1, "tid": 0, "args": {}}
+    events = [{"name": "process_name", "ph": "M", "pid": 1}, idle, *spans(2, 4500, 3), *spans(1, 4000, 2)]
+    (tmp_path / "profile.json").write_text(json.dumps({"traceEvents": events}))
+    assert read_points(tmp_path / "profile.json") == [
+        Measured(step=Step(2, 16, 160, 1200), seconds=0.001),
+        Measured(step=Step(3, 24, 240, 1800), seconds=0.001),
+    ]
