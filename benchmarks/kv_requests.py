@@ -38,7 +38,7 @@ NUM_TOKENS = 4
 START_S = 120.0
 SETTINGS = (
     "worker.num_blocks=1024", f"worker.max_model_len={LENGTHS[-1] + 64}", "router.local_prefill_tokens=1",
-    "router.ttft_ms=60000",
+    "router.ttft_ms=60000", "worker.bind_cores=off",
 )  # fmt: skip
 CLUSTERS = {
     "colocated": ("colocated",),

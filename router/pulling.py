@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
 from router.fleet import Fleet
 from router.journal import Journal
 from router.member import Member
+from router.policies.base import Candidate
 from router.policies.candidates import Candidates
 from router.policies.costs import load_s
 from router.record import What
@@ -36,12 +37,13 @@ EVICTED = "evicted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A worker that has the first `num_tokens` of a sequence on its device, and pushes so many bytes a second. What its
-    host has it does not push."""
+    """A worker that has the first `num_tokens` of a sequence, and pushes so many bytes a second. Before that it takes
+    `load_s` to load those of them that only its host has."""
 
     worker_id: str
     num_tokens: int
     bytes_per_s: float
+    load_s: float = 0.0
 
 
 def measured_bytes_per_s(load: WorkerLoad) -> float:
@@ -64,9 +66,9 @@ class Puller:
 def best_holder(holders: Sequence[Holder], reader: Puller) -> Holder | None:
     """Whom a reader had best pull from; None if it had better load what its host has, and compute the rest.
 
-    A pull of n tokens takes OVERHEAD_S + n * bytes_per_token / bytes_per_s, computing them n / tokens_per_s. It begins
-    after what the reader's device has: its host's blocks are not loaded then. The largest gain wins; a reader whose
-    speed is not known yet computes, and it will be.
+    A pull of n tokens takes OVERHEAD_S + load_s + n * bytes_per_token / bytes_per_s, computing them n / tokens_per_s.
+    It begins after what the reader's device has: its host's blocks are not loaded then. The largest gain wins; a reader
+    whose speed is not known yet computes, and it will be.
     """
     if reader.tokens_per_s <= 0:
         return None
@@ -75,7 +77,8 @@ def best_holder(holders: Sequence[Holder], reader: Puller) -> Holder | None:
     def gain_s(holder: Holder) -> float:
         num_moved = max(0, holder.num_tokens - num_on_device)
         spared_s = reader.load_s + (holder.num_tokens - reader.num_cached) / reader.tokens_per_s
-        return spared_s - GAIN * (OVERHEAD_S + num_moved * reader.bytes_per_token / holder.bytes_per_s)
+        moved_s = num_moved * reader.bytes_per_token / holder.bytes_per_s
+        return spared_s - GAIN * (OVERHEAD_S + holder.load_s + moved_s)
 
     best = max(holders, key=gain_s, default=None)
     return best if best is not None and gain_s(best) > 0 else None
@@ -114,15 +117,11 @@ class Pulls:
         if reader.info is None or (journal.job.sampling.prompt_logprobs is not None and not journal.output_ids):
             return None
         layout, most = reader.info.layout, journal.num_tokens - 1
-        on_device = candidates.num_cached_tokens - candidates.num_host_tokens
         holders = [
-            Holder(
-                worker_id=worker_id,
-                num_tokens=min(int(on_device[place]), most) // layout.block_size * layout.block_size,
-                bytes_per_s=measured_bytes_per_s(self._fleet.member(worker_id).load),
-            )
-            for place in np.flatnonzero(on_device).tolist()
+            holder
+            for place in np.flatnonzero(candidates.num_cached_tokens).tolist()
             if (worker_id := candidates.crew.worker_ids[place]) != reader.worker_id
+            for holder in self._holders(candidates.named(worker_id), most, layout.block_size)
         ]
         own = candidates.named(reader.worker_id)
         puller = Puller(
@@ -142,6 +141,19 @@ class Pulls:
             holder=self._fleet.member(best.worker_id),
             num_tokens=best.num_tokens,
         )
+
+    def _holders(self, one: Candidate, most: int, block_size: int) -> Iterator[Holder]:
+        """A worker with what its device has, and with what its host has besides."""
+        bytes_per_s = measured_bytes_per_s(self._fleet.member(one.worker_id).load)
+        on_device = one.num_cached_tokens - one.num_host_tokens
+        for num_tokens in dict.fromkeys((min(on_device, most), min(one.num_cached_tokens, most))):
+            if num_tokens:
+                yield Holder(
+                    worker_id=one.worker_id,
+                    num_tokens=num_tokens // block_size * block_size,
+                    bytes_per_s=bytes_per_s,
+                    load_s=float(one.loading(num_tokens - on_device)) if num_tokens > on_device else 0.0,
+                )
 
     async def fetch(self, journal: Journal, pull: Pull | None) -> Ticket | None:
         """A reservation on the reader into which the holder pushes; None when the reader had better begin to compute.

@@ -15,12 +15,22 @@ import torch
 
 from decode_pool.role import DecodeRole
 from kvtransfer.config import LaneConfig
+from kvtransfer.hashing import chain_hashes
 from kvtransfer.ledger import TicketState
 from kvtransfer.reshard import Cut
 from kvtransfer.transports.collective import CollectiveTransport
 from prefill_pool.config import PrefillConfig
 from prefill_pool.role import PrefillRole
-from protos.values import GenerateRequest, ReserveRequest, SamplingParams, Ticket
+from protos.values import (
+    FinishReason,
+    GenerateRequest,
+    LaneAddress,
+    MoveRequest,
+    ReserveRequest,
+    SamplingParams,
+    ShareRequest,
+    Ticket,
+)
 from tests.unit.decode_pool.pair import DECODE, DECODE_WEIGHT, LAYOUT, PREFILL, PREFILL_WEIGHT, SIZE, Side
 from workers.kv.mover import Dock, Mover
 from workers.toy import ToyRunner
@@ -61,22 +71,46 @@ class Half:
         self.sender, self.receiver = made.sender(who, LAYOUT), made.receiver(who, LAYOUT)
         self.side = Side(weight, NUM_BLOCKS, self._role if pool == "decode" else self._prefill_role, prefill_chunk=SIZE)
 
-    def reserve(self, request_id: str, prompt_ids: tuple[int, ...]) -> Ticket:
+    def reserve(
+        self, request_id: str, prompt_ids: tuple[int, ...], source: LaneAddress = PREFILL, num_tokens: int = 0
+    ) -> Ticket:
         request = ReserveRequest(
-            request_id=request_id, prompt_ids=prompt_ids, lease_s=LEASE_S, source=PREFILL, source_layout=LAYOUT
-        )
+            request_id=request_id, prompt_ids=prompt_ids, lease_s=LEASE_S, source=source, source_layout=LAYOUT,
+            num_tokens=num_tokens,
+        )  # fmt: skip
         return self.role.reserve(request, time.monotonic())
+
+    def share(self, ticket: Ticket, prompt_ids: tuple[int, ...]) -> int:
+        asked = ShareRequest(ticket=ticket, hashes=tuple(chain_hashes(prompt_ids, SIZE)))
+        return self.side.engine.share(asked, time.monotonic())
+
+    def move(self, request_id: str, ticket: Ticket) -> None:
+        self.side.engine.move(MoveRequest(request_id=request_id, ticket=ticket), time.monotonic())
+
+    def tokens(self, request_id: str) -> tuple[int, ...]:
+        return self.side.tokens[request_id]
+
+    def has_moved(self, request_id: str) -> bool:
+        return self.side.ended.get(request_id) is FinishReason.MOVED
 
     def open(self, ticket: Ticket) -> None:
         self.mover.open(ticket)
 
-    def submit(self, request_id: str, prompt_ids: tuple[int, ...], output_ids: tuple[int, ...], ticket: Ticket) -> None:
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: tuple[int, ...],
+        output_ids: tuple[int, ...] = (),
+        ticket: Ticket | None = None,
+        pull: Ticket | None = None,
+    ) -> None:
         request = GenerateRequest(
             request_id=request_id,
             prompt_ids=prompt_ids,
             output_ids=output_ids,
             sampling=SamplingParams(temperature=0.0, max_tokens=6),
             ticket=ticket,
+            pull=pull,
         )
         self.side.engine.submit(request, time.monotonic())
 

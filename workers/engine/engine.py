@@ -185,8 +185,12 @@ class Engine:
         self._role.move(request, asked.ticket, now)
 
     def share(self, asked: ShareRequest, now: float) -> int:
-        """Pushes cached blocks to a ticket: how many of its blocks they are. Raises as `Role.share` does."""
-        return self._role.share(asked.ticket, asked.hashes, now)
+        """Pushes cached blocks to a ticket, those of the host after they have been loaded: how many of its blocks they
+        are. Sequences keep room to grow into. Raises as `Role.share` does."""
+        num_running, num_waiting = self._scheduler.num_running, self._scheduler.num_waiting
+        at_once = not num_running and not self._in_flight
+        coming = self._scheduler.loads.fetch(asked.hashes, headroom=num_running + num_waiting, at_once=at_once)
+        return self._role.share(asked.ticket, asked.hashes, now, coming)
 
     def step(self, now: float) -> list[SequenceUpdate]:
         """Launches the next step and tells what the one `depth` before it did; without a next one, the oldest."""

@@ -4,6 +4,8 @@
                                              │                                  ├─▶ its request goes on from there
                                              └── its request has gone ──────────┴─▶ blocks released
 
+Blocks that another worker asks for are loaded in the same way, for no request: they are cached once they are here.
+
 A load is never cut short: blocks it writes are nobody else's before it is settled. What it has brought is cached even
 if nobody wants it any more.
 
@@ -24,7 +26,7 @@ from workers.kv.blocks import BlockPool
 @dataclass(slots=True, eq=False)
 class Load:
     """`block_ids` and `hashes` are those on their way, `parent` the hash before them. `held` are blocks of a request
-    that has gone meanwhile."""
+    that has gone meanwhile, or of a load that is for none."""
 
     load_id: int
     request: Request | None
@@ -87,23 +89,54 @@ class Loads:
     def begin(self, request: Request, slots: Sequence[int]) -> None:
         """The request holds its blocks, the first of them computed, and pinned slots: the next are to come from
         these."""
-        assert self._pool.host is not None
         first = request.num_computed // self._pool.block_size
+        parent = request.hashes[first - 1] if first else b""
+        load = self._copy(slots, request.block_ids[first : first + len(slots)], request.hashes[first:], parent)
+        self._seats.add(request)
+        load.request, request.load = request, load
+
+    def _copy(
+        self, slots: Sequence[int], block_ids: Sequence[int], hashes: Sequence[BlockHash], parent: BlockHash
+    ) -> Load:
+        assert self._pool.host is not None
         load = Load(
             load_id=self._num_begun,
-            request=request,
+            request=None,
             slots=slots,
-            block_ids=request.block_ids[first : first + len(slots)],
-            hashes=request.hashes[first : first + len(slots)],
-            parent=request.hashes[first - 1] if first else b"",
+            block_ids=block_ids,
+            hashes=hashes[: len(slots)],
+            parent=parent,
             num_clears=self._pool.num_clears,
         )
         self._num_begun += 1
         self._copying[load.load_id] = load
         self._unmeasured[load.load_id] = len(slots)
-        self._seats.add(request)
-        request.load = load
         self._pool.host.copies.load(load.load_id, load.slots, load.block_ids)
+        return load
+
+    def fetch(self, hashes: Sequence[BlockHash], *, headroom: int, at_once: bool) -> Load | None:
+        """Begins to load what the host has of the chain after what the device has, as far as there is room besides
+        `headroom` blocks: None if there is nothing to load. `at_once`: nobody computes, and the device may wait."""
+        host, pool = self._pool.host, self._pool
+        matched = pool.match(hashes)
+        slots = host.match(hashes[len(matched) :]) if host is not None else []
+        if host is None or not slots:
+            return None
+        host.use(hashes)
+        pool.acquire(matched)
+        slots = slots[: max(0, pool.num_free - headroom)]
+        host.pin(slots)
+        block_ids = pool.allocate(len(slots)) if slots else None
+        pool.release(matched)
+        if block_ids is None:
+            return None
+        first = len(matched)
+        load = self._copy(slots, block_ids, hashes[first:], hashes[first - 1] if first else b"")
+        load.held = block_ids
+        if at_once:
+            self._settle(load)
+        self.poll()
+        return load
 
     def poll(self) -> None:
         """Settles what is over."""

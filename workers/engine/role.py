@@ -16,6 +16,7 @@ from typing import Protocol
 from protos.errors import BatonError, InvalidRequest
 from protos.values import BlockHash, GenerateRequest, Ticket, WorkerLoad
 from workers.engine.batch import Batch
+from workers.engine.loading import Load
 from workers.engine.request import Request
 
 
@@ -66,9 +67,9 @@ class Role(Protocol):
         InvalidRequest on a worker without lanes."""
         ...
 
-    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float) -> int:
-        """Pushes cached blocks to the ticket: those of the chain `hashes` that are among its blocks and are here. How
-        many they are. Raises InvalidRequest or IncompatibleWorkers."""
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Load | None) -> int:
+        """Pushes cached blocks to the ticket: those of the chain `hashes` that are among its blocks and are here, or
+        are `coming` from the host. How many they are. Raises InvalidRequest or IncompatibleWorkers."""
         ...
 
     def forget(self, request: Request) -> None:
@@ -111,7 +112,7 @@ class Colocated:
     def move(self, request: Request, ticket: Ticket, now: float) -> None:
         raise InvalidRequest("this worker has no lanes: what runs here ends here", param="ticket")
 
-    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float) -> int:
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Load | None) -> int:
         raise InvalidRequest("this worker has no lanes: it can push nothing", param="ticket")
 
     def forget(self, request: Request) -> None:

@@ -3,6 +3,7 @@
     begin(request, ticket) ─▶ pushed as it is computed ── complete ─▶ all offered ─▶ released           a prompt
     move(request, ticket) ──▶ pushed while it decodes ── caught up ─▶ moved: HELD ─▶ all offered ─▶ released
     share(ticket, hashes) ──▶ references to what is cached ─────────▶ all offered ─▶ references given back
+                              and to what the host loads ── loaded ──▶
 
 A payload is a copy: what is offered needs its blocks no more. Whatever fails is told once; a move that fails before the
 sequence was HELD leaves it where it is.
@@ -20,6 +21,7 @@ from kvtransfer.transport import Chunk, LaneLost, Sent, peer_name
 from protos.errors import BatonError, InvalidRequest, TransferFailed
 from protos.values import BlockHash, KVLayout, Ticket, TicketStats, WorkerLoad
 from workers.engine.batch import Batch
+from workers.engine.loading import Load
 from workers.engine.request import Request, State
 from workers.engine.role import Tick
 from workers.kv.blocks import BlockPool
@@ -34,10 +36,21 @@ MAX_ARMED_CHUNKS = 4.0  # that a step pushes while it computes; the prompt that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """Cached blocks, each with a reference of ours. They hold `num_computed` tokens."""
+    """Cached blocks, each with a reference of ours, the last of them still `coming` from the host. The others hold
+    `num_here` tokens, all of them `num_tokens`."""
 
     block_ids: Sequence[int]
-    num_computed: int
+    num_tokens: int
+    num_here: int
+    coming: Load | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.coming is None or self.coming.settled
+
+    @property
+    def num_computed(self) -> int:
+        return self.num_tokens if self.complete else self.num_here
 
 
 @dataclass(slots=True, eq=False)
@@ -141,17 +154,23 @@ class Outgoing:
         except BatonError as error:
             self._stayed[request.request_id] = error
 
-    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float) -> int:
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Load | None = None) -> int:
         """Pushes those of the ticket's blocks that are cached, up to the first that is not: how many they are. The
-        hashes are those of blocks of this worker's size, which may be another one than the ticket's."""
+        hashes are those of blocks of this worker's size, which may be another one than the ticket's. What is `coming`
+        follows what the device has."""
         session = self._open(ticket, now)
         block_ids = self._pool.match(hashes)
+        num_here = len(block_ids) * self._pool.block_size
+        if coming is not None and not coming.settled:
+            block_ids += coming.block_ids
         num_full = len(block_ids) * self._pool.block_size // ticket.layout.block_size
         num_blocks = min(num_full - session.first_block, len(ticket.block_ids))
         if num_blocks < 1:
             return 0
-        shared = Shared(block_ids=block_ids, num_computed=len(block_ids) * self._pool.block_size)
-        self._add(Push(shared, session, now, complete=True))  # which may fail: nothing is held for it until then
+        num_tokens = len(block_ids) * self._pool.block_size
+        shared = Shared(block_ids=block_ids, num_tokens=num_tokens, num_here=num_here, coming=coming)
+        push = Push(shared, session, now, complete=shared.complete)
+        self._add(push)  # which may fail: nothing is held for it until then
         self._pool.acquire(block_ids)
         session.settle((session.first_block + num_blocks) * ticket.layout.block_size)
         return num_blocks
@@ -263,6 +282,8 @@ class Outgoing:
 
     def _advance(self, push: Push, now: float, moved: list[str]) -> None:
         session, source = push.session, push.source
+        if isinstance(source, Shared):
+            push.complete = source.complete
         self._offer(push, now)
         if push.moves and not push.complete and session.is_full(source.num_computed - 1):
             self._fail(push, "the sequence has outgrown the room there is for it")

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kvtransfer.ledger import Ledger
 from protos.values import BlockHash, ReserveRequest, Ticket, TicketStats, WorkerLoad
+from workers.engine.loading import Load
 from workers.engine.request import Request
 from workers.engine.role import Tick
 from workers.kv.incoming import Incoming
@@ -38,8 +39,8 @@ class MovingRole:
     def move(self, request: Request, ticket: Ticket, now: float) -> None:
         self.outgoing.move(request, ticket, now)
 
-    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float) -> int:
-        return self.outgoing.share(ticket, hashes, now)
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Load | None) -> int:
+        return self.outgoing.share(ticket, hashes, now, coming)
 
     def forget(self, request: Request) -> None:
         self.incoming.forget(request)

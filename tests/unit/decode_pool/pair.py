@@ -22,11 +22,13 @@ from protos.values import (
     SamplingParams,
     Ticket,
 )
+from tests.unit.workers.harness import ToyCopies
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.engine.role import Role
 from workers.engine.scheduler import Scheduler
 from workers.kv.blocks import BlockPool
+from workers.kv.host import HostPool
 from workers.kv.mover import Dock, Mover
 from workers.toy import ToyRunner, toy_tokens
 
@@ -81,14 +83,23 @@ class Post:
 
 
 class Side:
-    """One worker: everything but the network and the thread."""
+    """One worker: everything but the network and the thread. `host_slots`: blocks that its host keeps."""
 
     def __init__(
-        self, weight: int, num_blocks: int, make_role: Callable[[Side], Role], *, depth: int = 0, **config: Any
+        self,
+        weight: int,
+        num_blocks: int,
+        make_role: Callable[[Side], Role],
+        *,
+        depth: int = 0,
+        host_slots: int = 0,
+        **config: Any,
     ) -> None:
         log = EventLog(incarnation=1)
-        self.pool = BlockPool(num_blocks, SIZE, log.record)
         self.runner = ToyRunner(weight, SIZE, VOCAB)
+        self.copies = ToyCopies(self.runner)
+        host = HostPool(host_slots, self.copies, log.record, block_bytes=BLOCK_BYTES) if host_slots else None
+        self.pool = BlockPool(num_blocks, SIZE, log.record, host=host)
         role = make_role(self)
         settings = SchedulerConfig(**({"max_model_len": 1000, "vocab_size": VOCAB} | config))
         self.scheduler = Scheduler(settings, self.pool, role)

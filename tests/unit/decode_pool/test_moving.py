@@ -43,7 +43,9 @@ def made_by(weights: Sequence[int], prompt_ids: tuple[int, ...], params: Samplin
 class Pool:
     """Two decode workers. The tests are their gateway: `run`, `ask_to_move`, `go_on`."""
 
-    def __init__(self, *, new_blocks: int = 64, old_blocks: int = 64, staged_blocks: int = 1000) -> None:
+    def __init__(
+        self, *, new_blocks: int = 64, old_blocks: int = 64, staged_blocks: int = 1000, host_slots: int = 0
+    ) -> None:
         self.post = Post()
         exchange = Exchange(self.post, max_staged_bytes=staged_blocks * BLOCK_BYTES)
         self.exchange = exchange
@@ -54,7 +56,7 @@ class Pool:
             mover = Mover(Dock(side.runner, LAYOUT, sender=sender, receiver=receiver), told)
             return DecodeRole(mover, side.pool, LAYOUT, chunk_bytes=2 * LAYOUT.block_bytes)
 
-        self.old = Side(OLD_WEIGHT, old_blocks, lambda side: role(OLD, side))
+        self.old = Side(OLD_WEIGHT, old_blocks, lambda side: role(OLD, side), host_slots=host_slots)
         self.new = Side(NEW_WEIGHT, new_blocks, lambda side: role(NEW, side))
         self.asked: dict[str, GenerateRequest] = {}
 
@@ -111,7 +113,7 @@ class Pool:
     def finish(self) -> None:
         self.post.holding = False
         self.post.deliver()
-        for _ in range(300):
+        for _ in range(3000):
             if not (self.old.engine.has_work() or self.new.engine.has_work()):
                 break
             self.step()

@@ -29,10 +29,17 @@ PROMPT = (*SHARED, 7, 8, 9)
 class Pulling(Pool):
     """The old worker has SHARED cached; the new one reads PROMPT. The tests are their gateway."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **more: int) -> None:
+        super().__init__(**more)
         self.old.engine.submit(GenerateRequest(request_id="before", prompt_ids=SHARED, sampling=GREEDY), 0.0)
         self.finish()
+
+    def evict(self, num_kept: int = 0) -> None:
+        """From the old worker's device, all but the first blocks."""
+        taken = self.old.pool.allocate(self.old.pool.num_free - num_kept)
+        assert taken is not None
+        self.old.pool.release(taken)
+        assert len(self.old.pool.match(chain_hashes(SHARED, SIZE))) == num_kept
 
     def reserve(self) -> Ticket:
         role = self.new.scheduler.role
@@ -139,6 +146,57 @@ def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
     assert (first, count) == (0, num_blocks)
     assert blocks == [held[index] for index in own]
     pool.assert_idle()
+
+
+@pytest.mark.parametrize("num_kept", [0, 2])
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize("patience", [0, 4])
+def test_what_only_the_hosts_memory_has_is_loaded_and_pushed(patience: int, busy: bool, num_kept: int) -> None:
+    """Once it is there: before that its blocks hold nonsense. A sequence that runs is not held up by it."""
+    pool = Pulling(host_slots=40)
+    pool.evict(num_kept)
+    pool.old.copies.patience = patience
+    if busy:
+        pool.run("other", prompt(5, seed=2))
+        pool.step(2)
+    ticket = pool.reserve()
+    assert pool.share(ticket) == 6
+    pool.read(ticket)
+    before = len(pool.old.tokens["other"])
+    pool.step(2)
+    assert len(pool.old.tokens["other"]) - before == 2 * busy
+    pool.check_answer(num_computed=3, num_cached=24)
+    assert pool.new.engine.load().num_pulled_tokens == 24
+    assert len(pool.old.pool.match(chain_hashes(SHARED, SIZE))) == 6, "it is cached there again"
+
+
+def test_of_what_only_the_host_has_as_much_is_loaded_as_there_is_room_for() -> None:
+    pool = Pulling(host_slots=40)
+    pool.evict()
+    held = pool.old.pool.allocate(60)
+    assert held is not None
+    ticket = pool.reserve()
+    num_blocks = pool.share(ticket)
+    assert num_blocks == 4
+    pool.read(replace(ticket, block_ids=ticket.block_ids[:num_blocks]))
+    pool.old.pool.release(held)
+    pool.check_answer(num_computed=27 - 16, num_cached=16)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_pull_that_is_given_up_while_the_host_loads_leaves_nothing_behind(num_steps: int) -> None:
+    pool = Pulling(host_slots=40)
+    pool.evict()
+    pool.run("other", prompt(5, seed=2))
+    pool.step(2)
+    pool.old.copies.patience = 2
+    ticket = pool.reserve()
+    pool.share(ticket)
+    pool.read(ticket)
+    pool.step(num_steps)
+    pool.old.engine.abort(["r/pull"])
+    pool.new.engine.abort(["r", "r/pull"])
+    pool.finish()
 
 
 def test_what_was_evicted_meanwhile_is_computed_and_the_rest_still_comes() -> None:

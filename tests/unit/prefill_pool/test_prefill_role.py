@@ -353,7 +353,7 @@ def test_a_chunk_is_hidden_as_long_as_its_prompt_is_computed(
     session = Session(ticket, max_chunk_blocks=1)
     chunk = session.next_chunk(4, complete=True)
     assert chunk is not None
-    push = Push(Shared(block_ids=(), num_computed=4), session, begun_s=0.0, completed_s=completed_s)
+    push = Push(Shared(block_ids=(), num_tokens=4, num_here=4), session, begun_s=0.0, completed_s=completed_s)
     assert push.hidden_s(Sent(chunk=chunk, num_bytes=1, elapsed_s=2.0, ended_s=ended_s)) == hidden_s
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvtransfer.hashing import chain_hashes
 from protos.errors import Overloaded, TransferFailed
-from protos.values import WorkerLoad
+from protos.values import BlockRemoved, BlockStored, Tier, WorkerLoad
 from router.pulling import GAIN, OVERHEAD_S, Holder, Puller, best_holder, measured_bytes_per_s, pull_id
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import BLOCK_SIZE, expected_tokens
@@ -54,6 +55,14 @@ def test_what_the_readers_own_host_has_is_loaded_unless_the_lane_is_quicker() ->
     assert chosen(replace(NEAR, num_tokens=4096), reader=hosting) == "near", "0.4 s to compute what the host lacks"
 
 
+@pytest.mark.parametrize(("load_s", "num_tokens"), [(0.02, 2048), (0.2, 1024)])
+def test_what_only_the_holders_host_has_is_asked_for_if_that_loads_quickly(load_s: float, num_tokens: int) -> None:
+    """A thousand tokens more: 0.2 s to compute."""
+    best = best_holder((replace(NEAR, num_tokens=1024), replace(NEAR, load_s=load_s)), READER)
+    assert best is not None
+    assert best.num_tokens == num_tokens
+
+
 def test_a_lane_is_as_quick_as_it_was() -> None:
     assert measured_bytes_per_s(WorkerLoad(transfer_bytes=3_000_000, transfer_s=0.5)) == 6e6
     assert measured_bytes_per_s(WorkerLoad()) > 0
@@ -91,6 +100,16 @@ async def test_the_reader_is_told_where_its_prefix_comes_from(make: Callable[...
     assert cluster.generate.pulls.failures.total() == 0
     await cluster["c0"].until(lambda: pull_id("r.1") in cluster["c0"].aborted)
     await cluster["c1"].until(lambda: pull_id("r.1") in cluster["c1"].aborted)
+
+
+async def test_what_lies_on_another_workers_host_is_fetched_too(make: Callable[..., Cluster]) -> None:
+    cluster = await two_readers(make)
+    hashes = chain_hashes(PROMPT, BLOCK_SIZE)
+    on_host = BlockStored(hashes=tuple(hashes[2:]), parent=hashes[1], tier=Tier.HOST)
+    cluster.fleet.index.apply("c1", (on_host, BlockRemoved(hashes=tuple(hashes[2:]))))
+    await collect(cluster, job("r"))
+    (shared,) = cluster["c1"].shared
+    assert len(shared.hashes) == (len(PROMPT) - 1) // BLOCK_SIZE
 
 
 @pytest.mark.parametrize("code", ["overloaded", "evicted", "transfer_failed"])
