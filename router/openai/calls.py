@@ -54,6 +54,8 @@ def tooling_of(body: ChatBody, gateway: Gateway) -> Tooling:
         grammar = calls_grammar(form, functions, parallel=parallel)
     elif instead:
         grammar, param = calls_grammar(form, functions, parallel=parallel, instead=instead), "response_format"
+    elif any(one.strict for one in functions):
+        grammar = calls_grammar(form, functions, parallel=parallel, free=True)
     shown = [tool.model_dump(exclude_none=True) for tool in body.tools]
     return Tooling(shown=shown, functions=functions, form=form, grammar=grammar, param=param)
 

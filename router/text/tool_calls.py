@@ -44,14 +44,31 @@ class Function:
     strict: bool = False
 
 
-def calls_grammar(form: ToolFormat, functions: Sequence[Function], *, parallel: bool, instead: str = "") -> str:
-    """An answer of calls and nothing else, or of what the right side of a rule `instead` says, if there is one."""
-    key = "arguments" if form is ToolFormat.HERMES else "parameters"
-    before, between, behind = ("<tool_call>\n", "\n", "\n</tool_call>") if form is ToolFormat.HERMES else ("", "; ", "")
-    rules = [f"start: calls{' | instead' if instead else ''}"]
-    rules.append(f"calls: call ({literal(between)} call)*" if parallel else "calls: call")
+# Any text, up to a call: of alternatives, what ends lazily goes first.
+_FREE = {
+    ToolFormat.HERMES: ("head (NAMES)", r"TEXT: /(?s:.*)/", f'head[lazy]: TEXT "{_OPEN}"'),
+    ToolFormat.LLAMA3_JSON: ("NAMES", r"TEXT: /\s*[^{\s](?s:.*)/"),
+}
+
+
+def calls_grammar(
+    form: ToolFormat, functions: Sequence[Function], *, parallel: bool, instead: str = "", free: bool = False
+) -> str:
+    """An answer of calls and nothing else, or of what the right side of a rule `instead` says, if there is one. With
+    `free` it may be any text, in which calls are bound, as far as the format lets text and calls stand together."""
+    is_hermes = form is ToolFormat.HERMES
+    key = "arguments" if is_hermes else "parameters"
+    before, between, behind = ("<tool_call>\n", "\n", "\n</tool_call>") if is_hermes else ("", "; ", "")
     names = [f"call{number}" for number in range(len(functions))]
-    rules.append("call: " + " | ".join(names))
+    call, *rules = _FREE[form] if free else ("NAMES",)
+    rules.append("call: " + call.replace("NAMES", " | ".join(names)))
+    if free and is_hermes:  # the tag and all before it are of the head
+        before = before.removeprefix(_OPEN)
+        rules.append(f"start: call{'*' if parallel else '?'} tail")
+        rules.append("tail: TEXT")
+    else:
+        rules.append(f"calls: call ({literal(between)} call)*" if parallel else "calls: call")
+        rules.append(f"start: calls{' | instead' if instead else ''}{' | TEXT?' if free else ''}")
     for name, one in zip(names, functions, strict=True):
         begin = literal(f'{before}{{"name": "{one.name}", "{key}": ')
         rules.append(f"{name}: {begin} {name}_args {literal('}' + behind)}")

@@ -17,6 +17,7 @@ from tests.unit.router.scripted import byte_level, saying, talking, tokenizer_en
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+STRICT = [WEATHER | {"function": WEATHER["function"] | {"strict": True}}]
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 # As Qwen's: tools first, calls between tags, a tool's word in a user's turn.
 HERMES = ChatTemplate(
@@ -92,11 +93,17 @@ async def test_the_model_sees_tools_calls_and_what_came_of_them() -> None:
         ({"tool_choice": "required", "parallel_tool_calls": False}, [CITY], [f"{CITY}\n{CITY}"]),
         ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, [CITY], [NO_CITY, f"{CITY}\n{CITY}"]),
         ({"response_format": {"type": "json_object"}}, ["{}", CITY], ["[1]", "Hello"]),
+        (
+            {"tools": STRICT},
+            ["Hello {", f"Well,\n{CITY}", f"{CITY} and\n{CITY} <"],
+            ["<tool_call>no", f"{CITY}<tool_call>{{"],
+        ),
+        ({"tools": STRICT, "parallel_tool_calls": False}, ["Hello", f"Well,\n{CITY}"], ["<tool_call>\n{}"]),
     ],
 )
 async def test_a_choice_of_tools_binds_the_answer(options: dict[str, Any], good: list[str], bad: list[str]) -> None:
     async with talking(saying(CITY), card=ROOMY, **TOOLED) as (client, generate):
-        [choice] = (await ask(client, tools=[WEATHER, NOW], **options)).choices
+        [choice] = (await ask(client, **({"tools": [WEATHER, NOW]} | options))).choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
     [job] = generate.jobs
     assert [text for text in good if not fits(job.sampling.grammar, text)] == []

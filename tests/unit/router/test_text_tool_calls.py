@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from router.text.tool_calls import CallDelta, Function, Part, ToolFormat, calls_grammar, format_of, reader_of
 
@@ -99,5 +99,24 @@ def test_grammars_of_calls_compile(form: ToolFormat, parallel: bool) -> None:
         "$defs": {"x": {"type": "null"}},
     }
     functions = [Function(name="f", parameters=schema, strict=True), Function(name="g.h-1")]
-    grammar = calls_grammar(form, functions, parallel=parallel, instead='%json {"type": "object"}')
-    assert LLMatcher.validate_grammar(grammar) == ""
+    for options in ({}, {"instead": '%json {"type": "object"}'}, {"free": True}):
+        grammar = calls_grammar(form, functions, parallel=parallel, **options)
+        assert LLMatcher.validate_grammar(grammar) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("", True),
+        (" Hi { there", True),
+        ('{"name": "now", "parameters": {"a": 1}}', True),
+        ('{"name": "now", "parameters": {"a": "b"}}', False),
+        (' {"name": 1}', False),
+        ("{", False),
+    ],
+)
+def test_llamas_text_and_calls_are_told_apart_by_their_beginning(text: str, fits: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    grammar = calls_grammar(LLAMA, [Function(name="now", parameters=schema)], parallel=True, free=True)
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    assert (matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()) == fits
