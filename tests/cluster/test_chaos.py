@@ -1,6 +1,7 @@
-"""A random worker killed, or stopped, at a random moment under 16 requests of every kind: no answer is another one.
+"""A random worker killed, or stopped, at a random moment under 16 requests of every kind: no answer is another one. Nor
+is any when every worker is replaced in turn under load.
 
-Two runs in every test run; `BATON_CHAOS_RUNS=200 make test ARGS=tests/cluster/test_chaos.py` makes as many as wanted.
+One run in every test run; `BATON_CHAOS_RUNS=200 make test ARGS=tests/cluster/test_chaos.py` makes as many as wanted.
 A run is made from its number alone, but for what the machine does meanwhile.
 """
 
@@ -10,6 +11,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +21,12 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.drain import drain
 from tests.cluster.deployed import LONG, PRECISE, Deployed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4 * 3600)]
 
-RUNS = int(os.environ.get("BATON_CHAOS_RUNS", "2"))
+RUNS = int(os.environ.get("BATON_CHAOS_RUNS", "1"))
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 WORDS = {"structured_outputs": {"regex": "([a-z]{1,9} ){100}"}}
 KINDS: tuple[dict[str, Any], ...] = (
@@ -130,10 +133,55 @@ def test_every_answer_is_the_undisturbed_one_and_nothing_is_left(
         told = [one.result() for one in answers]
     for number, (seen, expected) in enumerate(zip(told, undisturbed, strict=True)):
         print(f"request {number} of run {run}: {victim}, {how.name}")  # pytest shows it of a failure
-        for choice, like in zip(seen, expected, strict=True):
-            choice.check(like)
+        check(seen, expected)
     four.worker_pids(victim, life=lives + 1)
-    four.wait_until(lambda: four.status()["ready"] and all(map(_idle, four.status()["workers"])), timeout_s=60.0)
+    four.wait_until(lambda: _settled(four), timeout_s=60.0)
+
+
+@pytest.mark.parametrize("how", ["drained", *(["killed"] if RUNS > 1 else [])])
+def test_workers_are_replaced_in_turn_and_no_request_fails(
+    four: Deployed, undisturbed: list[list[Choice]], how: str
+) -> None:
+    """`baton drain WORKER --replaced` of every worker (of one in each pool, when there is one run only), or SIGKILL,
+    while eight clients ask one thing after another."""
+    over = threading.Event()
+
+    def ask(client: int) -> int:
+        number = num_asked = 0
+        while not over.is_set():
+            number = (client + 5 * num_asked) % 16  # every client asks all of them
+            check(answer(four.url, number), undisturbed[number])
+            num_asked += 1
+        return num_asked
+
+    with ThreadPoolExecutor(8) as clients:
+        asking = [clients.submit(ask, client) for client in range(8)]
+        try:
+            for worker_id in WORKERS if RUNS > 1 else WORKERS[::2]:
+                lives = four.count(rf"^{worker_id}: runs in process")
+                if how == "drained":
+                    drain(worker_id, url=four.url, replaced=True, timeout_s=100.0)
+                else:
+                    ready = four.count(rf"^worker {worker_id} at \S+ is ready")
+                    os.kill(four.worker_pids(worker_id, life=lives)[0], signal.SIGKILL)
+                    four.wait_for(rf"^worker {worker_id} at \S+ is ready", times=ready + 1)
+                assert four.count(rf"^{worker_id}: runs in process") == lives + 1
+        finally:
+            over.set()
+        counts = [one.result() for one in asking]
+    print(f"{sum(counts)} requests were answered meanwhile")
+    assert all(counts)
+    four.wait_until(lambda: _settled(four), timeout_s=60.0)
+
+
+def check(seen: list[Choice], expected: list[Choice]) -> None:
+    for choice, like in zip(seen, expected, strict=True):
+        choice.check(like)
+
+
+def _settled(four: Deployed) -> bool:
+    status = four.status()
+    return bool(status["ready"]) and all(map(_idle, status["workers"]))
 
 
 def _idle(worker: dict[str, Any]) -> bool:

@@ -24,9 +24,10 @@ PROMPT = tuple(range(100, 130))
 
 
 class Cluster:
-    """`workers` by id; the first letter of an id says the role."""
+    """`workers` by id, of a `kind`; the first letter of an id says the role."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, kind: type[FakeWorker] = FakeWorker, **settings: Any) -> None:
+        self.kind = kind
         quick: dict[str, Any] = {"health_period_s": 60.0, "retry_pause_s": 0.01, "policy": "round_robin"}
         self.config = RouterConfig(model_path=Path("m"), model_name="toy", **quick | settings)
         self.workers: dict[str, FakeWorker] = {}
@@ -51,7 +52,7 @@ class Cluster:
 
     async def add(self, *worker_ids: str, wait: bool = True, **info: Any) -> None:
         for worker_id in worker_ids:
-            worker = FakeWorker(worker_id, ROLES[worker_id[0]], self.workers, **info)
+            worker = self.kind(worker_id, ROLES[worker_id[0]], self.workers, **info)
             await worker.start()
             self.fleet.join(worker.address, worker_id=worker_id)
         if wait:

@@ -163,7 +163,7 @@ class FakeWorker:
         if not sequence.ready or sequence.num_made == self.pause_after or request.prompt_ids == self.stuck_on:
             return None
         index = len(request.output_ids) + sequence.num_made
-        token = token_at(request.prompt_ids, index)
+        token = self.token(request, index)
         first = sequence.num_made == 0
         sequence.num_made += 1
         reason = None
@@ -189,6 +189,10 @@ class FakeWorker:
             finish_reason=reason,
             num_cached_tokens=self.cached if first else 0,
         )
+
+    def token(self, request: GenerateRequest, index: int) -> int:
+        """Of the output; for a test to make it depend on more."""
+        return token_at(request.prompt_ids, index)
 
     def _store(self, request: GenerateRequest) -> None:
         known = (*request.prompt_ids, *request.output_ids)
@@ -220,8 +224,13 @@ class FakeWorker:
             self.say([(sequence, SequenceUpdate(request_id=asked.request_id, error=error))])
             return
         index, count = len(sequence.request.output_ids) + sequence.num_made, self.says_when_moving
-        last = tuple(token_at(sequence.request.prompt_ids, index + i) for i in range(count))
-        moved = SequenceUpdate(request_id=asked.request_id, token_ids=last, finish_reason=FinishReason.MOVED)
+        last = tuple(self.token(sequence.request, index + i) for i in range(count))
+        moved = SequenceUpdate(
+            request_id=asked.request_id,
+            token_ids=last,
+            logprobs=tuple(map(logprob, last)) if sequence.request.sampling.logprobs is not None else (),
+            finish_reason=FinishReason.MOVED,
+        )
         del self.running[asked.request_id]
         self.say([(sequence, moved)])
         self._push(asked.ticket)
