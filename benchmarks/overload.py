@@ -79,7 +79,7 @@ CASES = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """One rate. Rates are a second; `late` were admitted and answered after their bound, `errors` by code failed
-    otherwise."""
+    otherwise. `refusal_s` is what refusals took to come, None where that is not known."""
 
     multiple: float
     seed: int
@@ -91,6 +91,12 @@ class Point:
     ttft_s: Spread | None
     retry_after_s: Spread | None
     errors: tuple[str, ...] = ()
+    refusal_s: Spread | None = None
+
+    @property
+    def attainment(self) -> float:
+        """The share of those admitted whose first token came in time."""
+        return self.goodput / self.admitted if self.admitted else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +138,16 @@ def _point(case: Case, multiple: float, capacity: float, seconds: float, seed: i
     config = replace(_config(case, seed), max_ttft_s=case.ttft_s)
     num = int(multiple * capacity * seconds)
     records = _run(config, case, num, rate=multiple * capacity, seed=seed)
+    return point_of(records, multiple=multiple, seed=seed, ttft_s=case.ttft_s)
+
+
+def point_of(records: Sequence[Record], *, multiple: float, seed: int, ttft_s: float) -> Point:
+    """What became of an open load. Its first WARM_UP does not count."""
     until_s = max(record.sent_s or 0.0 for record in records)
     counted = [record for record in records if (record.sent_s or 0.0) >= WARM_UP * until_s]
     whole = [record for record in counted if not record.error]
     refused = [record for record in counted if record.error == REFUSED]
-    num_good = sum(Objective(ttft_s=case.ttft_s).met(record) for record in whole)
+    num_good = sum(Objective(ttft_s=ttft_s).met(record) for record in whole)
     seconds = until_s * (1 - WARM_UP)
     return Point(
         multiple=multiple,
@@ -149,7 +160,12 @@ def _point(case: Case, multiple: float, capacity: float, seconds: float, seed: i
         ttft_s=spread(record.ttft_s for record in whole),
         retry_after_s=spread(record.retry_after_s for record in refused),
         errors=tuple(sorted({record.error for record in counted} - {"", REFUSED})),
+        refusal_s=spread(_ended_after_s(record) for record in refused),
     )
+
+
+def _ended_after_s(record: Record) -> float | None:
+    return None if record.ended_s is None or record.sent_s is None else record.ended_s - record.sent_s
 
 
 def _config(case: Case, seed: int) -> SimulationConfig:
@@ -178,7 +194,10 @@ def table(curve: Curve) -> Table:
         "late/s",
         "goodput/s",
         "of peak",
+        "in time",
         "TTFT p50",
+        "p99",
+        "refused in p50",
         "p99",
         "retry after",
     ):
@@ -190,14 +209,17 @@ def table(curve: Curve) -> Table:
 
 def _rows(curve: Curve) -> Iterator[tuple[str, ...]]:
     for point in curve.points:
-        ttft_s, retry_s = point.ttft_s, point.retry_after_s
+        ttft_s, retry_s, refusal_s = point.ttft_s, point.retry_after_s, point.refusal_s
         yield (
             f"{point.multiple:g}",
             f"{point.seed}",
             *(f"{rate:.1f}" for rate in (point.offered, point.admitted, point.refused, point.late, point.goodput)),
             f"{curve.goodput(point.multiple) / curve.peak:.0%}" if curve.peak else "",
+            f"{point.attainment:.1%}",
             f"{ttft_s.p50 * 1000:,.0f} ms" if ttft_s else "",
             f"{ttft_s.p99 * 1000:,.0f} ms" if ttft_s else "",
+            f"{refusal_s.p50 * 1000:,.1f} ms" if refusal_s else "",
+            f"{refusal_s.p99 * 1000:,.1f} ms" if refusal_s else "",
             f"{retry_s.p50:.2f} s" if retry_s else "",
         )
 
@@ -230,7 +252,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them (needs matplotlib).")] = None,
 ) -> None:
-    """Offer 0.5 to 3 times the capacity of simulated clusters."""
+    """Offer 0.5 to 3 times the capacity of simulated clusters; `benchmarks.overload_live` does so to a real one."""
     curves = []
     for one in (one for one in CASES if case in one.name):
         rate = capacity(one, num_requests=one.num_for_capacity)

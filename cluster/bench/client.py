@@ -38,7 +38,8 @@ class Dialect:
 
 
 class CompletionClient:
-    """`temperature` 0 unless told otherwise. `clock` and `start_s` give a record its seconds."""
+    """`temperature` 0 unless told otherwise; `further` parameters go into every request. `clock` and `start_s` give a
+    record its seconds."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class CompletionClient:
         timeout_s: float,
         api_key: str = "",
         temperature: float = 0.0,
+        further: Mapping[str, Any] | None = None,
         open_one: Opener | None = None,
         dialect: Dialect | None = None,
     ) -> None:
@@ -56,7 +58,9 @@ class CompletionClient:
         self._connections = Connections(open_one or endpoint, self._clock)
         self._prompts = prompts
         self._timeout_s = timeout_s
-        self._sampling: Mapping[str, Any] = {"model": model, "stream": True, "temperature": temperature}
+        self._sampling: Mapping[str, Any] = {"model": model, "stream": True, "temperature": temperature} | dict(
+            further or {}
+        )
         self._head = _head(endpoint, api_key)
         self.dialect = dialect or Dialect()
 
@@ -98,13 +102,13 @@ class CompletionClient:
         answer = _Answer()
         sent_s: float | None = None
         connection: Connection | None = None
-        status = 0
+        status, retry_after_s, ended_s = 0, None, None
         try:
             async with asyncio.timeout(self._timeout_s):
                 connection = await self._connections.take()
                 sent_s = self._clock()
                 reply = await connection.send(request, answer.receive)
-            status = reply.status
+            status, retry_after_s, ended_s = reply.status, reply.retry_after_s, self._clock() - start_s
             error, message = answer.outcome(reply)
         except TimeoutError:
             error, message = "timeout", f"no end after {self._timeout_s:g} s"
@@ -124,6 +128,8 @@ class CompletionClient:
             status=status,
             error=error,
             message=message,
+            retry_after_s=retry_after_s,
+            ended_s=ended_s,
         )
 
     def close(self) -> None:

@@ -20,6 +20,8 @@ MAX_ERROR_BYTES = 65536
 MAX_IDLE_S = 2.0
 """Servers close idle connections, after 5 s at the earliest; one that does so just now would fail a request."""
 
+_RETRY_AFTER = {b"retry-after": 1.0, b"retry-after-ms": 0.001}
+
 OnEvent = Callable[[bytes, float], None]
 """Is given an event's data and when it came."""
 
@@ -57,10 +59,11 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Reply:
-    """`status` and, unless it was 200, the beginning of the body."""
+    """`status` and, unless it was 200, the beginning of the body. `retry_after_s` is when to come again, if it said."""
 
     status: int = 0
     body: bytearray = field(default_factory=bytearray)
+    retry_after_s: float | None = None
 
 
 class Connection(asyncio.Protocol):
@@ -119,6 +122,12 @@ class Connection(asyncio.Protocol):
         self._end(ConnectionResetError(f"the server closed the connection{f': {exc}' if exc else ''}"))
 
     # -- the parser's calls --------------------------------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        unit_s = _RETRY_AFTER.get(name.lower())
+        if unit_s is not None and value.isdigit():  # else a date
+            told = int(value) * unit_s
+            self._reply.retry_after_s = min(told, self._reply.retry_after_s or told)  # whole seconds are rounded up
 
     def on_headers_complete(self) -> None:
         self._reply.status = self._parser.get_status_code()

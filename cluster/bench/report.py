@@ -23,7 +23,7 @@ class Record:
     `due_s` is when it should have been sent (None where nothing said when), `sent_s` when it was: None if it never
     came to that. `arrivals_s` has the arrival of each event that brought tokens. `num_cached` is None where the server
     does not tell. `status` is HTTP's, 0 where none came. `error` is "" for a whole answer, else a stable code.
-    `retry_after_s` is what whoever refused it said, None if nothing.
+    `retry_after_s` is what whoever refused it said, None if nothing; `ended_s` when the last word had come.
     """
 
     index: int
@@ -37,6 +37,7 @@ class Record:
     error: str = ""
     message: str = ""
     retry_after_s: float | None = None
+    ended_s: float | None = None
 
     @property
     def ttft_s(self) -> float | None:

@@ -118,8 +118,8 @@ class Admission:
                     self._returning.read(len(job.prompt_ids), now=_now())
                     num_found = delta.num_cached_tokens  # cost nobody anything; what tells of progress says it as well
                 if expected_s is not None and delta.token_ids:
-                    now, late_since_s = _now(), let_s + expected_s
-                    self._overrun.observe(now - late_since_s, now=now)
+                    now = _now()
+                    self._overrun.observe(now - let_s - expected_s, predicted_s=expected_s, now=now)
                     expected_s = None
                 self._line.charge(job.tenant, num_input=-num_found, num_output=len(delta.token_ids))
                 yield delta
@@ -174,7 +174,7 @@ class Admission:
                 param="max_ttft_ms",
             )
         reading_s = predicted_ttft_s(candidates, num_tokens, self._line.tokens_ahead(entry))
-        predicted_s = None if reading_s is None else reading_s + self._overrun.at(now)
+        predicted_s = None if reading_s is None else reading_s + self._overrun.of(reading_s, now=now)
         if predicted_s is None or predicted_s <= job.max_ttft_s:
             return
         self.refused.hopeless += 1
@@ -199,7 +199,7 @@ class Admission:
     def _predicted_s(self, job: Job, num_ahead: int, now: float) -> float | None:
         """To the first token, if it comes as much later than computed as others did lately."""
         reading_s = self._reading_s(job, num_ahead, now)
-        return None if reading_s is None else reading_s + self._overrun.at(now)
+        return None if reading_s is None else reading_s + self._overrun.of(reading_s, now=now)
 
     def _reading_s(self, job: Job, num_ahead: int, now: float) -> float | None:
         """To the first token, with so many tokens in line before it."""

@@ -51,17 +51,30 @@ class Room:
 
 class Overrun:
     """How much later than predicted first tokens have come lately: what steps in between, full writers and a burst add.
-    Learned soon, forgotten by half in `HALF_LIFE_S`, so that nobody is refused for long for what is over."""
+    Learned soon, forgotten by half in `HALF_LIFE_S`, so that nobody is refused for long for what is over.
+
+    Whoever has less before it than those that were late is later by as much less: a cluster that fell behind once, and
+    has nothing to do now, would refuse everybody otherwise.
+    """
 
     def __init__(self) -> None:
         self._seconds = 0.0
+        self._predicted_s = 0.0
         self._since_s = 0.0
 
-    def observe(self, seconds: float, *, now: float) -> None:
-        known = self.at(now)
+    def observe(self, seconds: float, *, predicted_s: float, now: float) -> None:
+        """A first token came so much later than was predicted."""
+        known = self._left(now)
         self._seconds, self._since_s = known + _ATTACK * max(0.0, seconds - known), now
+        if seconds > known:
+            self._predicted_s += _ATTACK * (predicted_s - self._predicted_s)
 
-    def at(self, now: float) -> float:
+    def of(self, predicted_s: float, *, now: float) -> float:
+        """Of one that is predicted to come after so many seconds."""
+        share = predicted_s / self._predicted_s if predicted_s < self._predicted_s else 1.0
+        return self._left(now) * share
+
+    def _left(self, now: float) -> float:
         return float(self._seconds * 0.5 ** ((now - self._since_s) / HALF_LIFE_S))
 
 

@@ -23,6 +23,7 @@ from router.policies.base import Candidate, Line
 from router.policies.candidates import Candidates
 from router.prefix.index import Match
 from router.prefix.memory import MemoryPrefixIndex
+from tests.unit.cluster.virtual_time import run_virtually
 
 SPEED = 1000.0  # prompt tokens a second
 
@@ -201,6 +202,26 @@ async def test_what_an_idle_cluster_could_not_do_promises_no_time_to_come_again(
     assert await run(gate, job("short", num_tokens=1000, max_ttft_s=1.9)), (
         "it is idle: how else would it be seen to be fast"
     )
+
+
+def test_a_cluster_that_fell_behind_once_does_not_refuse_everybody_while_it_does_nothing() -> None:
+    async def scenario() -> None:
+        pool = Pool()
+        gate = admission(pool)
+        for number in range(10):
+            pool.show(num_waiting=1, queued_prefill_tokens=300)  # half a second with the prompt's own
+            late = asyncio.ensure_future(run(gate, job(f"late-{number}", num_tokens=200, max_ttft_s=1000.0)))
+            await asyncio.sleep(2.5)
+            pool.finish(f"late-{number}")
+            await late
+        pool.show(num_waiting=1, queued_prefill_tokens=300)
+        with pytest.raises(Overloaded):
+            await run(gate, job("behind as much", num_tokens=200, max_ttft_s=0.8))
+        pool.show(num_waiting=0, queued_prefill_tokens=0)
+        pool.finish("alone")
+        assert await run(gate, job("alone", num_tokens=50, max_ttft_s=0.8))
+
+    run_virtually(scenario())
 
 
 async def test_a_cached_prompt_is_not_taken_for_slow() -> None:
