@@ -227,6 +227,8 @@ def _narrow(schema: Schema, card: ModelCard) -> None:
     known, token_id = schema["properties"], {"type": "integer", "minimum": 0, "maximum": card.vocab_size - 1}
     required = schema.get("required", ())
     known["model"]["enum"] = [card.name] if "model" in required else [card.name, None]
+    for name in {"max_tokens", "max_completion_tokens", "min_tokens"} & known.keys():
+        known[name]["maximum"] = card.max_model_len - 1  # after the shortest prompt
     if "tokens" in known:
         known["tokens"] |= {"items": token_id, "maxItems": card.max_model_len}
     if "stop_token_ids" in known:

@@ -96,6 +96,16 @@ def _adjust(
 
 def _mask(logits_RV: torch.Tensor, masks: Mapping[int, Mask]) -> None:
     """Leaves the masked rows, in place, what their masks allow."""
+    if logits_RV.device.type != "cpu":
+        _mask_on_device(logits_RV, masks)
+        return
+    for row, words_W in masks.items():  # by NumPy: too little work to wake torch's threads for
+        allowed_V = np.unpackbits(words_W.view(np.uint8), count=logits_RV.shape[1], bitorder="little")
+        np.putmask(logits_RV[row].numpy(), allowed_V == 0, -np.inf)
+
+
+def _mask_on_device(logits_RV: torch.Tensor, masks: Mapping[int, Mask]) -> None:
+    """The same from packed masks, and nobody waits."""
     device, vocab_size = logits_RV.device, logits_RV.shape[1]
     rows_C = to_device(np.array(list(masks)), device)
     words_CW = to_device(np.stack(list(masks.values())), device)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from workers.engine.batch import RowOutput, Sample
 from workers.engine.logprobs import Scores
 from workers.engine.penalties import NONE, penalise
 from workers.engine.philox import uniforms
+from workers.engine.sampler import _mask, _mask_on_device
 from workers.engine.sampler import sample as begin
 
 VOCAB = 24
@@ -185,6 +187,30 @@ def test_top_p_finds_its_mass_beyond_the_first_thousand_tokens() -> None:
     tokens = [row.token_id for row in draws if row.token_id is not None]
     assert max(tokens) < 4500
     assert max(tokens) > 4300
+
+
+def test_masked_rows_choose_what_is_allowed_and_free_rows_do_not_change() -> None:
+    """Bans and bias notwithstanding; and the way of the device leaves the same logits."""
+    logits, vocab = random_logits(4, vocab=70), 70
+    allowed = {1: [0, 31, 32, 69], 3: [64]}
+    masks = {}
+    for row, ids in allowed.items():
+        bits = np.zeros(96, dtype=np.uint8)
+        bits[[*ids, 70, 95]] = 1  # beyond the vocabulary: nothing
+        masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
+    bound = {"grammar": "start: /x/", "logit_bias": ((5, 100.0),)}
+    samples = [make(temperature=0.0), make(temperature=1.0, seed=3, **bound)]
+    samples += [make(temperature=1.0, seed=4), make(temperature=0.0, ban=[64], **bound)]
+    tokens = [row.token_id for row in begin(logits, samples, None, masks).fetch()]
+    free = [row.token_id for row in sample(logits[[0, 2]], [samples[0], samples[2]])]
+    assert tokens[::2] == free
+    assert tokens[1] in allowed[1]
+    assert tokens[3] == 64
+    on_host, on_device = logits.clone(), logits.clone()
+    _mask(on_host, masks)
+    _mask_on_device(on_device, masks)
+    assert torch.equal(on_host, on_device)
+    assert on_host.isfinite().sum(dim=1).tolist() == [vocab, 4, vocab, 1]
 
 
 def test_the_input_is_left_alone() -> None:
