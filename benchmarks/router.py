@@ -26,10 +26,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
+import uvloop
 
 from cluster.bench.hardware import find_hardware, find_versions
 from cluster.bench.http import Connection, Connections, Endpoint
@@ -41,6 +43,7 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 NUM_TOKENS = 256
+_EVENT = b"data: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,37 @@ def _ready(url: str) -> bool:
         return False
 
 
+class Stream(asyncio.Protocol):
+    """One answer, read and counted, and not understood."""
+
+    def __init__(self) -> None:
+        self.num_events = 0
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._end = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def begin(self, request: bytes) -> None:
+        self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        data = self._end + data
+        self.num_events += data.count(_EVENT)
+        self._end = data[1 - len(_EVENT) :]
+        if data.endswith(b"0\r\n\r\n"):
+            self._transport.close()
+            self.ended.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(exc or ConnectionResetError("the gateway closed the connection"))
+
+
+def as_is(stream: Stream) -> Stream:
+    return stream
+
+
 class Client:
     def __init__(self, url: str) -> None:
         self._endpoint = Endpoint.parse(url)
@@ -116,15 +150,7 @@ class Client:
 
     async def ask(self, num_tokens: int, number: int, *, stream: bool = True) -> tuple[float, float]:
         """Seconds to the first event and to the end."""
-        asked: dict[str, Any] = {
-            "model": "demo",
-            "messages": [{"role": "user", "content": f"{QUESTION} ({number})"}],
-            "max_tokens": num_tokens,
-            "stream": stream,
-            "ignore_eos": True,
-        }
-        body = json.dumps(asked).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        request = self._request(num_tokens, number, stream=stream)
         connection: Connection = await self._connections.take()
         first_s = 0.0
         start_s = self._clock()
@@ -134,11 +160,34 @@ class Client:
             first_s = first_s or now
             self.num_events += 1
 
-        reply = await connection.send(head + body, saw)
+        reply = await connection.send(request, saw)
         end_s = self._clock()
         assert reply.status == 200, bytes(reply.body)
         self._connections.give_back(connection)
         return (first_s or end_s) - start_s, end_s - start_s
+
+    def _request(self, num_tokens: int, number: int, *, stream: bool) -> bytes:
+        asked: dict[str, Any] = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": f"{QUESTION} ({number})"}],
+            "max_tokens": num_tokens,
+            "stream": stream,
+            "ignore_eos": True,
+        }
+        body = json.dumps(asked).encode()
+        return f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+    async def stream(self, num_tokens: int, at_once: int) -> None:
+        """So many answers at the same time, of which only the events are counted: at thousands a second, whoever
+        measures must not be what limits them."""
+        streams = [Stream() for _ in range(at_once)]
+        loop = asyncio.get_running_loop()
+        for stream in streams:
+            await loop.create_connection(partial(as_is, stream), self._endpoint.host, self._endpoint.port)
+        for number, stream in enumerate(streams):
+            stream.begin(self._request(num_tokens, number, stream=True))
+        await asyncio.gather(*(stream.ended for stream in streams))
+        self.num_events += sum(stream.num_events for stream in streams)
 
     async def ask_all(self, num_requests: int, num_tokens: int, *, at_once: int) -> None:
         numbers = iter(range(num_requests))
@@ -170,9 +219,9 @@ async def measure(url: str, pid: int, *, num_requests: int, at_once: Sequence[in
 
 async def measure_streams(client: Client, pid: int, at_once: int, per_request_s: float) -> Streams:
     before_s, before, start_s = cpu_s(pid), client.num_events, time.perf_counter()
-    await client.ask_all(at_once, NUM_TOKENS, at_once=at_once)
+    await client.stream(NUM_TOKENS, at_once)
     num_tokens = at_once * NUM_TOKENS
-    num_events = client.num_events - before - 2 * at_once  # a role, and a finish
+    num_events = client.num_events - before - 3 * at_once  # a role, a finish, and the word that it is done
     return Streams(
         at_once=at_once,
         cpu_s_per_million_tokens=(cpu_s(pid) - before_s - at_once * per_request_s) / num_tokens * 1e6,
@@ -213,7 +262,7 @@ def main() -> None:
     args = parser.parse_args()
     at_once = [int(count) for count in args.num_streams.split(",")]
     with stub_worker(args.step_ms) as worker, gateway(worker) as (url, pid):
-        figures = asyncio.run(measure(url, pid, num_requests=args.num_requests, at_once=at_once))
+        figures = uvloop.run(measure(url, pid, num_requests=args.num_requests, at_once=at_once))
     show(figures)
     if args.json is not None:
         told = {"hardware": asdict(find_hardware()), "versions": dict(find_versions()), "figures": asdict(figures)}

@@ -57,6 +57,7 @@ class Stub(worker_pb2_grpc.WorkerServicer):
                 max_model_len=2**20,
                 vocab_size=2**17,
                 num_blocks=10**6,
+                reads_further=True,
             )
         )
 
@@ -74,7 +75,7 @@ class Stub(worker_pb2_grpc.WorkerServicer):
         greeted = asyncio.Event()
 
         async def read() -> None:
-            async for message in messages:
+            async for message in (one async for packed in messages for one in (packed, *packed.further)):
                 match message.WhichOneof("message"):
                     case "hello":
                         greeted.set()

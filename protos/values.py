@@ -349,7 +349,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """What a worker says of itself at the handshake. `address` is host:port of its gRPC service."""
+    """What a worker says of itself at the handshake. `address` is host:port of its gRPC service. One that
+    `reads_further` may be told several things by one message."""
 
     worker_id: str
     incarnation: int
@@ -362,6 +363,7 @@ class WorkerInfo:
     vocab_size: int
     device: str = "cpu"
     num_blocks: int = 0
+    reads_further: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

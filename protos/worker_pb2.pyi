@@ -210,6 +210,7 @@ class ToWorker(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     MOVE_FIELD_NUMBER: _builtins.int
+    FURTHER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -218,6 +219,10 @@ class ToWorker(_message.Message):
     def abort(self) -> Global___AbortRequest: ...
     @_builtins.property
     def move(self) -> Global___MoveRequest: ...
+    @_builtins.property
+    def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToWorker]:
+        """what else was to be said by then, in order; to a worker that reads_further"""
+
     def __init__(
         self,
         *,
@@ -225,10 +230,11 @@ class ToWorker(_message.Message):
         submit: Global___GenerateRequest | None = ...,
         abort: Global___AbortRequest | None = ...,
         move: Global___MoveRequest | None = ...,
+        further: _abc.Iterable[Global___ToWorker] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "message", b"message", "move", b"move", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "message", b"message", "move", b"move", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "further", b"further", "hello", b"hello", "message", b"message", "move", b"move", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "abort", "move"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -594,6 +600,7 @@ class WorkerInfo(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    READS_FURTHER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _builtins.str
@@ -605,6 +612,8 @@ class WorkerInfo(_message.Message):
     vocab_size: _builtins.int
     device: _builtins.str
     num_blocks: _builtins.int
+    reads_further: _builtins.bool
+    """ToWorker.further"""
     @_builtins.property
     def layout(self) -> _kv_pb2.KVLayout: ...
     @_builtins.property
@@ -623,10 +632,11 @@ class WorkerInfo(_message.Message):
         vocab_size: _builtins.int = ...,
         device: _builtins.str = ...,
         num_blocks: _builtins.int = ...,
+        reads_further: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "incarnation", b"incarnation", "lane", b"lane", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "incarnation", b"incarnation", "lane", b"lane", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "reads_further", b"reads_further", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,6 +47,7 @@ Value = TypeVar("Value")
 
 log = logging.getLogger("baton.router")
 
+MAX_TOGETHER_BYTES = 2**20
 MAX_MESSAGE_BYTES = 64 * 2**20  # a prompt of a million tokens is 4 MB; a snapshot of a million blocks is 16 MB
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -253,13 +254,16 @@ class WorkerClient:
         self._numbers = count(1)
         self._board = Board()
         self._late: set[asyncio.Task[Ticket]] = set()
+        self._reads_further = False
         self._stream: Any = None
         self._lost: WorkerLost | None = None
 
     async def describe(self) -> WorkerInfo:
         """The handshake: who answers at this address."""
         reply = await self._call(self._stub.Describe, worker_pb2.DescribeRequest(), self._connect_timeout_s)
-        return from_proto(WorkerInfo, reply)
+        info = from_proto(WorkerInfo, reply)
+        self._reads_further = info.reads_further
+        return info
 
     async def run(self, hello: Hello, receive: Callable[[StepMessage], None]) -> NoReturn:
         """Holds the token stream until it is lost, then raises WorkerLost. `receive` gets each message after its
@@ -390,7 +394,16 @@ class WorkerClient:
         self.abort(request_id)
 
     async def _outgoing(self) -> AsyncIterator[worker_pb2.ToWorker]:
-        while (message := await self._outbox.get()) is not None:
+        """What was said while a message was on its way leaves with the next: a message costs more than its words."""
+        outbox = self._outbox
+        while (message := await outbox.get()) is not None:
+            num_bytes = message.ByteSize() if outbox.qsize() else 0
+            while self._reads_further and outbox.qsize() and num_bytes < MAX_TOGETHER_BYTES:
+                if (further := outbox.get_nowait()) is None:
+                    outbox.put_nowait(None)  # the end, after this message
+                    break
+                num_bytes += further.ByteSize()
+                message.further.append(further)
             yield message
 
     def _hand_out(self, step: StepMessage, now: float) -> None:

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 
 log = logging.getLogger("baton.http")
 
-PERIOD_S = 0.005
+PERIOD_S = 0.02
+"""Every look wakes a process that may have nothing else to do: once a step of a worker is enough while all is well."""
+LATE_PERIOD_S = 0.005
 ON_TIME_S = 0.002
 """Timers are never quite on time; a lateness below this is none."""
 GAP_PER_LATENESS = 3.0
@@ -27,7 +29,7 @@ Flush = Callable[[float], bool]
 
 
 class Pace:
-    """Lives on one event loop. While anything is `running`, the loop's lateness is looked at every `PERIOD_S`.
+    """Lives on one event loop. While anything is `running`, the loop's lateness is looked at every `period_s`.
 
     `gap` is where compiled code reads `gap_s`.
     """
@@ -47,6 +49,10 @@ class Pace:
     @gap_s.setter
     def gap_s(self, seconds: float) -> None:
         self.gap.value = seconds
+
+    @property
+    def period_s(self) -> float:
+        return LATE_PERIOD_S if self.gap.value else PERIOD_S
 
     def when_due(self, flush: Flush) -> None:
         """Calls `flush` with the time, soon and again for as long as it says that something is left. One that fails
@@ -70,7 +76,7 @@ class Pace:
                 self._due.clear()
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._due_s = loop.time() + PERIOD_S
+        self._due_s = loop.time() + self.period_s
         self._timer = loop.call_at(self._due_s, self._look)
 
     def _look(self) -> None:

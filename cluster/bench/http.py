@@ -9,7 +9,7 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import httptools
 import httpx
@@ -103,8 +103,7 @@ class Connection(asyncio.Protocol):
     # -- asyncio's calls -----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by name
 
     def data_received(self, data: bytes) -> None:
         if self._done is None:  # the server speaks out of turn

@@ -65,8 +65,7 @@ async def test_tokens_come_back_one_message_a_step() -> None:
     await worker.start("127.0.0.1")
     gateway = Gateway(worker.info.address, "g")
     prompts = {f"r{i}": tuple(range(i, i + 9)) for i in range(4)}
-    for request_id, prompt in prompts.items():
-        gateway.submit(request_id, prompt)
+    gateway.submit_together(prompts)
     seen: dict[str, list[SequenceUpdate]] = {request_id: [] for request_id in prompts}
     while not all(updates and updates[-1].finish_reason for updates in seen.values()):
         for update in (await gateway.read()).updates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import grpc
@@ -130,6 +130,13 @@ class Gateway:
     def submit(self, request_id: str, prompt_ids: tuple[int, ...], sampling: SamplingParams = GREEDY) -> None:
         request = GenerateRequest(request_id=request_id, prompt_ids=prompt_ids, sampling=sampling)
         self._out.put_nowait(worker_pb2.ToWorker(submit=to_proto(request)))
+
+    def submit_together(self, prompts: Mapping[str, tuple[int, ...]]) -> None:
+        """By one message."""
+        asked = [GenerateRequest(request_id=one, prompt_ids=ids, sampling=GREEDY) for one, ids in prompts.items()]
+        first, *further = [worker_pb2.ToWorker(submit=to_proto(one)) for one in asked]
+        first.further.extend(further)
+        self._out.put_nowait(first)
 
     async def read(self) -> StepMessage:
         message = from_proto(StepMessage, await self._call.read())

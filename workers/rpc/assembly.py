@@ -130,4 +130,5 @@ def _info(rank: Rank, seat: Seat, kind: WorkerRole, ends: Ends) -> WorkerInfo:
         vocab_size=rank.scheduler.vocab_size,
         device=rank.device,
         num_blocks=rank.storage.num_blocks,
+        reads_further=True,
     )

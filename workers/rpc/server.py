@@ -176,19 +176,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def _read(self, messages: AsyncIterator[Any], stream: GatewayStream) -> None:
         try:
             async for message in messages:
-                kind = message.WhichOneof("message")
-                if kind == "submit":
-                    self._submit(stream, from_proto(GenerateRequest, message.submit))
-                elif kind == "abort":
-                    self._abort(tuple(message.abort.request_ids))
-                elif kind == "move":
-                    self._move(from_proto(MoveRequest, message.move))
-                elif kind == "hello":
-                    self._greet(stream, from_proto(Hello, message.hello))
+                for one in (message, *message.further):
+                    self._hear(stream, one)
         except ValueError as error:  # a text that no enum of ours knows: a peer of another version
             log.error("gateway %s sent what this worker cannot read: %s", stream.gateway_id, error)
         finally:
             stream.queue.put_nowait(None)
+
+    def _hear(self, stream: GatewayStream, message: Any) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "submit":
+            self._submit(stream, from_proto(GenerateRequest, message.submit))
+        elif kind == "abort":
+            self._abort(tuple(message.abort.request_ids))
+        elif kind == "move":
+            self._move(from_proto(MoveRequest, message.move))
+        elif kind == "hello":
+            self._greet(stream, from_proto(Hello, message.hello))
 
     def _submit(self, stream: GatewayStream, request: GenerateRequest) -> None:
         self._own(stream, request.request_id, request.number)

@@ -98,6 +98,7 @@ class FakeWorker:
         self.moved: list[MoveRequest] = []
         self.shared: list[ShareRequest] = []
         self.hellos: list[Hello] = []
+        self.num_messages = 0
         self._fresh()
 
     def _fresh(self) -> None:
@@ -388,18 +389,23 @@ class Life(worker_pb2_grpc.WorkerServicer):
 
     async def _read(self, messages: AsyncIterator[Any], gateway: asyncio.Queue[StepMessage]) -> None:
         async for message in messages:
-            kind = message.WhichOneof("message")
-            if not self.alive():
-                return
-            if kind == "hello":
-                self.worker.greet(from_proto(Hello, message.hello), gateway)
-            elif kind == "submit":
-                self.worker.submit(from_proto(GenerateRequest, message.submit), gateway)
-            elif kind == "move":
-                self.worker.move(from_proto(MoveRequest, message.move))
-            else:
-                for request_id in message.abort.request_ids:
-                    self.worker.abort(request_id)
+            self.worker.num_messages += 1
+            for one in (message, *message.further):
+                if not self.alive():
+                    return
+                self.hear(one, gateway)
+
+    def hear(self, message: Any, gateway: asyncio.Queue[StepMessage]) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "hello":
+            self.worker.greet(from_proto(Hello, message.hello), gateway)
+        elif kind == "submit":
+            self.worker.submit(from_proto(GenerateRequest, message.submit), gateway)
+        elif kind == "move":
+            self.worker.move(from_proto(MoveRequest, message.move))
+        else:
+            for request_id in message.abort.request_ids:
+                self.worker.abort(request_id)
 
     async def Share(self, request: Any, context: Any) -> Any:
         try:

@@ -54,6 +54,20 @@ async def test_many_jobs_share_one_stream(cluster: Cluster) -> None:
     await cluster["d0"].until(lambda: left_nothing(cluster))
 
 
+@pytest.mark.parametrize("reads_further", [True, False])
+async def test_what_is_said_at_once_is_one_message_to_a_worker_that_reads_it(
+    make: Callable[..., Cluster], reads_further: bool
+) -> None:
+    cluster = make()
+    await cluster.add("c0", reads_further=reads_further)
+    jobs = [job(f"r{i}", prompt_ids=tuple(range(i, i + 20)), max_tokens=2) for i in range(20)]
+    answers = await asyncio.gather(*(collect(cluster, each) for each in jobs))
+    for asked, deltas in zip(jobs, answers, strict=True):
+        assert tokens(deltas) == expected_tokens(asked.prompt_ids, 2)
+    assert [one.request_id for one in cluster["c0"].submitted] == [f"r{i}.1" for i in range(20)]
+    assert (cluster["c0"].num_messages < 20) is reads_further
+
+
 async def test_a_first_token_that_ends_the_answer_gives_the_reservation_back(cluster: Cluster) -> None:
     deltas = await collect(cluster, job(stop_token_ids=(token_at(PROMPT, 0),)))
     assert [(delta.token_ids, delta.finish_reason) for delta in deltas] == [((token_at(PROMPT, 0),), FinishReason.STOP)]

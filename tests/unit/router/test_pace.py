@@ -9,7 +9,7 @@ import pytest
 from protos.errors import WorkerLost
 from protos.values import ErrorInfo, FinishReason, SequenceUpdate
 from router.client import Updates
-from router.pace import MAX_GAP_S, PERIOD_S, Pace
+from router.pace import MAX_GAP_S, Pace
 
 
 class Clock:
@@ -29,7 +29,7 @@ async def test_a_loop_that_is_on_time_waits_for_nothing(monkeypatch: pytest.Monk
     clock, pace = Clock(monkeypatch), Pace()
     with pace.running():
         for _ in range(100):
-            await clock.move(PERIOD_S)
+            await clock.move(pace.period_s)
             assert pace.gap_s == 0.0
 
 
@@ -39,11 +39,11 @@ async def test_a_late_loop_waits_longer_the_later_it_is_and_catches_up(monkeypat
         gaps = []
         for lateness_s in (0.003, 0.01, 1.0):
             for _ in range(50):
-                await clock.move(PERIOD_S + lateness_s)
+                await clock.move(pace.period_s + lateness_s)
             gaps.append(pace.gap_s)
         assert 0.003 < gaps[0] < gaps[1] < gaps[2] == MAX_GAP_S
         for _ in range(100):
-            await clock.move(PERIOD_S)
+            await clock.move(pace.period_s)
         assert pace.gap_s == 0.0
 
 
@@ -66,7 +66,7 @@ async def test_an_answer_that_cannot_be_written_harms_no_other(
             await clock.move(1.0)
         assert pace.gap_s == MAX_GAP_S
         for _ in range(100):
-            await clock.move(PERIOD_S)
+            await clock.move(pace.period_s)
         assert pace.gap_s == 0.0
     assert len(flushed) == 150
     assert [record.exc_info is not None for record in caplog.records] == [True], "told once"
