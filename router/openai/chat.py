@@ -20,7 +20,7 @@ from router.openai.logprobs import chat_logprobs, prompt_logprobs
 from router.openai.reply import progress_body, reply_head, usage_body
 from router.openai.schema import ChatBody, read_body, with_bound
 from router.openai.sse import DONE, HOLE, EventStream, Voice, Way, event, while_connected
-from router.text.answer import Piece, Tally, collect
+from router.text.answer import Heard, Piece, Tally
 from router.text.asking import Ask, make_ask
 
 
@@ -64,8 +64,15 @@ class _Chat:
         self._calls = calls
         self._opened: set[int] = set()
 
+    @property
+    def _is_plain(self) -> bool:
+        """Of its tokens nothing but their text is told."""
+        return not (self._body.logprobs or self._body.return_token_ids or self._calls)
+
     async def whole(self, track: Track) -> dict[str, Any]:
-        choices, usage = await collect(self._gateway.answer(self._ask, track), self._ask)
+        heard = Heard(self._ask)
+        say = heard.speaker(self._gateway.pace) if self._is_plain else None
+        choices, usage = await heard.all(self._gateway.answer(self._ask, track, say=say))
         track.count(usage)
         reply = reply_head(self._gateway, self._ask.request_id, "chat.completion")
         reply |= {"choices": [self._choice(one) for one in choices], "usage": usage_body(usage)}
@@ -95,11 +102,7 @@ class _Chat:
         if self._body.include_usage:
             head["usage"] = None
         voice = Voice(lambda index: head | self._chunk(index, {"content": HOLE}), way, self._gateway.pace)
-        say = (
-            None
-            if self._body.logprobs or self._body.return_token_ids or self._calls
-            else voice.speaker(len(self._ask.jobs))
-        )
+        say = voice.speaker(len(self._ask.jobs)) if self._is_plain else None
         try:
             async with aclosing(self._gateway.answer(self._ask, track, tally, say)) as pieces:
                 async for piece in pieces:

@@ -21,7 +21,7 @@ from router.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from router.openai.reply import progress_body, reply_head, usage_body
 from router.openai.schema import CompletionBody, read_body, with_bound
 from router.openai.sse import DONE, HOLE, EventStream, Voice, Way, event, while_connected
-from router.text.answer import Piece, Tally, collect
+from router.text.answer import Heard, Piece, Tally
 from router.text.asking import Ask, make_ask
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
@@ -82,8 +82,15 @@ class _Completion:
         self._opened: set[int] = set()
         self._waiting: dict[int, list[Logprobs]] = {}
 
+    @property
+    def _is_plain(self) -> bool:
+        """Of its tokens nothing but their text is told."""
+        return self._body.logprobs is None and not self._body.return_token_ids
+
     async def whole(self, track: Track) -> dict[str, Any]:
-        choices, usage = await collect(self._gateway.answer(self._ask, track), self._ask)
+        heard = Heard(self._ask)
+        say = heard.speaker(self._gateway.pace) if self._is_plain else None
+        choices, usage = await heard.all(self._gateway.answer(self._ask, track, say=say))
         track.count(usage)
         reply = reply_head(self._gateway, self._ask.request_id, "text_completion")
         return reply | {"choices": [self._choice(one, opening=True) for one in choices], "usage": usage_body(usage)}
@@ -99,11 +106,7 @@ class _Completion:
             way,
             self._gateway.pace,
         )
-        say = (
-            None
-            if self._body.logprobs is not None or self._body.return_token_ids
-            else voice.speaker(len(self._ask.jobs))
-        )
+        say = voice.speaker(len(self._ask.jobs)) if self._is_plain else None
         try:
             async with aclosing(self._gateway.answer(self._ask, track, tally, say)) as pieces:
                 async for piece in pieces:

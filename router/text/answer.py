@@ -13,7 +13,7 @@ from itertools import chain
 
 from protos.values import FinishReason, Logprobs
 from router.generation import Generate, Tap, TokenDelta
-from router.shortcut import Shortcut
+from router.shortcut import Pacing, Shortcut
 from router.text.asking import Ask
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopStrings
@@ -124,14 +124,42 @@ async def answer(
             yield piece
 
 
+class Heard:
+    """An answer that is told whole, while it is said: what the pieces bring, and what goes past them."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._tally, self._by_choice = Tally(ask), [list[Piece]() for _ in ask.jobs]
+        self._shortcut: Shortcut | None = None
+
+    def speaker(self, pace: Pacing) -> Say:
+        if len(self._by_choice) == 1:
+            self._shortcut = Shortcut(pace)
+        return Say(self._say, self._note, self._shortcut)
+
+    async def all(self, pieces: AsyncGenerator[Piece, None]) -> tuple[list[Piece], Usage]:
+        """All choices in order, each as one piece, and what they used."""
+        try:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    self._tally.add(piece)
+                    self._by_choice[piece.index].append(piece)
+        finally:
+            if self._shortcut is not None:
+                self._shortcut.end()
+        return [_joined(index, parts) for index, parts in enumerate(self._by_choice)], self._tally.usage()
+
+    def _say(self, index: int, text: str, num_tokens: int, now: float) -> bool:
+        self._note(index, text, num_tokens, now)
+        return True
+
+    def _note(self, index: int, text: str, num_tokens: int, now: float) -> None:
+        self._tally.said(num_tokens)
+        self._by_choice[index].append(Piece(index=index, text=text, num_tokens=num_tokens))
+
+
 async def collect(pieces: AsyncGenerator[Piece, None], ask: Ask) -> tuple[list[Piece], Usage]:
     """All choices in order, each as one piece, and what they used."""
-    tally, by_choice = Tally(ask), [list[Piece]() for _ in ask.jobs]
-    async with aclosing(pieces):
-        async for piece in pieces:
-            tally.add(piece)
-            by_choice[piece.index].append(piece)
-    return [_joined(index, parts) for index, parts in enumerate(by_choice)], tally.usage()
+    return await Heard(ask).all(pieces)
 
 
 def _joined(index: int, parts: Sequence[Piece]) -> Piece:

@@ -155,8 +155,13 @@ async def test_a_stream_says_what_the_whole_answer_says(two: Cluster, path: str,
     prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": list(PROMPT)}
     body = {"model": "tiny", "max_tokens": 40, "temperature": 0, **prompt, **asked}
     async with served(two) as client:
-        whole = (await client.post(f"/v1/{path}", json={key: body[key] for key in body if "stream" not in key})).json()
+        unstreamed = {key: body[key] for key in body if "stream" not in key}
+        whole = (await client.post(f"/v1/{path}", json=unstreamed | {"return_token_ids": True})).json()  # by deltas
+        brief = (await client.post(f"/v1/{path}", json=unstreamed)).json()
         answer = await client.post(f"/v1/{path}", json=body | {"stream": True})
+    assert brief["usage"] == whole["usage"]
+    for one, by_deltas in zip(brief["choices"], whole["choices"], strict=True):
+        assert one == {key: by_deltas[key] for key in one}
     texts = [""] * len(whole["choices"])
     *lines, done = [line for line in answer.text.split("\n\n") if line]
     assert done == "data: [DONE]"
