@@ -8,9 +8,9 @@ saves nothing up.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
@@ -32,12 +32,41 @@ def _order(entry: Entry) -> tuple[float, int]:
     return (entry.deadline_s, entry.number)
 
 
+@dataclass(slots=True)
+class Row:
+    """What waits of one tenant, earliest first, and how many tokens that are."""
+
+    entries: list[Entry] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, entry: Entry) -> None:
+        insort(self.entries, entry, key=_order)
+        self.num_tokens += entry.num_tokens
+
+    def remove(self, entry: Entry) -> bool:
+        """Whether it was there."""
+        place = self._place(entry)
+        if place == len(self.entries) or self.entries[place] != entry:
+            return False
+        del self.entries[place]
+        self.num_tokens -= entry.num_tokens
+        return True
+
+    def before(self, entry: Entry) -> int:
+        """Tokens of those that go before it. Who comes goes last, mostly: what is behind is less to look at."""
+        return self.num_tokens - sum(other.num_tokens for other in self.entries[self._place(entry) :])
+
+    def _place(self, entry: Entry) -> int:
+        return bisect_left(self.entries, _order(entry), key=_order)
+
+
 class FairQueue:
-    """`weights` of tenants; one that is not named has weight 1. Every operation is linear in the tenants that wait."""
+    """`weights` of tenants; one that is not named has weight 1. Every operation is about linear in the tenants that
+    wait, whatever the number of their entries."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
-        self._waiting: dict[int, dict[str, list[Entry]]] = {}  # priority -> tenant -> its entries, earliest first
+        self._waiting: dict[int, dict[str, Row]] = {}  # priority -> tenant
         self._served: dict[str, float] = {}
         self._last_served = 0.0
         self._size = 0
@@ -46,7 +75,7 @@ class FairQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Entry]:
-        return (entry for tenants in self._waiting.values() for entries in tenants.values() for entry in entries)
+        return (entry for tenants in self._waiting.values() for row in tenants.values() for entry in row.entries)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         """The tenants' weights from now on; those no longer named, who do not wait either, are forgotten."""
@@ -56,7 +85,7 @@ class FairQueue:
 
     def push(self, entry: Entry) -> None:
         self._lift(entry.tenant)
-        insort(self._waiting.setdefault(entry.priority, {}).setdefault(entry.tenant, []), entry, key=_order)
+        self._waiting.setdefault(entry.priority, {}).setdefault(entry.tenant, Row()).add(entry)
         self._size += 1
 
     def peek(self) -> Entry | None:
@@ -64,26 +93,25 @@ class FairQueue:
         if not self._waiting:
             return None
         tenants = self._waiting[max(self._waiting)]
-        least = min(tenants, key=lambda tenant: (self.served(tenant), _order(tenants[tenant][0])))
-        return tenants[least][0]
+        least = min(tenants, key=lambda tenant: (self.served(tenant), _order(tenants[tenant].entries[0])))
+        return tenants[least].entries[0]
 
     def last(self) -> Entry | None:
         """Who would go last: the first to be refused when the queue is full."""
         if not self._waiting:
             return None
         tenants = self._waiting[min(self._waiting)]
-        most = max(tenants, key=lambda tenant: (self._backlog(tenants, tenant), _order(tenants[tenant][-1])))
-        return tenants[most][-1]
+        most = max(tenants, key=lambda tenant: (self._backlog(tenants, tenant), _order(tenants[tenant].entries[-1])))
+        return tenants[most].entries[-1]
 
     def remove(self, entry: Entry) -> None:
         """The entry leaves, whether its turn has come or not. Unknown: nothing happens."""
         tenants = self._waiting.get(entry.priority, {})
-        entries = tenants.get(entry.tenant, [])
-        if entry not in entries:
+        row = tenants.get(entry.tenant)
+        if row is None or not row.remove(entry):
             return
-        entries.remove(entry)
         self._size -= 1
-        if not entries:
+        if not row.entries:
             del tenants[entry.tenant]
             self._last_served = self.served(entry.tenant)
         if not tenants:
@@ -102,19 +130,17 @@ class FairQueue:
         """About how many prompt tokens are read before those of `entry`, which need not wait yet: all of higher
         priority; of its own tenant those that are due earlier; of each other tenant at most its fair share of that."""
         higher = sum(
-            other.num_tokens
+            row.num_tokens
             for priority, tenants in self._waiting.items()
             if priority > entry.priority
-            for entries in tenants.values()
-            for other in entries
+            for row in tenants.values()
         )
         level = self._waiting.get(entry.priority, {})
-        own = sum(other.num_tokens for other in level.get(entry.tenant, ()) if _order(other) < _order(entry))
+        own = level[entry.tenant].before(entry) if entry.tenant in level else 0
         share = (own + entry.num_tokens) / self._weights.get(entry.tenant, 1.0)
-        for tenant, entries in level.items():
+        for tenant, row in level.items():
             if tenant != entry.tenant:
-                theirs = sum(other.num_tokens for other in entries)
-                own += min(theirs, int(share * self._weights.get(tenant, 1.0)))
+                own += min(row.num_tokens, int(share * self._weights.get(tenant, 1.0)))
         return higher + own
 
     def late(self, now: float) -> list[Entry]:
@@ -123,16 +149,15 @@ class FairQueue:
 
     def next_deadline_s(self) -> float:
         """inf when none waits, or none has a deadline."""
-        heads = (entries[0] for tenants in self._waiting.values() for entries in tenants.values())
+        heads = (row.entries[0] for tenants in self._waiting.values() for row in tenants.values())
         return min((entry.deadline_s for entry in heads), default=float("inf"))
 
-    def _backlog(self, tenants: Mapping[str, list[Entry]], tenant: str) -> float:
-        waiting = sum(entry.num_tokens for entry in tenants[tenant])
-        return self.served(tenant) + waiting / self._weights.get(tenant, 1.0)
+    def _backlog(self, tenants: Mapping[str, Row], tenant: str) -> float:
+        return self.served(tenant) + tenants[tenant].num_tokens / self._weights.get(tenant, 1.0)
 
     def _lift(self, tenant: str) -> None:
-        waiting = {entry_tenant for tenants in self._waiting.values() for entry_tenant in tenants}
-        if tenant in waiting:
+        if any(tenant in tenants for tenants in self._waiting.values()):
             return
+        waiting = (other for tenants in self._waiting.values() for other in tenants)
         level = min((self.served(other) for other in waiting), default=self._last_served)
         self._served[tenant] = max(self.served(tenant), level)
