@@ -20,6 +20,7 @@ from rich.markup import escape
 from cluster import flags
 from cluster.config import ClusterConfig
 from cluster.discovery import DirectAnnouncer
+from cluster.feasible import check_feasible
 from cluster.gateway import open_faces
 from cluster.log import LogFormat
 from cluster.pools import Pools
@@ -105,6 +106,7 @@ class Deployment:
 async def run_deployment(config: ClusterConfig, console: Console, log_format: LogFormat = LogFormat.TEXT) -> bool:
     """Serves until a signal; whether it was stopped in order. Raises BatonError."""
     config.check_model()
+    check_feasible(config)
     stop = Stop()
     router = config.router
     listening = listen(router.host, router.port)

@@ -30,13 +30,14 @@ from workers.grammar.base import Grammars
 from workers.grammar.guidance import GuidanceGrammars
 from workers.kernels.cpu.memory import keep_freed_memory
 from workers.kv.blocks import BlockPool
-from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit, free_ram_bytes
+from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit
 from workers.kv.host import Copies, HostPool, LeadingCopies
 from workers.kv.host_copies import host_copies, staging_bytes
 from workers.kv.mover import Dock
 from workers.kv.storage import KVStorage, heads_of_rank
-from workers.models.config import ModelConfig, read_config
-from workers.models.decoder import Decoder, check_parallel
+from workers.memory import free_ram_bytes
+from workers.models.config import ModelConfig, check_parallel, read_config
+from workers.models.decoder import Decoder
 from workers.models.loader import Progress, load_model
 from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import Leader, LeadingRunner, follow

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -16,22 +14,6 @@ MAX_RAM_BYTES = 2 * 2**30
 """By default a cache in RAM grows no larger: it is zeroed at the start, and workers should start at once."""
 
 _GIB = 2**30
-
-
-def free_ram_bytes(root: Path = Path("/")) -> int:
-    """RAM this process may still take: what the kernel calls available, within the container's limit if it has one."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        pass  # not Linux: free pages leave out what the page cache would give back
-    try:
-        limit = (root / "sys/fs/cgroup/memory.max").read_text().strip()
-        used = int((root / "sys/fs/cgroup/memory.current").read_text())
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))
 
 
 def check_weights_fit(num_bytes: int, free_bytes: int, device: str) -> None:

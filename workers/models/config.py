@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.values import KVLayout
 from workers.models.families import Family, Windows, family_of
 from workers.models.fields import Fields
@@ -137,6 +137,24 @@ def read_config(path: str | Path) -> ModelConfig:
         bos_token_id=config.integer_or("bos_token_id", None, minimum=0),
         generation=_generation(generation),
     )
+
+
+def check_parallel(config: ModelConfig, tp: int, setting: str = "tp") -> None:
+    """Raises Misconfigured when `tp` ranks cannot share the model's heads or its MLP evenly, with what would do."""
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.intermediate_size
+    if _shares(config, tp):
+        return
+    possible = ", ".join(str(one) for one in range(1, heads + 1) if _shares(config, one))
+    raise Misconfigured(
+        f"{setting} is {tp}: it must divide the model's {heads} heads and its MLP size {width}, and divide its "
+        f"{kv_heads} key/value heads or be a multiple of them: give one of {possible}",
+        param=setting,
+    )
+
+
+def _shares(config: ModelConfig, tp: int) -> bool:
+    whole = not config.num_heads % tp and not config.intermediate_size % tp
+    return whole and (not config.num_kv_heads % tp or not tp % config.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from protos.errors import Misconfigured
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
-from workers.models.config import ModelConfig
+from workers.models.config import ModelConfig, check_parallel
 from workers.models.layers.attention import Attention
 from workers.models.layers.embedding import VocabParallel
 from workers.models.layers.mlp import GatedMLP
@@ -110,17 +109,3 @@ class _DecoderLayer:
     def slots(self) -> Iterator[Slot]:
         for part in (self._attention_norm, self._attention, self._mlp_norm, self._mlp):
             yield from part.slots()
-
-
-def check_parallel(config: ModelConfig, tp: int) -> None:
-    """Raises Misconfigured when `tp` ranks cannot share the model's heads or its MLP evenly."""
-    if config.num_heads % tp or config.intermediate_size % tp:
-        raise Misconfigured(
-            f"tp is {tp}: it must divide the {config.num_heads} heads and the MLP size {config.intermediate_size}",
-            param="tp",
-        )
-    if config.num_kv_heads % tp and tp % config.num_kv_heads:
-        raise Misconfigured(
-            f"tp is {tp}: it must divide the model's {config.num_kv_heads} key/value heads, or be a multiple of them",
-            param="tp",
-        )

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from protos.errors import Misconfigured
-from workers.kv.capacity import MAX_RAM_BYTES, blocks_in_ram, check_weights_fit, free_ram_bytes
+from workers.kv.capacity import MAX_RAM_BYTES, blocks_in_ram, check_weights_fit
+from workers.memory import free_ram_bytes
 
 GIB = 2**30
 

@@ -1,0 +1,56 @@
+"""What cannot work is refused before anything starts, with the value and what would do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.feasible import check_feasible
+from cluster.serve import DEMO
+from cluster.settings import make_config
+from protos.errors import BatonError
+
+GIB = 2**30
+
+
+def refused(tmp_path: Path, free_bytes: int = 8 * GIB, **settings: Any) -> str:
+    """What it says; "" when it may start. This machine has no GPU."""
+    try:
+        check_feasible(
+            make_config({"model": DEMO["model"]} | settings), free_bytes=lambda: free_bytes, devices=tmp_path
+        )
+    except BatonError as error:
+        return error.message
+    return ""
+
+
+def test_ranks_must_be_able_to_share_the_model(tmp_path: Path) -> None:
+    told = refused(tmp_path, worker={"tp": 7})
+    assert told.startswith("tp is 7: it must divide the model's 8 heads")
+    assert told.endswith("give one of 1, 2, 4, 8")
+    assert refused(tmp_path, pools={"decode_tp": 3}).startswith("decode_tp is 3: ")
+    assert refused(tmp_path, worker={"tp": 2}, pools={"prefill_tp": 4}) == ""
+
+
+def test_workers_must_fit_into_memory(tmp_path: Path) -> None:
+    assert refused(tmp_path, pools={"decode": 2}) == ""
+    told = refused(tmp_path, pools={"prefill": 1, "decode": 500})
+    assert told.startswith("1 prefill + 500 decode workers take ")
+    assert "8.0 GiB are free: ask for at most 3" in told
+    assert "fewer or smaller workers" in refused(tmp_path, GIB // 8)
+    assert "4.0 GiB are free" in refused(tmp_path, 4 * GIB, worker={"num_blocks": 10**6})
+
+
+@pytest.mark.parametrize("device", ["nvidia0", "nvidiactl"])
+def test_a_gpu_is_not_waited_for_where_there_is_none(tmp_path: Path, device: str) -> None:
+    (tmp_path / device).touch()
+    told = refused(tmp_path, worker={"device": "cuda"})
+    assert told == (
+        "" if device == "nvidia0" else "device is cuda: this machine has no NVIDIA GPU; --device cpu needs none"
+    )
+
+
+def test_other_machines_are_for_their_own_ray_to_judge(tmp_path: Path) -> None:
+    assert refused(tmp_path, pools={"decode": 500}, ray={"address": "head:6379"}) == ""

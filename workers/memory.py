@@ -1,0 +1,22 @@
+"""How much memory a machine has left. Read from the kernel, without torch: for whoever plans workers, too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def free_ram_bytes(root: Path = Path("/")) -> int:
+    """RAM this process may still take: what the kernel calls available, within the container's limit if it has one."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        pass  # not Linux: free pages leave out what the page cache would give back
+    try:
+        limit = (root / "sys/fs/cgroup/memory.max").read_text().strip()
+        used = int((root / "sys/fs/cgroup/memory.current").read_text())
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - used))
