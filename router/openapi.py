@@ -164,7 +164,7 @@ def describe(
     for body in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody):
         _narrow(schemas[body.__name__], card)
         if not has_tools and "tools" in schemas[body.__name__]["properties"]:
-            _without_tools(schemas[body.__name__]["properties"])
+            _without_tools(schemas[body.__name__])
     schemas["ChatMessage"]["properties"]["role"]["enum"] = list(roles)
     document["components"] = {
         "schemas": dict(sorted(schemas.items())),
@@ -215,11 +215,16 @@ def _schema(kind: type[BaseModel], schemas: Schema, mode: JsonSchemaMode) -> Sch
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
-def _without_tools(known: Schema) -> None:
-    """Of a body for a model that knows none."""
-    known["tools"] = {"type": ["array", "null"], "maxItems": 0}
-    if "tool_choice" in known:
-        known["tool_choice"] = {"enum": ["none", None]}
+def _without_tools(schema: Schema) -> None:
+    """Of a body for a model that knows none: it may have some, as long as it wants none called."""
+    known = schema["properties"]
+    if "tool_choice" not in known:
+        known["tools"] = {"type": ["array", "null"], "maxItems": 0}
+        return
+    known["tool_choice"] = {"enum": ["none", None]}
+    some = {"properties": {"tools": {"type": "array", "minItems": 1}}, "required": ["tools"]}
+    hidden = {"properties": {"tool_choice": {"const": "none"}}, "required": ["tool_choice"]}
+    schema["allOf"].append({"if": some, "then": hidden})
 
 
 def _narrow(schema: Schema, card: ModelCard) -> None:
@@ -236,7 +241,7 @@ def _narrow(schema: Schema, card: ModelCard) -> None:
     if "messages" in known:
         known["messages"]["maxItems"] = min(card.max_model_len, MAX_PIECES)
     if "prompt" in required:
-        ids = {"type": "array", "items": token_id, "minItems": 1, "maxItems": card.max_model_len}
+        ids = {"type": "array", "items": token_id, "minItems": 1, "maxItems": card.max_model_len - 1}
         many = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES}
         texts = many | {"items": {"type": "string"}}
         known["prompt"]["anyOf"] = [{"type": "string"}, texts, ids, many | {"items": ids}]

@@ -198,6 +198,10 @@ CHAT_CHANGES: tuple[dict[str, Any], ...] = (
     {"response_format": {"type": "json_schema"}}, {"response_format": FORM}, {"response_format": None},
     {"response_format": FORM, "ignore_eos": True}, {"messages": [CALLED]}, {"messages": [CALLED | {"role": "user"}]},
     {"messages": [{"role": "assistant"}]}, {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
+    {"structured_outputs": {"regex": "a"}, "response_format": FORM},
+    {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}, "tools": []},
+    {"structured_outputs": {"regex": "a"}, "tools": [TOOL]},
+    {"structured_outputs": {"regex": "a"}, "tools": [TOOL], "tool_choice": "none"},
 )  # fmt: skip
 
 
