@@ -162,7 +162,9 @@ class Outgoing:
         block_ids = self._pool.match(hashes)
         num_here = len(block_ids) * self._pool.block_size
         if coming is not None and not coming.settled:
-            block_ids += coming.block_ids
+            first = hashes.index(coming.hashes[0])  # another load may have brought this block meanwhile
+            block_ids = [*block_ids[:first], *coming.block_ids]
+            num_here = first * self._pool.block_size
         num_full = len(block_ids) * self._pool.block_size // ticket.layout.block_size
         num_blocks = min(num_full - session.first_block, len(ticket.block_ids))
         if num_blocks < 1:

@@ -170,6 +170,22 @@ def test_what_only_the_hosts_memory_has_is_loaded_and_pushed(patience: int, busy
     assert len(pool.old.pool.match(chain_hashes(SHARED, SIZE))) == 6, "it is cached there again"
 
 
+@pytest.mark.parametrize("patience", range(4))
+def test_of_a_chain_whose_beginning_another_request_loads_every_block_is_pushed_in_its_place(patience: int) -> None:
+    """That load may be over in the very moment in which the rest is asked for: its blocks are here twice then."""
+    pool = Pulling(host_slots=40)
+    pool.evict()
+    pool.run("other", prompt(5, seed=2))
+    pool.step(2)
+    pool.old.copies.patience = patience
+    pool.run("beginning", SHARED[:9])
+    pool.step()
+    ticket = pool.reserve()
+    assert pool.share(ticket) == 6
+    pool.read(ticket)
+    pool.check_answer(num_computed=3, num_cached=24)
+
+
 def test_of_what_only_the_host_has_as_much_is_loaded_as_there_is_room_for() -> None:
     pool = Pulling(host_slots=40)
     pool.evict()
