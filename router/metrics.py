@@ -31,6 +31,7 @@ class RequestMetrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of completed requests")
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in a prefix cache")
+        self._endpoints: dict[str, Endpoint] = {}
 
     def _counter(self, name: str, told: str, *labels: str) -> Counter:
         return Counter(f"baton_{name}", told, ("endpoint", *labels), registry=self.registry)
@@ -40,21 +41,44 @@ class RequestMetrics:
 
     def track(self, endpoint: str) -> Track:
         """Starts a request's clock; `endpoint` is one of our own names, never the client's text."""
-        return Track(self, endpoint)
+        if endpoint not in self._endpoints:
+            self._endpoints[endpoint] = Endpoint(self, endpoint)
+        return Track(self._endpoints[endpoint])
+
+
+class Endpoint:
+    """The metrics of one endpoint: looking a label up costs more than counting."""
+
+    def __init__(self, metrics: RequestMetrics, name: str) -> None:
+        self._name = name
+        self._requests = metrics.requests
+        self._answered: dict[str, Counter] = {}
+        self.in_flight = metrics.in_flight.labels(name)
+        self.ttft = metrics.ttft.labels(name)
+        self.tpot = metrics.tpot.labels(name)
+        self.e2e = metrics.e2e.labels(name)
+        self.queue = metrics.queue.labels(name)
+        self.prompt_tokens = metrics.prompt_tokens.labels(name)
+        self.generated_tokens = metrics.generated_tokens.labels(name)
+        self.cached_tokens = metrics.cached_tokens.labels(name)
+
+    def answered(self, outcome: str) -> Counter:
+        if outcome not in self._answered:
+            self._answered[outcome] = self._requests.labels(self._name, outcome)
+        return self._answered[outcome]
 
 
 class Track:
     """One request, measured from here to `finish`: a context manager, unless its response outlives the block."""
 
-    def __init__(self, metrics: RequestMetrics, endpoint: str) -> None:
+    def __init__(self, metrics: Endpoint) -> None:
         self._metrics = metrics
-        self._endpoint = endpoint
         self._clock = asyncio.get_running_loop().time
         self._start = self._clock()
         self._spans: dict[int, tuple[float, float, int]] = {}
         self._finished = False
-        self._generated = metrics.generated_tokens.labels(endpoint)  # looking a label up costs more than counting
-        metrics.in_flight.labels(endpoint).inc()
+        self._generated = metrics.generated_tokens
+        metrics.in_flight.inc()
 
     def saw(self, piece: Piece) -> None:
         """Notes a piece's tokens. Called once a piece, in order."""
@@ -62,9 +86,9 @@ class Track:
             return
         now = self._clock()
         if not self._spans:
-            self._metrics.ttft.labels(self._endpoint).observe(now - self._start)
+            self._metrics.ttft.observe(now - self._start)
         if (span := self._spans.get(piece.index)) is None:
-            self._metrics.queue.labels(self._endpoint).observe(piece.queue_s)
+            self._metrics.queue.observe(piece.queue_s)
             self._spans[piece.index] = (now, now, piece.num_tokens)
         else:
             self._spans[piece.index] = (span[0], now, span[2] + piece.num_tokens)
@@ -78,22 +102,22 @@ class Track:
 
     def count(self, usage: Usage) -> None:
         """Notes the prompt's tokens, once the whole answer is there."""
-        self._metrics.prompt_tokens.labels(self._endpoint).inc(usage.prompt_tokens)
-        self._metrics.cached_tokens.labels(self._endpoint).inc(usage.cached_tokens)
+        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
+        self._metrics.cached_tokens.inc(usage.cached_tokens)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Ends the measurement; later calls change nothing."""
         if self._finished:
             return
         self._finished = True
-        self._metrics.in_flight.labels(self._endpoint).dec()
-        self._metrics.requests.labels(self._endpoint, _outcome(error)).inc()
+        self._metrics.in_flight.dec()
+        self._metrics.answered(_outcome(error)).inc()
         if error is not None:
             return
-        self._metrics.e2e.labels(self._endpoint).observe(self._clock() - self._start)
+        self._metrics.e2e.observe(self._clock() - self._start)
         for first, last, count in self._spans.values():
             if count > 1:
-                self._metrics.tpot.labels(self._endpoint).observe((last - first) / (count - 1))
+                self._metrics.tpot.observe((last - first) / (count - 1))
 
     def __enter__(self) -> Track:
         return self
