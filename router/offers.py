@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from protos.values import WorkerRole
 from router.member import Member
 from router.policies.base import Line
 from router.policies.candidates import LINES, NUM_ROWS, ROWS, Candidates, Crew, Floats
@@ -81,7 +82,7 @@ class Offers:
             self._table[ROWS[name]], self._table[ROWS[name] + 1] = line.fixed_s, line.each_s
         self._standings = np.full((len(STANDING), count), np.nan)
         self._token_bytes = np.zeros(count)
-        self._takes = [False] * count
+        self._roles: list[WorkerRole | None] = [None] * count  # in which each takes work
         self._due = dict.fromkeys(self._members.values())  # whose standing is to be asked for
         self._sizes: dict[int, None] = {}
         self._crew: tuple[Crew, Sequence[int]] | None = None
@@ -108,17 +109,19 @@ class Offers:
             row = self._rows.get(member)
             if row is None:
                 continue
-            if not self._takes[row] or member.role is None:
+            role = self._roles[row]
+            if role is None:
                 waiting[member] = None
                 continue
-            standing = self._predictor.standing(member.worker_id, member.role, member.load, now=now)
+            standing = self._predictor.standing(member.worker_id, role, member.load, now=now)
             self._standings[:, row] = standing
         self._due = waiting
 
     def _note(self, member: Member, row: int) -> None:
         self._due[member] = None
-        if self._takes[row] != member.takes_work:
-            self._takes[row] = member.takes_work
+        role = member.role if member.takes_work else None
+        if self._roles[row] is not role:  # it may have come back with another one while nobody asked
+            self._roles[row] = role
             self._crew = self._crew_without = None
         if member.info is None:
             return
@@ -131,7 +134,7 @@ class Offers:
 
     def _taking(self) -> tuple[Crew, Sequence[int]]:
         if self._crew is None:
-            taking = [(member, row) for member, row in self._rows.items() if self._takes[row]]
+            taking = [(member, row) for member, row in self._rows.items() if self._roles[row] is not None]
             self._crew = _crew(taking)
         return self._crew
 
@@ -141,7 +144,7 @@ class Offers:
         if not paused:
             return self._taking()
         if self._crew_without is None or self._crew_without[0] != paused:
-            taking = [(member, row) for member, row in self._rows.items() if self._takes[row]]
+            taking = [(member, row) for member, row in self._rows.items() if self._roles[row] is not None]
             roles = {member.role for member, _ in taking if member not in paused}
             kept = [(member, row) for member, row in taking if member not in paused or member.role not in roles]
             self._crew_without = (paused, *_crew(kept))

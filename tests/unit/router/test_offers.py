@@ -109,6 +109,19 @@ def test_only_those_that_take_work_and_are_trusted_are_offered() -> None:
     assert names(60.0) == ()
 
 
+def test_who_comes_back_with_another_role_is_offered_in_that_one() -> None:
+    """Also when nobody asked in between: an idle gateway does not look."""
+    offers = Offers(Predictor())
+    first, other = met("w0", WorkerRole.PREFILL), met("w1", WorkerRole.DECODE)
+    for member in (first, other):
+        offers.add(member)
+    assert offers.candidates(NO_MATCH, 10, SIZE, now=0.0).crew.roles == (WorkerRole.PREFILL, WorkerRole.DECODE)
+    first.parted()
+    first.info, first.client = met("w0", WorkerRole.COLOCATED).info, other.client
+    first.changed()
+    assert offers.candidates(NO_MATCH, 10, SIZE, now=1.0).crew.roles == (WorkerRole.COLOCATED, WorkerRole.DECODE)
+
+
 @pytest.mark.parametrize("count", [10, 100])
 def test_of_many_candidates_those_of_interest_are_kept(count: int) -> None:
     def worker(number: int, kind: WorkerRole, **kwargs: Any) -> Candidate:
