@@ -47,7 +47,7 @@ from benchmarks.kv_destination import (
     serve_alone,
     settle,
 )
-from benchmarks.kv_requests import Asked, ask_clusters, asked_table
+from benchmarks.kv_requests import LENGTHS, Asked, ask_clusters, asked_table
 from cluster.bench.hardware import find_hardware, find_versions
 from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.registry import transport
@@ -453,7 +453,7 @@ def main(
     if device == "cpu" and not tiny:
         local = local_model()
         beside[local] = prompts(figures, local, (LOCAL_PROMPT,))
-        asked = ask_clusters(requests) if requests else []
+        asked = [one for name in LENGTHS for one in ask_clusters(requests, name)] if requests else []
     console = Console(width=150)
     tables = [throughput_table(figures, plan), setup_table(setups, plan)]
     tables += [prompt_table(found, model) for model, found in beside.items()]
