@@ -104,11 +104,15 @@ class Outlet:
 
     def descriptor(self) -> int | None:
         """A new descriptor of the connection, the caller's to close: another connection never gets its number
-        meanwhile. To be written to while the outlet `is_empty`, and only then. None for one that is encrypted."""
+        meanwhile. To be written to while the outlet `is_empty`, and only then. None for one that is encrypted, and
+        where this process may have no more of them."""
         transport = self._transport
         if transport.get_extra_info("sslcontext") is not None or (found := transport.get_extra_info("socket")) is None:
             return None
-        return os.dup(found.fileno())
+        try:
+            return os.dup(found.fileno())
+        except OSError:
+            return None
 
     def finish(self, rest: bytes) -> None:
         """The end of a chunk that the descriptor has taken the beginning of."""

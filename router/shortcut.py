@@ -124,6 +124,7 @@ class Shortcut:
         self._board: Board | None = None
         self._owner: Owner | None = None
         self._number = 0
+        self._has_no_exit = False
         self._counts = (ctypes.c_uint32 * 3)()
 
     def __del__(self) -> None:
@@ -140,11 +141,17 @@ class Shortcut:
     def open(self, board: Board, number: int, owner: Owner, note: Note) -> bool:
         """Whether it is open now: tokens of `number` are taken, until it is closed, and noted some time later."""
         assert self._board is None, "it is open already"
-        held = self._exit.give_held() if self._exit is not None else ""
-        if held is None or not self._is_made():
+        if self._has_no_exit:
             return False
-        if held:
-            told = orjson.dumps(held)[1:-1]
+        held = self._exit.give_held() if self._exit is not None else ""
+        if held is None:
+            return False
+        told = orjson.dumps(held)[1:-1]
+        if not self._is_made():
+            if told and self._exit is not None:
+                self._exit.take_back(told, b"")
+            return False
+        if told:
             _check(self.library.shortcut_hold(self._pointer, told, len(told)))
         board.put(number, self._pointer, owner, self.pace)
         self._board, self._number, self._owner, self._note = board, number, owner, note
@@ -204,6 +211,7 @@ class Shortcut:
         if self._exit is not None:
             given = self._exit.descriptor()
             if given is None:
+                self._has_no_exit = True
                 return False
             descriptor, (before, behind) = given, self._exit.frame()
         self._pointer = self._library.shortcut_new(
@@ -279,8 +287,7 @@ class Board:
         broken = [place - _BROKEN for place in left if place >= _BROKEN]
         for place in broken:
             self._owners[numbers[place]].close()
-        if self._pace is not None and self._pace.gap.value:
-            self._pace.when_due(self._flush)
+        self._flush_later()
         self._settle_some()
         return [place for place in left if place < _BROKEN] if broken else left
 
@@ -293,7 +300,13 @@ class Board:
             if one[2] < _BROKEN:
                 return False
             self._owners[number].close()
+        self._flush_later()
         return True
+
+    def _flush_later(self) -> None:
+        """Texts may wait."""
+        if self._pace is not None and self._pace.gap.value:
+            self._pace.when_due(self._flush)
 
     def _flush(self, now: float) -> bool:
         return self._library is not None and bool(self._library.board_flush(self._pointer, now))

@@ -79,9 +79,9 @@ class Voice:
 
     def end(self) -> None:
         """Whatever waits is forgotten."""
-        self._held.clear()
         if self._way.shortcut is not None:
             self._way.shortcut.end()
+        self._held.clear()
 
     def say(self, index: int, text: str, num_tokens: int, now: float) -> bool:
         if not text:

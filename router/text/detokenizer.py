@@ -22,11 +22,11 @@ class Detokenizer:
         self.num_chars = 0
 
     def peek(self, token_id: int) -> str | None:
-        """What `feed` would give; None where that depends on more than the token."""
-        if token_id in self._hidden:
-            return ""
+        """What `feed` would give; None where that, or what comes after it, depends on more than the token."""
         if self._unfinished or self._leading_space:
             return None
+        if token_id in self._hidden:
+            return ""
         return self._vocabulary.whole_text(token_id)
 
     def feed(self, token_id: int) -> str:

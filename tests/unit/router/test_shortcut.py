@@ -7,6 +7,7 @@ import os
 import random
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import orjson
 import pytest
@@ -26,7 +27,8 @@ TEXTS = {1: "a", 2: 'say "é"\n', 3: "", 4: None, 5: "<b", 6: "x" * 4000}
 class Line:
     """One answer's exit: a connection, read by the test."""
 
-    def __init__(self, *, stops: Sequence[str] = ()) -> None:
+    def __init__(self, *, stops: Sequence[str] = (), has_descriptor: bool = True) -> None:
+        self._has_descriptor = has_descriptor
         ours, self.client = socket.socketpair()
         self.client.setblocking(False)
         self._ours = ours
@@ -40,7 +42,7 @@ class Line:
         return b'data: {"t":"', b'"}\n\n'
 
     def descriptor(self) -> int | None:
-        return os.dup(self._ours.fileno())
+        return os.dup(self._ours.fileno()) if self._has_descriptor else None
 
     def give_held(self) -> str | None:
         held, self.waiting = self.waiting, ""
@@ -97,7 +99,7 @@ def texts_of(chunks: bytes) -> list[str]:
 def lines() -> Iterator[Callable[..., Line]]:
     made: list[Line] = []
 
-    def make(**settings: Sequence[str]) -> Line:
+    def make(**settings: Any) -> Line:
         made.append(Line(**settings))
         return made[-1]
 
@@ -151,6 +153,26 @@ def test_texts_wait_while_the_gateway_is_late(lines: Callable[..., Line]) -> Non
     line.close()
     assert line.waiting == "a", "the slow way says it"
     assert line.noted == [1, 1, 2, 1, 1, 1]
+
+
+def test_a_text_that_waits_is_not_lost_where_nothing_opens(lines: Callable[..., Line]) -> None:
+    line = lines(has_descriptor=False)
+    line.waiting = "_"
+    for _ in range(2):
+        assert not line.shortcut.open(Board(), 7, line, line.note)
+        assert line.waiting == "_"
+
+
+def test_a_text_that_waits_since_it_opened_needs_no_further_message(lines: Callable[..., Line]) -> None:
+    board, line = Board(), lines()
+    line.pace.gap_s = 0.05
+    line.open(board)
+    assert board.retry(7, 1, 10.0)
+    assert line.texts() == ["a"]
+    assert board.retry(7, 1, 10.01)
+    assert line.texts() == []
+    line.pace.flush(10.2)
+    assert line.texts() == ["a"]
 
 
 def test_numbers_come_and_go(lines: Callable[..., Line]) -> None:

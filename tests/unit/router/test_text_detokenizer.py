@@ -82,3 +82,14 @@ def test_a_continuation_keeps_the_space_that_a_text_of_its_own_would_lose() -> N
 
 def test_ids_without_a_token_say_nothing() -> None:
     assert fed(byte_level(), [100_000]) == [""]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_plain_amid_a_character(family: Family) -> None:
+    """A special token neither: what follows it is not, and whoever has taken it plainly would take that plainly too."""
+    tokenizer = family()
+    detokenizer, special = Detokenizer(tokenizer.vocabulary), min(tokenizer.vocabulary.special)
+    assert detokenizer.peek(special) == ""
+    for one in ids_of("🦊", tokenizer)[:-1]:
+        detokenizer.feed(one)
+    assert detokenizer.peek(special) is None
