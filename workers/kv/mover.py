@@ -117,7 +117,8 @@ class Dock(Generic[Payload]):
         """Only for what is here, on every rank."""
         receiver = self.receiving()
         payload = receiver.take(chunk, 0.0)
-        with self.timeline.span("KV scatter", kv=self._piece(source, chunk)):
+        kv = self._piece(source, chunk, chunk.num_bytes(self.layout) // self.layout.tp)
+        with self.timeline.span("KV scatter", kv=kv):
             self.blocks.write(cut_in(self.layout, self._rank, self._sources[source], chunk, block_ids), payload)
         receiver.give_back(payload)
 
@@ -177,7 +178,8 @@ class Dock(Generic[Payload]):
         if not cut.pieces:
             return  # other ranks have copies of this one's heads, and send them
         sender = self.sending()
-        with self._aside(), self.timeline.span("KV gather", kv=self._piece(peer_name(ticket.destination), chunk)):
+        kv = self._piece(peer_name(ticket.destination), chunk, chunk.num_bytes(ticket.layout) // self.layout.tp)
+        with self._aside(), self.timeline.span("KV gather", kv=kv):
             sender.offer(ticket, chunk, self.blocks.read(cut, sender.stage))
 
     def show(self, name: str, event: Sent | Arrived, peer: str, hidden_s: float = 0.0) -> None:
@@ -186,14 +188,14 @@ class Dock(Generic[Payload]):
             kv = self._piece(peer, event.chunk, event.num_bytes, hidden_s)
             self.timeline.add(name, event.ended_s - event.elapsed_s, event.ended_s, kv=kv)
 
-    def _piece(self, peer: str, chunk: Chunk, num_bytes: int | None = None, hidden_s: float = 0.0) -> KVPiece | None:
+    def _piece(self, peer: str, chunk: Chunk, num_bytes: int, hidden_s: float = 0.0) -> KVPiece | None:
         if not self.timeline.recording:
             return None
         layers = chunk.layers(self.layout.num_layers)
         return KVPiece(
             peer=peer,
             ticket_id=chunk.ticket_id,
-            num_bytes=chunk.num_bytes(self.layout) // self.layout.tp if num_bytes is None else num_bytes,
+            num_bytes=num_bytes,
             first_block=chunk.first_block,
             num_blocks=chunk.num_blocks,
             first_layer=layers.start,

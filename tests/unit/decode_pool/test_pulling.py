@@ -148,6 +148,21 @@ def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
     pool.assert_idle()
 
 
+def test_a_profile_counts_the_bytes_of_the_readers_blocks() -> None:
+    """A chunk counts these: two of the holder's make one."""
+    ends, wide = Exchange(), replace(LAYOUT, block_size=2 * SIZE)
+    dock = Dock(ToyRunner(1, SIZE, VOCAB), LAYOUT, sender=ends.sender(OLD, LAYOUT))
+    ends.receiver(DECODE, wide).expect(OLD, LAYOUT)
+    dock.timeline.record(True)
+    ticket = Ticket(
+        ticket_id="r", generation=1, lease_s=9.0, block_ids=(0,), num_cached_tokens=0, layout=wide, destination=DECODE
+    )
+    dock.push(ticket, Chunk(ticket_id="r", generation=1, first_block=0, num_blocks=1), [0, 1])
+    ((gather,), _) = dock.timeline.record()
+    assert gather.kv is not None
+    assert gather.kv.num_bytes == wide.block_bytes
+
+
 @pytest.mark.parametrize("num_kept", [0, 2])
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 @pytest.mark.parametrize("patience", [0, 4])
