@@ -62,8 +62,8 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def literal(text: str) -> str:
-    """A text in a Lark grammar."""
-    return orjson.dumps(text).decode()
+    """A text in a Lark grammar, whose literals are JSON's, but for one character more that must be escaped."""
+    return orjson.dumps(text).decode().replace("\x7f", "\\u007f")
 
 
 def _options(lenient: bool) -> JsonCompileOptions:

@@ -19,6 +19,7 @@ from router.text.structure import inline_json, literal
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
+_ARGUMENTS = ("arguments", "parameters")
 
 
 class ToolFormat(StrEnum):
@@ -253,11 +254,11 @@ class _Call:
         self._in_string = False
         self._escaped = False
         self._key: str | None = None
-        self._token = ""
+        self._token: list[str] = []  # lists of pieces: adding to one long text again and again is quadratic
         self._name = ""
-        self._arguments = ""  # read and not told
+        self._arguments: list[str] = []  # read and not told
         self._has_arguments = False
-        self.raw = ""
+        self._raw: list[str] = []
         self.begun = False
         self.done = False
         self.broken = False
@@ -270,16 +271,22 @@ class _Call:
                 break
             taken += 1
             self._read(char)
-        self.raw += text[:taken]
+        if not self.begun:
+            self._raw.append(text[:taken])
         if self._name and not self.begun and (self._names is None or self._name in self._names):
             self.begun = True
             parts.append(CallDelta(index=self._index, name=self._name))
         if self.begun:
             if self.done and not self._has_arguments:
-                self._arguments = "{}"
-            self.tell(self._arguments, parts)
-            self._arguments = ""
+                self._arguments = ["{}"]
+            self.tell("".join(self._arguments), parts)
+            self._arguments.clear()
         return text[taken:]
+
+    @property
+    def raw(self) -> str:
+        """All that was read, up to where it begun."""
+        return "".join(self._raw)
 
     def tell(self, arguments: str, parts: list[Part]) -> None:
         if arguments:
@@ -305,15 +312,18 @@ class _Call:
             self._keep(char)
 
     def _keep(self, char: str) -> None:
-        self._token += char
+        is_first, is_arguments = not self._token, self._key in _ARGUMENTS
         # Arguments written as a string are one that holds JSON: told when it is whole.
-        if self._key in ("arguments", "parameters") and self._token[0] != '"':
-            self._arguments += char
+        if is_arguments and (char if is_first else self._token[0]) != '"':
+            self._arguments.append(char)
+            is_arguments = False
+        if is_first or is_arguments or self._key in (None, "name"):  # of any other value nobody asks for more
+            self._token.append(char)
 
     def _divide(self, char: str) -> None:
         """The end of a key, of a value, or of all."""
         if char == ":" and self._key is None:
-            self._key = _string(self._token)
+            self._key = _string("".join(self._token))
             self.broken = self._key is None
         elif char in ",}" and self._key is not None and self._token:
             self._set(self._key)
@@ -321,16 +331,18 @@ class _Call:
         else:
             self.broken = char != "}" or bool(self._token)
         self.done = char == "}" and not self.broken
-        self._token = ""
+        self._token.clear()
 
     def _set(self, key: str) -> None:
         if key == "name":
-            self._name = _string(self._token) or ""
+            self._name = _string("".join(self._token)) or ""
             self.broken = not self._name
-        elif key in ("arguments", "parameters"):
+        elif key in _ARGUMENTS:
             self._has_arguments = True
             if self._token[0] == '"':
-                self._arguments = _string(self._token) or ""
+                told = "".join(self._token)
+                held = _string(told)
+                self._arguments.append(told if held is None else held)
 
 
 def _say(parts: list[Part], text: str) -> None:
@@ -339,11 +351,15 @@ def _say(parts: list[Part], text: str) -> None:
 
 
 def _string(token: str) -> str | None:
+    """None for half of a surrogate too, which no answer can have."""
     try:
         found = json.loads(token, strict=False)
+        if isinstance(found, str):
+            found.encode()
+            return found
     except ValueError:
-        return None
-    return found if isinstance(found, str) else None
+        pass
+    return None
 
 
 def _num_begun(text: str, tag: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -45,6 +46,8 @@ ANSWERS: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     ),
     (HERMES, '<tool_call>{"name": "now"}</tool_call> done', " done", [("now", "{}")]),
     (HERMES, '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("now", '{"a": 1}')]),
+    (HERMES, '<tool_call>{"name": "now", "arguments": "\\ud83d"}</tool_call>', "", [("now", '"\\ud83d"')]),
+    (HERMES, '<tool_call>{"name": "\\ud83d"}</tool_call>', '<tool_call>{"name": "\\ud83d"}</tool_call>', []),
     (HERMES, "<tool_call>no object</tool_call>", "<tool_call>no object</tool_call>", []),
     (HERMES, '<tool_call>{"nome": 1}</tool_call>', '<tool_call>{"nome": 1}</tool_call>', []),
     (HERMES, '<tool_call>\n{"na', '<tool_call>\n{"na', []),
@@ -67,6 +70,19 @@ def test_calls_are_read_whatever_the_pieces(
 ) -> None:
     for size in (1, 2, 3, 7, len(text)):
         assert read(form, text, size) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("form", "begun"), [(HERMES, '<tool_call>{"name": "now", "arguments": '), (LLAMA, '{"other": ')]
+)
+@pytest.mark.parametrize("size", [4, 10**9])
+def test_long_arguments_cost_what_their_length_does(form: ToolFormat, begun: str, size: int) -> None:
+    """Tenths of a second; their square would be many."""
+    began_s = time.process_time()
+    text = begun + '["' + "x" * 400_000 + '"]}'
+    content, calls = read(form, text, size)
+    assert len(content) + sum(len(arguments) for _, arguments in calls) > 400_000
+    assert time.process_time() - began_s < 5.0
 
 
 def test_arguments_are_told_while_they_come() -> None:
