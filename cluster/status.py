@@ -97,9 +97,16 @@ def _pools(workers: Sequence[Worker]) -> Table:
             *(f"{total(name):,}" for name in ("num_running", "num_waiting", "queued_prefill_tokens")),
             _share(total("num_blocks") - total("num_free_blocks"), total("num_blocks")),
             f"{total('num_tickets'):,}",
-            _bytes(total("transfer_bytes")),
+            _moved(loads),
         )
     return table
+
+
+def _moved(loads: Sequence[Mapping[str, Any]]) -> str:
+    """KV sent or received; of a pool that pushes what it computes, also how much of that time was hidden."""
+    travelled_s, hidden_s = (sum(load[name] for load in loads) for name in ("transfer_s", "transfer_hidden_s"))
+    hidden = f" ({hidden_s / travelled_s:.0%} hidden)" if hidden_s else ""
+    return _bytes(sum(load["transfer_bytes"] for load in loads)) + hidden
 
 
 def _workers(workers: Sequence[Worker]) -> Table:

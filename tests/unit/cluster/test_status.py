@@ -92,6 +92,12 @@ async def test_tables_show_pools_workers_lanes_and_tickets() -> None:
     assert ticket[:5] == ["prefill-0", "t-9", "(try", "2)", "sending"]
 
 
+async def test_how_much_of_the_transfers_was_hidden_is_shown() -> None:
+    load = replace(LOAD, transfer_s=2.0, transfer_hidden_s=1.5)
+    shown = rows(await ask(Crew(Worker(worker_id="prefill-0", info=PREFILL, load=load))))
+    assert ["prefill", "1/1", "3", "2", "1,234", "16/64", "(25%)", "1", "7.5", "MB", "(75%", "hidden)"] in shown
+
+
 async def test_who_holds_kv_comes_with_what_each_tier_was_good_for() -> None:
     fleet = crew()
     device = TierStats(tier="device", num_blocks=64, num_used=16, num_cached=1234, num_evicted=5, num_hit_tokens=4096)
