@@ -112,7 +112,8 @@ class ChatTemplate:
             options=options,
             tools=tools,
         )
-        if not tools and len(messages) <= SHORT_MESSAGES and sum(map(_num_chars, messages)) <= SHORT_CHARS:
+        has_tools = bool(tools) or any("tool_calls" in message for message in messages)  # of any size
+        if not has_tools and len(messages) <= SHORT_MESSAGES and sum(map(_num_chars, messages)) <= SHORT_CHARS:
             return render()
         return await asyncio.get_running_loop().run_in_executor(self._thread, render)
 

@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from protos.errors import BadCheckpoint, InvalidRequest
 from router.text.chat_template import ChatTemplate
+from router.text.tool_calls import ToolFormat
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -56,6 +57,30 @@ PARTS = """{% for message in messages %}{% set content = message['content'] %}{{
 {%- if content is string %}{{ content }}{% else %}{% for part in content %}[{{ part.text }}]{% endfor %}{% endif %};
 {%- endfor %}"""
 
+# In the manner of Qwen 2.5: tools in the system's turn, calls and what came of them between tags.
+TOOLED = """{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>: <tool_call>{"name": <function-name>, "arguments": <args-json-object>}</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" and message.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for call in message.tool_calls %}
+            {%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+            {{- call.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}
+"""
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"é": {}}}}}]
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": {"é": '"x"'}}}],
+}
 SYSTEM = {"role": "system", "content": " Be brief. "}
 USER = {"role": "user", "content": 'Wie heißt <du>? & "why"'}
 ASSISTANT = {"role": "assistant", "content": "Baton.  "}
@@ -88,6 +113,16 @@ def test_prompts_equal_those_of_transformers(
 ) -> None:
     expected = theirs(source, messages, add_generation_prompt=add_generation_prompt)
     assert ours(source, messages, add_generation_prompt=add_generation_prompt) == expected
+
+
+async def test_tools_are_shown_as_transformers_shows_them() -> None:
+    conversation = [USER, CALLED, TOOL]
+    expected = theirs(TOOLED, conversation, tools=TOOLS)
+    assert '"name": "f", "parameters"' in expected
+    template = ChatTemplate(TOOLED, named_tokens=TOKENS)
+    assert await template.prompt(conversation, tools=TOOLS) == template.render(conversation, tools=TOOLS) == expected
+    assert await template.prompt(conversation) == theirs(TOOLED, conversation)
+    assert (template.shows_tools, template.tool_format) == (True, ToolFormat.HERMES)
 
 
 @pytest.mark.parametrize("source", [LLAMA_3, MISTRAL, PARTS])
@@ -152,14 +187,15 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ bos_token }}named"}]
     config.write_text(json.dumps({"chat_template": named}))
     assert rendered(tmp_path) == "<s>named"
+    assert rendered(tmp_path, tools=TOOLS) == "tools"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert rendered(tmp_path) == "file"
 
 
-def rendered(folder: Path) -> str:
+def rendered(folder: Path, **options: Any) -> str:
     template = ChatTemplate.load(folder, TOKENS)
     assert template is not None
-    return template.render([USER])
+    return template.render([USER], **options)
 
 
 def test_a_template_that_is_none_is_refused_at_the_start() -> None:
@@ -173,6 +209,7 @@ def test_a_template_that_is_none_is_refused_at_the_start() -> None:
         [USER] * 1000,
         [{"role": "user", "content": "x" * 1_000_000}],
         [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}],
+        [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"x": "y" * 1_000_000}}}]}],
     ],
 )
 async def test_a_long_conversation_is_written_beside_the_event_loop(long: list[dict[str, Any]]) -> None:
