@@ -133,9 +133,9 @@ class Loads:
         first = len(matched)
         load = self._copy(slots, block_ids, hashes[first:], hashes[first - 1] if first else b"")
         load.held = block_ids
-        if at_once:
+        self.poll()  # first: copies may have nothing more to tell of a load that was settled
+        if at_once and not load.settled:
             self._settle(load)
-        self.poll()
         return load
 
     def poll(self) -> None:

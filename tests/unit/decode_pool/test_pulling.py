@@ -201,6 +201,26 @@ def test_of_a_chain_whose_beginning_another_request_loads_every_block_is_pushed_
     pool.check_answer(num_computed=3, num_cached=24)
 
 
+def test_a_load_that_is_over_at_once_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, where nothing more is told of a load that was settled first."""
+    pool = Pulling(host_slots=40)
+    pool.evict()
+    copies = pool.old.copies
+    settle = copies.settle
+
+    def settle_for_good(load_id: int) -> None:
+        copies._looks.pop(load_id, None)
+        settle(load_id)
+
+    monkeypatch.setattr(copies, "settle", settle_for_good)
+    ticket = pool.reserve()
+    assert pool.share(ticket) == 6
+    assert pool.old.pool.host is not None
+    assert pool.old.pool.host.load().num_loaded == 6
+    pool.read(ticket)
+    pool.check_answer(num_computed=3, num_cached=24)
+
+
 def test_of_what_only_the_host_has_as_much_is_loaded_as_there_is_room_for() -> None:
     pool = Pulling(host_slots=40)
     pool.evict()
