@@ -42,6 +42,10 @@ class Intake(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._patience is None and not (self._in_head or self._is_answering):
+            # Ends of lines, which begin no head: but for uvicorn's parser they are no silence any more.
+            self._in_head, self._num_head_bytes = True, 0
+            self._wait_for_head()
         if self._in_head:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_UNENDED_HEAD_BYTES:

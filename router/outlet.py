@@ -83,6 +83,7 @@ class Outlet:
             self._on_lost = None
 
     def lost(self) -> None:
+        self._cycle.disconnected = not self._cycle.response_complete
         if self._on_lost is not None:
             self._on_lost()
 
@@ -126,7 +127,7 @@ class HttpProtocol(Intake):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._corked: Any = Corked(transport, self.loop)
-        self._outlet: Outlet | None = None  # of the latest request
+        self._outlets: list[Outlet] = []  # of the requests that came in a pipeline: uvicorn tells the last one only
 
     def data_received(self, data: bytes) -> None:
         self._corked.flush()  # before whatever this connection's next word is answered with
@@ -138,17 +139,20 @@ class HttpProtocol(Intake):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._outlet is not None:
-            self._outlet.lost()
+        for outlet in self._outlets:
+            outlet.lost()
 
     def on_headers_complete(self) -> None:
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
             self.cycle.transport = self._corked
-            self._outlet = Outlet(self.cycle)
+            outlet = Outlet(self.cycle)
+            if before is None or before.response_complete:
+                self._outlets.clear()
+            self._outlets.append(outlet)
             extensions: dict[str, Any] = self.cycle.scope.setdefault("extensions", {})
-            extensions[_EXTENSION] = self._outlet
+            extensions[_EXTENSION] = outlet
 
 
 def outlet_of(scope: Mapping[str, Any]) -> Outlet | None:

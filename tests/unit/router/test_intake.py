@@ -86,6 +86,26 @@ async def test_a_head_that_has_no_end_ends_its_connection(
     assert (told, error["code"]) == (status, "request_timeout")
 
 
+async def test_ends_of_lines_after_an_answer_are_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with calling() as caller:
+        caller.writer.write(WHOLE)
+        await caller.reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        monkeypatch.setattr(intake, "HEAD_S", SOON_S)
+        caller.writer.write(b"\r\n")
+        status, error = await caller.error()
+    assert (status, error["code"]) == (408, "request_timeout")
+
+
+async def test_a_client_that_leaves_a_pipeline_leaves_all_of_its_requests() -> None:
+    generate = Scripted(lambda job: [asyncio.Event()])
+    async with calling(generate=generate, keep_alive_s=SOON_S) as caller:
+        caller.writer.write(WHOLE + WHOLE)
+        assert (await caller.reader.readline()).endswith(b" 200 OK\r\n")
+        caller.writer.transport.abort()
+        await asyncio.wait_for(generate.idle.wait(), 30)  # its comments reach nobody
+    assert len(generate.jobs) == 1, "the other one does not begin"
+
+
 async def test_a_head_is_not_waited_for_while_an_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "HEAD_S", SOON_S)
     go_on, waited = asyncio.Event(), asyncio.Event()
