@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 
 KV_OF = {"prefill-0": {"KV gather", "KV send"}, "decode-0": {"KV receive", "KV scatter"}}
 LANES = ("KV send", "KV receive")
-LOAD = ["--num-requests", "6", "--concurrency", "3", "--input-len", "100", "--output-len", "12"]
+LOAD = ["--num-requests", "6", "--concurrency", "3", "--input-len", "700", "--output-len", "12"]
 
 
 def test_a_profile_shows_every_part_of_both_workers_steps(up: Deployed, tmp_path: Path) -> None:
@@ -39,10 +39,19 @@ def test_a_profile_shows_every_part_of_both_workers_steps(up: Deployed, tmp_path
         assert all(span["args"]["bytes"] > 0 for span in spans if span["name"] in LANES)
     assert "while its prompt was still computed" in result.stderr
     read = [event["args"]["num_tokens"] for event in events if event["pid"] == pids["prefill-0"] and is_device(event)]
-    assert sum(read) >= 6 * 100
+    assert sum(read) >= 6 * 700
+    steps, sends = (
+        [one for one in events if one["pid"] == pids["prefill-0"] and one["ph"] == "X" and one["name"] == name]
+        for name in ("device", "KV send")
+    )
+    assert any(overlap(send, step) for send in sends for step in steps), "KV travels while more is computed"
     assert len([event for event in events if event["ph"] == "b"]) == 6
     after = httpx.get(f"{up.url}/admin/profile").json()["workers"]
     assert [worker["profile"]["spans"] for worker in after] == [[], []], "nobody records any longer"
+
+
+def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(one["ts"] < other["ts"] + other["dur"] and other["ts"] < one["ts"] + one["dur"])
 
 
 def is_device(event: dict[str, Any]) -> bool:
