@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from protos.errors import InvalidRequest
@@ -20,7 +21,10 @@ from tests.numerics.conftest import Checkpoint
 from tests.numerics.constrained import EOS, PERSON, PROMPTS, VOCAB_SIZE, masked_oracle, under, write_tokenizer
 from tests.numerics.engines import Answer, answer, colocated, oracle_answers
 from workers.config import WorkerConfig
+from workers.engine.batch import Sample
 from workers.engine.engine import Engine
+from workers.grammar import guidance
+from workers.grammar.guidance import GuidanceGrammars
 
 
 @pytest.fixture(scope="session")
@@ -165,6 +169,35 @@ def test_a_grammar_that_fails_ends_its_request_alone(served: tuple[Path, Any]) -
     assert ends["b"][0] is ends["c"][0] is FinishReason.ERROR
     assert "cannot follow its grammar" in ends["b"][1]
     assert "cannot be compiled" in ends["c"][1]
+
+
+def test_every_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS, 1))
+    params = under(regex_grammar("ab?"))
+    grammars.prepare(params.grammar)
+    a, b = (Tokenizer.load(tmp_path)._encode([text], False)[0][0] for text in "ab")
+
+    def allowed(*output_ids: int, **changes: Any) -> list[int]:
+        sample = Sample(params=params, index=len(output_ids), output_ids=output_ids, **changes)
+        bits = np.unpackbits(grammars.allowed("r", sample).view(np.uint8), bitorder="little")
+        return [int(one) for one in bits.nonzero()[0]]
+
+    assert allowed() == [a]
+    assert allowed(a) == sorted([1, EOS, b])
+    assert allowed(a, banned_ids=(1, EOS)) == [b]
+    assert allowed(a, b) == allowed(a, b, banned_ids=(1, EOS)) == [1, EOS]
+    assert allowed(a) == sorted([1, EOS, b]), "also of a request that has gone back"
+
+
+def test_what_is_not_kept_is_made_again(served: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = served
+    asked = [under(json_grammar(PERSON)), under(regex_grammar("[0-9]{20}")), under(regex_grammar("[a-z]{20}"))]
+    with colocated(config_of(folder)) as engine:
+        expected = [one.token_ids for one in answer(engine, PROMPTS, asked)]
+        monkeypatch.setattr(guidance, "MAX_COMPILED", 1)
+        monkeypatch.setattr(guidance, "MAX_MATCHERS", 1)
+        assert [one.token_ids for one in answer(engine, PROMPTS, asked)] == expected
 
 
 def test_a_worker_without_a_tokenizer_refuses(checkpoint: Checkpoint) -> None:
