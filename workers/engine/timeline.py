@@ -25,6 +25,7 @@ MAX_SPANS = 32_768
 """Of about eight a step: the last 4,000 steps, in 4 MB."""
 
 _UNSEEN: Final = nullcontext()
+_NO_FIGURES = (0, 0, 0)
 
 
 class Timeline:
@@ -36,6 +37,7 @@ class Timeline:
         self._spans: deque[Span] | None = None
         self._num_added = 0
         self._lock = threading.Lock()
+        self._figures: tuple[Batch | None, tuple[int, int, int]] = (None, _NO_FIGURES)
 
     @property
     def recording(self) -> bool:
@@ -87,15 +89,16 @@ class Timeline:
         """A span that was timed already."""
         if self._spans is None:
             return
+        num_tokens, num_read, num_attended = self._figures_of(batch)
         span = Span(
             name=name,
             start_s=start_s,
             duration_s=end_s - start_s,
             step=step,
             num_rows=len(batch.rows) if batch is not None else num_rows,
-            num_tokens=batch.num_tokens if batch is not None else 0,
-            num_read=batch.num_read if batch is not None else 0,
-            num_attended=batch.num_attended if batch is not None else 0,
+            num_tokens=num_tokens,
+            num_read=num_read,
+            num_attended=num_attended,
             depth=depth,
             kv=kv,
         )
@@ -103,6 +106,16 @@ class Timeline:
             if self._spans is not None:
                 self._spans.append(span)
                 self._num_added += 1
+
+    def _figures_of(self, batch: Batch | None) -> tuple[int, int, int]:
+        """Kept for the spans that follow: to count a large batch for each would make the step longer that is timed."""
+        if batch is None:
+            return _NO_FIGURES
+        known, figures = self._figures
+        if known is not batch:
+            figures = (batch.num_tokens, batch.num_read, batch.num_attended)
+            self._figures = (batch, figures)
+        return figures
 
 
 class _Open:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import count
 
 import pytest
 
 from protos.values import Span
 from tests.unit.workers.harness import ToyEngine, ask, by_hand
-from workers.engine.batch import Pending
+from workers.engine.batch import Batch, Pending, Row
 from workers.engine.device_clock import DeviceClock
 from workers.engine.timeline import Timeline
 
@@ -42,6 +43,30 @@ def test_a_full_ring_keeps_the_latest_and_says_how_many_are_missing() -> None:
     spans, num_dropped = timeline.record()
     assert ([span.step for span in spans], num_dropped) == ([3, 4, 5], 2)
     assert spans[0] == Span(name="plan", start_s=4.0, duration_s=1.0, step=3)
+
+
+def test_a_batch_is_counted_once_for_all_its_spans() -> None:
+    """Rows are many: whoever times a step must not make it longer."""
+
+    class Rows(tuple[Row, ...]):
+        num_looks = 0
+
+        def __iter__(self) -> Iterator[Row]:
+            Rows.num_looks += 1
+            return super().__iter__()
+
+    timeline = ticking()
+    timeline.record(True)
+    batch = Batch(rows=Rows([Row(request_id="r", start=5, token_ids=(1, 2), block_ids=(0,))]))
+    with timeline.span("launch", batch):
+        pass
+    num_looks = Rows.num_looks
+    assert num_looks
+    with timeline.span("apply", batch):
+        pass
+    assert Rows.num_looks == num_looks
+    told = [(one.num_rows, one.num_tokens, one.num_read, one.num_attended) for one in timeline.record()[0]]
+    assert told == [(1, 2, 7, 13)] * 2
 
 
 def test_a_recording_ends_with_what_it_has_and_a_new_one_is_empty() -> None:
