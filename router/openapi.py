@@ -227,6 +227,18 @@ def _without_tools(schema: Schema) -> None:
     schema["allOf"].append({"if": some, "then": hidden})
 
 
+def _up_to(number: int) -> str:
+    """A regular expression for 0 to the number, in decimals and with no more digits."""
+    digits = str(number)
+    shorter = [f"[0-9]{{1,{len(digits) - 1}}}"] if len(digits) > 1 else []
+    less = [
+        f"{digits[:place]}[0-{int(digit) - 1}]" + f"[0-9]{{{len(digits) - place - 1}}}" * (place < len(digits) - 1)
+        for place, digit in enumerate(digits)
+        if digit != "0"
+    ]
+    return "|".join([*shorter, *less, digits])
+
+
 def _narrow(schema: Schema, card: ModelCard) -> None:
     """What the model that is served makes of a body: its name, its token ids and its context."""
     known, token_id = schema["properties"], {"type": "integer", "minimum": 0, "maximum": card.vocab_size - 1}
@@ -234,6 +246,8 @@ def _narrow(schema: Schema, card: ModelCard) -> None:
     known["model"]["enum"] = [card.name] if "model" in required else [card.name, None]
     for name in {"max_tokens", "max_completion_tokens", "min_tokens"} & known.keys():
         known[name]["maximum"] = card.max_model_len - 1  # after the shortest prompt
+    if "logit_bias" in known:
+        known["logit_bias"]["propertyNames"] = {"pattern": f"^({_up_to(card.vocab_size - 1)})$"}
     if "tokens" in known:
         known["tokens"] |= {"items": token_id, "maxItems": card.max_model_len}
     if "stop_token_ids" in known:

@@ -224,13 +224,17 @@ _CHOICE_OF_TOOLS: dict[str, Any] = {
     "if": {"properties": {"tool_choice": {"not": {"enum": ["none", None]}}}, "required": ["tool_choice"]},
     "then": {"properties": {"tools": {"type": "array", "minItems": 1}}, "required": ["tools"]},
 }
-_HIDDEN = {"properties": {"tool_choice": {"const": "none"}}, "required": ["tool_choice"]}
-_ONE_FORM: dict[str, Any] = {
-    "if": {"properties": {"structured_outputs": {"type": "object"}}, "required": ["structured_outputs"]},
-    "then": {
-        "properties": {"response_format": {"properties": {"type": {"const": "text"}}}},
-        "anyOf": [{"properties": {"tools": {"maxItems": 0}}}, _HIDDEN],
+_FORMED = {"type": "object"}
+_HIDDEN: dict[str, Any] = {
+    "if": {
+        "properties": {"structured_outputs": _FORMED, "tools": {"type": "array", "minItems": 1}},
+        "required": ["structured_outputs", "tools"],
     },
+    "then": {"properties": {"tool_choice": {"const": "none"}}, "required": ["tool_choice"]},
+}
+_ALONE: dict[str, Any] = {
+    "if": {"properties": {"structured_outputs": _FORMED}, "required": ["structured_outputs"]},
+    "then": {"properties": {"response_format": {"properties": {"type": {"const": "text"}}}}},
 }
 _JSON = {"type": "object", "properties": {"type": {"enum": ["json_object", "json_schema"]}}}
 
@@ -241,7 +245,8 @@ class ChatBody(SamplingBody):
         *_TOGETHER,
         _only_with("top_logprobs", _NUMBER, "logprobs", _TRUE),
         _CHOICE_OF_TOOLS,
-        _ONE_FORM,
+        _ALONE,
+        _HIDDEN,
         _only_with("response_format", _JSON, "ignore_eos", _FALSE),
     )
 
