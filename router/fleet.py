@@ -287,9 +287,8 @@ class Fleet:
                     "start both with the same setting",
                     param=name,
                 )
-        for other in self._here(
-            besides=member
-        ):  # two that fit the first need not fit one another: blocks of 4, 8 and 12
+        # Two that fit the first need not fit one another: blocks of 4, 8 and 12.
+        for other in self._here(besides=member):
             require_compatible(info.worker_id, info.layout, other.worker_id, other.layout)
         if info.layout.block_size != reference.layout.block_size:
             log.info(
