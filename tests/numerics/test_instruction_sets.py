@@ -98,10 +98,11 @@ def test_tiles_attend_as_float64_does(num_heads: int, num_kv_heads: int, head_di
 
 
 @pytest.mark.skipif(native_tiles() is None, reason="no AMX here")
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 12, 16])
 def test_a_token_that_decodes_sees_nothing_beside_its_window(group: int) -> None:
-    """Two key/value heads, each with a group of queries; pages of one, two and three pieces."""
-    for block_size, head_dim, window in ((16, 64, None), (32, 96, 33), (16, 32, 64), (48, 128, 5)):
+    """Two key/value heads, each with a group of queries; pages of one to four pieces."""
+    shapes = ((16, 64, None), (32, 96, 33), (16, 32, 64), (48, 128, 5), (16, 160, 1), (64, 256, 17))
+    for block_size, head_dim, window in shapes:
         layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype="bfloat16")
         storage, inputs = filled(layout, tuple((1, cached) for cached in (0, 15, 16, 63, 64, 200)))
         q_TND = normal(6, 2 * group, head_dim, dtype=torch.bfloat16, seed=7)
