@@ -57,7 +57,7 @@ def simulate(
     gateways: Annotated[int, typer.Option(help="Gateways, which share the requests.")] = 1,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
-    calibration: Annotated[list[Path] | None, typer.Option(help="Bench profile, figures, or steps. Repeatable.")] = None,
+    calibration: Annotated[list[Path] | None, typer.Option(help="Bench profile, figures or steps. Repeatable.")] = None,
     ttft_ms: Annotated[float | None, typer.Option(help="Objective: first token within.")] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token.")] = None,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
