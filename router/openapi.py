@@ -21,7 +21,15 @@ from router.admin import replies as admin
 from router.admin.requests import DEFAULT_COUNT, MAX_COUNT
 from router.openai import replies
 from router.openai.body import Body
-from router.openai.schema import MAX_TTFT_MS, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, bounds
+from router.openai.schema import (
+    MAX_TTFT_MS,
+    TOOL_CONDITIONS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    bounds,
+)
 from router.openai.sizes import MAX_PIECES
 from router.text.asking import MAX_CHOICES
 from router.text.model_card import ModelCard
@@ -216,15 +224,12 @@ def _schema(kind: type[BaseModel], schemas: Schema, mode: JsonSchemaMode) -> Sch
 
 
 def _without_tools(schema: Schema) -> None:
-    """Of a body for a model that knows none: it may have some, as long as it wants none called."""
+    """Of a body for a model that knows none. (It takes some that it need not show, which is not worth describing.)"""
     known = schema["properties"]
-    if "tool_choice" not in known:
-        known["tools"] = {"type": ["array", "null"], "maxItems": 0}
-        return
-    known["tool_choice"] = {"enum": ["none", None]}
-    some = {"properties": {"tools": {"type": "array", "minItems": 1}}, "required": ["tools"]}
-    hidden = {"properties": {"tool_choice": {"const": "none"}}, "required": ["tool_choice"]}
-    schema["allOf"].append({"if": some, "then": hidden})
+    known["tools"] = {"type": ["array", "null"], "maxItems": 0}
+    if "tool_choice" in known:
+        known["tool_choice"] = {"enum": ["none", None]}
+        schema["allOf"] = [one for one in schema["allOf"] if one not in TOOL_CONDITIONS]
 
 
 def _up_to(number: int) -> str:

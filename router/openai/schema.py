@@ -236,6 +236,8 @@ _ALONE: dict[str, Any] = {
     "if": {"properties": {"structured_outputs": _FORMED}, "required": ["structured_outputs"]},
     "then": {"properties": {"response_format": {"properties": {"type": {"const": "text"}}}}},
 }
+TOOL_CONDITIONS = (_CHOICE_OF_TOOLS, _HIDDEN)
+"""Of a chat's body; they say nothing where there are no tools."""
 _JSON = {"type": "object", "properties": {"type": {"enum": ["json_object", "json_schema"]}}}
 
 
@@ -244,9 +246,8 @@ class ChatBody(SamplingBody):
         CHAT_REFUSALS,
         *_TOGETHER,
         _only_with("top_logprobs", _NUMBER, "logprobs", _TRUE),
-        _CHOICE_OF_TOOLS,
+        *TOOL_CONDITIONS,
         _ALONE,
-        _HIDDEN,
         _only_with("response_format", _JSON, "ignore_eos", _FALSE),
     )
 
