@@ -51,7 +51,9 @@ class Client:
         return {int(process): float(count) for process, count in found}
 
 
-async def test_two_processes_are_one_gateway_and_one_may_die(deploy: Callable[..., Deployed]) -> None:
+async def test_two_processes_are_one_gateway_and_one_may_die(
+    deploy: Callable[..., Deployed], caplog: pytest.LogCaptureFixture
+) -> None:
     gate = Gate(ToyRunner(WEIGHT, BLOCK, VOCAB))
     worker = Worker(parts_of(gate))
     address = (await worker.start("127.0.0.1")).address
@@ -71,18 +73,28 @@ async def test_two_processes_are_one_gateway_and_one_may_die(deploy: Callable[..
         answered = await client.counts("requests_total", r',outcome="ok"')
         assert (sum(answered.values()), len(answered)) == (5, 2)
 
-        async with streaming(baton, gate) as answer:
-            in_flight = await client.counts("requests_in_flight")
-            idle = min(in_flight, key=lambda number: in_flight[number])
+        async with streaming(baton, gate, 2) as answers:
+            async with asyncio.timeout(60):
+                while (await client.counts("requests_in_flight")) != {0: 1, 1: 1}:  # noqa: ASYNC110 - asked over HTTP
+                    await asyncio.sleep(0.02)
             statuses = (await client.get("/admin/status")).json()["processes"]
-            os.kill(next(one["pid"] for one in statuses if one["number"] == idle), signal.SIGKILL)
+            os.kill(next(one["pid"] for one in statuses if one["number"] == 1), signal.SIGKILL)
             told = await client.until("/ready", lambda told: told["degraded"])
-            assert (told["ready"], f"gateway process {idle}" in told["degraded"]) == (True, True)
+            assert (told["ready"], "gateway process 1" in told["degraded"]) == (True, True)
+            async with asyncio.timeout(60):
+                while "went away: aborting its 1 requests" not in caplog.text:  # noqa: ASYNC110 - logged on any thread
+                    await asyncio.sleep(0.02)
             gate.open.set()
-            assert (await answer).endswith(b"data: [DONE]\n\n")
+            ended = await asyncio.gather(*answers, return_exceptions=True)
+            [whole] = [one for one in ended if isinstance(one, bytes)]
+            assert whole.endswith(b"data: [DONE]\n\n"), "that of the other process goes on"
+            [cut] = [one for one in ended if not isinstance(one, bytes)]
+            assert isinstance(cut, httpx.HTTPError)
+        idle = ("num_running", "num_waiting", "num_tickets")
+        await client.until("/admin/status", lambda told: not any(told["workers"][0]["load"][name] for name in idle))
         await client.until("/ready", lambda told: not told["degraded"])
 
-        async with streaming(baton, gate) as answer:
+        async with streaming(baton, gate) as [answer]:
             stopping = asyncio.create_task(asyncio.to_thread(baton.stop, signal.SIGTERM))
             await asyncio.to_thread(baton.wait_for, "^stopping")
             gate.open.set()
@@ -95,8 +107,8 @@ async def test_two_processes_are_one_gateway_and_one_may_die(deploy: Callable[..
 
 
 @asynccontextmanager
-async def streaming(baton: Deployed, gate: Gate) -> AsyncIterator[asyncio.Task[bytes]]:
-    """An answer that is under way, and gets no further before the gate is opened."""
+async def streaming(baton: Deployed, gate: Gate, count: int = 1) -> AsyncIterator[list[asyncio.Task[bytes]]]:
+    """Answers, of which one is under way, and which get no further before the gate is opened."""
     gate.open.clear()
     gate.entered.clear()
 
@@ -104,6 +116,6 @@ async def streaming(baton: Deployed, gate: Gate) -> AsyncIterator[asyncio.Task[b
         async with httpx.AsyncClient(base_url=baton.url, timeout=60.0) as client:
             return (await client.post("/v1/completions", json=ASKED | {"stream": True})).content
 
-    reading = asyncio.create_task(read())
+    reading = [asyncio.create_task(read()) for _ in range(count)]
     await asyncio.to_thread(gate.entered.wait, 60)
     yield reading
