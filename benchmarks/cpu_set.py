@@ -26,7 +26,7 @@ SET: dict[str, tuple[str, ...]] = {
     "engine": ("benchmarks.cpu_engine", "--divisor", "8", "--repeat", "1"),
     "prefix-index": ("benchmarks.prefix_index",),
     "router": ("benchmarks.router",),
-    "kvtransfer": ("benchmarks.kvtransfer", "--runs", "3"),
+    "kvtransfer": ("benchmarks.kvtransfer", "--runs", "3", "--requests", "0"),
     "host-tier": ("benchmarks.host_tier", "--rounds", "3"),
     "accepting": ("benchmarks.accepting",),
 }

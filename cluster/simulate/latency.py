@@ -103,6 +103,12 @@ class Calibrated:
             + self.attended_s * step.num_attended
         )
 
+    def __str__(self) -> str:
+        return (
+            f"calibrated on {self.num_points} steps: off by {self.error:.1%} on average, {self.worst:.1%} at most; "
+            f"a request takes {self.request_s * 1000:.1f} ms beside them"
+        )
+
 
 def calibrate(points: Sequence[Measured]) -> Calibrated:
     """Least squares of relative errors with no coefficient below 0. Raises Misconfigured without points."""
@@ -183,7 +189,8 @@ def _steps_of_profile(events: Sequence[dict[str, Any]]) -> list[Measured]:
         if event["name"] == "tick":
             ticks[event["pid"]] = event["ts"]
         elif event["name"] == "apply" and event["pid"] in ticks:
-            told = event["args"]
+            if "num_read" not in (told := event["args"]):
+                raise ValueError("it was recorded before steps told what they read: record it again")
             step = Step(*(float(told[name]) for name in ("num_rows", "num_tokens", "num_read", "num_attended")))
             steps.append(Measured(step=step, seconds=(event["ts"] + event["dur"] - ticks.pop(event["pid"])) / 1e6))
     return steps

@@ -30,12 +30,14 @@ text {{ font: 11px system-ui, sans-serif; fill: #6b7280 }}
 <h1>{title}</h1>
 <p><code>{command}</code></p>
 <pre>{figures}</pre>
+<p>{latency}</p>
 {plots}
 </html>
 """
 
 
-def page(outcome: Outcome, summary: Summary, *, command: str) -> str:
+def page(outcome: Outcome, summary: Summary, *, command: str, latency: str = "") -> str:
+    """One page that needs nothing else. `latency` says where steps' times are from, if not from a roofline."""
     samples = outcome.samples
     plots = [
         _plot("Sequences running", "s", _by_role(samples, lambda sample: sample.num_running)),
@@ -54,6 +56,7 @@ def page(outcome: Outcome, summary: Summary, *, command: str) -> str:
     return _PAGE.format(
         title="Baton: a simulated run",
         command=escape(command),
+        latency=escape(latency),
         figures=escape(_text(summary)),
         plots="\n".join(plots),
     )

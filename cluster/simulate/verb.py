@@ -175,11 +175,7 @@ def _once(
     sessions, num_left_out = fitting(scene.sessions, _longest(config))
     errors = Console(stderr=True)
     if scene.latency is not None:
-        fitted = scene.latency
-        errors.print(
-            f"calibrated on {fitted.num_points} steps: off by {fitted.error:.1%} on average, {fitted.worst:.1%} at "
-            f"most; a request takes {fitted.request_s * 1000:.1f} ms beside them"
-        )
+        errors.print(str(scene.latency))
     if num_left_out:
         errors.print(f"{num_left_out} sessions left out: longer than a worker can hold", style="yellow")
     start_s = time.perf_counter()
@@ -193,9 +189,9 @@ def _once(
     errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim")
     command = shlex.join(["baton", *sys.argv[1:]])
     if json_file is not None:
-        write_json(json_file, _document(command, [Trial(choice=choice, summary=summary)]))
+        write_json(json_file, _document(command, [Trial(choice=choice, summary=summary)], scene.latency))
     if html_file is not None:
-        _write(html_file, page(outcome, summary, command=command))
+        _write(html_file, page(outcome, summary, command=command, latency=str(scene.latency or "")))
 
 
 def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file: Path | None) -> None:
@@ -224,7 +220,7 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
     else:
         console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {best.usd:,.2f}")
     if json_file is not None:
-        write_json(json_file, _document(shlex.join(["baton", *sys.argv[1:]]), trials))
+        write_json(json_file, _document(shlex.join(["baton", *sys.argv[1:]]), trials, scene.latency))
 
 
 def _soak(seeds: range) -> None:
@@ -258,10 +254,11 @@ def _replay(seed: int, events: Path | None) -> None:
     console.print(summary_table(summarise(outcome, Objective())))
 
 
-def _document(command: str, trials: Sequence[Trial]) -> dict[str, Any]:
+def _document(command: str, trials: Sequence[Trial], calibrated: Calibrated | None) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "command": command,
+        "calibration": asdict(calibrated) if calibrated is not None else None,
         "runs": [{"cluster": asdict(trial.choice), "figures": asdict(trial.summary)} for trial in trials],
     }
 

@@ -65,7 +65,9 @@ class Push:
     completed_s: float | None = None
 
     def hidden_s(self, event: Sent) -> float:
-        """How long a chunk has travelled while the sequence was still computed."""
+        """How long a chunk has travelled while its prompt was still computed."""
+        if self.moves or not isinstance(self.source, Request):
+            return 0.0
         if self.completed_s is None or event.ended_s is None:
             return event.elapsed_s
         return min(max(0.0, self.completed_s - event.ended_s + event.elapsed_s), event.elapsed_s)

@@ -34,7 +34,11 @@ def test_it_says_how_fast_how_full_and_how_dear() -> None:
 def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures, page, events = tmp_path / "run.json", tmp_path / "run.html", tmp_path / "events.log"
     monkeypatch.setattr("sys.argv", ["baton", "simulate", "--workload", "tenants"])  # its page names the command
-    answer(*SMALL, "--json", str(figures), "--html", str(page), "--events", str(events))
+    steps = [{"rows": [[1, context]] * rows, "seconds": 0.01 + 0.001 * rows} for rows in (1, 4) for context in (9, 99)]
+    (tmp_path / "steps.json").write_text(json.dumps(steps))
+    kept = "--json", str(figures), "--html", str(page), "--events", str(events)
+    answer(*SMALL, "--calibration", str(tmp_path / "steps.json"), *kept)
+    assert json.loads(figures.read_text())["calibration"]["num_points"] == 4
     (run,) = json.loads(figures.read_text())["runs"]
     assert run["cluster"]["decode"] == 1
     assert run["figures"]["report"]["num_completed"] == 30
@@ -45,6 +49,7 @@ def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeyp
     assert html.count("<svg") == 6
     assert "http" not in html
     assert "ITL" in html
+    assert "calibrated on 4 steps: off by 0.0% on average" in html
     assert not re.search(r"\bnan\b", html)
 
 
