@@ -10,7 +10,7 @@ from kvtransfer.session import Session
 from kvtransfer.transport import Sent
 from prefill_pool.config import PrefillConfig
 from protos.errors import IncompatibleWorkers, InvalidRequest, Misconfigured, TransferFailed
-from protos.values import FinishReason
+from protos.values import FinishReason, SamplingParams
 from tests.unit.decode_pool.pair import (
     BLOCK_BYTES,
     DECODE,
@@ -23,6 +23,7 @@ from tests.unit.decode_pool.pair import (
     expected,
     prompt,
 )
+from workers.engine.request import Request
 from workers.kv.outgoing import Push, Shared
 from workers.toy import toy_tokens
 
@@ -353,8 +354,11 @@ def test_a_chunk_is_hidden_as_long_as_its_prompt_is_computed(
     session = Session(ticket, max_chunk_blocks=1)
     chunk = session.next_chunk(4, complete=True)
     assert chunk is not None
-    push = Push(Shared(block_ids=(), num_tokens=4, num_here=4), session, begun_s=0.0, completed_s=completed_s)
-    assert push.hidden_s(Sent(chunk=chunk, num_bytes=1, elapsed_s=2.0, ended_s=ended_s)) == hidden_s
+    request = Request(request_id="r", prompt_ids=prompt(4), sampling=SamplingParams())
+    sent = Sent(chunk=chunk, num_bytes=1, elapsed_s=2.0, ended_s=ended_s)
+    assert Push(request, session, begun_s=0.0, completed_s=completed_s).hidden_s(sent) == hidden_s
+    shared = Shared(block_ids=(), num_tokens=4, num_here=4)
+    assert Push(shared, session, begun_s=0.0, completed_s=completed_s).hidden_s(sent) == 0.0  # there is no prompt
 
 
 def test_load_counts_what_was_sent() -> None:
