@@ -11,13 +11,13 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from llguidance import LLMatcher, LLParserLimits
 
 from protos.errors import InvalidRequest
+from protos.threads import DeepThread
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -75,7 +75,7 @@ class GrammarChecks:
 
     def __init__(self) -> None:
         self._found: OrderedDict[bytes, str] = OrderedDict()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-checks")
+        self._thread = DeepThread("grammar-checks")
 
     async def check(self, grammar: str, *, param: str) -> None:
         """Raises InvalidRequest with what is wrong."""

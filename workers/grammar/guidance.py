@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from protos.errors import InvalidRequest
+from protos.threads import DeepThread
 from workers.engine.batch import Sample
 from workers.grammar.base import Mask, without
 
@@ -48,7 +49,7 @@ class GuidanceGrammars:
         self._eos_ids = list(eos_ids)
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._standing: OrderedDict[str, _Standing] = OrderedDict()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._thread = DeepThread("grammars")
         self._tokenizer: Future[LLTokenizer] | None = None
         if tokenizer.is_file() and self._eos_ids:
             self._tokenizer = self._thread.submit(self._read)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llguidance import LLMatcher
 
-from router.text.structure import choice_grammar
+from router.text.structure import GrammarChecks, choice_grammar, json_grammar
 
 
 def test_a_choice_may_have_any_character() -> None:
     chars = [*map(chr, range(0x300)), "\u2028", "\ud7ff", "\ue000", "\U0010ffff"]
     assert LLMatcher.validate_grammar(choice_grammar([f"a{char}" for char in chars])) == ""
+
+
+async def test_definitions_that_lead_from_one_to_the_next_end_no_process() -> None:
+    """77 kB of them, which a stack of the usual size is too small for."""
+    definitions: dict[str, Any] = {f"x{i}": {"$ref": f"#/$defs/x{i - 1}"} for i in range(1, 2500)}
+    definitions["x0"] = {"type": "string"}
+    await GrammarChecks().check(json_grammar({"$defs": definitions, "$ref": "#/$defs/x2499"}), param="json")
