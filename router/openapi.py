@@ -21,9 +21,9 @@ from router.admin import replies as admin
 from router.admin.requests import DEFAULT_COUNT, MAX_COUNT
 from router.openai import replies
 from router.openai.body import Body
+from router.openai.conditions import OF_TOOLS
 from router.openai.schema import (
     MAX_TTFT_MS,
-    TOOL_CONDITIONS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -229,7 +229,7 @@ def _without_tools(schema: Schema) -> None:
     known["tools"] = {"type": ["array", "null"], "maxItems": 0}
     if "tool_choice" in known:
         known["tool_choice"] = {"enum": ["none", None]}
-        schema["allOf"] = [one for one in schema["allOf"] if one not in TOOL_CONDITIONS]
+        schema["allOf"] = [one for one in schema["allOf"] if one not in OF_TOOLS]
 
 
 def _up_to(number: int) -> str:

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from protos.errors import Cancelled, InvalidRequest, UnsupportedMediaType
 from router.openai.body import Body, FirstWrong, at_most, whole_ids
+from router.openai.conditions import NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
 from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS, MESSAGE_REFUSALS, Harmless, without_harmless
 from router.openai.sizes import check_sizes
 from router.openai.structured import ResponseFormat, StructuredOutputs
@@ -39,19 +40,6 @@ def bounds(name: str) -> dict[str, float]:
 def _ranged(name: str, kind: str) -> Any:
     low, high = RANGES[name]
     return Field(default=None, description=f"{kind} between {low} and {high}", json_schema_extra=dict(bounds(name)))
-
-
-def _only_with(name: str, given: Mapping[str, Any], other: str, needed: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON Schema of a parameter that, where it is like `given`, needs `other` to be like `needed`, or left out if null
-    is."""
-    then: dict[str, Any] = {"properties": {other: needed}}
-    if None not in needed["enum"]:
-        then["required"] = [other]
-    return {"if": {"properties": {name: given}, "required": [name]}, "then": then}
-
-
-def _given(name: str, kind: str) -> dict[str, Any]:
-    return {"properties": {name: {"type": kind}}, "required": [name]}
 
 
 def _described(refusals: Mapping[str, Harmless], *conditions: dict[str, Any]) -> ConfigDict:
@@ -80,12 +68,6 @@ class StreamOptions(Body):
 
 
 _STOP: dict[str, Any] = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
-_NUMBER, _TRUE, _FALSE = {"type": "number"}, {"enum": [True]}, {"enum": [False, None]}
-_TOGETHER = (
-    _only_with("stream_options", {"type": "object"}, "stream", _TRUE),
-    _only_with("prompt_logprobs", _NUMBER, "stream", _FALSE),
-    _only_with("structured_outputs", {"type": "object"}, "ignore_eos", _FALSE),
-)
 
 
 class SamplingBody(Body):
@@ -181,18 +163,8 @@ class TextPart(Body):
 Content = str | Annotated[list[TextPart], FirstWrong()]
 
 
-_CALLS = {"properties": {"tool_calls": {"type": "array", "minItems": 1}}, "required": ["tool_calls"]}
-
-
 class ChatMessage(Body):
-    model_config = _described(
-        MESSAGE_REFUSALS,
-        {"if": _CALLS, "then": {"properties": {"role": {"const": "assistant"}}}},
-        {
-            "if": {"not": _CALLS},
-            "then": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
-        },
-    )
+    model_config = _described(MESSAGE_REFUSALS, *OF_MESSAGES)
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="system, developer, user, assistant or tool"
@@ -220,35 +192,9 @@ class ChatMessage(Body):
         return told
 
 
-_CHOICE_OF_TOOLS: dict[str, Any] = {
-    "if": {"properties": {"tool_choice": {"not": {"enum": ["none", None]}}}, "required": ["tool_choice"]},
-    "then": {"properties": {"tools": {"type": "array", "minItems": 1}}, "required": ["tools"]},
-}
-_FORMED = {"type": "object"}
-_HIDDEN: dict[str, Any] = {
-    "if": {
-        "properties": {"structured_outputs": _FORMED, "tools": {"type": "array", "minItems": 1}},
-        "required": ["structured_outputs", "tools"],
-    },
-    "then": {"properties": {"tool_choice": {"const": "none"}}, "required": ["tool_choice"]},
-}
-_ALONE: dict[str, Any] = {
-    "if": {"properties": {"structured_outputs": _FORMED}, "required": ["structured_outputs"]},
-    "then": {"properties": {"response_format": {"properties": {"type": {"const": "text"}}}}},
-}
-TOOL_CONDITIONS = (_CHOICE_OF_TOOLS, _HIDDEN)
-"""Of a chat's body; they say nothing where there are no tools."""
-_JSON = {"type": "object", "properties": {"type": {"enum": ["json_object", "json_schema"]}}}
-
-
 class ChatBody(SamplingBody):
     model_config = _described(
-        CHAT_REFUSALS,
-        *_TOGETHER,
-        _only_with("top_logprobs", _NUMBER, "logprobs", _TRUE),
-        *TOOL_CONDITIONS,
-        _ALONE,
-        _only_with("response_format", _JSON, "ignore_eos", _FALSE),
+        CHAT_REFUSALS, *TOGETHER, only_with("top_logprobs", NUMBER, "logprobs", TRUE), *OF_TOOLS, *OF_FORMS
     )
 
     messages: Annotated[list[ChatMessage], FirstWrong()] = Field(
@@ -299,9 +245,9 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     model_config = _described(
         COMPLETION_REFUSALS,
-        *_TOGETHER,
-        _only_with("max_tokens", {"const": 0}, "echo", _TRUE),
-        _only_with("best_of", _NUMBER, "n", {"enum": [1, None]}),
+        *TOGETHER,
+        only_with("max_tokens", {"const": 0}, "echo", TRUE),
+        only_with("best_of", NUMBER, "n", {"enum": [1, None]}),
     )
 
     max_tokens: int | None = Field(
@@ -336,7 +282,9 @@ class CompletionBody(SamplingBody):
 class TokenizeBody(Body):
     """Either `prompt` or `messages`."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [_given("prompt", "string"), _given("messages", "array")]})
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [is_given("prompt", "string"), is_given("messages", "array")]}
+    )
 
     model: str | None = Field(default=None, description="the name of a served model")
     prompt: str | None = Field(default=None, description="a string")
