@@ -36,6 +36,7 @@ from router.outlet import HttpProtocol
 from router.policies.registry import policy_of
 from router.predict_metrics import PredictionCollector
 from router.prefix.registry import MEMORY, open_index
+from router.shared_load import SharedLoad
 from router.siblings import ForSiblings, Siblings, http_socket
 
 LAST_WORDS_S = 1.0  # for an error to reach a client that was cut off
@@ -104,6 +105,7 @@ class Front:
             peers=self._others,
             observe=routing.observe,
         )
+        self._shared_load = self._share_load()
         metrics = RequestMetrics()
         self.registry = metrics.registry
         self.registry.register(FleetCollector(self.fleet))
@@ -149,6 +151,8 @@ class Front:
         """From now on /health answers; /ready does when a worker has joined. Raises Misconfigured: a port is taken."""
         if self._others is not None:
             await self._others.start()
+        if self._shared_load is not None:
+            await self._shared_load.start()
         self.grpc_port = await self._grpc.start()
         await self._listen_to_siblings()
         if not self._http.config.loaded:
@@ -176,6 +180,17 @@ class Front:
         except OSError:  # it has gone already, or speaks no TLS
             if not made or made[0].transport is None:
                 lost()
+
+    def _share_load(self) -> SharedLoad | None:
+        """With the other processes behind the same port, if there are any."""
+        siblings = self._siblings
+        if siblings.folder is None:
+            return None
+        shared = SharedLoad(
+            folder=siblings.folder, number=siblings.number, count=siblings.count, take=self.fleet.given_elsewhere
+        )
+        self.fleet.tell_siblings = shared.tell
+        return shared
 
     async def _listen_to_siblings(self) -> None:
         folder = self._siblings.folder
@@ -220,6 +235,8 @@ class Front:
             await self._siblings.close()
             if self._others is not None:
                 await self._others.close()
+            if self._shared_load is not None:
+                await self._shared_load.close()
             if self._listening is not None:
                 self._listening.close()
 

@@ -162,6 +162,9 @@ class Dispatcher:
         num_blocks = -(-journal.num_tokens // (fleet.block_size or 1))
         attempt.decode.route(request_id, 0, num_blocks)
         self._give(reader, request_id, journal.num_tokens - num_cached, num_blocks)
+        fleet.given(reader.worker_id, journal.num_tokens - num_cached, num_blocks)
+        if attempt.decode is not reader:
+            fleet.given(attempt.decode.worker_id, 0, num_blocks)
         # The decode worker of a pair is not expected to hold anything yet: a sibling would stay there as a short
         # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
         hashes = journal.hashes(attempt.reader.block_size or 1)

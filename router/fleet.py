@@ -33,6 +33,7 @@ log = logging.getLogger("baton.router")
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
+ELSEWHERE_S = 1.0  # that work of a sibling counts for, if the worker's load does not show it sooner
 
 
 @dataclass(slots=True)
@@ -77,6 +78,8 @@ class Fleet:
         self.lane_totals = LaneTotals()
         self.host_totals = HostTotals()
         self.num_faults = 0
+        self.tell_siblings: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work given to it
+        self._num_elsewhere = 0
         self.num_turned_away = 0  # jobs that wait because no worker had room for them, though it seemed so
 
     # -- who belongs ---------------------------------------------------------------------------------------------------
@@ -131,6 +134,24 @@ class Fleet:
         if worker_id not in self._members:
             raise WorkerLost(f"worker {worker_id} has left")
         return self._members[worker_id]
+
+    def given(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
+        """A worker is about to be given so many tokens to read and blocks to hold: the siblings hear of it."""
+        if self.tell_siblings is not None:
+            self.tell_siblings(worker_id, num_tokens, num_blocks)
+
+    def given_elsewhere(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
+        """A sibling says so. It counts until the worker's load shows it."""
+        member = self._members.get(worker_id)
+        if member is None or member.role is None or not member.takes_work:
+            return
+        self._num_elsewhere += 1
+        name = f"elsewhere {self._num_elsewhere}"
+        member.route_elsewhere(name, num_tokens, num_blocks)
+        loop = asyncio.get_running_loop()
+        loop.call_later(ELSEWHERE_S, member.forget, name)
+        if num_tokens:
+            self.predictor.routed(worker_id, member.role, num_tokens, now=loop.time())
 
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
         """What each worker has of a sequence, in blocks of `block_size`; `hashes` gives its chain in blocks of any

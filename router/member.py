@@ -136,6 +136,16 @@ class Member:
         self._routed[request_id] = Routed(num_tokens, num_blocks)
         self.changed()
 
+    def route_elsewhere(self, name: str, num_tokens: int, num_blocks: int) -> None:
+        """Another process of this gateway sent a request here; it is as good as told."""
+        self._routed[name] = Routed(num_tokens, num_blocks, since_step=self.load.step)
+        self.changed()
+
+    def forget(self, name: str) -> None:
+        """What a decision sent here counts no more."""
+        if self._routed.pop(name, None) is not None:
+            self.changed()
+
     async def reserve(self, request: ReserveRequest) -> Ticket:
         """Raises what the worker says, or WorkerLost."""
         ticket = await self.connection().reserve(request)
@@ -158,13 +168,13 @@ class Member:
 
     def release(self, request_id: str) -> None:
         """Nothing more is expected from a request, and nothing has to be ended."""
-        self._forget(request_id)
+        self.forget(request_id)
         if self.client is not None:
             self.client.release(request_id)
 
     def abort(self, request_id: str) -> None:
         """Ends a request here, whatever its state."""
-        self._forget(request_id)
+        self.forget(request_id)
         if self.client is not None:
             self.client.abort(request_id)
 
@@ -172,10 +182,6 @@ class Member:
         """The worker knows of the request now: its load will show it."""
         if (routed := self._routed.get(request_id)) is not None:
             routed.since_step = self.load.step
-
-    def _forget(self, request_id: str) -> None:
-        if self._routed.pop(request_id, None) is not None:
-            self.changed()
 
     def hear(self, step: StepMessage) -> bool:
         """Takes a step's load, and forgets routed work that it shows. Does anything but the step's number change?"""

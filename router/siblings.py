@@ -105,6 +105,10 @@ def http_socket(folder: Path, number: int) -> str:
     return str(folder / f"{number}.http")
 
 
+def load_socket(folder: Path, number: int) -> str:
+    return str(folder / f"{number}.load")
+
+
 def expectations_socket(folder: Path, number: int) -> str:
     return str(folder / f"{number}.expectations")
 

@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.placement import Node, WorkerPlan, plan
 from cluster.rank import Event, Loading, Serving
@@ -31,6 +32,7 @@ from router.prefix.index import NO_MATCH
 from router.prefix.memory import MemoryPrefixIndex
 
 HEALTH_TIMEOUT_S = 2.0
+DATAGRAM_S = 0.0001  # from process to process on one machine
 DRAIN_PERIOD_S = 0.25
 
 
@@ -143,9 +145,16 @@ class Deployment:
         self._num_gateways += 1
         gateway = Gateway(f"gateway-{self._num_gateways}", self.config, self.network)
         self.gateways.append(gateway)
+        if self.config.siblings:
+            gateway.fleet.tell_siblings = partial(self._tell_siblings, gateway)
         for worker in self.workers.values():
             gateway.fleet.join(worker.info.address, worker_id=worker.worker_id)
         return gateway
+
+    def _tell_siblings(self, gateway: Gateway, worker_id: str, num_tokens: int, num_blocks: int) -> None:
+        for other in self.gateways:
+            if other is not gateway and other.alive:
+                self._loop.call_later(DATAGRAM_S, other.fleet.given_elsewhere, worker_id, num_tokens, num_blocks)
 
     async def restart_gateway(self, place: int) -> None:
         """Its process ends, and with it every answer under way; another one takes its place."""

@@ -47,7 +47,7 @@ class SiblingPrefixIndex:
         self.local = local
         self._path = expectations_socket(folder, number)
         others = [other for other in range(count) if other != number]
-        self._ways = [_Way(expectations_socket(folder, other)) for other in others]
+        self._ways = [Way(expectations_socket(folder, other)) for other in others]
         self._end: socket.socket | None = None
         self.num_heard = 0
 
@@ -88,7 +88,7 @@ class SiblingPrefixIndex:
     # -- siblings ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        self._end = _bound(self._path)
+        self._end = bound(self._path)
         asyncio.get_running_loop().add_reader(self._end, self._hear)
 
     async def close(self) -> None:
@@ -120,7 +120,7 @@ class SiblingPrefixIndex:
                 self.num_heard += 1
 
 
-class _Way:
+class Way:
     """To one sibling, whatever life it is in."""
 
     def __init__(self, path: str) -> None:
@@ -173,7 +173,7 @@ class _Way:
         return True
 
 
-def _bound(path: str) -> socket.socket:
+def bound(path: str) -> socket.socket:
     Path(path).unlink(missing_ok=True)  # of one that died
     end = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
