@@ -166,7 +166,8 @@ def main(
         )
     Console(width=None if sys.stdout.isatty() else 180).print(table(curve))
     if json_file is not None:
-        ran = {"format": FORMAT, "command": shlex.join(sys.argv[1:]), "hardware": asdict(find_hardware())}
+        asked = {"seconds": seconds, "prompts": input_len, "answers": output_len, "at_once": at_once, "baton": baton}
+        ran = {"format": FORMAT, "asked": asked, "hardware": asdict(find_hardware())}
         write_json(json_file, ran | {"versions": find_versions(), "curves": [asdict(curve)]})
     if plot_file is not None:
         plot([curve], plot_file)
