@@ -308,9 +308,10 @@ class Fleet:
                     "start both with the same setting",
                     param=name,
                 )
-        # Two that fit the first need not fit one another: blocks of 4, 8 and 12.
-        for other in self._here(besides=member):
-            require_compatible(info.worker_id, info.layout, other.worker_id, other.layout)
+        # Two that fit the first need not fit one another: blocks of 4, 8 and 12. Those of one layout are asked once.
+        others = {other.layout: other.worker_id for other in self._here(besides=member)}
+        for layout, worker_id in others.items():
+            require_compatible(info.worker_id, info.layout, worker_id, layout)
         if info.layout.block_size != reference.layout.block_size:
             log.info(
                 "worker %s has blocks of %d tokens, %s of %d: prompts are hashed in both",

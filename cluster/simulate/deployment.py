@@ -29,7 +29,7 @@ from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.policies.registry import policy_of
 from router.prefix.index import NO_MATCH
-from router.prefix.memory import MemoryPrefixIndex
+from router.prefix.registry import local_index
 
 HEALTH_TIMEOUT_S = 2.0
 DATAGRAM_S = 0.0001  # from process to process on one machine
@@ -42,7 +42,7 @@ class Gateway:
     def __init__(self, name: str, config: SimulationConfig, network: Network) -> None:
         self.name = name
         self.fleet = Fleet(
-            index=MemoryPrefixIndex(), config=config.router, gateway_id=name, open_channel=network.open_channel
+            index=local_index(), config=config.router, gateway_id=name, open_channel=network.open_channel
         )
         policy = policy_of(config.router)
         self.dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config.router)
@@ -71,10 +71,12 @@ class Served:
 
 
 class Deployment:
-    """Create on the loop, `start`, `stop`. `workers` are those that live, `served` those that have ended."""
+    """Create on the loop, `start`, `stop`. Nothing will fail if it is `untroubled`. `workers` are those that live,
+    `served` those that have ended."""
 
-    def __init__(self, config: SimulationConfig, chronicle: Chronicle) -> None:
+    def __init__(self, config: SimulationConfig, chronicle: Chronicle, *, untroubled: bool = False) -> None:
         self.config = config
+        self._untroubled = untroubled
         self.chronicle = chronicle
         self.network = Network(config.wire, random.Random(f"{config.seed} network"))
         self.lanes = Lanes(config.cards)
@@ -199,6 +201,7 @@ class Deployment:
             lanes=self.lanes,
             skew_s=self._skews.random() * config.max_skew_s,
             gaps=self.gaps,
+            withholds=self._untroubled and config.num_gateways == 1,
         )
         try:
             yield Loading(share=0.0)

@@ -52,7 +52,7 @@ def simulate(
 
     async def main() -> Outcome:
         chronicle = Chronicle(write)
-        deployment = Deployment(config, chronicle)
+        deployment = Deployment(config, chronicle, untroubled=not faults)
         clients = Clients(deployment, chronicle, seed=config.seed)
         invariants = Invariants(deployment, clients)
         await deployment.start()

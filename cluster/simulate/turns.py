@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from cluster.simulate.device import Device
 from cluster.simulate.gaps import Gaps
-from protos.values import Health, SequenceUpdate, StepMessage
+from protos.values import Health, KVEvents, SequenceUpdate, StepMessage
 from workers.engine.engine import Engine
 from workers.rpc.loop import IDLE_TICK_S
 from workers.rpc.progress import Progress
@@ -36,9 +36,11 @@ LEAST_CALM = 3
 class EngineTurns:
     """`workers.rpc.loop.Turns`. `publish` is called with each step's message when the step is over.
 
-    Frozen, it takes no turn and no call. The engine's clock is `skew_s` ahead. `quiet_until` says until when, by the
-    engine's clock, its role certainly does nothing unless something comes from outside; without it there are no leaps.
-    `gaps` hears of all tokens that are told of, and when the steps that made them were over.
+    `receive` lands the KV that has come: may a request begin, or end, by it? Frozen, it takes no turn and no call. The
+    engine's clock is `skew_s` ahead. `quiet_until` says until when, by the engine's clock, its role certainly does
+    nothing unless something comes from outside; without it there are no leaps. `gaps` hears of all tokens that are told
+    of, and when the steps that made them were over. One that leaps and `withholds` tells of an answer's first tokens,
+    and of the others with its end: nobody decides by them.
     """
 
     def __init__(
@@ -47,20 +49,25 @@ class EngineTurns:
         device: Device,
         *,
         publish: Callable[[StepMessage], None],
+        receive: Callable[[float], bool],
         stall_s: float = 60.0,
         skew_s: float = 0.0,
         quiet_until: Callable[[], float] | None = None,
         gaps: Gaps | None = None,
+        withholds: bool = False,
     ) -> None:
         self._engine = engine
         self._device = device
         self._publish = publish
+        self._receive = receive
         self._skew_s = skew_s
         self._quiet_until = quiet_until
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Callable[[], None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._updates: list[SequenceUpdate] = []  # of steps that nobody was told of
+        self._withholds = withholds and quiet_until is not None
+        self._withheld: dict[str, list[SequenceUpdate]] = {}  # by requests that were told of
         self._made: list[tuple[list[str], Sequence[float]]] = []  # whose tokens they brought, and when they were over
         self._gaps = gaps
         self._busy = False
@@ -100,8 +107,19 @@ class EngineTurns:
         """Something outside the engine happened. Between two steps the next turn begins at once."""
         if self._stopped or self._frozen:
             return
-        self.settle()
+        self._rouse()
         self._num_calm = 0
+
+    def attend(self) -> None:
+        """KV has come or has left. What comes during a leap is landed, and ends it only if a request may begin, or end,
+        by it: of the rest no gateway is told."""
+        if self._stopped or self._frozen:
+            return
+        if not self._ahead_s or self._receive(self._loop.time() + self._skew_s):
+            self._rouse()
+
+    def _rouse(self) -> None:
+        self.settle()
         if not self._busy:
             self._arm(self._loop.time())
 
@@ -197,13 +215,47 @@ class EngineTurns:
         """What the steps since the last message have to say, as one message."""
         updates, self._updates = self._updates, []
         self._count_gaps(updates)
-        num_rows, self._num_rows = self._num_rows, len(self._device.last.rows)
-        ended = any(update.finish_reason is not None or update.error is not None for update in updates)
-        self._num_calm = 0 if ended or num_rows != self._num_rows else self._num_calm + 1
+        self._num_calm += 1
+        if not self._withholds:  # then whoever is told of an answer may still be told of its end
+            num_rows, self._num_rows = self._num_rows, len(self._device.last.rows)
+            ended = any(update.finish_reason is not None or update.error is not None for update in updates)
+            self._num_calm = 0 if ended or num_rows != self._num_rows else self._num_calm
         events = self._engine.drain_events()
-        if updates or events:
-            self._told = self._engine.load()
-            self._publish(StepMessage(updates=merged(updates), events=(events,) if events else (), load=self._told))
+        if not updates and not events:
+            return
+        if self._withholds and not self._engine.draining:
+            updates = self._sifted(updates)
+            if not updates and self._num_calm > LEAST_CALM:
+                return self._say(events)
+        self._told = self._engine.load()
+        self._publish(StepMessage(updates=merged(updates), events=(events,) if events else (), load=self._told))
+
+    def _sifted(self, updates: Sequence[SequenceUpdate]) -> list[SequenceUpdate]:
+        """Without further tokens of answers that are told of already: they come with the end of the answer, or with
+        whatever else there is to say of it."""
+        told: list[SequenceUpdate] = []
+        for update in updates:
+            known = self._withheld.get(update.request_id)
+            if known is not None and update.is_plain:
+                known.append(update)
+                continue
+            told += known or ()
+            told.append(update)
+            if update.finish_reason is None:
+                self._withheld[update.request_id] = []
+            else:
+                self._withheld.pop(update.request_id, None)
+        scheduler = self._engine.scheduler
+        if len(self._withheld) > 2 * scheduler.num_running + 64:  # some were aborted
+            self._withheld = {one: kept for one, kept in self._withheld.items() if one in scheduler}
+        return told
+
+    def _say(self, events: KVEvents | None) -> None:
+        """What gateways decide by, if it is another than they know."""
+        load = self._engine.load()
+        if events or replace(load, step=self._told.step) != self._told:
+            self._told = load
+            self._publish(StepMessage(events=(events,) if events else (), load=load))
 
     def _note(self, updates: Sequence[SequenceUpdate], ends_s: Sequence[float]) -> None:
         """Keeps what steps that were over at these times brought, until it is told."""

@@ -65,6 +65,7 @@ class SimulatedWorker:
         lanes: Lanes,
         skew_s: float = 0.0,
         gaps: Gaps | None = None,
+        withholds: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self._spec = spec
@@ -97,10 +98,12 @@ class SimulatedWorker:
             self.engine,
             self.device,
             publish=self.servicer.publish,
+            receive=self._receive,
             stall_s=spec.stall_s,
             skew_s=skew_s,
             quiet_until=self._quiet_until if spec.leaping else None,
             gaps=gaps,
+            withholds=withholds,
         )
         self.servicer.attach(self.turns)
         self.port: Port | None = None
@@ -218,8 +221,14 @@ class SimulatedWorker:
             return -math.inf
         return self.role.ledger.next_deadline_s()
 
+    def _receive(self, now: float) -> bool:
+        incoming = self.role.incoming
+        before = incoming.num_settled
+        incoming.receive(now)
+        return incoming.num_settled != before
+
     def _ring(self) -> None:
-        self.turns.wake()
+        self.turns.attend()
 
     def _stats(self) -> WorkerStats:
         return WorkerStats(

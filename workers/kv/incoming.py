@@ -72,6 +72,9 @@ class Incoming:
         self._busy_s = 0.0
         self._num_pulled_tokens = 0
         self._num_failed_pulls = 0
+        self._landing: dict[str, tuple[int, float]] = {}  # bytes that are here, and how long they took, by ticket
+        self.num_settled = 0
+        """How often a ticket's KV was here in full, or was known not to come: then a request may begin, or end."""
 
     @property
     def retry_after_s(self) -> float:
@@ -88,7 +91,7 @@ class Incoming:
         TransferFailed for a generation that has been fenced or has ended.
         """
         self._check(request)
-        self._receive(now)  # what was lost so far was not lost by the new ticket
+        self.receive(now)  # what was lost so far was not lost by the new ticket
         known = self.ledger.renew(request.request_id, request.generation, now)
         if known is not None:
             return known.ticket
@@ -229,7 +232,7 @@ class Incoming:
 
     def tick(self, now: float) -> tuple[tuple[str, BatonError], ...]:
         """Lands what has come and ends what is over; requests that cannot go on."""
-        self._receive(now)
+        self.receive(now)
         for reservation in self.ledger.expire(now):
             self._free(reservation)
         self._mover.sources.tend(now, self._live_sources)
@@ -300,7 +303,8 @@ class Incoming:
         self._num_failed_pulls += 1
         log.warning("request %s computes its whole prompt, nothing was pulled: %s", request.request_id, reason)
 
-    def _receive(self, now: float) -> None:
+    def receive(self, now: float) -> None:
+        """Lands what has come. `tick` does as well; this alone may also be called while a step goes on."""
         for event in self._mover.poll_arrived():
             if isinstance(event, Arrived):
                 self._land(event, now)
@@ -315,10 +319,21 @@ class Incoming:
         else:
             self._mover.land(chunk, block_ids)
             self.ledger.landed(chunk, now)
-            self._num_bytes += chunk.num_bytes(self._layout)  # on all ranks; the event tells of rank 0 only
-            self._busy_s += event.elapsed_s
+            num_bytes, busy_s = self._landing.get(chunk.ticket_id, (0, 0.0))
+            num_bytes += chunk.num_bytes(self._layout)  # on all ranks; the event tells of rank 0 only
+            self._landing[chunk.ticket_id] = (num_bytes, busy_s + event.elapsed_s)
+            if self.ledger.state(chunk.ticket_id, chunk.generation) is TicketState.ARRIVED:
+                self.num_settled += 1
+                self._count(chunk.ticket_id)
+
+    def _count(self, ticket_id: str) -> None:
+        """What has come for a ticket, once no more will."""
+        num_bytes, busy_s = self._landing.pop(ticket_id, (0, 0.0))
+        self._num_bytes += num_bytes
+        self._busy_s += busy_s
 
     def _lost(self, event: LaneLost) -> None:
+        self.num_settled += 1
         reason = f"the lane from {event.peer} was lost: {event.reason}"
         for reservation in self.ledger.abort_source(event.peer, reason, event.cause):
             self._free(reservation)
@@ -330,6 +345,7 @@ class Incoming:
 
     def _free(self, reservation: Reservation | None) -> None:
         if reservation is not None:
+            self._count(reservation.ticket.ticket_id)
             self._pool.release(reservation.block_ids)
 
 

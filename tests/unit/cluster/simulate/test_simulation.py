@@ -62,12 +62,14 @@ def test_the_fingerprint_does_not_depend_on_how_python_hashes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "policy", "depth"), [(1, 2, "slo", 1), (0, 2, "prefix_aware", 0), (2, 2, "slo", 0)]
+    ("prefill", "decode", "policy", "depth", "num_gateways"),
+    [(1, 2, "slo", 1, 2), (0, 2, "prefix_aware", 0, 2), (2, 2, "slo", 0, 1), (0, 2, "slo", 1, 1)],
 )
-def test_leaps_change_no_event(prefill: int, decode: int, policy: str, depth: int) -> None:
-    """Whatever the policy learns from: the pace that workers tell of, when tokens came, what caches hold and evict."""
+def test_leaps_change_no_event(prefill: int, decode: int, policy: str, depth: int, num_gateways: int) -> None:
+    """Whatever the policy learns from: the pace that workers tell of, when tokens came, what caches hold and evict.
+    With one gateway, which is not told of every token of an answer, and with two."""
     asked = sessions("conversations", num=40, rate=12.0)
-    config = town(prefill=prefill, decode=decode, num_blocks=700, num_gateways=2)
+    config = town(prefill=prefill, decode=decode, num_blocks=700, num_gateways=num_gateways)
     config = replace(config, router=replace(config.router, policy=policy), spec=replace(config.spec, depth=depth))
     leaping = simulate(replace(config, spec=replace(config.spec, leaping=True)), asked)
     stepping = simulate(config, asked)
