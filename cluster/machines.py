@@ -13,20 +13,25 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.config import RayConfig
 from cluster.placement import Node
-from cluster.scratch import Scratch
-from cluster.stopping import SIGNALS
-from protos.errors import Misconfigured, Unavailable
+from cluster.reachable import check_answers, no_ray
+from cluster.scratch import Scratch, kill_users
+from cluster.stopping import RAY_THREAD, SIGNALS
+from protos.errors import Unavailable
+
+log = logging.getLogger("baton.cluster")
 
 Result = TypeVar("Result")
 
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 * 2**20  # nothing travels through it; Ray wants at least 75 MB
+STOP_S = 10.0  # a Ray that has started ends within one or two
+GIVE_UP_S = 1.0  # for one that is still starting, and was killed
 MAX_FOLDER_CHARS = 40  # Ray makes unix sockets below its folder, whose paths hold 107 bytes in all
 PRIVATE = {
     "RAY_AUTH_MODE": "token",
@@ -38,11 +43,13 @@ PRIVATE = {
 
 class Machines:
     """`start` and `stop` bracket everything else. Ray's calls that wait run on one thread that lives as long as this:
-    the kernel ends Ray's processes with the thread that started them."""
+    the kernel ends Ray's processes with the thread that started them. A call that never returns, in C++, is left behind
+    by `stop`, and ends with this process (`cluster.stopping.leave`)."""
 
     def __init__(self, config: RayConfig) -> None:
         self._config = config
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=RAY_THREAD)
+        self._starting: Future[None] | None = None
         self._scratch: Scratch | None = None
 
     @property
@@ -56,15 +63,33 @@ class Machines:
 
     async def start(self) -> None:
         """Raises Misconfigured when there is no Ray at the address, or none can be started."""
-        await self.call(self._start)
-        # Ray has put handlers of its own below Python's, which print a stack trace whenever we are asked to stop.
-        for number in SIGNALS:
-            signal.signal(number, signal.getsignal(number))
+        address = self._config.address
+        if address:
+            await check_answers(address)
+        self._starting = self._thread.submit(self._start)
+        try:
+            await asyncio.wrap_future(self._starting)
+        finally:
+            _take_signals_back()
 
     async def stop(self) -> None:
-        """Ends the driver, and a private Ray with all its processes. Idempotent."""
-        await self.call(self._stop)
+        """Ends the driver, and a private Ray with all its processes, in seconds whatever it is at. Idempotent."""
+        if self._starting is None:
+            return
+        is_up = self._starting.done()
+        if not is_up:
+            self._kill()
+        self._starting = None
+        _take_signals_back()
+        stopping = asyncio.ensure_future(self.call(self._stop))
+        done, _ = await asyncio.wait([stopping], timeout=STOP_S if is_up else GIVE_UP_S)
+        if is_up and not done:
+            log.warning("Ray has not ended within %g s: it is killed", STOP_S)
+        self._kill()
+        self._remove()
         self._thread.shutdown(wait=False)
+        for task in done:
+            task.result()
 
     async def call(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -85,10 +110,7 @@ class Machines:
             _silence()
             ray.init(logging_level=logging.ERROR, **options)
         except ConnectionError as error:
-            address, reason = self._config.address, (str(error).splitlines() or [""])[0]
-            raise Misconfigured(
-                f"there is no Ray at {address}: {reason}; correct --ray-address", param="ray.address"
-            ) from error
+            raise no_ray(self._config.address, (str(error).splitlines() or [""])[0]) from error
         except Exception as error:  # Ray raises bare ones
             self._stop()
             raise Unavailable(f"Ray did not start: {error}") from error
@@ -115,9 +137,21 @@ class Machines:
         import ray
 
         ray.shutdown()
+        self._remove()
+
+    def _kill(self) -> None:
+        if self._scratch is not None:
+            kill_users(self._scratch.path)
+
+    def _remove(self) -> None:
         if self._scratch is not None:
             self._scratch.remove()
-            self._scratch = None
+
+
+def _take_signals_back() -> None:
+    """Ray puts handlers of its own below Python's, which print a stack trace whenever we are asked to stop."""
+    for number in SIGNALS:
+        signal.signal(number, signal.getsignal(number))
 
 
 def _silence() -> None:

@@ -26,7 +26,7 @@ from cluster.log import LogFormat
 from cluster.pools import Pools
 from cluster.progress import Bars
 from cluster.sockets import check_free, listen
-from cluster.stopping import Stop
+from cluster.stopping import Stop, stopping
 
 if TYPE_CHECKING:
     from cluster.front import Front
@@ -50,6 +50,7 @@ class Deployment:
         self._bars = Bars(console)
         self._pools = Pools(config, self._bars)
         self._front: Front | Gateways | None = None
+        self._serves = False
 
     async def run(self) -> None:
         """Until cancelled; raises BatonError when it cannot start, or a part of it cannot go on."""
@@ -64,6 +65,7 @@ class Deployment:
             await self._pools.start(DirectAnnouncer(front.fleet))
             await self._pools.ready()
             await front.ready()
+        self._serves = True
         self._greet(front)
         ended = [asyncio.ensure_future(self._pools.wait()), asyncio.ensure_future(front.wait())]
         try:
@@ -77,8 +79,8 @@ class Deployment:
 
     async def stop(self) -> None:
         """In order, and as patiently as the configuration says; cancelled, it leaves the rest to `end`."""
-        grace_s = self._config.supervision.grace_s
-        log.info("stopping: running requests have %g s to finish; Ctrl-C again stops at once", grace_s)
+        grace_s = self._config.supervision.grace_s if self._serves else 0.0
+        log.info("%s; Ctrl-C again stops at once", stopping(grace_s))
         if self._front is not None:
             await self._front.stop(grace_s)
         await self._pools.stop()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+RAY_THREAD = "ray"
+THREAD_END_S = 0.5
 
 
 class Stop:
@@ -36,6 +41,11 @@ class Stop:
         return await _race(work, self.forced)
 
 
+def stopping(grace_s: float) -> str:
+    """What people are told."""
+    return f"stopping: running requests have {grace_s:g} s to finish" if grace_s else "stopping: nothing is served yet"
+
+
 async def _race(work: Coroutine[Any, Any, None], event: asyncio.Event) -> bool:
     task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
     try:
@@ -49,3 +59,15 @@ async def _race(work: Coroutine[Any, Any, None], event: asyncio.Event) -> bool:
         return False
     task.result()
     return True
+
+
+def leave(code: int) -> None:
+    """The last of a process that has stopped everything: ends it here if a call of Ray's never returned, for which
+    Python would wait."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(f"{RAY_THREAD}_"):
+            thread.join(THREAD_END_S)
+            if thread.is_alive():
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)

@@ -16,7 +16,7 @@ from cluster.discovery import Announcer
 from cluster.log import LogFormat
 from cluster.pools import Pools
 from cluster.progress import Bars
-from cluster.stopping import Stop
+from cluster.stopping import Stop, stopping
 from protos.errors import Misconfigured
 
 log = logging.getLogger("baton.cluster")
@@ -93,8 +93,9 @@ async def _run(config: ClusterConfig, console: Console) -> bool:
     workers = Pools(config, bars)
     try:
         await stop.before(_serve(workers, announcer, bars))
-        log.info("stopping: running requests have %g s to finish", config.supervision.grace_s)
-        return await stop.patiently(_stop(workers, config.supervision.grace_s))
+        grace_s = config.supervision.grace_s if workers.plans else 0.0
+        log.info("%s", stopping(grace_s))
+        return await stop.patiently(_stop(workers, grace_s))
     finally:
         await workers.end()
         await announcer.close()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import inspect
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from cluster import entry
 from cluster.cli import VERBS, main, make_app
+from cluster.serve import DEMO
 
 
 def run(*arguments: str) -> str:
@@ -60,13 +64,12 @@ def test_serving_needs_a_model_that_is_there(
 
 
 def test_a_taken_port_is_named_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        http = refused(monkeypatch, capsys, "serve", "--model", str(tmp_path), "--port", str(port))
-        grpc = refused(monkeypatch, capsys, "serve", "--model", str(tmp_path), "--port", "0", "--grpc-port", str(port))
+        http = refused(monkeypatch, capsys, "serve", "--model", DEMO["model"], "--port", str(port))
+        grpc = refused(monkeypatch, capsys, "serve", "--model", DEMO["model"], "--port", "0", "--grpc-port", str(port))
     assert f"port {port} of 127.0.0.1 is taken" in http
     assert "--port" in http
     assert "--grpc-port" in grpc
@@ -88,3 +91,17 @@ def test_pools_need_somebody_to_find_them(monkeypatch: pytest.MonkeyPatch, capsy
 def test_one_process_is_one_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(monkeypatch, capsys, "worker", "--model", "m", "--set", "worker.tp=2")
     assert "one process is one rank" in said
+
+
+def test_ctrl_c_while_the_command_is_imported_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = builtins.__import__
+
+    def interrupted(name: str, *args: Any) -> Any:
+        if name == "cluster.cli":
+            raise KeyboardInterrupt
+        return imported(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 130

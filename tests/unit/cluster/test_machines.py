@@ -1,0 +1,89 @@
+"""What `baton up` does about a Ray that is not there, or does not come up. Nothing here starts one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from cluster import machines
+from cluster.config import RayConfig
+from cluster.machines import Machines
+from cluster.reachable import check_answers
+from cluster.scratch import kill_users
+from protos.errors import Misconfigured
+
+
+@pytest.mark.parametrize("form", ["{}", "ray://{}", "auto"])
+async def test_that_nobody_listens_is_said_before_ray_tries_for_minutes(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        address = f"127.0.0.1:{somebody.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        await check_answers(form.format(address))
+    with pytest.raises(Misconfigured, match=f"there is no Ray at .*{address}: .*refused.*; correct --ray-address"):
+        await Machines(RayConfig(address=form.format(address))).start()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "host:many", "http://host:1"])
+async def test_an_address_that_cannot_be_one_is_refused(address: str) -> None:
+    with pytest.raises(Misconfigured, match=r"expected host:port, ray://host:port, or auto"):
+        await check_answers(address)
+
+
+async def test_a_start_that_never_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting, never = threading.Event(), threading.Event()
+
+    def start(self: Machines) -> None:
+        starting.set()
+        never.wait()
+
+    monkeypatch.setattr(Machines, "_start", start)
+    monkeypatch.setattr(Machines, "_stop", lambda self: None)
+    monkeypatch.setattr(machines, "GIVE_UP_S", 0.01)
+    ray = Machines(RayConfig())
+    start_up = asyncio.create_task(ray.start())
+    await asyncio.to_thread(starting.wait)
+    start_up.cancel()
+    try:
+        await ray.stop()
+        await ray.stop()
+    finally:
+        never.set()
+
+
+STUCK = """
+import sys, threading
+from cluster.cli import main
+from cluster.config import RayConfig
+from cluster.machines import Machines
+Machines(RayConfig())._thread.submit(threading.Event().wait)
+sys.argv = ["baton", "key", "--no-such-flag"]
+main()
+"""
+
+
+def test_a_call_that_never_returns_does_not_keep_the_process() -> None:
+    root = Path(__file__).parents[3]
+    ended = subprocess.run([sys.executable, "-c", STUCK], cwd=root, check=False, capture_output=True, timeout=100)
+    assert ended.returncode == 2, ended.stderr
+
+
+async def test_processes_that_use_a_folder_are_killed_and_no_others(tmp_path: Path) -> None:
+    theirs, others = (tmp_path / name for name in ("baton-a", "baton-b"))
+    sleeping = [
+        await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", str(path), stdin=asyncio.subprocess.PIPE)
+        for path in (theirs, others)
+    ]
+    kill_users(theirs)
+    assert await sleeping[0].wait() == -9
+    assert sleeping[1].returncode is None
+    os.kill(sleeping[1].pid, 9)
+    await sleeping[1].wait()
