@@ -50,21 +50,33 @@ class Registers {
     ~Registers() { _tile_release(); }
     Registers(const Registers&) = delete;
 
-    // Rows of tiles 0, 1 and 4 (`upper`), and of 2, 3 and 5 (`lower`); columns of the right operands, and so of the sums.
-    void shape(int upper, int lower, int columns = rows) {
-        if (upper == upper_ && lower == lower_ && columns == columns_) return;
-        upper_ = upper, lower_ = lower, columns_ = columns;
+    // Rows of tiles 0, 1 and 4 (`upper`), and of 2, 3 and 5 (`lower`).
+    void shape(int upper, int lower) {
+        if (upper == upper_ && lower == lower_) return;
+        upper_ = upper, lower_ = lower;
         Shapes shapes;
         for (int tile = 0; tile < 8; tile++) {
             const bool is_lower = tile == 2 || tile == 3 || tile == 5;
             shapes.num_rows[tile] = uint8_t(tile >= 6 ? rows : is_lower ? lower : upper);
-            shapes.bytes_of_row[tile] = uint16_t(tile == 4 || tile == 5 ? 64 : columns * 4);
+            shapes.bytes_of_row[tile] = 64;
+        }
+        asm volatile("ldtilecfg %0" ::"m"(shapes));
+    }
+
+    // `width` columns of tiles 0 and 6, and rows of 1, 2 and 5.
+    void shape_for_decoding(int width) {
+        if (upper_ == 0 && lower_ == width) return;
+        upper_ = 0, lower_ = width;
+        Shapes shapes;
+        for (int tile = 0; tile < 8; tile++) {
+            shapes.num_rows[tile] = uint8_t(tile == 1 || tile == 2 || tile == 5 ? width : rows);
+            shapes.bytes_of_row[tile] = uint16_t(tile == 0 || tile == 6 ? width * 4 : 64);
         }
         asm volatile("ldtilecfg %0" ::"m"(shapes));
     }
 
   private:
-    int upper_ = 0, lower_ = 0, columns_ = 0;
+    int upper_ = 0, lower_ = 0;
 };
 
 // A thread's own memory, kept from one call to the next, on pages so large that no access waits for their addresses.

@@ -20,14 +20,13 @@
 
 namespace {
 
-using paged::Batch, paged::chunk, paged::Places, paged::Shape, paged::Tile;
+using paged::Batch, paged::chunk, paged::infinity, paged::Places, paged::Shape, paged::Tile;
 
 constexpr int lanes = 16;
 constexpr int most_queries = 96;  // of a tile: its buffers stay in a core's second-level cache
 
 typedef float Vector __attribute__((vector_size(lanes * 4), aligned(4)));
 
-constexpr float infinity = std::numeric_limits<float>::infinity();
 
 inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 inline void store(float* to, Vector x) { *reinterpret_cast<Vector*>(to) = x; }
@@ -197,7 +196,7 @@ class Worker {
         std::fill_n(sums_.begin(), num_rows * width_, 0.0f);
         std::fill_n(best_.begin(), num_rows, -infinity);
         std::fill_n(total_.begin(), num_rows, 0.0f);
-        int64_t start = tile.first_key(shape_);
+        int64_t start = tile.first_key(shape_) / chunk * chunk;
         for (Places<T> here(shape_, tile, 0, start, k_cache, v_cache); start < tile.stop(); start += chunk) {
             const Places<T> next(shape_, tile, 0, start + chunk, k_cache, v_cache);
             fetch(next);  // pages are scattered: no processor guesses where the next one lies

@@ -11,7 +11,8 @@
 
 namespace paged {
 
-constexpr int chunk = 64;  // keys looked at together
+constexpr int chunk = 64;  // keys looked at together: from a multiple of it on, so that all look at the same ones
+constexpr float infinity = std::numeric_limits<float>::infinity();
 
 struct Shape {
     int64_t num_heads, num_kv_heads, head_dim, block_size, window;  // window 0: none
@@ -47,7 +48,8 @@ struct Tile {
     }
 };
 
-// Where a chunk's keys and values of one head lie; null past the end, where there are another's, or was never written.
+// Where a chunk's keys and values of one head lie; null outside what the tile sees, where there are another's, or was never
+// written.
 template <typename T>
 struct Places {
     const T *keys[chunk] = {}, *values[chunk] = {};
@@ -55,7 +57,7 @@ struct Places {
 
     Places(const Shape& shape, const Tile& tile, int64_t nth_head, int64_t start, const T* k_cache, const T* v_cache) {
         num_keys = int(std::clamp<int64_t>(tile.stop() - start, 0, chunk));
-        for (int i = 0; i < num_keys;) {
+        for (int i = int(std::max<int64_t>(0, tile.first_key(shape) - start)); i < num_keys;) {
             const int64_t page = (start + i) / shape.block_size, offset = (start + i) % shape.block_size;
             const int64_t head = int64_t(tile.table[page]) * shape.num_kv_heads + tile.kv_head + nth_head;
             const int64_t in_page = std::min<int64_t>(shape.block_size - offset, num_keys - i);

@@ -22,14 +22,13 @@
 namespace {
 
 using paged::Batch, paged::chunk, paged::Shape, paged::Tile;
-using tiles::fence, tiles::power_of_two;
+using paged::infinity, tiles::fence;
 using Places = paged::Places<bfloat16>;
 
 constexpr int columns = 16;           // queries of a block
 constexpr int num_key_tiles = chunk / tiles::rows;
 constexpr int num_key_steps = chunk / tiles::depth;
 constexpr int64_t most_queries = 256;  // of a tile: what a block keeps between chunks stays in the second-level cache
-constexpr float infinity = std::numeric_limits<float>::infinity();
 
 // Asks for a chunk's lines, two keys' and their values' at a time.
 class Fetch {
@@ -76,13 +75,13 @@ class Worker {
              const bfloat16* v_cache, bfloat16* out) {
         const int64_t num_rows = tile.num_tokens * shape_.group(), num_blocks = (num_rows + columns - 1) / columns;
         begin(tile, q, num_rows, num_blocks);
-        int64_t start = tile.first_key(shape_), head = 0;
+        int64_t start = tile.first_key(shape_) / chunk * chunk, head = 0;
         for (Places here(shape_, tile, head, start, k_cache, v_cache); start < tile.stop();) {
             const bool wraps = head + 1 == tile.num_kv_heads;
             const int64_t next_head = wraps ? 0 : head + 1, next_start = wraps ? start + chunk : start;
             const bool ends = next_start >= tile.stop() && following != nullptr;
             const Places next(shape_, ends ? *following : tile, next_head,
-                              ends ? following->first_key(shape_) : next_start, k_cache, v_cache);
+                              ends ? following->first_key(shape_) / chunk * chunk : next_start, k_cache, v_cache);
             lay_keys(here);
             lay_values(here);
             fence();
@@ -216,39 +215,12 @@ class Worker {
         }
     }
 
-    // Scores become weights relative to the best so far, in pairs of keys. By how much the sums so far count less.
     __m512 weigh(int64_t block, Fetch& fetch) {
-        const __m512 to_log2 = _mm512_set1_ps(shape_.scale * log2e);
-        __m512 peaks[4];
-        for (int i = 0; i < 4; i++) peaks[i] = _mm512_load_ps(scores_ + i * columns);
-        for (int key = 4; key < chunk; key += 4)
-            for (int i = 0; i < 4; i++) peaks[i] = _mm512_max_ps(peaks[i], _mm512_load_ps(scores_ + (key + i) * columns));
-        const __m512 peak = _mm512_max_ps(_mm512_max_ps(peaks[0], peaks[1]), _mm512_max_ps(peaks[2], peaks[3]));
-        const __m512 before = _mm512_load_ps(best_ + block * columns);
-        const __m512 best = _mm512_max_ps(before, _mm512_mul_ps(peak, to_log2));
-        const __mmask16 seen = _mm512_cmp_ps_mask(best, _mm512_set1_ps(-infinity), _CMP_NEQ_UQ);
-        const __m512 base = _mm512_maskz_mov_ps(seen, best);  // nothing seen yet: all weights are next to 0
-        __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-        for (int key = 0; key < chunk; key += 2) {
-            fetch.some();
-            __m512 weights[2];
-            for (int i = 0; i < 2; i++) {
-                weights[i] = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(scores_ + (key + i) * columns), to_log2, base));
-                sum[i] = _mm512_add_ps(sum[i], weights[i]);
-            }
-            _mm512_store_si512(weights_ + key * columns, in_pairs(weights[0], weights[1]));
-        }
-        const __m512 factor = power_of_two(_mm512_sub_ps(before, base));
-        float* total = total_ + block * columns;
-        _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_load_ps(total), factor, _mm512_add_ps(sum[0], sum[1])));
-        _mm512_store_ps(best_ + block * columns, best);
-        return factor;
-    }
-
-    static __m512i in_pairs(__m512 even, __m512 odd) {
-        alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-        return _mm512_permutexvar_epi16(_mm512_load_si512(order), (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+        const auto put = [&](int pair, __m512 even, __m512 odd) {
+            _mm512_store_si512(weights_ + pair * 2 * columns, tiles::in_pairs(even, odd));
+        };
+        return tiles::weigh(scores_, columns, shape_.scale, best_ + block * columns, total_ + block * columns, put,
+                            [&] { fetch.some(); });
     }
 
     // Two parts of D at a time: head sizes are multiples of 32.
@@ -310,8 +282,9 @@ void attend(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache,
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t i = 0; i < num_tiles; i++)
             if (paged::decodes(shape, tiles[i])) {
-                registers.shape(tiles::rows, tiles::rows, decoder.width());
-                decoder.run(tiles[i], q, k_cache, v_cache, out);
+                const int64_t later = i + num_threads;
+                registers.shape_for_decoding(decoder.width());
+                decoder.run(tiles[i], later < num_tiles ? &tiles[later] : nullptr, q, k_cache, v_cache, out);
             } else {
                 registers.shape(tiles::rows, tiles::rows);
                 worker.run(tiles[i], i + 1 < num_tiles ? &tiles[i + 1] : nullptr, q, k_cache, v_cache, out);

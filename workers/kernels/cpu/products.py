@@ -12,12 +12,15 @@ from workers.kernels.cpu.memory import apart, empty_rows, roomy_zeros
 
 _PANEL = 32
 _DEPTH = 32
+_WORTH_PADDING = 8 * _DEPTH
 
 
 def can_tile(weight_OI: torch.Tensor) -> bool:
-    """Has this machine tiles, and do they take this weight?"""
+    """Has this machine tiles, and do they take this weight? Inputs that fill no tile are padded: with a product whose
+    rows depend on how many there are, an answer that is recomputed would not be the same."""
     plain = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.bfloat16
-    return plain and weight_OI.shape[1] % _DEPTH == 0 and min(weight_OI.shape) > 0 and native_tiles() is not None
+    deep = weight_OI.shape[1] % _DEPTH == 0 or weight_OI.shape[1] >= _WORTH_PADDING
+    return plain and deep and min(weight_OI.shape) > 0 and native_tiles() is not None
 
 
 class TiledWeight:
@@ -30,12 +33,13 @@ class TiledWeight:
         self._tiles: Tiles = tiles
         self._num_outputs, self._num_inputs = weight_OI.shape
         self._gated = gated
+        self._depth = -(-self._num_inputs // _DEPTH) * _DEPTH
         self._order = _order(self._num_outputs, gated)
-        self._packed = roomy_zeros(len(self._order), self._num_inputs, dtype=torch.bfloat16)
+        self._packed = roomy_zeros(len(self._order), self._depth, dtype=torch.bfloat16)
         self._bias_O: torch.Tensor | None = None
         self._packed_bias = torch.empty(0)
-        weight_OI = weight_OI.contiguous()
-        sizes = len(self._order), self._num_inputs, torch.get_num_threads()
+        weight_OI = self._padded(weight_OI).contiguous()
+        sizes = len(self._order), self._depth, torch.get_num_threads()
         tiles.pack_product(weight_OI.data_ptr(), self._packed.data_ptr(), self._order.data_ptr(), *sizes)
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,6 +48,7 @@ class TiledWeight:
         assert x_TI.shape[1] == self._num_inputs
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
+        x_TI = self._padded(x_TI)
         if bias_O is not None and bias_O is not self._bias_O:
             self._bias_O, self._packed_bias = bias_O, bias_O.float()[self._order.clamp(min=0)]
         width = self._num_outputs // 2 if self._gated else self._num_outputs
@@ -56,13 +61,21 @@ class TiledWeight:
             out_TO.data_ptr(),
             x_TI.shape[0],
             self._num_outputs,
-            self._num_inputs,
+            self._depth,
             x_TI.stride(0),
             stride,
             self._gated,
             torch.get_num_threads(),
         )
         return out_TO
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._depth == self._num_inputs:
+            return rows
+        padded = empty_rows(rows.shape[0], self._depth, dtype=rows.dtype, stride=apart(self._depth, rows.dtype))
+        padded[:, : self._num_inputs] = rows
+        padded[:, self._num_inputs :] = 0
+        return padded
 
 
 def _order(num_outputs: int, gated: bool) -> torch.Tensor:
