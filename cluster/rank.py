@@ -192,7 +192,7 @@ def _claim(orders: Orders) -> Cores:
     device = orders.worker.device
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         return Cores()
-    return claim_cores(torch.get_num_threads(), orders.worker.bind_cores)
+    return claim_cores(torch.get_num_threads(), orders.worker.bind_cores, orders.seat.rank)
 
 
 def _open_worker(orders: Orders, on_progress: Progress) -> Parts:

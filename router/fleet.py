@@ -357,10 +357,11 @@ class Fleet:
                 return
 
     def _enter(self, member: Member, state: WorkerState, reason: str = "") -> None:
-        planned = member.state is WorkerState.DRAINING and state is WorkerState.LOST
+        had_left = member.has_left
         if member.enter(state, reason):
-            if planned:
-                log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address)
+            if member.has_left:
+                if not had_left:
+                    log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address)
                 self._changed()
                 return
             log.log(

@@ -65,7 +65,8 @@ class Routed:
 class Member:
     """Identity of a worker across its connections and lives. The fleet changes its state, the dispatcher adds work.
 
-    `on_change` is called with it and None whenever anything may have changed that candidates are made of.
+    `on_change` is called with it and None whenever anything may have changed that candidates are made of. `has_left`:
+    it is gone as it was told to, until it is met again.
     """
 
     def __init__(self, worker_id: str, address: str) -> None:
@@ -78,6 +79,7 @@ class Member:
         self.client: WorkerClient | None = None
         self.breaker = Breaker()
         self.on_change: Callable[[Member, None], None] | None = None
+        self.has_left = False
         self._routed: dict[str, Routed] = {}
 
     def changed(self) -> None:
@@ -125,6 +127,7 @@ class Member:
     def enter(self, state: WorkerState, reason: str = "") -> bool:
         """Whether anything changed."""
         changed = (state, reason) != (self.state, self.reason)
+        self.has_left = state is WorkerState.LOST and (self.has_left or self.drains)
         self.state, self.reason = state, reason
         self.changed()
         return changed

@@ -112,8 +112,9 @@ class Cores:
         os.close(self._locks.pop(cpu))
 
 
-def claim_cores(num_threads: int, asked: str) -> Cores:
-    """For a rank of `num_threads`; says in the log what became of it. `asked` is `WorkerConfig.bind_cores`."""
+def claim_cores(num_threads: int, asked: str, rank: int = 0) -> Cores:
+    """For a rank of `num_threads`; says in the log what became of it, and once a worker that there are too few cores.
+    `asked` is `WorkerConfig.bind_cores`."""
     mine = Cores()
     if asked == "off" or not hasattr(os, "sched_getaffinity"):
         return mine
@@ -124,7 +125,10 @@ def claim_cores(num_threads: int, asked: str) -> Cores:
     elif wanted:
         mine.cpus = mine.near = tuple(sorted(wanted))
     elif not mine.claim(read_cores(allowed), num_threads):
-        log.info("threads are not bound: there are no %d cores that no other rank has", num_threads)
+        log.log(
+            logging.DEBUG if rank else logging.INFO,
+            "threads are not bound to cores: each rank needs %d of its own, and not enough are free", num_threads,
+        )  # fmt: skip
     if mine.cpus:
         log.info("%d threads are bound to CPUs %s", num_threads, ", ".join(map(str, mine.cpus)))
     return mine

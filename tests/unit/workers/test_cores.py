@@ -66,3 +66,10 @@ def test_the_setting_turns_it_off_or_names_the_cpus() -> None:
     assert claim_cores(4, f"{first}-{first}").cpus == (first,)
     with pytest.raises(Misconfigured, match="bind_cores is '0-x'"):
         WorkerConfig(model="m", bind_cores="0-x")
+
+
+def test_that_cores_do_not_suffice_is_said_once_a_worker(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        for rank in range(3):
+            claim_cores(100_000, "auto", rank)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["threads are not bound to cores"]
