@@ -21,6 +21,8 @@ STYLES = {
 }  # fmt: skip
 
 PIPED_COLUMNS = 160
+SHORT = 40  # a reason that is longer is told below the table
+LONG = 140  # of which so much is shown: --json has all of it
 
 Worker = Mapping[str, Any]
 Held = Sequence[tuple[str, Mapping[str, Any] | None]]
@@ -73,7 +75,14 @@ def status_tables(status: Mapping[str, Any], url: str) -> RenderableType:
     for table in tables:
         if table.row_count:
             parts += ["", table]
-    return Group(*parts)
+    reasons = [_reason(worker) for worker in workers if len(worker["reason"]) > SHORT]
+    return Group(*parts, *([""] if reasons else []), *reasons)
+
+
+def _reason(worker: Worker) -> Text:
+    reason = str(worker["reason"])
+    shown = reason if len(reason) <= LONG else f"{reason[:LONG].rstrip()} ..."
+    return Text(f"{worker['worker_id']}: {shown}", STYLES.get(worker["state"], ""))
 
 
 def _headline(status: Mapping[str, Any], url: str) -> Text:
@@ -114,7 +123,8 @@ def _workers(workers: Sequence[Worker]) -> Table:
     table = _table("Workers", *columns)
     for worker in workers:
         load, info = worker["load"], worker["info"] or {}
-        told = f"{worker['state']}: {worker['reason']}" if worker["reason"] else worker["state"]
+        reason = worker["reason"] if len(worker["reason"]) <= SHORT else ""
+        told = f"{worker['state']}: {reason}" if reason else worker["state"]
         table.add_row(
             worker["worker_id"],
             Text(told, STYLES.get(worker["state"], "")),

@@ -92,6 +92,14 @@ async def test_tables_show_pools_workers_lanes_and_tickets() -> None:
     assert ticket[:5] == ["prefill-0", "t-9", "(try", "2)", "sending"]
 
 
+async def test_a_long_reason_is_told_below_the_table_and_cut() -> None:
+    reason = "failed to connect to all addresses; " * 10
+    shown = await ask(Crew(Worker(worker_id="decode-9", state="lost", reason=reason, info=PREFILL)))
+    assert ["decode-9", "lost"] in [row[:2] for row in rows(shown)]
+    assert "lost:" not in shown
+    assert any(line.startswith("decode-9: failed to connect") and line.endswith("...") for line in shown.splitlines())
+
+
 async def test_how_much_of_the_transfers_was_hidden_is_shown() -> None:
     load = replace(LOAD, transfer_s=2.0, transfer_hidden_s=1.5)
     shown = rows(await ask(Crew(Worker(worker_id="prefill-0", info=PREFILL, load=load))))
