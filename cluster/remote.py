@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -38,9 +39,12 @@ def root_of(url: str) -> str:
 
 
 def open_client(url: str, api_key: str = "") -> httpx.Client:
-    """For one server. Proxies and the like, which the environment may name, are left aside."""
+    """For one server. Of what the environment names, proxies are left aside, and authorities of certificates
+    (SSL_CERT_FILE, SSL_CERT_DIR) trusted."""
+    root = root_of(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.Client(base_url=root_of(url), headers=headers, timeout=_TIMEOUT, trust_env=False)
+    trusted = ssl.create_default_context() if root.startswith("https:") else True
+    return httpx.Client(base_url=root, headers=headers, timeout=_TIMEOUT, trust_env=False, verify=trusted)
 
 
 def get_json(client: httpx.Client, path: str) -> Any:
@@ -96,6 +100,11 @@ def no_answer(client: httpx.Client, error: httpx.HTTPError) -> Unavailable:
     if isinstance(error, httpx.TimeoutException):
         return Unavailable(f"{client.base_url} does not answer in time")
     if isinstance(error, httpx.ConnectError):
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return Unavailable(
+                f"the certificate of {client.base_url} is not trusted: name the file of its authority in the "
+                f"environment variable SSL_CERT_FILE ({error})"
+            )
         return Unavailable(
             f"no cluster answers at {client.base_url}: start one with `baton up`, or name another with --url"
         )

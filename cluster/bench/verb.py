@@ -152,6 +152,7 @@ def bench(
             temperature=temperature,
         )  # fmt: skip
 
+    check_writable(json_file)
     records, dialect = asyncio.run(_measure(items, make_client, shape.at_once, profiling(profile, url, admin_key)))
     report = make_report(records, objective)
     _tell(target, dialect, records, num_left_out, num_asked=len(items))
@@ -255,11 +256,21 @@ class _Ran:
             "command": command.replace(secret, "...") if secret else command,
             "target": asdict(self.target),
             "dialect": asdict(self.dialect),
-            "workload": asdict(self.shape) | {"trace": str(self.shape.trace or ""), "left_out": self.num_left_out},
+            "workload": asdict(self.shape)
+            | {"concurrency": self.shape.at_once, "trace": str(self.shape.trace or ""), "left_out": self.num_left_out},
             "objective": asdict(self.objective),
             "client": {"hardware": asdict(find_hardware()), "versions": find_versions()},
             "figures": asdict(report),
         }
+
+
+def check_writable(path: Path | None) -> None:
+    """Before a long run, whose figures would be lost. Raises Misconfigured."""
+    try:
+        if path is not None:
+            path.open("ab").close()
+    except OSError as error:
+        raise Misconfigured(f"--json {path}: {error.strerror}", param="json") from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -164,6 +164,11 @@ def read_points(path: Path) -> list[Measured]:
     prompt, and what a request takes besides. Raises Misconfigured."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Misconfigured(f"--calibration {path}: {error.strerror}", param="calibration") from error
+    except ValueError as error:
+        raise Misconfigured(f"--calibration {path}: it is not JSON: {error}", param="calibration") from error
+    try:
         if isinstance(content, dict):
             return _steps_of_profile(content["traceEvents"]) if "traceEvents" in content else _steps_of_bench(content)
         return [
@@ -173,7 +178,7 @@ def read_points(path: Path) -> list[Measured]:
             )
             for one in content
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise Misconfigured(
             f"--calibration {path}: give a JSON list of steps with rows and seconds, or what baton bench wrote with "
             f"--profile, or with --concurrency and --json ({error!r})",
@@ -197,7 +202,9 @@ def _steps_of_profile(events: Sequence[dict[str, Any]]) -> list[Measured]:
 
 
 def _steps_of_bench(document: dict[str, Any]) -> list[Measured]:
-    figures, at_once = document["figures"], int(document["workload"]["concurrency"])
+    if (at_once := document["workload"]["concurrency"]) is None:
+        raise ValueError("it was measured with arrivals: run the bench with --concurrency")
+    figures = document["figures"]
     prompt = figures["num_prompt_tokens"] / figures["num_completed"]
     answer = figures["num_output_tokens"] / figures["num_completed"]
     alone, context = step_of([(prompt, prompt)]), prompt + answer / 2

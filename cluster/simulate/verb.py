@@ -41,7 +41,7 @@ FORMAT = "baton-simulation/1"
 def simulate(
     trace: Annotated[Path | None, typer.Option(help="Requests to replay, in Mooncake's format.")] = None,
     workload: Annotated[str, typer.Option(help=f"Without a trace: {', '.join(GENERATED)}.")] = "poisson",
-    num_requests: Annotated[int | None, typer.Option("--requests", help="How many. Default: 1000, or all.")] = None,
+    num_requests: Annotated[int | None, typer.Option("--requests", min=1, help="Default: 1000, or all.")] = None,
     rate: Annotated[float, typer.Option(help="Generated requests a second, on average.")] = 4.0,
     trace_scale: Annotated[float, typer.Option(help="Multiplies the trace's lengths.")] = 1.0,
     trace_speed: Annotated[float, typer.Option(help="Run the trace's time this many times as fast.")] = 1.0,
@@ -62,7 +62,7 @@ def simulate(
     tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token.")] = None,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
     usd_per_gpu_hour: Annotated[float | None, typer.Option(help="Default: an example price of the GPU.")] = None,
-    fault: Annotated[list[str] | None, typer.Option(help="'AT KIND TARGET [for S] [by N]'. Repeatable.")] = None,
+    fault: Annotated[list[str] | None, typer.Option(help=r"'AT KIND TARGET \[for S] \[by N]'. Repeatable.")] = None,
     faults: Annotated[int, typer.Option(help="So many random faults.")] = 0,
     audit_every: Annotated[int, typer.Option(help="Events between looks at all invariants; 0: at the end.")] = 0,
     single_step: Annotated[bool, typer.Option("--single-step", help="Without leaps: the same, slower.")] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -21,9 +22,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from cluster.front import Front
+from cluster.remote import find_model, open_client
 from cluster.serve import DEMO
 from protos import inference_pb2, inference_pb2_grpc
-from protos.errors import Misconfigured, WorkerLost
+from protos.errors import Misconfigured, Unavailable, WorkerLost
 from protos.tls import WORKER_NAME, FaceTls, PeerTls
 from router.client import WorkerClient, channels_of
 from router.config import RouterConfig
@@ -95,7 +97,7 @@ async def test_a_gateway_does_not_talk_to_a_worker_it_cannot_know(files: Files) 
                 await described(address, files.peers)
 
 
-async def test_clients_are_served_over_tls_by_a_worker_behind_it(files: Files) -> None:
+async def test_clients_are_served_over_tls_by_a_worker_behind_it(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     config = RouterConfig(model_path=Path(DEMO["model"]), model_name="demo", grpc_port=0)
     async with toy(files.peers) as address:
@@ -116,11 +118,21 @@ async def test_clients_are_served_over_tls_by_a_worker_behind_it(files: Files) -
                 stub = inference_pb2_grpc.InferenceStub(channel)
                 models = await stub.ListModels(inference_pb2.ListModelsRequest())
             assert [model.id for model in models.models] == ["demo"]
+            with pytest.raises(Unavailable, match="SSL_CERT_FILE"):
+                await asyncio.to_thread(served_by, front.url)
+            monkeypatch.setenv("SSL_CERT_FILE", str(files.ca))
+            assert await asyncio.to_thread(served_by, front.url) == "demo"
             async with httpx.AsyncClient(base_url=front.url.replace("https", "http")) as client:
                 with pytest.raises(httpx.TransportError):
                     await client.get("/health")
         finally:
             await front.stop(0.0)
+
+
+def served_by(url: str) -> str:
+    """As the verbs of the command line ask."""
+    with open_client(url) as client:
+        return find_model(client).name
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,17 @@ def test_measured_steps_are_read_from_a_file_and_mistakes_are_named(tmp_path: Pa
     file.write_text(json.dumps([{"rows": [[1, 10], [8, 8]], "seconds": 0.5}]))
     (point,) = read_points(file)
     assert (point.step.num_rows, point.step.num_tokens, point.step.num_read, point.seconds) == (2, 9, 18, 0.5)
-    file.write_text("[{}]")
-    with pytest.raises(Misconfigured, match=r"steps\.json"):
-        read_points(file)
+    at_a_rate = {"workload": {"concurrency": None}, "figures": {}}
+    for wrong, told in (
+        ("[{}]", r"steps\.json"),
+        ("a = 1", "it is not JSON"),
+        (json.dumps(at_a_rate), "--concurrency"),
+    ):
+        file.write_text(wrong)
+        with pytest.raises(Misconfigured, match=told):
+            read_points(file)
+    with pytest.raises(Misconfigured, match=r"nowhere\.json: No such file"):
+        read_points(tmp_path / "nowhere.json")
 
 
 def test_figures_of_a_bench_are_steps_too(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""In bfloat16 on AMX a token gets the same bits whether it decodes or is read with others: an answer that goes on
+elsewhere, from its prompt and its tokens, goes on as it would have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.cpu_engine import DEMO, opened
+from protos.values import GenerateRequest, KVLayout, Logprobs, SamplingParams
+from tests.numerics.filled import filled, normal
+from workers.attention.base import AttentionInputs
+from workers.attention.cpu import cpu_attention
+from workers.engine.engine import Engine
+from workers.kernels.cpu.build import native_tiles
+
+pytestmark = pytest.mark.skipif(native_tiles() is None, reason="no AMX here")
+
+
+@pytest.mark.parametrize("window", [None, 5, 64, 100])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 64), (3, 3, 96), (8, 2, 128), (12, 1, 32)])
+def test_attention_has_the_same_bits_for_a_token_that_decodes(
+    num_heads: int, num_kv_heads: int, head_dim: int, window: int | None
+) -> None:
+    """Every token of a chunk behind a cached prefix, alone and among the others."""
+    num_new, num_cached = 90, 70
+    layout = KVLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype="bfloat16")
+    storage, inputs = filled(layout, ((num_new, num_cached),))
+    q_TND = normal(num_new, num_heads, head_dim, dtype=torch.bfloat16, seed=3)
+    backend = cpu_attention(storage)
+    backend.begin(inputs)
+    read_TND = backend.attend(0, q_TND, scale=head_dim**-0.5, window=window)
+    backend.begin(
+        AttentionInputs(
+            positions_T=inputs.positions_T,
+            slots_T=inputs.slots_T,
+            query_starts=tuple(range(num_new + 1)),
+            context_lens=tuple(num_cached + nth + 1 for nth in range(num_new)),
+            block_tables_SB=inputs.block_tables_SB.expand(num_new, -1).contiguous(),
+            max_query=1,
+            max_context=num_cached + num_new,
+        )
+    )
+    decoded_TND = backend.attend(0, q_TND, scale=head_dim**-0.5, window=window)
+    assert torch.equal(read_TND, decoded_TND)
+
+
+def test_an_answer_goes_on_with_the_same_logprobs_when_it_is_recomputed() -> None:
+    prompt_ids = tuple(range(300, 400))
+    with opened(DEMO) as engine:
+        token_ids, logprobs = answer(engine, prompt_ids, 90)
+    for num_given in (37, 70):
+        with opened(DEMO) as engine:
+            further = answer(engine, (*prompt_ids, *token_ids[:num_given]), 90 - num_given)
+        assert further == (token_ids[num_given:], logprobs[num_given:])
+
+
+def answer(engine: Engine, prompt_ids: tuple[int, ...], max_tokens: int) -> tuple[list[int], list[Logprobs]]:
+    """Greedy."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+    engine.submit(GenerateRequest(request_id="r", prompt_ids=prompt_ids, sampling=sampling), now=0.0)
+    token_ids: list[int] = []
+    logprobs: list[Logprobs] = []
+    while engine.has_work():
+        for update in engine.step(now=0.0):
+            token_ids += update.token_ids
+            logprobs += update.logprobs
+    return token_ids, logprobs
