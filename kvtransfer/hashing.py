@@ -15,7 +15,7 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-from kvtransfer.native import load
+from kvtransfer.native import Functions, load
 from protos.chain import Chain
 from protos.values import BLOCK_HASH_BYTES, BlockHash
 
@@ -100,10 +100,9 @@ def fastest() -> Hash:
 
 @cache
 def _library() -> ctypes.PyDLL | None:
-    library = load(Path(__file__).with_suffix(".c")) if sys.byteorder == "little" else None
-    if library is not None:
-        text, number = ctypes.c_char_p, ctypes.c_int64
-        library.chain.argtypes, library.chain.restype = (text, text, number, number, text), None
-        library.chain_ids.argtypes = (text, ctypes.py_object, ctypes.c_int, number, number, text, text)
-        library.chain_ids.restype = number
-    return library
+    text, number = ctypes.c_char_p, ctypes.c_int64
+    functions: Functions = {
+        "chain": ((text, text, number, number, text), None),
+        "chain_ids": ((text, ctypes.py_object, ctypes.c_int, number, number, text, text), number),
+    }
+    return load(Path(__file__).with_suffix(".c"), functions) if sys.byteorder == "little" else None

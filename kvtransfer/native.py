@@ -14,8 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -24,15 +23,23 @@ _FLAGS = "-std=c11 -O2 -march=native -fPIC -shared".split()
 _TIMEOUT_S = 60.0
 
 
-@cache
-def load(source: Path) -> ctypes.PyDLL | None:
-    """The library of one C file, compiled at the first call on a machine (half a second). Calls keep Python's lock."""
+Functions = Mapping[str, tuple[Sequence[type], type | None]]
+"""Of a library: what each takes, and what it gives."""
+
+
+def load(source: Path, functions: Functions | None = None) -> ctypes.PyDLL | None:
+    """The library of one C file, compiled at the first call on a machine (half a second). Calls keep Python's lock.
+    Whoever calls it keeps what it gives."""
     try:
-        return ctypes.PyDLL(str(compile_c(source, cache_folder())))
+        library = ctypes.PyDLL(str(compile_c(source, cache_folder())))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home folder
         reason = getattr(error, "stderr", "") or error
         log.warning("%s is not compiled, Python does its work, more slowly: %s", source.name, reason)
         return None
+    for name, (arguments, result) in (functions or {}).items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    return library
 
 
 def compile_c(source: Path, folder: Path) -> Path:

@@ -8,14 +8,11 @@ A datagram says: (tokens to read, blocks to hold, worker). One that is lost cost
 
 from __future__ import annotations
 
-import asyncio
-import socket
 import struct
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-from router.prefix.siblings import AT_ONCE, Way, bound
+from router.datagrams import Datagrams
 from router.siblings import load_socket
 
 _HEAD = struct.Struct("!II")
@@ -30,31 +27,19 @@ class SharedLoad:
     """Of process `number` of `count`, on one event loop: `start` and `close` it."""
 
     def __init__(self, *, folder: Path, number: int, count: int, take: Take) -> None:
-        self._path = load_socket(folder, number)
-        self._ways = [Way(load_socket(folder, other)) for other in range(count) if other != number]
+        paths = [load_socket(folder, one) for one in range(count)]
+        self._datagrams = Datagrams(paths, number, max_bytes=_MAX_BYTES, hear=self._hear)
         self._take = take
-        self._end: socket.socket | None = None
 
     def tell(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
-        told = _HEAD.pack(min(max(num_tokens, 0), MOST), min(num_blocks, MOST)) + worker_id.encode()
-        for way in self._ways:
-            way.send(told)
+        head = _HEAD.pack(min(max(num_tokens, 0), MOST), min(num_blocks, MOST))
+        self._datagrams.send(head + worker_id.encode())
 
     async def start(self) -> None:
-        self._end = bound(self._path)
-        asyncio.get_running_loop().add_reader(self._end, self._hear)
+        self._datagrams.start()
 
     async def close(self) -> None:
-        if self._end is not None:
-            asyncio.get_running_loop().remove_reader(self._end)
-            self._end.close()
-            self._end = None
-        for way in self._ways:
-            way.close()
+        self._datagrams.close()
 
-    def _hear(self) -> None:
-        assert self._end is not None
-        with suppress(BlockingIOError):
-            for _ in range(AT_ONCE):
-                told = self._end.recv(_MAX_BYTES)
-                self._take(told[_HEAD.size :].decode(), *_HEAD.unpack_from(told))
+    def _hear(self, told: bytes) -> None:
+        self._take(told[_HEAD.size :].decode(), *_HEAD.unpack_from(told))

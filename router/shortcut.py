@@ -20,7 +20,7 @@ from typing import Protocol
 
 import orjson
 
-from kvtransfer.native import load
+from kvtransfer.native import Functions, load
 
 Note = Callable[[Sequence[int], float], None]
 """Is told of tokens that were taken; the last of them at that time (the loop's clock)."""
@@ -33,7 +33,7 @@ _MORE_WORDS = 1024  # models have more ids than their tokenizers
 _NEVER = (ctypes.c_uint64 * 4)()
 
 _P, _S, _N, _F = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_double
-_FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
+_FUNCTIONS: Functions = {
     "words_new": ((_N,), _P),
     "words_free": ((_P,), None),
     "words_learn": ((_P, _N, _S, _N, _S, _N), ctypes.c_int),
@@ -324,12 +324,7 @@ class Board:
 @cache
 def compiled() -> ctypes.PyDLL | None:
     """shortcut.c as a library; None without a compiler. The first call on a machine takes a second."""
-    library = load(Path(__file__).with_suffix(".c"))
-    if library is not None:
-        for name, (arguments, result) in _FUNCTIONS.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, result
-    return library
+    return load(Path(__file__).with_suffix(".c"), _FUNCTIONS)
 
 
 def _check(failed: int | bool) -> None:

@@ -19,7 +19,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from kvtransfer.native import load
+from kvtransfer.native import Functions, load
 from protos.chain import Chain
 from protos.errors import Internal
 from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, Tier
@@ -31,7 +31,7 @@ _APART = 2**31
 _NO_PARENT = bytes(BLOCK_HASH_BYTES)
 
 _P, _S, _N, _F = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_double
-_FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
+_FUNCTIONS: Functions = {
     "table_new": ((ctypes.c_uint64, ctypes.c_uint64), _P),
     "table_free": ((_P,), None),
     "table_store": ((_P, _N, _N, _S, _N, _S), ctypes.c_int),
@@ -166,12 +166,7 @@ class TablePrefixIndex:
 @cache
 def compiled() -> ctypes.PyDLL | None:
     """table.c as a library; None without a compiler. The first call on a machine takes a second."""
-    library = load(Path(__file__).with_suffix(".c"))
-    if library is not None:
-        for name, (arguments, result) in _FUNCTIONS.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, result
-    return library
+    return load(Path(__file__).with_suffix(".c"), _FUNCTIONS)
 
 
 def _check(failed: int) -> None:

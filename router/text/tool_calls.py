@@ -113,8 +113,11 @@ def reader_of(form: ToolFormat, names: Collection[str]) -> CallReader:
     return HermesCalls() if form is ToolFormat.HERMES else JsonCalls(frozenset(names))
 
 
-class HermesCalls:
-    """Text, and calls between tags. White space before a call and behind the last one is not told."""
+class _Calls:
+    """What is not told yet, and the call that it is in. `_closing`: what ends a call is still to come."""
+
+    _opening = ""
+    """What stands before a call, and is text if there is none."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -132,7 +135,7 @@ class HermesCalls:
     def end(self) -> list[Part]:
         parts: list[Part] = []
         if self._call is not None and not self._call.begun:
-            self._held = _OPEN + self._call.raw + self._held
+            self._held = self._opening + self._call.raw + self._held
         elif self._call is not None or self._closing:
             self._held = ""
         if self._held.strip() or not self.num_calls:
@@ -142,6 +145,15 @@ class HermesCalls:
 
     def _take(self, parts: list[Part]) -> bool:
         """Takes from what is held. False: it needs more, or has all."""
+        raise NotImplementedError
+
+
+class HermesCalls(_Calls):
+    """Text, and calls between tags. White space before a call and behind the last one is not told."""
+
+    _opening = _OPEN
+
+    def _take(self, parts: list[Part]) -> bool:
         if self._call is not None:
             return self._take_call(self._call, parts)
         if self._closing:
@@ -179,33 +191,13 @@ class HermesCalls:
         return self._call is None
 
 
-class JsonCalls:
+class JsonCalls(_Calls):
     """An answer that begins with an object is calls, as long as they name tools; any other is text."""
 
     def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
         self._names = names
-        self._call: _Call | None = None
-        self._held = ""
         self._is_text = False
-        self.num_calls = 0
-
-    def feed(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        self._held += text
-        while self._held and self._take(parts):
-            pass
-        return parts
-
-    def end(self) -> list[Part]:
-        parts: list[Part] = []
-        if self._call is not None and not self._call.begun:
-            self._held = self._call.raw + self._held
-        elif self._call is not None:
-            self._held = ""
-        if self._held.strip() or not self.num_calls:
-            _say(parts, self._held)
-        self._held, self._call = "", None
-        return parts
 
     def _take(self, parts: list[Part]) -> bool:
         if self._is_text:
