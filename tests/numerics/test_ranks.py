@@ -114,6 +114,12 @@ def test_a_refusal_on_a_follower_is_not_the_end() -> None:
             assert ended.result() is None
 
 
+def test_a_follower_that_takes_nothing_is_a_fault_after_the_timeout() -> None:
+    """Rank 0 used to wait for a year: for a follower that was stopped, or killed in the moment of a message to it."""
+    with groups(2, timeout_s=0.5) as (first, _), pytest.raises(WorkerLost):
+        Leader(first).tell("note", bytes(64 << 20))  # more than fits the connection's buffers
+
+
 def test_a_follower_that_hangs_is_a_fault_after_the_timeout() -> None:
     release = threading.Event()
     with groups(2, timeout_s=0.5) as (first, second), following(second, {"run": release.wait}) as ended:
@@ -136,7 +142,7 @@ def test_a_killed_follower_is_a_fault_at_once(phase: str) -> None:
     store = open_store("127.0.0.1")
     process = multiprocessing.get_context("spawn").Process(target=_serve_in_a_process, args=(store.port,), daemon=True)
     process.start()
-    group = meet(store, rank=0, size=2, name="test", device="cpu", timeout_s=60.0)
+    group = meet(store, rank=0, size=2, name="test", device="cpu", timeout_s=30.0)
     leader = Leader(group)
     assert process.pid is not None
     if phase == "stepping":
