@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 # Set before anything imports torch, tokenizers or Ray, and inherited by the processes that tests start.
 os.environ.update(
@@ -56,10 +57,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 class FilesStayTogether(LoadFileScheduling):
     """Of tests in several processes; and all files that start a Ray, or may use the GPU, as if they were one: there is
-    room for one."""
+    room for one.
+
+    A process that dies (so a test ends that hangs) costs the test that it ran. pytest-xdist 3.8 would run that one
+    again, hand out the dead one's finished files as well, and wait for ever for them.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         return _group(self.config.rootpath, nodeid.partition("::")[0])
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        files = {name: tests for name, tests in self.assigned_work.pop(node).items() if not all(tests.values())}
+        if not files:
+            return None
+        running = next(iter(files.values()))
+        lost = next(test for test, done in running.items() if not done)
+        running[lost] = True
+        self.workqueue.update((name, tests) for name, tests in files.items() if not all(tests.values()))
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return lost
+
+    def schedule(self) -> None:
+        super().schedule()
+        for node in self.nodes:  # a process runs the last of its tests only when told what comes after it
+            self._reschedule(node)
 
 
 @cache  # a file has many tests
