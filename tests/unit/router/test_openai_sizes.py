@@ -158,7 +158,10 @@ async def test_odd_requests_are_refused_and_the_server_serves_on() -> None:
         "text": ("/v1/completions", {"model": "tiny", "prompt": "x"}),
         "chat/": ("/v1/chat/completions/x", {"model": "tiny", "messages": [SAID]}),
     }
-    async with serving(make_gateway(generate)) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
+    async with (
+        serving(make_gateway(generate)) as url,
+        httpx.AsyncClient(base_url=url, verify=False, timeout=60.0) as client,
+    ):
         for number, (kind, odd) in enumerate(WRONG):
             path, body = right[kind]
             response = await client.post(path, json=odd(body))
