@@ -6,7 +6,7 @@ The toy model's answers are known in advance: a token that is lost, doubled or w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -16,12 +16,14 @@ from cluster.simulate.chronicle import Chronicle
 from cluster.simulate.config import VOCAB_SIZE
 from cluster.simulate.deployment import Deployment, Gateway
 from cluster.simulate.device import WEIGHT, weighed
+from cluster.simulate.lanes import Travel
 from cluster.simulate.workload import Session, Turn
 from protos.errors import BatonError
 from protos.values import SamplingParams
 from router.generation import Job
 from workers.toy import MODULUS, STRIDE, toy_kv
 
+PULL = "/pull"
 ABORTED = "aborted"
 GATEWAY_LOST = "gateway_lost"
 ALONE = "alone"
@@ -49,6 +51,23 @@ class Answer:
 
 
 @dataclass(slots=True, eq=False)
+class Transfers:
+    """Of answers whose KV went from one worker to another: `travelled_s` it was on its way, from its first part's offer
+    to its last one's arrival; of that their clients saw `waited_s`, before the first token of a prompt whose beginning
+    was pulled, or after the first token of an answer that was handed over. `answers_s` they took from end to end."""
+
+    travelled_s: float = 0.0
+    waited_s: float = 0.0
+    answers_s: float = 0.0
+
+    def count(self, travels: Mapping[str, Travel], first_s: float, e2e_s: float) -> None:
+        for ticket_id, travel in travels.items():
+            self.travelled_s += travel.over_s - travel.begun_s
+            self.waited_s += travel.waited_s(0.0 if ticket_id.endswith(PULL) else first_s)
+        self.answers_s += e2e_s
+
+
+@dataclass(slots=True, eq=False)
 class Asked:
     """A request under way. `heard_s` is when something last came of it."""
 
@@ -67,6 +86,7 @@ class Clients:
         self.records: list[Record] = []
         self.asked: dict[str, Asked] = {}
         self.num_handed_over = 0
+        self.transfers = Transfers()
         self._deployment = deployment
         self._chronicle = chronicle
         self._prompts = Prompts(seed=seed, vocab_size=VOCAB_SIZE)
@@ -127,6 +147,8 @@ class Clients:
         except asyncio.CancelledError:
             error = ABORTED if gateway.alive else GATEWAY_LOST
         del self.asked[request_id], gateway.requests[asked.task]
+        if (travels := self._deployment.lanes.take(request_id)) and asked.times and not error:
+            self.transfers.count(travels, asked.times[0], asked.times[-1] - sent_s)
         by = self._deciders(gateway, request_id)
         self._chronicle.note("ended", request_id, tokens=len(tokens), error=error or "none", by=by)
         self.records.append(

@@ -6,7 +6,7 @@ Exchange.carry(parcel) ─▶ when both cards are free ─▶ bytes / rate ─�
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvtransfer.transports.inproc import Exchange, Parcel
@@ -32,8 +32,20 @@ class Condition:
     held: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class Travel:
+    """Of a ticket's KV: when the first of it was offered, and when the last so far came."""
+
+    begun_s: float
+    over_s: float
+
+    def waited_s(self, since_s: float) -> float:
+        """How long of it was after this time."""
+        return max(0.0, self.over_s - max(since_s, self.begun_s))
+
+
 class Lanes:
-    """`exchange` is where senders and receivers are made. Lives on one event loop."""
+    """`exchange` is where senders and receivers are made; lives on one event loop."""
 
     def __init__(self, cards: Cards) -> None:
         self.exchange = Exchange(self._carry)
@@ -44,6 +56,7 @@ class Lanes:
         self._receiving: dict[str, float] = {}
         self._conditions: dict[tuple[str, str], Condition] = {}
         self._held: dict[tuple[str, str], list[Callable[[], None]]] = {}
+        self._travels: dict[str, dict[str, Travel]] = {}  # by job and ticket
 
     def condition(self, source: str, destination: str) -> Condition:
         return self._conditions.setdefault((source, destination), Condition())
@@ -62,6 +75,10 @@ class Lanes:
         self._held.pop((source.worker_id, destination.worker_id), None)
         self.exchange.sever(source, destination, "the wire was cut")
 
+    def take(self, job: str) -> Mapping[str, Travel]:
+        """How KV of a job travelled, by ticket. It is forgotten."""
+        return self._travels.pop(job, {})
+
     def _carry(self, parcel: Parcel, deliver: Callable[[], None]) -> None:
         """Parcels of a lane arrive in the order they were offered: its cards take them one after the other."""
         pair = (_worker(parcel.source), _worker(parcel.destination))
@@ -71,9 +88,15 @@ class Lanes:
         begin_s = max(self._loop.time(), self._sending.get(source, 0.0), self._receiving.get(destination, 0.0))
         self._sending[source] = self._receiving[destination] = begin_s + took_s
         self.num_bytes += parcel.num_bytes
-        self._loop.call_at(begin_s + took_s + self._cards.delay_s, self._arrive, pair, deliver)
+        travel = self._travel(parcel.chunk.ticket_id)
+        self._loop.call_at(begin_s + took_s + self._cards.delay_s, self._arrive, pair, deliver, travel)
 
-    def _arrive(self, pair: tuple[str, str], deliver: Callable[[], None]) -> None:
+    def _travel(self, ticket_id: str) -> Travel:
+        now, tickets = self._loop.time(), self._travels.setdefault(ticket_id.rpartition(".")[0], {})
+        return tickets.setdefault(ticket_id, Travel(begun_s=now, over_s=now))
+
+    def _arrive(self, pair: tuple[str, str], deliver: Callable[[], None], travel: Travel) -> None:
+        travel.over_s = self._loop.time()
         condition = self._conditions.get(pair)
         if condition is not None and condition.held:
             self._held.setdefault(pair, []).append(deliver)

@@ -50,7 +50,8 @@ class Hits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """`handed_over`: the share of answers written by another worker than the one that read the prompt."""
+    """`handed_over`: the share of answers written by another worker than the one that read the prompt. Of the time, end
+    to end, of answers whose KV travelled: `transfer_share` it was on its way, `transfer_waited` clients saw."""
 
     report: Report
     hits: Hits
@@ -58,12 +59,15 @@ class Summary:
     costs: Costs
     handed_over: float
     transfer_bytes: int
+    transfer_share: float
+    transfer_waited: float
     fingerprint: str
     num_events: int
 
 
 def summarise(outcome: Outcome, objective: Objective) -> Summary:
     # Between the first and the last token one message may tell of many: gaps are the workers'.
+    transfers = outcome.transfers
     report = replace(make_report(outcome.records, objective), itl_s=outcome.itl_s, late_s=None)
     return Summary(
         report=report,
@@ -72,6 +76,8 @@ def summarise(outcome: Outcome, objective: Objective) -> Summary:
         costs=_costs(outcome, report),
         handed_over=outcome.num_handed_over / max(1, report.num_requests),
         transfer_bytes=outcome.transfer_bytes,
+        transfer_share=transfers.travelled_s / (transfers.answers_s or 1.0),
+        transfer_waited=transfers.waited_s / (transfers.answers_s or 1.0),
         fingerprint=outcome.fingerprint,
         num_events=outcome.num_events,
     )
@@ -151,6 +157,9 @@ def summary_table(summary: Summary) -> RenderableType:
     facts.add_row("prompt tokens cached by tier", _tiers(summary.hits))
     facts.add_row("answers handed over", f"{summary.handed_over:.1%}")
     facts.add_row("KV moved", f"{summary.transfer_bytes / 1e9:,.2f} GB")
+    facts.add_row(
+        "their time KV was on its way", f"{summary.transfer_share:.1%}, {summary.transfer_waited:.1%} seen by clients"
+    )
     facts.add_row("GPU hours", f"{costs.gpu_hours:,.2f} (USD {costs.usd:,.2f})")
     facts.add_row(
         "USD a million tokens",

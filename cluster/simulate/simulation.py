@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cluster.bench.report import Record, Spread
 from cluster.simulate.chronicle import Chronicle
-from cluster.simulate.client import Clients
+from cluster.simulate.client import Clients, Transfers
 from cluster.simulate.clock import VirtualLoop, run_virtually
 from cluster.simulate.config import SimulationConfig
 from cluster.simulate.deployment import Deployment, Served
@@ -37,6 +37,7 @@ class Outcome:
     samples: Sequence[Sample]
     num_handed_over: int
     transfer_bytes: int
+    transfers: Transfers
 
 
 def simulate(
@@ -82,6 +83,7 @@ def simulate(
             samples=timeline.samples,
             num_handed_over=clients.num_handed_over,
             transfer_bytes=deployment.lanes.num_bytes,
+            transfers=clients.transfers,
         )
 
     return run_virtually(main(), loop=loop)
