@@ -147,7 +147,7 @@ class Dispatcher:
         if not len(candidates.writers):
             raise NoWorkers("no decode worker is ready")
         decision = self._chooser.choose(journal, candidates)
-        journal.know_cached(int(candidates.num_cached_tokens.max()))
+        journal.know_cached(candidates.most_cached)
         request_id, generation = journal.next_attempt()
         reader = fleet.member(decision.prefill or decision.decode)
         pull = self.pulls.choose(journal, request_id, generation, reader, candidates)

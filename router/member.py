@@ -24,6 +24,7 @@ from protos.values import (
 )
 from router.breaker import Breaker
 from router.client import Updates, WorkerClient
+from router.policies.candidates import Figures
 
 STEPS_TO_SHOW = 2  # a step that was running when a request arrived says nothing of it; the one after that does
 
@@ -212,10 +213,10 @@ class Member:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def figures(self) -> tuple[float, ...]:
-        """Its load with what was routed here, as `Candidate` has it: from `num_requests` on to `decode_step_s`."""
+    def figures(self) -> Figures:
+        """Its load with what was routed here."""
         load, routed = self.load, self._routed.values()
-        return (
+        return Figures(
             load.num_running + load.num_waiting + load.num_tickets + len(routed),
             load.num_waiting + sum(work.num_tokens > 0 for work in routed),
             load.queued_prefill_tokens + sum(work.num_tokens for work in routed),

@@ -1,4 +1,5 @@
-"""The fleet's workers as columns, kept up to date as they change, from which candidates are cut for each request.
+"""The fleet's workers as columns, kept up to date as they change, from which candidates are cut for each request; few
+workers as rows.
 
 A member says when anything about it changes, and the predictor of whom something was observed: only their columns are
 worked out anew. What depends on the request (what is cached of it) and on the moment is put in for all of them at once.
@@ -13,13 +14,15 @@ import numpy as np
 from protos.values import WorkerRole
 from router.member import Member
 from router.policies.base import Line
-from router.policies.candidates import LINES, NUM_ROWS, ROWS, Candidates, Crew, Floats
+from router.policies.candidates import FEW, LINES, NUM_ROWS, ROWS, Candidates, Crew, Figures, Floats, Row
 from router.predict import LOADING, READING, RECEIVING, STANDING, STEPPING, Predictor
 from router.prefix.index import Match
 
 _UNKNOWN: tuple[tuple[str, Line], ...] = (
     ("reading", READING), ("loading", LOADING), ("stepping", STEPPING), ("receiving", RECEIVING)
 )  # fmt: skip
+_LINES_UNKNOWN = tuple(seconds for _, line in _UNKNOWN for seconds in (line.fixed_s, line.each_s))
+_NOTHING = Figures(0, 0, 0, 0, 0, 0.0, 0.0)
 
 
 class Offers:
@@ -58,6 +61,8 @@ class Offers:
         """Workers that take new work, for whoever looks at their load alone, and does not keep it."""
         self._refresh(None)
         crew, places = self._taking()
+        if self._are_few:
+            return Candidates(crew, rows=[(0, 0, *self._figures[row], 0.0, *_LINES_UNKNOWN) for row in places])
         return Candidates(crew, self._table if len(places) == len(self._members) else self._table[:, places])
 
     def candidates(self, matched: Match, num_tokens: int, block_size: int, *, now: float) -> Candidates:
@@ -65,6 +70,8 @@ class Offers:
         tokens, of which the last must always be computed."""
         self._refresh(now)
         crew, places = self._trusted(now)
+        if self._are_few:
+            return Candidates(crew, rows=self._rows_of(crew, places, matched, num_tokens, block_size, now))
         table = self._table[:, places]
         if len(crew):
             _cached(table, crew, matched, num_tokens, block_size)
@@ -76,12 +83,15 @@ class Offers:
     def _lay_out(self) -> None:
         """Members have come or gone: all are worked out anew."""
         count = len(self._members)
+        self._are_few = count <= FEW
         self._rows = {member: row for row, member in enumerate(self._members.values())}
         self._table = np.zeros((NUM_ROWS, count))
         for name, line in _UNKNOWN:
             self._table[ROWS[name]], self._table[ROWS[name] + 1] = line.fixed_s, line.each_s
         self._standings = np.full((len(STANDING), count), np.nan)
         self._token_bytes = np.zeros(count)
+        self._figures: list[Figures] = [_NOTHING] * count  # of few, these and their standings are kept as rows
+        self._standing: list[Row] = [()] * count
         self._roles: list[WorkerRole | None] = [None] * count  # in which each takes work
         self._due = dict.fromkeys(self._members.values())  # whose standing is to be asked for
         self._sizes: dict[int, None] = {}
@@ -114,7 +124,10 @@ class Offers:
                 waiting[member] = None
                 continue
             standing = self._predictor.standing(member.worker_id, role, member.load, now=now)
-            self._standings[:, row] = standing
+            if self._are_few:
+                self._standing[row] = standing
+            else:
+                self._standings[:, row] = standing
         self._due = waiting
 
     def _note(self, member: Member, row: int) -> None:
@@ -128,7 +141,10 @@ class Offers:
         layout = member.info.layout
         self._sizes[layout.block_size] = None
         self._token_bytes[row] = layout.block_bytes / layout.block_size
-        self._table[ROWS["num_requests"] : ROWS["decode_step_s"] + 1, row] = member.figures()
+        if self._are_few:
+            self._figures[row] = member.figures()
+        else:
+            self._table[ROWS["num_requests"] : ROWS["decode_step_s"] + 1, row] = member.figures()
 
     # -- who is offered ------------------------------------------------------------------------------------------------
 
@@ -159,6 +175,25 @@ class Offers:
             lines = getattr(expected, name)
             table[ROWS[name]], table[ROWS[name] + 1] = lines.fixed_s, lines.each_s
         table[ROWS["loading"] + 1] *= self._token_bytes[places]
+
+    def _rows_of(
+        self, crew: Crew, places: Sequence[int], matched: Match, num_tokens: int, block_size: int, now: float
+    ) -> Sequence[Row]:
+        """The same for few, worker by worker."""
+        rows: list[Row] = []
+        if not places:
+            return rows
+        expected = self._predictor.expected_of_few(crew.worker_ids, [self._standing[row] for row in places], now=now)
+        for worker_id, row, known in zip(crew.worker_ids, places, expected, strict=True):
+            num_cached = num_host = 0
+            if (num_blocks := matched.blocks.get(worker_id)) is not None:
+                num_cached = min(num_blocks * block_size, num_tokens - 1)
+                if matched.on_device:
+                    num_host = num_cached - min(matched.num_on_device(worker_id) * block_size, num_tokens - 1)
+            recent, read_s, each_read_s, load_s, each_byte_s, *others = known
+            lines = (read_s, each_read_s, load_s, each_byte_s * float(self._token_bytes[row]), *others)
+            rows.append((num_cached, num_host, *self._figures[row], recent, *lines))
+        return rows
 
 
 def _cached(table: Floats, crew: Crew, matched: Match, num_tokens: int, block_size: int) -> None:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protos.values import WorkerLoad, WorkerRole
 from router.policies.base import Line
-from router.policies.candidates import Floats, Lines, Places
+from router.policies.candidates import LINES, Floats, Lines, Places
 
 HALF_LIFE_S = 300.0
 HALF_COUNT = 32
@@ -52,8 +53,11 @@ STANDING = (
     "role", "num_running", "read_s", "step_s", "lane_s", "load_fixed_s", "load_each_s", "reading_ratio",
     "stepping_ratio", "own_speed", "awaits_fit", "fitted_fixed_s", "fitted_each_s", "recent_tokens", "since_s",
 )  # fmt: skip
+_AT = {name: place for place, name in enumerate(STANDING)}
 _ROLES = tuple(WorkerRole)
-_PRIOR_LINES = 3  # reading, stepping, receiving
+_COLOCATED = _ROLES.index(WorkerRole.COLOCATED)
+_Of = tuple[Any, Any]
+"""Both numbers of a line: of one worker, or arrays of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +71,12 @@ class Expectations:
     recent_tokens: Floats
 
     def of(self, place: int) -> Expectation:
-        def line(lines: Lines) -> Line:
-            return Line(fixed_s=float(lines.fixed_s[place]), each_s=float(lines.each_s[place]))
-
-        return Expectation(
-            reading=line(self.reading),
-            loading=line(self.loading),
-            stepping=line(self.stepping),
-            receiving=line(self.receiving),
-            recent_tokens=float(self.recent_tokens[place]),
-        )
+        lines = {name: getattr(self, name) for name in LINES}
+        each = {
+            name: Line(fixed_s=float(many.fixed_s[place]), each_s=float(many.each_s[place]))
+            for name, many in lines.items()
+        }
+        return Expectation(**each, recent_tokens=float(self.recent_tokens[place]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +209,7 @@ class Predictor:
         self._receiving: dict[str, Fit] = {}
         self._pools: dict[WorkerRole, tuple[Fit, Fit]] = {role: (Fit(), Fit()) for role in WorkerRole}
         self._all_lanes = Fit()
-        self._offered: tuple[Sequence[str], dict[str, int], Floats] = ((), {}, np.empty((0, 0)))
+        self._offered: tuple[Sequence[str], dict[str, int], _Priors] = ((), {}, ())
         self._priors: dict[str, tuple[float, ...]] = {}  # of workers that are not among those offered last
         self._fits_of_lanes: dict[str, dict[str, Fit]] = {}
         self._lanes: dict[str, dict[str, Line]] = {}
@@ -257,50 +257,88 @@ class Predictor:
     def expectations(self, worker_ids: Sequence[str], standings: Floats, *, now: float) -> Expectations:
         """Of workers with these `standings`, a row for each name of `STANDING`. They count as offered from now on: what
         is observed of them is held against this."""
-        (role, running, read_s, step_s, lane_s, load_fixed_s, load_each_s, reading_ratio, stepping_ratio, own_speed,
-         awaits_fit, fitted_fixed_s, fitted_each_s, recent, since_s) = standings  # fmt: skip
-        pools = role.astype(np.intp)
-        read_fixed_s, read_each_s = _columns([self._pools[one][0].line(READING) for one in _ROLES], pools)
-        step_fixed_s, step_each_s = _columns([self._pools[one][1].line(STEPPING) for one in _ROLES], pools)
-        known = np.array([self._pools[one][1].known for one in _ROLES])[pools]
+        pools = standings[_AT["role"]].astype(np.intp)
+        found = self._expected(
+            standings,
+            _columns([self._pools[one][0].line(READING) for one in _ROLES], pools),
+            _columns([self._pools[one][1].line(STEPPING) for one in _ROLES], pools),
+            np.array([self._pools[one][1].known for one in _ROLES])[pools],
+        )
+        priors, reading, stepping, receiving = found
+        self._offer(worker_ids, np.array(priors).T)
         lane = self._all_lanes.line(RECEIVING)
-        priors = np.empty((2 * _PRIOR_LINES, len(worker_ids)))
-        priors[0] = read_fixed_s
-        priors[1] = np.where(read_s == read_s, read_s, read_each_s)
+        for place in np.flatnonzero(standings[_AT["awaits_fit"]]).tolist():
+            fitted = self._receiving[worker_ids[place]].line(lane)
+            receiving[0][place], receiving[1][place] = fitted.fixed_s, fitted.each_s
+        recent, since_s = standings[_AT["recent_tokens"]], standings[_AT["since_s"]].tolist()
+        kept = [_kept(now - at_s) if amount else 0.0 for amount, at_s in zip(recent.tolist(), since_s, strict=True)]
+        return Expectations(
+            reading=Lines(*reading),
+            loading=Lines(standings[_AT["load_fixed_s"]], standings[_AT["load_each_s"]]),
+            stepping=Lines(*stepping),
+            receiving=Lines(*receiving),
+            recent_tokens=recent * np.array(kept),
+        )
+
+    def expected_of_few(
+        self, worker_ids: Sequence[str], standings: Sequence[Sequence[float]], *, now: float
+    ) -> list[tuple[float, ...]]:
+        """The same of few workers, by turns: for each `recent_tokens`, then both numbers of its lines, in the order of
+        a candidate's."""
+        told, priors = list[tuple[float, ...]](), list[Sequence[float]]()
+        lane = self._all_lanes.line(RECEIVING)
+        for worker_id, standing in zip(worker_ids, standings, strict=True):
+            reads, writes = self._pools[_ROLES[int(standing[_AT["role"]])]]
+            read, step = reads.line(READING), writes.line(STEPPING)
+            prior, reading, stepping, receiving = self._expected(
+                standing, (read.fixed_s, read.each_s), (step.fixed_s, step.each_s), writes.known
+            )
+            if standing[_AT["awaits_fit"]]:
+                fitted = self._receiving[worker_id].line(lane)
+                receiving = fitted.fixed_s, fitted.each_s
+            recent, since_s = standing[_AT["recent_tokens"]], standing[_AT["since_s"]]
+            loading = standing[_AT["load_fixed_s"]], standing[_AT["load_each_s"]]
+            kept = recent * (_kept(now - since_s) if recent else 0.0)
+            told.append((kept, *reading, *loading, *stepping, *receiving))
+            priors.append(prior)
+        self._offer(worker_ids, priors)
+        return told
+
+    def _expected(self, standing: Any, read: _Of, step: _Of, known: Any) -> tuple[Sequence[Any], _Of, _Of, _Of]:
+        """The priors, and the lines of reading, stepping and receiving: of one worker as numbers, or of many as arrays
+        of them, to the same bits. `read` and `step` are the lines of its pool; is the latter `known`?"""
+        (role, running, read_s, step_s, lane_s, _, _, reading_ratio, stepping_ratio, own_speed, _, fitted_fixed_s,
+         fitted_each_s, _, _) = standing  # fmt: skip
+        (step_fixed_s, step_each_s), lane = step, self._all_lanes.line(RECEIVING)
+        read_each_s = _where(read_s == read_s, read_s, read[1])
         # What an idle worker took long ago must not keep it idle for ever.
         as_pool = ((running == 0) & known) | (step_s == 0)
-        priors[2] = np.where(as_pool, step_fixed_s, np.maximum(0.0, step_s - step_each_s * running))
-        priors[3] = step_each_s
-        colocated = role == _ROLES.index(WorkerRole.COLOCATED)
-        if colocated.any():
-            slowness = np.where(own_speed == own_speed, self._speed_of_all() / own_speed, 1.0)
-            priors[2] = np.where(colocated, step_fixed_s * slowness, priors[2])
-            priors[3] = np.where(colocated, step_each_s * slowness, priors[3])
+        own_step_s = step_s - step_each_s * running
+        steps = _where(as_pool, step_fixed_s, _where(own_step_s > 0.0, own_step_s, 0.0)), step_each_s
+        colocated = role == _COLOCATED
+        if np.any(colocated) if isinstance(colocated, np.ndarray) else colocated:
+            slowness = _where(own_speed == own_speed, self._speed_of_all() / own_speed, 1.0)
+            steps = (
+                _where(colocated, step_fixed_s * slowness, steps[0]),
+                _where(colocated, step_each_s * slowness, steps[1]),
+            )
         own_lane = lane_s == lane_s
-        priors[4] = np.where(own_lane, 0.0, lane.fixed_s)
-        priors[5] = np.where(own_lane, lane_s, lane.each_s)
-        self._offer(worker_ids, priors)
-        receiving = Lines(
-            np.where(own_lane, fitted_fixed_s, lane.fixed_s), np.where(own_lane, fitted_each_s, lane.each_s)
-        )
-        for place in np.flatnonzero(awaits_fit).tolist():
-            fitted = self._receiving[worker_ids[place]].line(lane)
-            receiving.fixed_s[place], receiving.each_s[place] = fitted.fixed_s, fitted.each_s
-        kept = [
-            _kept(now - at_s) if amount else 0.0 for amount, at_s in zip(recent.tolist(), since_s.tolist(), strict=True)
-        ]
-        return Expectations(
-            reading=Lines(priors[0] * reading_ratio, priors[1] * reading_ratio),
-            loading=Lines(load_fixed_s, load_each_s),
-            stepping=Lines(priors[2] * stepping_ratio, priors[3] * stepping_ratio),
-            receiving=receiving,
-            recent_tokens=recent * np.array(kept),
+        priors = (
+            read[0], read_each_s, *steps, _where(own_lane, 0.0, lane.fixed_s), _where(own_lane, lane_s, lane.each_s),
+        )  # fmt: skip
+        return (
+            priors,
+            (read[0] * reading_ratio, read_each_s * reading_ratio),
+            (steps[0] * stepping_ratio, steps[1] * stepping_ratio),
+            (_where(own_lane, fitted_fixed_s, lane.fixed_s), _where(own_lane, fitted_each_s, lane.each_s)),
         )
 
     def expect(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> Expectation:
         """Of one worker."""
-        standings = np.array([self.standing(worker_id, role, load, now=now)], dtype=np.float64).T
-        return self.expectations((worker_id,), standings, now=now).of(0)
+        standing = self.standing(worker_id, role, load, now=now)
+        [(recent, *lines)] = self.expected_of_few((worker_id,), [standing], now=now)
+        each = [Line(fixed_s=lines[at], each_s=lines[at + 1]) for at in range(0, len(lines), 2)]
+        return Expectation(**dict(zip(LINES, each, strict=True)), recent_tokens=recent)
 
     @property
     def lanes(self) -> Mapping[str, Mapping[str, Line]]:
@@ -393,12 +431,12 @@ class Predictor:
             self._mean_speed = sum(self._speeds.values()) / len(self._speeds) if self._speeds else 1.0
         return self._mean_speed
 
-    def _offer(self, worker_ids: Sequence[str], priors: Floats) -> None:
+    def _offer(self, worker_ids: Sequence[str], priors: _Priors) -> None:
         before, places, old = self._offered
         if worker_ids is before:
             self._offered = (before, places, priors)
             return
-        self._priors.update((worker_id, tuple(old[:, place].tolist())) for worker_id, place in places.items())
+        self._priors.update((worker_id, tuple(map(float, old[place]))) for worker_id, place in places.items())
         self._offered = (worker_ids, {worker_id: place for place, worker_id in enumerate(worker_ids)}, priors)
 
     def _prior(self, worker_id: str) -> _Prior | None:
@@ -406,8 +444,12 @@ class Predictor:
         or has left."""
         _, places, priors = self._offered
         place = places.get(worker_id)
-        values = priors[:, place].tolist() if place is not None else self._priors.get(worker_id)
+        values = tuple(map(float, priors[place])) if place is not None else self._priors.get(worker_id)
         return _Prior(*[Line(fixed_s=values[i], each_s=values[i + 1]) for i in range(0, 6, 2)]) if values else None
+
+
+_Priors = NDArray[np.float64] | Sequence[Sequence[float]]
+"""Of each worker, the numbers of a `_Prior`."""
 
 
 class _Prior(NamedTuple):
@@ -419,6 +461,13 @@ class _Prior(NamedTuple):
 def _columns(lines: Sequence[Line], pools: Places) -> tuple[Floats, Floats]:
     """For each worker its pool's line."""
     return np.array([line.fixed_s for line in lines])[pools], np.array([line.each_s for line in lines])[pools]
+
+
+def _where(condition: Any, one: Any, other: Any) -> Any:
+    """Of numbers as of arrays."""
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, one, other)
+    return one if condition else other
 
 
 def _load_line(load: WorkerLoad) -> Line:

@@ -116,6 +116,8 @@ class Pulls:
         of the prompt are asked for: these are computed."""
         if reader.info is None or (journal.job.sampling.prompt_logprobs is not None and not journal.output_ids):
             return None
+        if not candidates.most_cached:
+            return None
         layout, most = reader.info.layout, journal.num_tokens - 1
         holders = [
             holder

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from router.policies.candidates import Candidates, Floats
+from router.policies.candidates import FEW, Candidates, Figures, Floats, figures_of
 from router.policies.costs import load_s
 
 HALF_LIFE_S = 3.0
@@ -25,17 +25,14 @@ class Room:
     max_backlog_s: float
     max_waiting: int
 
-    def reads(self, candidates: Candidates) -> NDArray[np.bool_]:
-        speed = candidates.prefill_tokens_per_s
-        in_time = (speed == 0) | (candidates.queued_prefill_tokens <= self.max_backlog_s * speed)
-        reads: NDArray[np.bool_] = (candidates.num_waiting < self.max_waiting) & (
-            in_time | (candidates.num_waiting == 0)
-        )
-        return reads
+    def reads(self, load: Candidates | Figures) -> Any:
+        """Of one, or of each."""
+        speed = load.prefill_tokens_per_s
+        in_time = (speed == 0) | (load.queued_prefill_tokens <= self.max_backlog_s * speed)
+        return (load.num_waiting < self.max_waiting) & (in_time | (load.num_waiting == 0))
 
-    def writes(self, candidates: Candidates, num_blocks: int) -> NDArray[np.bool_]:
-        writes: NDArray[np.bool_] = (candidates.num_free_blocks > num_blocks) | (candidates.num_requests == 0)
-        return writes
+    def writes(self, load: Candidates | Figures, num_blocks: int) -> Any:
+        return (load.num_free_blocks > num_blocks) | (load.num_requests == 0)
 
     def fits(self, candidates: Candidates, num_blocks: int) -> bool:
         """Is there a worker, or a pair of them, that would begin with a request of so many blocks soon? Where nobody
@@ -43,6 +40,11 @@ class Room:
         readers, writers = candidates.readers, candidates.writers
         if not len(writers):
             return True
+        if len(candidates) <= FEW:
+            having_room = [one for one in figures_of(writers) if self.writes(one, num_blocks)]
+            if any(map(self.reads, having_room)):
+                return True
+            return bool(having_room) and any(map(self.reads, figures_of(readers)))
         room = self.writes(writers, num_blocks)
         if (room & self.reads(writers)).any():
             return True

@@ -10,10 +10,10 @@ A column has the name that the number has in a `Candidate`: a formula over one o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, reduce
 from operator import add
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,24 @@ ROWS = {name: row for row, name in enumerate(_SINGLE)} | {
 }
 """Where a number stands in a table; of a line it is the fixed part, and what each unit takes stands below it."""
 NUM_ROWS = len(_SINGLE) + 2 * len(LINES)
+Row = Sequence[float]
+"""Of one worker, a number for each row of a table."""
+
+
+class Figures(NamedTuple):
+    """A worker's load, as it stands in a row from `num_requests` on."""
+
+    num_requests: float
+    num_waiting: float
+    queued_prefill_tokens: float
+    num_free_blocks: float
+    num_blocks: float
+    prefill_tokens_per_s: float
+    decode_step_s: float
+
+
+_FIGURES = slice(ROWS["num_requests"], ROWS["decode_step_s"] + 1)
+assert tuple(ROWS)[_FIGURES] == Figures._fields
 
 
 class Crew:
@@ -109,10 +127,18 @@ class _Lines:
         return Lines(candidates.table[self._row], candidates.table[self._row + 1])
 
 
-class Candidates(Sequence[Candidate]):
-    """Of one request, which must not change any more. A `Candidate` is made of each that is asked for."""
+FEW = 8
+"""Workers up to which a row of numbers each is cheaper than an array of each number."""
 
-    __slots__ = ("crew", "table")
+
+class Candidates(Sequence[Candidate]):
+    """Of one request, which must not change any more. A `Candidate` is made of each that is asked for, once.
+
+    Made of a `table`, or, where they are few, of `rows`: the numbers of each in the order of `ROWS`. What is asked of
+    the other form is made when it is.
+    """
+
+    __slots__ = ("_made", "_rows", "_table", "crew")
 
     num_cached_tokens = _Column()
     num_host_tokens = _Column()
@@ -129,16 +155,19 @@ class Candidates(Sequence[Candidate]):
     stepping = _Lines()
     receiving = _Lines()
 
-    def __init__(self, crew: Crew, table: Floats) -> None:
+    def __init__(self, crew: Crew, table: Floats | None = None, rows: Sequence[Row] | None = None) -> None:
+        assert table is not None or rows is not None
         self.crew = crew
-        self.table = table
+        self._table = table
+        self._rows = rows
+        self._made: dict[int, Candidate] = {}
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Candidates:
         if isinstance(candidates, Candidates):
             return candidates
-        table = np.array([row_of(one) for one in candidates], dtype=np.float64).reshape(-1, NUM_ROWS).T
-        return cls(Crew([one.worker_id for one in candidates], [one.role for one in candidates]), table)
+        crew = Crew([one.worker_id for one in candidates], [one.role for one in candidates])
+        return cls(crew, rows=[row_of(one) for one in candidates])
 
     def __len__(self) -> int:
         return len(self.crew)
@@ -150,11 +179,57 @@ class Candidates(Sequence[Candidate]):
     def __getitem__(self, place: int | slice) -> Candidate | Candidates:
         if isinstance(place, slice):
             return self.take(range(len(self))[place])
-        values = self.table[:, place].tolist()
-        known: dict[str, Any] = {name: int(values[ROWS[name]]) for name in NUMBERS}
-        known |= {name: values[ROWS[name]] for name in AMOUNTS}
-        known |= {name: Line(fixed_s=values[ROWS[name]], each_s=values[ROWS[name] + 1]) for name in LINES}
-        return Candidate(worker_id=self.crew.worker_ids[place], role=self.crew.roles[place], **known)
+        if (made := self._made.get(place)) is None:
+            made = self._made[place] = self._make(range(len(self))[place])
+        return made
+
+    def _make(self, place: int) -> Candidate:
+        row = self._rows[place] if self._rows is not None else self.table[:, place].tolist()
+        num_cached, num_host, num_requests, num_waiting, num_queued, num_free, num_blocks = map(int, row[:7])
+        speed, step_s, recent, *lines = row[7:]
+        reading, loading, stepping, receiving = [
+            Line(fixed_s=lines[at], each_s=lines[at + 1]) for at in range(0, len(lines), 2)
+        ]
+        return Candidate(
+            worker_id=self.crew.worker_ids[place],
+            role=self.crew.roles[place],
+            num_cached_tokens=num_cached,
+            num_host_tokens=num_host,
+            num_requests=num_requests,
+            num_waiting=num_waiting,
+            queued_prefill_tokens=num_queued,
+            num_free_blocks=num_free,
+            num_blocks=num_blocks,
+            prefill_tokens_per_s=speed,
+            decode_step_s=step_s,
+            reading=reading,
+            loading=loading,
+            stepping=stepping,
+            receiving=receiving,
+            recent_tokens=recent,
+        )
+
+    @property
+    def table(self) -> Floats:
+        """A row for each number, a column for each worker."""
+        if self._table is None:
+            columns = np.array(self._rows, dtype=np.float64).reshape(-1, NUM_ROWS).T
+            self._table = np.ascontiguousarray(columns)
+        return self._table
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The numbers of each worker."""
+        if self._rows is None:
+            self._rows = self.table.T.tolist()
+        return self._rows
+
+    @property
+    def most_cached(self) -> int:
+        """Tokens that somebody has cached."""
+        if self._rows is None:
+            return int(self.num_cached_tokens.max())
+        return int(max(row[0] for row in self._rows))
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
@@ -165,7 +240,7 @@ class Candidates(Sequence[Candidate]):
         return self[self.crew.places[worker_id]]
 
     def take(self, places: Sequence[int] | Places) -> Candidates:
-        return Candidates(self.crew.take(places), self.table[:, places])
+        return self._of(self.crew.take(places), places)
 
     def besides(self, worker_ids: Collection[str]) -> Candidates:
         """Those left without some; all if none is left."""
@@ -181,20 +256,28 @@ class Candidates(Sequence[Candidate]):
         return self._pool(*self.crew.writers)
 
     def _pool(self, crew: Crew, places: Places) -> Candidates:
-        return self if crew is self.crew else Candidates(crew, self.table[:, places])
+        return self if crew is self.crew else self._of(crew, places)
+
+    def _of(self, crew: Crew, places: Sequence[int] | Places) -> Candidates:
+        if self._rows is not None:
+            return Candidates(crew, rows=[self._rows[place] for place in places])
+        return Candidates(crew, self.table[:, places])
 
 
 Known = Candidate | Candidates
 """What a formula may be about: one of them, or all; it gives a number, or an array of them."""
 
 
-def row_of(candidate: Candidate) -> list[float]:
-    """A column of `Candidates.table`."""
+def row_of(candidate: Candidate) -> Row:
     values: list[float] = [getattr(candidate, name) for name in (*NUMBERS, *AMOUNTS)]
     for name in LINES:
         line = getattr(candidate, name)
         values += (line.fixed_s, line.each_s)
     return values
+
+
+def figures_of(candidates: Candidates) -> Iterator[Figures]:
+    return (Figures._make(row[_FIGURES]) for row in candidates.rows)
 
 
 def named(candidates: Sequence[Candidate], worker_id: str) -> Candidate:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from router.policies.base import Candidate, Decision, RequestView
-from router.policies.candidates import Candidates, Floats, Known, named
+from router.policies.candidates import Candidates, Floats, named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,30 +29,65 @@ class Outlook:
     load_s: float = 0.0
 
 
-def num_uncached(view: RequestView, candidate: Known) -> Any:
+Numbers = TypeVar("Numbers", float, Floats)
+"""One candidate's, or an array of all of theirs."""
+
+
+class LineOf(Protocol[Numbers]):
+    @property
+    def each_s(self) -> Numbers: ...
+    def __call__(self, amount: Numbers) -> Numbers: ...
+
+
+class KnownOf(Protocol[Numbers]):
+    """A `Candidate`, or `Candidates`."""
+
+    @property
+    def num_cached_tokens(self) -> Numbers: ...
+    @property
+    def num_host_tokens(self) -> Numbers: ...
+    @property
+    def num_requests(self) -> Numbers: ...
+    @property
+    def queued_prefill_tokens(self) -> Numbers: ...
+    @property
+    def reading(self) -> LineOf[Numbers]: ...
+    @property
+    def loading(self) -> LineOf[Numbers]: ...
+    @property
+    def stepping(self) -> LineOf[Numbers]: ...
+
+
+def num_uncached(view: RequestView, candidate: KnownOf[Numbers]) -> Numbers:
     return view.num_tokens - candidate.num_cached_tokens
 
 
-def num_off_device(view: RequestView, candidate: Known) -> Any:
+def num_off_device(view: RequestView, candidate: KnownOf[Numbers]) -> Numbers:
     """What needs room on the device, wherever it comes from."""
     return num_uncached(view, candidate) + candidate.num_host_tokens
 
 
-def load_s(candidate: Known) -> Any:
+def load_s(candidate: KnownOf[Numbers]) -> Numbers:
     """Until what its host has is on the device; a worker computes instead where that takes less."""
-    num_tokens: Any = candidate.num_host_tokens
-    return np.minimum(candidate.loading(num_tokens), candidate.reading.each_s * num_tokens)
+    num_tokens = candidate.num_host_tokens
+    return least(candidate.loading(num_tokens), candidate.reading.each_s * num_tokens)
 
 
-def ttft_s(view: RequestView, reader: Known) -> Any:
+def ttft_s(view: RequestView, reader: KnownOf[Numbers]) -> Numbers:
     """To the first token, behind what the reader has to read already."""
     return reader.reading(reader.queued_prefill_tokens + num_uncached(view, reader)) + load_s(reader)
 
 
-def tpot_s(writer: Known) -> Any:
+def tpot_s(writer: KnownOf[Numbers]) -> Numbers:
     """Between tokens, with one sequence more than there are."""
-    num_sequences: Any = writer.num_requests + 1
-    return writer.stepping(num_sequences)
+    return writer.stepping(writer.num_requests + 1)
+
+
+def least(one: Numbers, other: Numbers) -> Numbers:
+    """The smaller one, of numbers as of arrays."""
+    if isinstance(one, np.ndarray):
+        return np.minimum(one, other)
+    return min(one, other)
 
 
 def transfer_s(view: RequestView, reader: str, writers: Candidates) -> Floats:
@@ -74,10 +109,10 @@ def outlook(view: RequestView, candidates: Sequence[Candidate], decision: Decisi
     reader = writer if decision.prefill is None else named(candidates, decision.prefill)
     handing = 0.0 if reader is writer else transfer_s(view, reader.worker_id, Candidates.of([writer]))[0]
     return Outlook(
-        ttft_s=float(ttft_s(view, reader)),
+        ttft_s=ttft_s(view, reader),
         tpot_s=tpot_s(writer),
         transfer_s=float(handing),
         num_cached_tokens=reader.num_cached_tokens,
         num_host_tokens=reader.num_host_tokens,
-        load_s=float(load_s(reader)),
+        load_s=load_s(reader),
     )

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protos.values import WorkerRole
 from router.policies.base import Alone, Candidate, Decision, Policy, RequestView, Score
-from router.policies.candidates import Candidates, Floats, Places, Rank, Scores, cheapest
+from router.policies.candidates import Candidates, Floats, Known, Places, Rank, Scores, cheapest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,9 @@ class ShortRemainder:
     max_tokens: int
     max_share: float
 
-    def __call__(self, view: RequestView, writers: Candidates) -> NDArray[np.bool_]:
-        missing = view.num_tokens - writers.num_cached_tokens
+    def __call__(self, view: RequestView, writer: Known) -> Any:
+        """Of one, or of each."""
+        missing = view.num_tokens - writer.num_cached_tokens
         return (missing < self.max_tokens) & (missing < self.max_share * view.num_tokens)
 
 
@@ -37,6 +38,8 @@ Between = Callable[[RequestView, str, Candidates], Floats]
 """The cost of handing KV over from a reader to each of the writers."""
 
 NEAR_READERS = 8  # that may win by a better lane; those behind them would have to be better by far
+NEVER = 1e15
+"""What reading costs whom a rank has left out: more than anything else."""
 MAX_TOLD = 16
 """Scores of a pool that a decision tells of: the lowest, and the chosen one's."""
 
@@ -60,17 +63,39 @@ def pair(
 
     def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
         offered = Candidates.of(candidates)
+        return _only(view, offered) or weighed(view, offered)
+
+    def _only(view: RequestView, offered: Candidates) -> Decision | None:
+        """Where there is no choice there is nothing to weigh, until somebody asks for the scores."""
+        readers, writers = offered.readers, offered.writers
+        if len(writers) != 1 or len(readers) > 1:
+            return None
+        [worker_id], [role] = writers.crew.worker_ids, writers.crew.roles
+        alone = role is WorkerRole.COLOCATED or not len(readers) or short(view, writers[0])
+        return Decision(
+            policy=name,
+            prefill=None if alone else readers.crew.worker_ids[0],
+            decode=worker_id,
+            alone=_why(role, has_readers=bool(len(readers))) if alone else None,
+            scores=Later(lambda: weighed(view, offered).scores),
+        )
+
+    def weighed(view: RequestView, offered: Candidates) -> Decision:
         readers, writers = offered.readers, offered.writers
         assert len(writers), "the dispatcher waits until somebody can decode"
         reading = read(view, readers) if len(readers) else None
         writing = write(view, writers)
-        if not np.array_equal(writing.places, np.arange(len(writers))):
+        if writing.crew is not writers.crew:
             writers = writers.take(writing.places)
-        alone = writers.crew.colocated | (True if reading is None else short(view, writers))
-        chosen = _handed_over(view, reading, writers, between, tolerance)
-        if alone.any():
-            chosen = _or_alone(chosen, alone, read(view, writers))
-        costs = writing.totals if chosen.transfer is None else writing.totals + np.nan_to_num(chosen.transfer)
+        if reading is None:
+            alone = np.ones(len(writers), dtype=np.bool_)
+            chosen = _all_alone(read(view, writers), len(writers))
+        else:
+            alone = writers.crew.colocated | short(view, writers)
+            chosen = _handed_over(view, reading, writers, between, tolerance)
+            if alone.any():
+                chosen = _or_alone(chosen, alone, read(view, writers))
+        costs = writing.totals if chosen.transfer is None else writing.totals + _or_none(chosen.transfer)
         totals = costs + chosen.cost
         place = cheapest(_evened(totals, chosen.cost, tolerance), view)
         reader = int(chosen.place[place])
@@ -79,20 +104,18 @@ def pair(
             prefill=reading.crew.worker_ids[reader] if reading is not None and reader >= 0 else None,
             decode=writers.crew.worker_ids[place],
             alone=_why(writers.crew.roles[place], has_readers=reading is not None) if alone[place] else None,
-            scores=_told(writing, totals, chosen, place),
+            scores=Later(lambda: _told(writing, totals, chosen, place)),
         )
 
     return decide
 
 
 def _handed_over(
-    view: RequestView, reading: Scores | None, writers: Candidates, between: Between | None, tolerance: float
+    view: RequestView, reading: Scores, writers: Candidates, between: Between | None, tolerance: float
 ) -> _Reading:
     """For each writer the cheapest of the near readers with their ways to it; the best reader unless another is better
     by what counts as equal."""
     count = len(writers)
-    if reading is None:
-        return _Reading(readers=None, place=np.full(count, -1), cost=np.zeros(count))
     slack = tolerance * float(reading.totals.min())
     best = cheapest(reading.totals, view, slack=slack)
     if between is None:
@@ -112,16 +135,31 @@ def _handed_over(
     return _Reading(readers=reading, place=near[rows], cost=readings[rows], transfer=handing[rows, columns])
 
 
+def _all_alone(own: Scores, count: int) -> _Reading:
+    """`own` is what reading costs each."""
+    return _Reading(readers=None, place=np.full(count, -1), cost=_spread(own, count))
+
+
 def _or_alone(chosen: _Reading, alone: NDArray[np.bool_], own: Scores) -> _Reading:
-    """With those reading themselves who work alone; `own` is what that costs each."""
-    cost = np.empty(len(alone))
-    cost[own.places] = own.totals
+    """With those reading themselves who work alone."""
     return _Reading(
         readers=chosen.readers,
         place=np.where(alone, -1, chosen.place),
-        cost=np.where(alone, cost, chosen.cost),
+        cost=np.where(alone, _spread(own, len(alone)), chosen.cost),
         transfer=None if chosen.transfer is None else np.where(alone, np.nan, chosen.transfer),
     )
+
+
+def _spread(own: Scores, count: int) -> Floats:
+    """Whom the rank has left out reads nothing."""
+    cost = np.full(count, NEVER)
+    cost[own.places] = own.totals
+    return cost
+
+
+def _or_none(transfer: Floats) -> Floats:
+    """Of those who work alone there is none."""
+    return np.where(np.isnan(transfer), 0.0, transfer)
 
 
 def _evened(totals: Floats, reading: Floats, tolerance: float) -> Floats:
@@ -140,6 +178,36 @@ def _why(role: WorkerRole, *, has_readers: bool) -> Alone:
 
 
 # -- what is told of a decision ----------------------------------------------------------------------------------------
+
+
+class Later(Sequence[Score]):
+    """Scores that are worked out for whoever asks for them first."""
+
+    __slots__ = ("_found", "_make")
+
+    def __init__(self, make: Callable[[], Sequence[Score]]) -> None:
+        self._make = make
+        self._found: Sequence[Score] | None = None
+
+    def now(self) -> Sequence[Score]:
+        if self._found is None:
+            self._found = self._make()
+        return self._found
+
+    def __len__(self) -> int:
+        return len(self.now())
+
+    @overload
+    def __getitem__(self, place: int) -> Score: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Score]: ...
+    def __getitem__(self, place: int | slice) -> Score | Sequence[Score]:
+        return self.now()[place]
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Costs(Sequence[Score]):
@@ -214,7 +282,7 @@ def told(candidates: Candidates, decision: Decision) -> Candidates:
     rivals[reader] = -1
     role = candidates.crew.roles[reader]
     pool = candidates.crew.readers[1] if role is WorkerRole.PREFILL else candidates.crew.writers[1]
-    costs = decision.scores
+    costs = decision.scores.now() if isinstance(decision.scores, Later) else decision.scores
     named = costs.worker_ids if isinstance(costs, Costs) else [one.worker_id for one in costs]
     kept = {*(places[worker_id] for worker_id in named), reader, places[decision.decode]}
     kept.add(int(pool[rivals[pool].argmax()]))

@@ -12,7 +12,7 @@ from protos.values import WorkerLoad, WorkerRole
 from router.member import Member, WorkerState
 from router.offers import Offers
 from router.policies.base import Candidate, Decision, Line, RequestView
-from router.policies.candidates import Candidates
+from router.policies.candidates import Candidates, row_of
 from router.policies.pair import MAX_TOLD, ShortRemainder, pair, told
 from router.policies.slo import Objectives, reading, writing
 from router.predict import Predictor
@@ -55,12 +55,14 @@ def observe(predictor: Predictor, members: list[Member], rng: random.Random, now
     predictor.saw_transfer(one.worker_id, other.worker_id, num_bytes=1e6, **seen)
 
 
-def test_columns_are_what_would_be_worked_out_for_each_worker() -> None:
-    """Twice the same story: once for all workers together, as changes come, and once for each of them alone."""
+@pytest.mark.parametrize("count", [5, 12])
+def test_columns_are_what_would_be_worked_out_for_each_worker(count: int) -> None:
+    """Twice the same story: once for all workers together, few or many, as changes come, and once for each of them
+    alone."""
     rng = random.Random(7)
     together, alone = Predictor(), Predictor()
     offers = Offers(together)
-    members = [met(f"w{number}", ROLES[number % 3]) for number in range(7)]
+    members = [met(f"w{number}", ROLES[number % 3]) for number in range(count)]
     for member in members:
         offers.add(member)
     for step in range(60):
@@ -79,7 +81,8 @@ def test_columns_are_what_would_be_worked_out_for_each_worker() -> None:
             about = expected[found.worker_id]
             assert (found.reading, found.stepping, found.receiving) == (about.reading, about.stepping, about.receiving)
             assert found.recent_tokens == about.recent_tokens
-            assert found.queued_prefill_tokens == one.figures()[2]
+            assert found.queued_prefill_tokens == one.figures().queued_prefill_tokens
+            assert row_of(found) == offered.table[:, offered.crew.places[found.worker_id]].tolist()
         assert [one.num_cached_tokens for one in offered[:3]] == [0, 39, 32]
         assert [one.num_host_tokens for one in offered[:3]] == [0, 0, 16]
         for predictor in (together, alone):

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.config import RouterConfig
+from router.policies import basic
 from router.policies.base import Alone, Candidate, Decision, Line, Policy, RequestView
+from router.policies.candidates import Candidates, Scores
 from router.policies.costs import outlook
 from router.policies.limits import avoiding
+from router.policies.pair import NEVER, ShortRemainder, pair
 from router.policies.registry import NAMES, policy_of
 
 PREFILL, DECODE, COLOCATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.COLOCATED
@@ -70,6 +73,21 @@ def test_a_decision_is_always_servable(name: str, loads: list[tuple[str, int, in
     assert decision.prefill is None or decision.prefill[0] == "p"
     assert (decision.prefill is None) == (decision.alone is not None)
     assert all(scored.total == pytest.approx(sum(cost for _, cost in scored.terms)) for scored in decision.scores)
+    *_, chosen = [scored for scored in decision.scores if scored.worker_id == decision.decode]
+    assert chosen.terms[-1][0] == f"reading by {decision.prefill or decision.decode}", "also where there was no choice"
+
+
+def test_whom_one_rank_leaves_out_has_no_cost_by_chance() -> None:
+    """Readers are drawn, writers are not: whoever is not drawn reads nothing."""
+
+    def two(view: RequestView, candidates: Candidates) -> Scores:
+        return basic.least_loaded(view, candidates.take([1, 3])).at([1, 3])
+
+    crowd = [worker(f"c{number}", num_requests=number == 1) for number in range(5)]
+    short = ShortRemainder(max_tokens=0, max_share=0.0)
+    decision = pair("drawn", read=two, write=basic.least_loaded, short=short)(view(), crowd)
+    assert decision.decode == "c3"
+    assert [scored.total for scored in decision.scores] == [NEVER, 2.0, NEVER, 0.0, NEVER]
 
 
 def test_round_robin_takes_turns() -> None:
