@@ -7,6 +7,7 @@ import typer
 from cluster import flags
 from cluster.serve import DEMO
 from cluster.settings import to_toml
+from protos.errors import BatonError
 
 
 def config(
@@ -16,4 +17,10 @@ def config(
 ) -> None:
     """Prints every setting in force as TOML that --config reads back: of `baton up` if no file or model is given."""
     given = {"model": model} if file is not None or model is not None else DEMO
-    typer.echo(to_toml(flags.settings(file, given, further)), nl=False)
+    settings = flags.settings(file, given, further)
+    typer.echo(to_toml(settings), nl=False)
+    if model is not None:
+        try:
+            settings.check_model()
+        except BatonError as error:  # the file may be for another machine
+            typer.echo(f"baton: {error.message}: so it cannot be served from here", err=True)

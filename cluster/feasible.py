@@ -30,11 +30,22 @@ def check_feasible(
             check_parallel(model, tp, "tp" if tp == config.worker.tp else f"{role}_tp")
     if config.ray.address:
         return
+    _check_host_tier(config, free_bytes())
     has_gpu = any(devices.glob("nvidia[0-9]*"))
     if config.worker.device == "cuda" and not has_gpu:
         raise Misconfigured("device is cuda: this machine has no NVIDIA GPU; --device cpu needs none", param="device")
     if config.worker.device == "cpu" or not has_gpu:
         _check_ram(config, model, free_bytes())
+
+
+def _check_host_tier(config: ClusterConfig, free: int) -> None:
+    each, count = config.worker.host_kv_gib, sum(config.pools.counts().values())
+    if each * count * _GIB > free:
+        raise Misconfigured(
+            f"host_kv_gib is {each:g} for each of {count} workers, {free / _GIB:.1f} GiB of memory are free: give at "
+            f"most {max(0.0, free / _GIB / count):.1f}",
+            param="host_kv_gib",
+        )
 
 
 def _check_ram(config: ClusterConfig, model: ModelConfig, free: int) -> None:

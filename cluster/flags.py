@@ -32,7 +32,10 @@ Processes = Annotated[int | None, typer.Option("--processes", help="Gateway proc
 Prefill = Annotated[int | None, typer.Option("--prefill", help="Number of prefill workers. Default: 1.")]
 Decode = Annotated[int | None, typer.Option("--decode", help="Number of decode workers. Default: 1.")]
 Colocated = Annotated[bool, typer.Option("--colocated", help="Workers that prefill and decode, instead of two pools.")]
-Workers = Annotated[int | None, typer.Option("--workers", help="Number of workers, with --colocated. Default: 1.")]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", help="Number of colocated workers: --colocated goes without saying. Default: 1."),
+]
 Tp = Annotated[int | None, typer.Option("--tp", help="Tensor parallel ranks of every worker. Default: 1.")]
 PrefillTp = Annotated[int | None, typer.Option("--prefill-tp", help="Ranks of a prefill worker. Default: --tp.")]
 DecodeTp = Annotated[int | None, typer.Option("--decode-tp", help="Ranks of a decode worker. Default: --tp.")]

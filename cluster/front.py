@@ -91,7 +91,7 @@ class Front:
     ) -> None:
         policy, routing = policy_of(config), routing_of(config)
         tls.check()
-        self._is_secure = bool(tls.cert)
+        self._is_secure, self._asks_for_keys = bool(tls.cert), bool(config.tenants)
         self._siblings = siblings or Siblings()
         gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         prefixes, self._others = open_index(
@@ -145,7 +145,7 @@ class Front:
 
     def example(self) -> str:
         """A request to try."""
-        return example(self.url, self.model, has_chat=self.has_chat)
+        return example(self.url, self.model, has_chat=self.has_chat, asks_for_keys=self._asks_for_keys)
 
     async def start(self) -> None:
         """From now on /health answers; /ready does when a worker has joined. Raises Misconfigured: a port is taken."""
@@ -204,6 +204,11 @@ class Front:
         """Returns when HTTP is not served any more."""
         assert self._serving is not None, "start() comes first"
         await asyncio.shield(self._serving)
+
+    @property
+    def serves(self) -> bool:
+        """Would a request be served now?"""
+        return self.fleet.ready()
 
     async def ready(self) -> None:
         """Returns once a request would be served."""

@@ -17,7 +17,7 @@ from cluster.config import ClusterConfig
 from cluster.discovery import Discovery, StaticDiscovery
 from cluster.log import LogFormat
 from cluster.sockets import check_free, listen
-from cluster.stopping import Stop
+from cluster.stopping import Stop, stopping
 from protos.errors import Misconfigured
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ async def run_gateway(
         check_free(router.host, router.grpc_port, "--grpc-port")
         front = open_faces(config, listening, log_format, is_told=False, addresses=addresses)
         await stop.before(_serve(front, config, addresses))
-        log.info("stopping: running requests have %g s to finish", config.supervision.grace_s)
+        log.info("%s", stopping(config.supervision.grace_s if front.serves else 0.0))
         return await stop.patiently(front.stop(config.supervision.grace_s))
     finally:
         if front is not None:

@@ -156,7 +156,12 @@ def serve(
         "worker": {"tp": tp, "device": device, "dtype": dtype, "host_kv_gib": host_kv_gib},
         "ray": {"address": ray_address},
     }  # fmt: skip
-    _run(flags.settings(file, given, further), log_format)
+    config, console = flags.settings(file, given, further), flags.terminal(log_format)
+    if workers is not None and not colocated:
+        log.info(
+            "--workers %d: colocated, each reads prompts and writes answers; two pools: --prefill, --decode", workers
+        )
+    _run(config, console, log_format)
 
 
 def up(
@@ -188,9 +193,9 @@ def up(
     serve(model=DEMO["model"], served_name=served_name or DEMO["served_name"], **chosen)
 
 
-def _run(config: ClusterConfig, log_format: LogFormat) -> None:
+def _run(config: ClusterConfig, console: Console, log_format: LogFormat) -> None:
     import uvloop
 
-    in_order = uvloop.run(run_deployment(config, flags.terminal(log_format), log_format))
+    in_order = uvloop.run(run_deployment(config, console, log_format))
     if not in_order:
         raise typer.Exit(130)

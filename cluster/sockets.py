@@ -54,14 +54,16 @@ def url_of(listening: socket.socket, *, is_secure: bool) -> str:
     return f"{'https' if is_secure else 'http'}://{reachable}:{port}"
 
 
-def example(url: str, model: str, *, has_chat: bool) -> str:
-    """A request to try."""
+def example(url: str, model: str, *, has_chat: bool, asks_for_keys: bool = False) -> str:
+    """A request to try. What only its reader knows is left for him to put in: a key, and who signed the certificate."""
     path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
     if has_chat:
         path = "chat/completions"
         asked = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
     told = f'{{"model": {json.dumps(model)}, {asked}}}'
-    return f"curl {url}/v1/{path} -H 'content-type: application/json' -d '{told}'"
+    signed = " --cacert CA.pem" if url.startswith("https:") else ""
+    key = " -H 'authorization: Bearer YOUR_KEY'" if asks_for_keys else ""
+    return f"curl{signed} {url}/v1/{path}{key} -H 'content-type: application/json' -d '{told}'"
 
 
 def _unusable(host: str, port: int, flag: str, error: OSError) -> Misconfigured:

@@ -110,13 +110,19 @@ def _headline(job: View) -> Text:
 def _decision(choice: View) -> Text:
     way = f"{choice['prefill']} reads, {choice['decode']} writes" if choice["prefill"] else f"{choice['decode']} alone"
     reason = f" ({choice['alone']})" if choice["alone"] else ""
-    expected, measured = choice["expected"], choice["measured"] or {}
+    expected, measured = choice["expected"], _measured(choice["measured"] or {})
     load = f" (load {_seconds(expected['load_s'])})" if expected["num_host_tokens"] else ""
     told = (
         f"expected {_seconds(expected['ttft_s'])}{load} to the first token, then {_seconds(expected['tpot_s'])} each"
-        f"; measured {_seconds(measured.get('ttft_s'))} and {_seconds(measured.get('tpot_s'))}"
+        + (f"; measured {measured}" if measured else "")
     )
     return Text.assemble(f"after {_seconds(choice['at_s'])}, {choice['policy']}: ", (way, "bold"), f"{reason}; {told}")
+
+
+def _measured(measured: View) -> str:
+    """What there is of it: a decision after a failure had its first token before it, one that failed has neither."""
+    known = (("ttft_s", "to the first token"), ("tpot_s", "each"))
+    return ", ".join(f"{_seconds(measured[name])} {what}" for name, what in known if measured.get(name) is not None)
 
 
 def _costs(choice: View) -> Table:

@@ -158,6 +158,8 @@ async def run(control_end: socket.socket, connections_end: socket.socket) -> int
     if not isinstance(orders, Orders):
         return 1  # the supervisor has ended before it said anything
     terminal(orders.log_format)
+    if orders.number:  # every process hears that a worker is ready: one of them says so
+        logging.getLogger("baton.router").setLevel(logging.WARNING)
     try:
         await GatewayProcess(orders, control, connections_end).run()
     except BatonError as error:

@@ -120,7 +120,8 @@ class Gateways:
 
     def example(self) -> str:
         """A request to try."""
-        return example(self.url, self.model, has_chat=self._has_chat)
+        keys = bool(self._config.router.tenants)
+        return example(self.url, self.model, has_chat=self._has_chat, asks_for_keys=keys)
 
     # -- who belongs ---------------------------------------------------------------------------------------------------
 
@@ -138,6 +139,11 @@ class Gateways:
         """Returns when every process answers; raises the BatonError of one that never will."""
         self._tasks = [asyncio.create_task(self._tend(seat), name=f"gateway {seat.number}") for seat in self._seats]
         await self._until_all("is_up")
+
+    @property
+    def serves(self) -> bool:
+        """Would some process serve a request now?"""
+        return any(seat.is_ready for seat in self._seats)
 
     async def ready(self) -> None:
         """Returns once a request would be served by every process."""

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from cluster import entry
 from cluster.cli import VERBS, main, make_app
 from cluster.serve import DEMO
+from cluster.sockets import example
 
 
 def run(*arguments: str) -> str:
@@ -47,6 +48,8 @@ def test_every_verb_exists_and_describes_itself(name: str) -> None:
 
 def test_the_settings_in_force_are_printed() -> None:
     assert "prefill_chunk = 64" in run("config", "--model", "m", "--set", "worker.prefill_chunk=64")
+    assert "there is no folder m" in run("config", "--model", "m"), "said beside them: it may be another machine's"
+    assert "there is no" not in run("config", "--model", DEMO["model"])
 
 
 def test_a_wrong_setting_is_one_line_and_exit_code_2(
@@ -91,6 +94,12 @@ def test_pools_need_somebody_to_find_them(monkeypatch: pytest.MonkeyPatch, capsy
 def test_one_process_is_one_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(monkeypatch, capsys, "worker", "--model", "m", "--set", "worker.tp=2")
     assert "one process is one rank" in said
+
+
+def test_the_request_to_try_leaves_room_for_a_key_and_an_authority() -> None:
+    assert example("http://h:1", "m", has_chat=False).startswith("curl http://h:1/v1/completions -H 'content-type")
+    told = example("https://h:1", "m", has_chat=True, asks_for_keys=True)
+    assert told.startswith("curl --cacert CA.pem https://h:1/v1/chat/completions -H 'authorization: Bearer YOUR_KEY' ")
 
 
 def test_ctrl_c_while_the_command_is_imported_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:

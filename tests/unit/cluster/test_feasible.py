@@ -43,6 +43,14 @@ def test_workers_must_fit_into_memory(tmp_path: Path) -> None:
     assert "4.0 GiB are free" in refused(tmp_path, 4 * GIB, worker={"num_blocks": 10**6})
 
 
+def test_memory_for_the_host_tier_must_be_there_for_every_worker(tmp_path: Path) -> None:
+    assert refused(tmp_path, worker={"host_kv_gib": 2.0}) == ""
+    told = refused(tmp_path, worker={"host_kv_gib": 5.0})
+    assert told == ("host_kv_gib is 5 for each of 2 workers, 8.0 GiB of memory are free: give at most 4.0")
+    (tmp_path / "nvidia0").touch()  # a GPU's blocks are kept in the same memory
+    assert refused(tmp_path, worker={"host_kv_gib": 100_000.0}).startswith("host_kv_gib is 100000 ")
+
+
 @pytest.mark.parametrize("device", ["nvidia0", "nvidiactl"])
 def test_a_gpu_is_not_waited_for_where_there_is_none(tmp_path: Path, device: str) -> None:
     (tmp_path / device).touch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -72,6 +73,30 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
         assert word in told
     assert told.count("d0") >= 1
     assert told.count("d1") >= 1
+
+
+async def test_nothing_is_called_measured_that_was_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """The decision whose worker died has no measure, and the first token came before the one that followed it."""
+    cluster = Cluster(policy="round_robin")
+    try:
+        await cluster.add("d0", "d1")
+        for worker_id in ("d0", "d1"):
+            cluster[worker_id].pause_after = 2
+        async with operating(cluster) as (client, _):
+            asking = asyncio.create_task(ask(client, "mine"))
+            await cluster["d0"].until(lambda: any(one.num_made == 2 for one in cluster["d0"].running.values()))
+            cluster["d1"].pause_after = None
+            await cluster["d0"].die()
+            await asking
+            await asyncio.to_thread(why, "mine", str(client.base_url))
+            told = "".join(capsys.readouterr().out.splitlines())
+    finally:
+        await cluster.close()
+    first, second = (told.partition("round_robin: ")[2].partition("round_robin: ")[place] for place in (0, 2))
+    assert "d0 alone" in first
+    assert "measured" not in first.partition("worker ")[0]
+    assert "d1 alone" in second
+    assert re.search(r"measured [\d.]+ m?s each", second)
 
 
 def test_where_nobody_answers_that_is_said() -> None:
