@@ -1,4 +1,4 @@
-"""A thread for what recurses as deeply as its input nests, where the input is a client's."""
+"""Threads for what recurses as deeply as its input nests, where the input is a client's."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ STACK_BYTES = 256 * 2**20
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_starting = threading.Lock()  # the size is one of the process
 
 
-class DeepThread(ThreadPoolExecutor):
-    """One, started with the first thing to do. Compiled code that runs out of a usual stack ends its whole process."""
+class DeepThreads(ThreadPoolExecutor):
+    """So many, started with the first things to do. Compiled code that runs out of a usual stack ends its whole
+    process."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(max_workers=1, thread_name_prefix=name)
+    def __init__(self, name: str, num: int = 1) -> None:
+        super().__init__(max_workers=num, thread_name_prefix=name)
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            return super().submit(fn, *args, **kwargs)
-        finally:
-            threading.stack_size(before)
+        with _starting:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                return super().submit(fn, *args, **kwargs)
+            finally:
+                threading.stack_size(before)

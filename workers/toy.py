@@ -144,6 +144,8 @@ class ToyRunner:
             mask = self._mask(row.request_id, row.sample)
         except InvalidRequest as error:
             return RowOutput(error=error_info(error))
+        if mask is None and row.sample.params.grammar:
+            return RowOutput(prompt_logprobs=prompt_logprobs, late=True)
         token_id = toy_token(kv, weight=self._weight, vocab_size=self._vocab_size, sample=row.sample, mask=mask)
         num_top = row.sample.params.logprobs
         return RowOutput(

@@ -18,7 +18,7 @@ import orjson
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from protos.errors import InvalidRequest, Overloaded
-from protos.threads import DeepThread
+from protos.threads import DeepThreads
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -81,7 +81,7 @@ class GrammarChecks:
 
     def __init__(self) -> None:
         self._found: OrderedDict[bytes, str] = OrderedDict()
-        self._thread = DeepThread("grammar-checks")
+        self._thread = DeepThreads("grammar-checks")
 
     async def check(self, grammar: str, *, param: str) -> None:
         """Raises InvalidRequest with what is wrong, Overloaded where that is not found out in `CHECK_S`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -171,16 +172,66 @@ def test_a_grammar_that_fails_ends_its_request_alone(served: tuple[Path, Any]) -
     assert "cannot be compiled" in ends["c"][1]
 
 
+def test_a_mask_that_takes_long_holds_up_its_own_request_alone(
+    served: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, oracle = served
+    go_on, make = threading.Event(), GuidanceGrammars._mask
+
+    def slowly(self: GuidanceGrammars, standing: Any) -> Any:
+        assert len(standing.output_ids) < 3 or go_on.wait(60)
+        return make(self, standing)
+
+    grammar = json_grammar(PERSON)
+    asked = {"a": under(grammar), "b": under("", 40, ignore_eos=True)}
+    told: dict[str, list[int]] = {"a": [], "b": []}
+    monkeypatch.setattr(GuidanceGrammars, "_mask", slowly)
+    with colocated(config_of(folder)) as engine:
+        for name, prompt in zip(asked, PROMPTS, strict=False):
+            engine.submit(GenerateRequest(request_id=name, prompt_ids=tuple(prompt), sampling=asked[name]), now=0.0)
+        while engine.has_work():
+            for update in engine.step(now=0.0):
+                told[update.request_id] += update.token_ids
+            engine.check_integrity()
+            if len(told["b"]) == 40 and len(told["a"]) == 3:
+                go_on.set()
+        engine.assert_idle()
+    assert told["b"] == oracle_answers(oracle, PROMPTS[1:2], 40)[0]
+    assert told["a"] == masked_oracle(folder, oracle, PROMPTS[0], grammar, 80)
+
+
+def test_a_grammar_that_unfolds_too_far_is_told_the_limit(served: tuple[Path, Any]) -> None:
+    """Forty characters of one that reads each stretch of them in every way."""
+    folder, _ = served
+    asked = under("start: s\ns: " + " | ".join("s " * num for num in range(2, 12)) + "| /[ -~]/")
+    [letter] = Tokenizer.load(folder)._encode(["e"], False)[0]
+    request = GenerateRequest(request_id="a", prompt_ids=(5,), output_ids=(letter,) * 40, sampling=asked)
+    with colocated(config_of(folder)) as engine:
+        engine.submit(request, now=0.0)
+        updates = []
+        while engine.has_work():
+            updates += engine.step(now=0.0)
+        engine.assert_idle()
+    [end] = updates
+    assert end.finish_reason is FinishReason.ERROR
+    assert end.error is not None
+    assert "more than 2000 rules are possible at one place (max_items_in_row)" in end.error.message
+
+
 def test_every_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS, 1))
+    ready = threading.Event()
+    grammars.listener = ready.set
     params = under(regex_grammar("ab?"))
-    grammars.prepare(params.grammar)
     a, b = (Tokenizer.load(tmp_path)._encode([text], False)[0][0] for text in "ab")
 
     def allowed(*output_ids: int, **changes: Any) -> list[int]:
         sample = Sample(params=params, index=len(output_ids), output_ids=output_ids, **changes)
-        bits = np.unpackbits(grammars.allowed("r", sample).view(np.uint8), bitorder="little")
+        while (mask := grammars.allowed("r", sample)) is None:
+            ready.wait(30)
+            ready.clear()
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
         return [int(one) for one in bits.nonzero()[0]]
 
     assert allowed() == [a]
@@ -196,7 +247,6 @@ def test_what_is_not_kept_is_made_again(served: tuple[Path, Any], monkeypatch: p
     with colocated(config_of(folder)) as engine:
         expected = [one.token_ids for one in answer(engine, PROMPTS, asked)]
         monkeypatch.setattr(guidance, "MAX_COMPILED", 1)
-        monkeypatch.setattr(guidance, "MAX_MATCHERS", 1)
         assert [one.token_ids for one in answer(engine, PROMPTS, asked)] == expected
 
 

@@ -17,7 +17,7 @@ from workers.attention.base import AttentionInputs, CosSin
 from workers.config import WorkerConfig
 from workers.engine.batch import Batch, Row, Sample
 from workers.engine.runner import TorchRunner
-from workers.grammar.base import Mask
+from workers.grammar.base import Grammars, Mask
 from workers.kernels import reference
 from workers.models.config import read_config
 from workers.models.decoder import Decoder
@@ -93,10 +93,8 @@ class Valueless:
         return torch.empty_like(q_TND)
 
 
-class Everything:
+class Everything(Grammars):
     """A grammar that allows it."""
-
-    def prepare(self, grammar: str) -> None: ...
 
     def allowed(self, request_id: str, sample: Sample) -> Mask:
         return np.full(VOCAB_SIZE // 32, -1, dtype=np.int32)

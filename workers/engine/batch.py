@@ -98,12 +98,14 @@ class Batch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOutput:
     """`token_id` is None where the row had nothing to sample; `logprobs` None where none were asked for. With an
-    `error` the request cannot go on, for a reason of its own; `token_id` means nothing then."""
+    `error` the request cannot go on, for a reason of its own; `token_id` means nothing then. Nor does it where the row
+    was `late`: nothing is known yet of what its grammar allows, and its last position is to be computed again."""
 
     token_id: int | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: tuple[Logprobs, ...] = ()
     error: ErrorInfo | None = None
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

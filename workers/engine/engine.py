@@ -21,7 +21,6 @@ from protos.values import (
     Hello,
     KVEvents,
     MoveRequest,
-    SamplingParams,
     SequenceUpdate,
     ShareRequest,
     WorkerLoad,
@@ -164,7 +163,7 @@ class Engine:
         if request.ticket is None:
             self._check_room()
         if request.sampling.grammar:
-            self._prepare(request.sampling)
+            self._begin(request)
         self._scheduler.add(request, now)
 
     def abort(self, request_ids: Collection[str]) -> int:
@@ -174,6 +173,8 @@ class Engine:
         unknown: list[str] = []  # in order: a simulated run must not depend on how strings hash
         for request_id in dict.fromkeys(request_ids):
             (known if request_id in self._scheduler else unknown).append(request_id)
+        if self._grammars is not None:
+            self._grammars.release(known)
         return self._scheduler.abort(known) + sum(self._role.withdraw(request_id) for request_id in unknown)
 
     def move(self, asked: MoveRequest, now: float) -> None:
@@ -197,7 +198,7 @@ class Engine:
         with self.timeline.span("tick"):
             updates = self._tick(now)
         with self.timeline.span("plan"):
-            batch = self._scheduler.plan(now)
+            batch = self._scheduler.plan(now, self._grammars.late() if self._grammars is not None else ())
         if batch is not None:
             self._launch(batch, now)
         if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
@@ -205,6 +206,8 @@ class Engine:
             output = self._fetch(oldest)
             with self.timeline.span("apply", oldest.batch, step=self.num_steps):
                 updates += self._scheduler.apply(oldest.batch, output)
+        if self._grammars is not None and len(self._grammars):
+            self._tell(self._grammars, updates)
         return updates
 
     def num_alike(self) -> int:
@@ -238,6 +241,11 @@ class Engine:
     def num_in_flight(self) -> int:
         """Steps launched and not told of."""
         return len(self._in_flight)
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Has it called, from any thread, when what a request waited for is there: `step` may find something to do."""
+        if self._grammars is not None:
+            self._grammars.listener = wake
 
     def drain(self) -> None:
         """From now on takes no new requests; those taken are served to their end."""
@@ -274,8 +282,9 @@ class Engine:
         self._scheduler.check_integrity(reserved_ids)
 
     def assert_idle(self) -> None:
-        """Nothing runs, nothing moves, no block is held."""
+        """Nothing runs, nothing moves, no block and no grammar is held."""
         assert not self._role.busy()
+        assert self._grammars is None or not len(self._grammars)
         self._scheduler.assert_idle()
 
     def _tick(self, now: float) -> list[SequenceUpdate]:
@@ -321,14 +330,23 @@ class Engine:
         self.num_steps = step
         return output
 
-    def _prepare(self, sampling: SamplingParams) -> None:
+    def _begin(self, request: GenerateRequest) -> None:
+        """Its grammar is compiled from now on: it is admitted when its first token can be chosen."""
         if self._grammars is None:
             raise InvalidRequest("this worker cannot constrain answers", param="grammar")
-        if sampling.ignore_eos:
+        if request.sampling.ignore_eos:
             raise InvalidRequest(
                 "ignore_eos and a grammar exclude each other: it says where to end", param="ignore_eos"
             )
-        self._grammars.prepare(sampling.grammar)
+        self._grammars.begin(request.request_id, request.sampling.grammar, request.output_ids)
+
+    def _tell(self, grammars: Grammars, updates: Sequence[SequenceUpdate]) -> None:
+        """What may follow the tokens of this step is made beside the next one."""
+        grammars.release([update.request_id for update in updates if update.finish_reason is not None])
+        for update in updates:
+            request = self._scheduler.find(update.request_id) if update.token_ids else None
+            if request is not None and request.sampling.grammar and update.finish_reason is None:
+                grammars.begin(request.request_id, request.sampling.grammar, tuple(request.output_ids))
 
     def _check_room(self) -> None:
         limit = self._scheduler.config.max_waiting

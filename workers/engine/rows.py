@@ -1,8 +1,9 @@
-"""What a runner is told of one request's part of a step."""
+"""One request's part of a step: what a runner is told of it, and what is told of what it brought."""
 
 from __future__ import annotations
 
-from workers.engine.batch import Row, Sample, is_penalised
+from protos.values import FinishReason, Logprobs, SequenceUpdate
+from workers.engine.batch import Row, RowOutput, Sample, is_penalised
 from workers.engine.request import Request
 
 
@@ -31,6 +32,38 @@ def next_row(request: Request, num_tokens: int, *, eos_ids: tuple[int, ...], fol
 def stop_ids(request: Request, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
     """Tokens that end the answer."""
     return (() if request.sampling.ignore_eos else eos_ids) + request.sampling.stop_token_ids
+
+
+def end_at(request: Request, token_id: int, *, eos_ids: tuple[int, ...], max_len: int) -> FinishReason | None:
+    """Does its last token end the answer?"""
+    if token_id in stop_ids(request, eos_ids):
+        return FinishReason.STOP
+    if len(request.output_ids) >= request.sampling.max_tokens or request.num_tokens >= max_len:
+        return FinishReason.LENGTH
+    return None
+
+
+def update_of(
+    request: Request,
+    row: Row,
+    out: RowOutput,
+    prompt_logprobs: tuple[Logprobs, ...],
+    finish_reason: FinishReason | None,
+    *,
+    first: bool,
+    reading: bool,
+) -> SequenceUpdate:
+    """What is told of a row once it is computed: the `first` that samples, or one of a prompt that is `reading`."""
+    sampled = row.sample is not None and not out.late
+    return SequenceUpdate(
+        request_id=request.request_id,
+        token_ids=(out.token_id,) if sampled and out.token_id is not None else (),
+        logprobs=(out.logprobs,) if sampled and out.logprobs is not None else (),
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=finish_reason,
+        num_cached_tokens=request.num_cached if first or reading else 0,
+        num_prompt_computed=min(request.num_computed, request.num_prompt) if reading else 0,
+    )
 
 
 def _sample(request: Request, eos_ids: tuple[int, ...]) -> Sample:

@@ -38,7 +38,7 @@ class TorchRunner:
     """One rank's runner: a pipeline. All ranks must launch the same batches; only rank 0 samples.
 
     `shares_tokens` gives sampled ids to the other ranks, for rows that follow: needed where steps are in flight.
-    `grammars` are needed for rows that have one; masks are made while the device computes the logits.
+    `grammars` are needed for rows that have one, and asked for their masks while the device computes the logits.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Sampling:
         self._batch = batch
         self._timed = timed
         self._grammars = grammars
-        self._broken: dict[int, ErrorInfo] = {}
+        self._failed: dict[int, ErrorInfo | None] = {}
         self._scored: dict[int, Scores] = {}
         samples, positions, position = list[Sample](), list[int](), 0
         masks: dict[int, Mask] = {}
@@ -192,19 +192,22 @@ class Sampling:
     def fetch(self) -> StepOutput:
         drawn = iter(self.drawn.fetch() if self.drawn is not None else ())
         rows = [next(drawn) if row.sample is not None else RowOutput() for row in self._batch.rows]
-        for index, error in self._broken.items():
-            rows[index] = replace(rows[index], error=error)
+        for index, error in self._failed.items():
+            rows[index] = replace(rows[index], error=error, late=error is None)
         for index, scores in self._scored.items():
             rows[index] = _with_prompt(rows[index], scores.fetch())
         return StepOutput(rows=tuple(rows))
 
     def _mask(self, index: int, row: Row, asked: Sample) -> Mask | None:
-        """None for a row whose answer cannot go on: it is sampled with the others, and told of instead."""
+        """None for a row whose answer cannot go on, or not yet: it is sampled with the others, and told of instead."""
         assert self._grammars is not None, "a grammar passed an engine that has none"
         try:
-            return self._grammars.allowed(row.request_id, asked)
+            mask = self._grammars.allowed(row.request_id, asked)
+            if mask is None:
+                self._failed[index] = None
+            return mask
         except InvalidRequest as error:
-            self._broken[index] = error_info(error)
+            self._failed[index] = error_info(error)
             return None
 
     def device_span(self) -> tuple[float, float] | None:

@@ -22,13 +22,16 @@ step n is applied; then
 - a request that turns out to have ended in step n has computed its row in vain;
 - blocks of a request that has gone are free when the last step that computes it is applied;
 - nobody is preempted: a plan that lacks blocks to grow into is None until step n is applied.
+
+A request that is `late`, as its grammar takes long to say what may come next, is passed over and keeps what it has; if
+that shows only as it is sampled, its last position is computed again.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -40,7 +43,7 @@ from workers.engine.batch import Batch, Repeated, Row, RowOutput, StepOutput, is
 from workers.engine.loading import Loads
 from workers.engine.request import Request, State
 from workers.engine.role import Disposition, Role
-from workers.engine.rows import next_row, stop_ids
+from workers.engine.rows import end_at, next_row, update_of
 from workers.kv.blocks import BlockPool
 
 
@@ -156,13 +159,14 @@ class Scheduler:
 
     # -- plan ----------------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float) -> Batch | None:
+    def plan(self, now: float, late: Collection[str] = ()) -> Batch | None:
         """The next step, or None if nothing can run, or not before a step in flight is applied. Every batch must be
-        applied, in the order they were planned."""
+        applied, in the order they were planned. Requests that are `late` neither begin nor decode."""
         self.loads.poll()
         rows: list[tuple[Request, Row]] = []
         budget = self.config.max_num_batched_tokens
-        decoding = [request for request in self._running if request.num_to_plan == 1 and self._may_follow(request)]
+        decodable = [one for one in self._running if one.num_to_plan == 1 and one.request_id not in late]
+        decoding = [request for request in decodable if self._may_follow(request)]
         if self._in_flight and sum(map(self._num_lacking, decoding)) > self.pool.num_free:
             return None
         for request in decoding:
@@ -172,9 +176,9 @@ class Scheduler:
         for request in self._running:
             if request.num_to_plan > 1 and budget > 0:
                 budget -= self._take_chunk(request, budget, rows)
-        self._admit(now, budget, rows)
+        self._admit(now, budget, rows, late)
         while not rows and self.loads.settle_next():
-            self._admit(now, budget, rows)
+            self._admit(now, budget, rows, late)
         if not rows:
             return None
         sampling = {request: index for index, (request, row) in enumerate(rows) if row.sample is not None}
@@ -198,11 +202,13 @@ class Scheduler:
         rows.append((request, self._row(request, num_tokens)))
         return num_tokens
 
-    def _admit(self, now: float, budget: int, rows: list[tuple[Request, Row]]) -> None:
+    def _admit(self, now: float, budget: int, rows: list[tuple[Request, Row]], late: Collection[str]) -> None:
         """Lets waiting requests in, by rank. The first that lacks blocks holds back all behind it, except those that
         hold blocks already: only they can give them back."""
         self.blocked = False
         for request in self._waiting:
+            if request.request_id in late:
+                continue
             asked_before = bool(request.block_ids) or request.num_preemptions > 0
             if not asked_before and not self.role.admissible(request, now):
                 continue
@@ -369,7 +375,7 @@ class Scheduler:
 
     def _advance(self, request: Request, row: Row, out: RowOutput) -> SequenceUpdate | None:
         assert request.num_computed == row.start
-        request.num_computed = row.stop
+        request.num_computed = row.stop - out.late
         self._seal(request)
         prompt_logprobs = out.prompt_logprobs[request.num_prompt_reported - row.start :] if row.prompt_targets else ()
         request.num_prompt_reported += len(prompt_logprobs)
@@ -378,11 +384,14 @@ class Scheduler:
             return SequenceUpdate(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=out.error)
         finish_reason: FinishReason | None = None
         first = False
-        if row.sample is not None:
+        if out.late:
+            request.num_due -= 1
+            request.num_planned = request.num_computed
+        elif row.sample is not None:
             assert out.token_id is not None, f"nothing was sampled for request {request.request_id}"
             request.num_due -= 1
             request.output_ids.append(out.token_id)
-            finish_reason = self._finish_reason(request, out.token_id)
+            finish_reason = end_at(request, out.token_id, eos_ids=self.config.eos_ids, max_len=self.max_len)
             first = len(request.output_ids) == request.num_given + 1
         elif request.num_to_compute == 0:  # max_tokens is 0: it was all about the prompt
             finish_reason, first = FinishReason.LENGTH, True
@@ -391,17 +400,9 @@ class Scheduler:
             self._end(request)
         elif first:
             finish_reason = self._after_prefill(request)
-        elif row.sample is None and not prompt_logprobs and not reading:
+        elif (row.sample is None or out.late) and not prompt_logprobs and not reading:
             return None
-        return SequenceUpdate(
-            request_id=request.request_id,
-            token_ids=(out.token_id,) if row.sample is not None and out.token_id is not None else (),
-            logprobs=(out.logprobs,) if out.logprobs is not None else (),
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=finish_reason,
-            num_cached_tokens=request.num_cached if first or reading else 0,
-            num_prompt_computed=min(request.num_computed, request.num_prompt) if reading else 0,
-        )
+        return update_of(request, row, out, prompt_logprobs, finish_reason, first=first, reading=reading)
 
     def num_alike(self) -> int:
         """How many steps from here on are plain ones (`workers.engine.alike`)."""
@@ -416,13 +417,6 @@ class Scheduler:
             extended(self._requests[row.request_id], token_ids)
             for row, token_ids in zip(done.batch.rows, done.tokens, strict=True)
         ]
-
-    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        if token_id in stop_ids(request, self.config.eos_ids):
-            return FinishReason.STOP
-        if len(request.output_ids) >= request.sampling.max_tokens or request.num_tokens >= self.max_len:
-            return FinishReason.LENGTH
-        return None
 
     def _after_prefill(self, request: Request) -> FinishReason | None:
         disposition = self.role.after_prefill(request)
@@ -484,6 +478,12 @@ class Scheduler:
         return next((step for step in reversed(self._in_flight) if request in step.requests), None)
 
     # -- invariants ----------------------------------------------------------------------------------------------------
+
+    def check_balance(self, num_reserved: int = 0) -> None:
+        """The part of `check_integrity` that is cheap enough for after every event: numbers of references."""
+        num_freed = sum(len(freed) for step in self._in_flight for freed in step.freed)
+        num_held = sum(len(request.block_ids) for request in self._requests.values())
+        self.pool.check_balance(num_reserved + num_freed + num_held + sum(1 for _ in self.loads.held_ids()))
 
     def check_integrity(self, reserved_ids: Sequence[int] = ()) -> None:
         """Every reference in the pool is some request's, or one of `reserved_ids` (blocks promised by tickets)."""

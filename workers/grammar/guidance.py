@@ -1,42 +1,80 @@
 """Grammars by llguidance (https://github.com/guidance-ai/llguidance): Lark with JSON Schemas in it (`%json`).
 
-    submit ── prepare ──▶ compiled, on a thread ──▶ matcher of the request, at the end of its output ──▶ allowed
+    engine's thread     begin                                                                      allowed
+    other threads         └──▶ compiled ──▶ matcher of the request ──▶ takes tokens, makes a mask ──┘
 
-Matchers are kept where they stand, and compiled grammars for whoever comes with the same one, so that a step costs one
-token of parsing. Both are caches: what was dropped is made again from grammar and output, and says the same.
+What a grammar costs shows only as it unfolds: a token of one of 50 characters took a tenth of a second, one of 6 kB
+half of one. So threads are of three kinds: for those that are new, for those whose last mask was made quickly, and for
+the others; whoever is quick waits for nobody who was slow. The library counts the work of a mask and gives up at a
+limit, and the interpreter's lock is given up meanwhile.
+
+Matchers are kept until their requests end, and compiled grammars for whoever comes with the same one. Both are caches:
+what was dropped is made again from grammar and output, and says the same.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from protos.errors import InvalidRequest
-from protos.threads import DeepThread
+from protos.threads import DeepThreads
 from workers.engine.batch import Sample
 from workers.grammar.base import Mask, without
 
 log = logging.getLogger(__name__)
 
 MAX_COMPILED = 64
-MAX_MATCHERS = 1024
-_SAYS_NO_STATE = LLParserLimits(verbose_errors=False)
+MAX_COMPILED_CHARS = 2**20
+MAX_TOLD_CHARS = 1000
+PATIENCE_S = 0.005
+"""So long a step waits for all its masks together, and no longer. What takes longer than that is slow."""
+
+_LIMITS = LLParserLimits(verbose_errors=False)  # an error would quote the state of the parser
+_FIXES = {
+    "Too many items": (
+        f"choosing a token takes more than {_LIMITS.step_max_items} steps of parsing (step_max_items): write runs of "
+        "characters as a terminal, such as /[a-z]+/, rather than as rules of single ones"
+    ),
+    "Current row has": (
+        f"more than {_LIMITS.max_items_in_row} rules are possible at one place (max_items_in_row): make it less "
+        "ambiguous, or nest and repeat fewer of them"
+    ),
+    "too many expressions": (
+        f"its regular expressions unfold into more than {_LIMITS.step_lexer_fuel} parts at one token "
+        "(step_lexer_fuel): bound their repetitions"
+    ),
+    "too many states": (
+        f"its regular expressions have more than {_LIMITS.max_lexer_states} states (max_lexer_states): bound their "
+        "repetitions"
+    ),
+}
 
 
 @dataclass(slots=True, eq=False)
 class _Standing:
-    """A matcher that has seen these tokens."""
+    """A request's matcher, which has seen `seen`, and its mask behind `output_ids`, once `made`. One thread at a time
+    has the matcher: a mask is asked for when the one before was used."""
 
     grammar: str
-    matcher: LLMatcher
     output_ids: tuple[int, ...] = ()
+    made: Future[Mask] = field(default_factory=Future)
+    matcher: LLMatcher | None = None
+    seen: int = 0
+    slow: bool = False
+
+    def leads_to(self, grammar: str, output_ids: tuple[int, ...]) -> bool:
+        is_whole = self.made.done() and self.made.exception() is None
+        return is_whole and self.grammar == grammar and self.output_ids == output_ids[: len(self.output_ids)]
 
 
 class GuidanceGrammars:
@@ -44,56 +82,136 @@ class GuidanceGrammars:
     know are never allowed. `eos_ids` end an answer whose grammar is fulfilled."""
 
     def __init__(self, tokenizer: Path, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self.listener: Callable[[], None] = lambda: None
         self._path = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
-        self._standing: OrderedDict[str, _Standing] = OrderedDict()
-        self._thread = DeepThread("grammars")
+        self._num_chars = 0
+        self._standing: dict[str, _Standing] = {}
+        self._late: set[str] = set()
+        self._patience_s = PATIENCE_S
+        self._new, self._quick, self._slow = (
+            DeepThreads(f"grammars-{name}", num) for name, num in (("new", 2), ("quick", 2), ("slow", 1))
+        )
+        self._takers = threading.local()
         self._tokenizer: Future[LLTokenizer] | None = None
         if tokenizer.is_file() and self._eos_ids:
-            self._tokenizer = self._thread.submit(self._read)
+            self._tokenizer = self._new.submit(self._read)
 
-    def prepare(self, grammar: str) -> None:
+    def begin(self, request_id: str, grammar: str, output_ids: tuple[int, ...]) -> None:
         if not self._eos_ids:
             raise InvalidRequest("this model has no end-of-sequence token: its answers cannot be constrained")
         if self._tokenizer is None:
             raise InvalidRequest(f"{self._path} is missing: this worker cannot constrain answers", param="grammar")
-        self._compile(grammar)
+        standing = self._standing.get(request_id)
+        if standing is None or not standing.leads_to(grammar, output_ids):
+            self._begin_anew(request_id, grammar, output_ids)
+            return
+        standing.output_ids, standing.made = output_ids, Future()
+        if standing.slow:
+            self._late.add(request_id)
+        (self._slow if standing.slow else self._quick).submit(self._make, standing, standing.made)
 
-    def allowed(self, request_id: str, sample: Sample) -> Mask:
-        standing = self._standing.pop(request_id, None)
+    def late(self) -> Collection[str]:
+        self._patience_s = PATIENCE_S
+        if self._late:
+            self._late = {name for name in self._late if not self._standing[name].made.done()}
+        return self._late
+
+    def allowed(self, request_id: str, sample: Sample) -> Mask | None:
+        standing = self._standing.get(request_id)
         grammar, output_ids = sample.params.grammar, sample.output_ids
-        if (
-            standing is None
-            or standing.grammar != grammar
-            or output_ids[: len(standing.output_ids)] != (standing.output_ids)
-        ):
-            standing = _Standing(grammar=grammar, matcher=self._compile(grammar).result().deep_copy())
-        matcher = standing.matcher
-        matcher.consume_tokens(list(output_ids[len(standing.output_ids) :]))
-        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32) if not matcher.is_error() else None
-        if mask is None or matcher.is_error() or not mask.any():
-            raise InvalidRequest(f"the answer cannot follow its grammar: {matcher.get_error()}", param="grammar")
-        standing.output_ids = output_ids
-        self._standing[request_id] = standing
-        if len(self._standing) > MAX_MATCHERS:
-            self._standing.popitem(last=False)
-        return without(mask, sample.banned_ids)
+        if standing is None or (standing.grammar, standing.output_ids) != (grammar, output_ids):
+            self.begin(request_id, grammar, output_ids)
+            standing = self._standing[request_id]
+        if not standing.made.done() and not self._waited(standing.made):
+            self._late.add(request_id)
+            return None
+        return without(standing.made.result(), sample.banned_ids)
+
+    def release(self, request_ids: Collection[str]) -> None:
+        for request_id in request_ids:
+            standing = self._standing.pop(request_id, None)
+            self._late.discard(request_id)
+            if standing is not None:
+                standing.made.cancel()
+
+    def __len__(self) -> int:
+        return len(self._standing)
+
+    def _begin_anew(self, request_id: str, grammar: str, output_ids: tuple[int, ...]) -> None:
+        self.release([request_id])
+        standing = self._standing[request_id] = _Standing(grammar=grammar, output_ids=output_ids)
+        self._late.add(request_id)
+        made = standing.made
+        self._compile(grammar).add_done_callback(
+            lambda compiled: self._new.submit(self._make, standing, made, compiled)
+        )
+
+    def _waited(self, made: Future[Mask]) -> bool:
+        """Is it there before the step's patience is over?"""
+        start_s = time.perf_counter()
+        wait([made], timeout=max(0.0, self._patience_s))
+        self._patience_s -= time.perf_counter() - start_s
+        return made.done()
 
     def _compile(self, grammar: str) -> Future[LLMatcher]:
         """The grammar's matcher at its beginning; to be copied."""
-        found = self._compiled.pop(grammar, None) or self._thread.submit(self._matcher, grammar)
+        found = self._compiled.pop(grammar, None)
+        if found is None:
+            found = self._new.submit(self._matcher, grammar)
+            self._num_chars += len(grammar)
         self._compiled[grammar] = found
-        if len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
+        while len(self._compiled) > 1 and (len(self._compiled) > MAX_COMPILED or self._num_chars > MAX_COMPILED_CHARS):
+            self._num_chars -= len(self._compiled.popitem(last=False)[0])
         return found
+
+    # -- on other threads ----------------------------------------------------------------------------------------------
+
+    def _make(self, standing: _Standing, made: Future[Mask], compiled: Future[LLMatcher] | None = None) -> None:
+        if not made.set_running_or_notify_cancel():
+            return
+        try:
+            if compiled is not None:
+                standing.matcher = compiled.result().deep_copy()
+            mask = self._mask(standing)
+        except InvalidRequest as error:
+            made.set_exception(error)
+        except BaseException as error:  # of the library, which is compiled: it costs one request
+            log.exception("a grammar failed")
+            made.set_exception(InvalidRequest(f"the answer cannot follow its grammar: {error}", param="grammar"))
+        else:
+            made.set_result(mask)
+        self.listener()
+
+    def _mask(self, standing: _Standing) -> Mask:
+        matcher, start_s = standing.matcher, time.perf_counter()
+        assert matcher is not None
+        fresh, standing.seen = standing.output_ids[standing.seen :], len(standing.output_ids)
+        self._take(matcher, fresh)
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32) if not matcher.is_error() else None
+        if mask is None or matcher.is_error() or not mask.any():
+            raise InvalidRequest(f"the answer cannot follow its grammar: {_why(matcher)}", param="grammar")
+        standing.slow = time.perf_counter() - start_s > PATIENCE_S * max(1, len(fresh))
+        return mask
+
+    def _take(self, matcher: LLMatcher, token_ids: Sequence[int]) -> None:
+        """The library gives up the interpreter's lock for several matchers and not for one, so another goes along that
+        takes nothing. Without that a client's grammar could hold up the engine."""
+        assert self._tokenizer is not None
+        if not hasattr(self._takers, "executor"):
+            self._takers.executor = LLExecutor(1)
+            self._takers.other = LLMatcher(self._tokenizer.result(), "no grammar", log_level=0)
+        for token_id in token_ids:
+            if not self._takers.executor.consume_token_par([(matcher, token_id), (self._takers.other, token_id)])[0]:
+                return
 
     def _matcher(self, grammar: str) -> LLMatcher:
         assert self._tokenizer is not None
-        matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=_SAYS_NO_STATE)
+        matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise InvalidRequest(f"the grammar cannot be compiled: {matcher.get_error()}", param="grammar")
+            raise InvalidRequest(f"the grammar cannot be compiled: {_why(matcher)}", param="grammar")
         return matcher
 
     def _read(self) -> LLTokenizer:
@@ -103,3 +221,9 @@ class GuidanceGrammars:
         except (OSError, ValueError) as error:
             log.warning("answers cannot be constrained: %s: %s", self._path, error)
             raise InvalidRequest(f"this worker cannot constrain answers: {error}", param="grammar") from error
+
+
+def _why(matcher: LLMatcher) -> str:
+    """What has happened, and what to do about it."""
+    told = matcher.get_error().replace("<non-verbose/>", "").strip()
+    return next((fix for sign, fix in _FIXES.items() if sign in told), told[:MAX_TOLD_CHARS])

@@ -74,6 +74,7 @@ class EngineLoop:
         self._told = engine.load()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        engine.listen(self.wake)
 
     def start(self) -> None:
         self._thread.start()
@@ -153,10 +154,11 @@ class EngineLoop:
         self._progress.working(self._clock())
         step = engine.num_steps
         updates = engine.step(self._clock())
-        events = engine.drain_events()
-        if updates or events:
-            self._told = engine.load()
-            self._tell(self._send, _message(updates, events, self._told))
+        with engine.timeline.span("tell"):
+            events = engine.drain_events()
+            if updates or events:
+                self._told = engine.load()
+                self._tell(self._send, _message(updates, events, self._told))
         stepped = engine.num_steps != step or engine.num_in_flight > 0
         self._progress.turned(engine, stepped=stepped, now=self._clock())
         if not stepped:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import numpy as np
 import pytest
 
@@ -21,14 +23,40 @@ def mask_of(allowed: list[int]) -> Mask:
 
 
 class Summing:
-    """A token is as the sum of all before, modulo 7; one from the tenth on is the end. "broken" fails at the third."""
+    """A token is as the sum of all before, modulo 7; one from the tenth on is the end. "broken" fails at the third.
 
-    def prepare(self, grammar: str) -> None:
+    It takes so many looks (`slow`) until a newcomer's first mask is there, and one that shows to be late only as it is
+    needed: every so many (`hasty`) are that."""
+
+    def __init__(self, slow: int = 0, hasty: int = 0) -> None:
+        self.listener: Callable[[], None] = lambda: None
+        self.slow, self.hasty = slow, hasty
+        self.num_asked = 0
+        self.known: dict[str, int] = {}
+
+    def begin(self, request_id: str, grammar: str, output_ids: tuple[int, ...]) -> None:
         if grammar == "unknown":
             raise InvalidRequest("nobody knows this grammar", param="grammar")
+        self.known.setdefault(request_id, self.slow)
 
-    def allowed(self, request_id: str, sample: Sample) -> Mask:
+    def late(self) -> set[str]:
+        self.known = {name: max(0, looks - 1) for name, looks in self.known.items()}
+        return {name for name, looks in self.known.items() if looks}
+
+    def release(self, request_ids: Collection[str]) -> None:
+        for request_id in request_ids:
+            self.known.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def allowed(self, request_id: str, sample: Sample) -> Mask | None:
         assert len(sample.output_ids) == sample.index, "every token before is known"
+        assert not self.known[request_id], "it was planned too early"
+        self.num_asked += 1
+        if self.hasty and self.num_asked % self.hasty == 0:
+            self.known[request_id] = self.slow
+            return None
         if sample.params.grammar == "broken" and sample.index == 2:
             raise InvalidRequest("this grammar is broken", param="grammar")
         total = sum(sample.output_ids)
@@ -54,6 +82,24 @@ def test_tokens_are_the_same_with_steps_in_flight_and_when_preempted(depth: int,
         assert (last, plain[request.request_id].finish_reason) == (EOS, FinishReason.STOP)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("num_blocks", [64, 12])
+@pytest.mark.parametrize("hasty", [1000, 2, 3])
+def test_who_is_late_gets_the_same_tokens_and_holds_up_nobody(depth: int, num_blocks: int, hasty: int) -> None:
+    requests = [ask(str(i), range(i, i + 6), 20, grammar="sums", temperature=float(i % 2), seed=i) for i in range(3)]
+    requests.append(ask("p", range(8), 20, grammar="sums", prompt_logprobs=0))
+    free = ask("free", range(50, 56), 20)
+    plain = ToyEngine(grammars=Summing(), eos_ids=(EOS,)).serve(*requests, free)
+    toy = ToyEngine(grammars=Summing(slow=4, hasty=hasty), eos_ids=(EOS,), depth=depth, num_blocks=num_blocks)
+    toy.submit(*requests, free)
+    toy.step(3)
+    assert toy.scheduler.num_waiting == len(requests), "newcomers begin when their first token can be chosen"
+    toy.step(17 + depth)
+    assert num_blocks == 12 or toy.answers["free"].finish_reason is FinishReason.LENGTH, "a token at every step"
+    assert {name: one.token_ids for name, one in toy.finish().items()} == {n: one.token_ids for n, one in plain.items()}
+    assert toy.answers["p"].prompt_logprobs == plain["p"].prompt_logprobs
+
+
 @pytest.mark.parametrize("num_given", [1, 3])
 def test_another_engine_goes_on_with_the_same_tokens(num_given: int) -> None:
     request = ask("a", range(9), 20, grammar="sums")
@@ -71,6 +117,18 @@ def test_a_grammar_that_fails_ends_its_own_request(depth: int) -> None:
     assert error is not None
     assert (error.code, error.message, error.param) == ("invalid_request", "this grammar is broken", "grammar")
     assert answers["b"].token_ids == by_hand(range(7), 9)
+
+
+def test_nothing_is_kept_of_who_goes() -> None:
+    grammars = Summing()
+    toy = ToyEngine(grammars=grammars, eos_ids=(EOS,))
+    toy.submit(ask("a", range(6), 9, grammar="sums"), ask("b", range(5), 4, grammar="sums"), ask("c", [1], 4))
+    toy.step(2)
+    assert sorted(grammars.known) == ["a", "b"]
+    toy.engine.abort(["a", "nobody"])
+    assert list(grammars.known) == ["b"]
+    toy.finish()
+    assert not grammars.known
 
 
 def test_what_cannot_be_constrained_is_refused() -> None:
