@@ -24,7 +24,7 @@ from router.host_metrics import HostTotals
 from router.lane_metrics import LaneTotals
 from router.member import Member, WorkerState, WorkerStatus
 from router.offers import Offers
-from router.policies.candidates import Candidates
+from router.policies.candidates import Candidates, readers_of
 from router.predict import Predictor
 from router.prefix.feed import Feed, Observe, Peers
 from router.prefix.index import Match, PrefixIndex
@@ -174,6 +174,11 @@ class Fleet:
         """Workers that take new work, for whoever looks at their load alone, and keeps nothing of it."""
         return self._offers.loads()
 
+    def overhead_s(self) -> float:
+        """What lately came to every first token, besides the reading of its prompt; 0 while that is not known."""
+        now, roles = asyncio.get_running_loop().time(), dict.fromkeys(readers_of(self.loads()).crew.roles)
+        return min((self.predictor.overhead_s(role, now=now) for role in roles), default=0.0)
+
     def ready(self) -> bool:
         """Would a request be served?"""
         return any(member.takes_work and member.role is not WorkerRole.PREFILL for member in self._members.values())
@@ -320,7 +325,10 @@ class Fleet:
 
     def _reference(self, besides: Member | None = None) -> WorkerInfo | None:
         """Who newcomers are compared with: the first that is here."""
-        return next(self._here(besides), None)
+        for member in self._members.values():  # several times a request
+            if member.info is not None and member.client is not None and member is not besides:
+                return member.info
+        return None
 
     def _here(self, besides: Member | None = None) -> Iterator[WorkerInfo]:
         members = self._members.values()

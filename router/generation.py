@@ -8,9 +8,11 @@ A request with n > 1 is n jobs that share a prompt. Strings end here: dispatch a
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvtransfer.hashing import chain_hashes
+from protos.chain import Chain
 from protos.values import FinishReason, Logprobs, Profile, SamplingParams, WorkerInfo, WorkerLoad, WorkerStats
 from router.shortcut import Note, Shortcut
 
@@ -36,6 +38,13 @@ class Job:
     max_ttft_s: float | None = None
     due_s: float | None = None
     tells_progress: bool = False
+    _hashes: dict[int, Chain] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def hashes(self, block_size: int) -> Chain:
+        """Of the prompt's full blocks, under the tenant's salt. Worked out once, whoever asks."""
+        if block_size not in self._hashes:
+            self._hashes[block_size] = chain_hashes(self.prompt_ids, block_size, salt=self.cache_salt)
+        return self._hashes[block_size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,8 @@ class Journal:
 
     def hashes(self, block_size: int) -> Chain:
         """Of the full blocks of `token_ids`, under the tenant's salt."""
+        if not self.output_ids:
+            return self.job.hashes(block_size)
         known = self._hashes.get(block_size)
         if known is None or known[0] != len(self.output_ids):
             chain = chain_hashes(self.token_ids, block_size, salt=self.job.cache_salt)

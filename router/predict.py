@@ -13,6 +13,7 @@ drawn near before it counts, so that a stall is no lesson and a change of pace i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -200,6 +201,36 @@ class Pace:
         return max(0.0, self._took_s + believed_s) / (self._expected_s + believed_s)
 
 
+class Overhead:
+    """The least that lately came to a first token beside the reading of its prompt: steps, calls, the gateway itself.
+    Nothing is known of it (0) before `SURE` observations, nor once none has come for twice `PERIOD_S`."""
+
+    PERIOD_S = 60.0
+
+    def __init__(self) -> None:
+        self._least_s = self._before_s = math.inf  # in this period, and in the one before it
+        self._since_s = 0.0
+        self._num_observed = 0
+
+    def observe(self, seconds: float, *, now: float) -> None:
+        self._turn(now)
+        self._least_s = min(self._least_s, max(0.0, seconds))
+        self._num_observed += 1
+
+    def at(self, now: float) -> float:
+        self._turn(now)
+        least_s = min(self._least_s, self._before_s)
+        return least_s if self._num_observed >= SURE and least_s < math.inf else 0.0
+
+    def _turn(self, now: float) -> None:
+        if now < self._since_s + self.PERIOD_S:
+            return
+        self._before_s = self._least_s if now < self._since_s + 2 * self.PERIOD_S else math.inf
+        if self._before_s == math.inf:
+            self._num_observed = 0
+        self._least_s, self._since_s = math.inf, now
+
+
 class Predictor:
     """The fits of all workers and lanes. A worker that nobody has measured counts as its pool does."""
 
@@ -208,6 +239,7 @@ class Predictor:
         self._stepping: dict[str, Pace] = {}
         self._receiving: dict[str, Fit] = {}
         self._pools: dict[WorkerRole, tuple[Fit, Fit]] = {role: (Fit(), Fit()) for role in WorkerRole}
+        self._overheads = {role: Overhead() for role in WorkerRole}
         self._all_lanes = Fit()
         self._offered: tuple[Sequence[str], dict[str, int], _Priors] = ((), {}, ())
         self._priors: dict[str, tuple[float, ...]] = {}  # of workers that are not among those offered last
@@ -340,6 +372,10 @@ class Predictor:
         each = [Line(fixed_s=lines[at], each_s=lines[at + 1]) for at in range(0, len(lines), 2)]
         return Expectation(**dict(zip(LINES, each, strict=True)), recent_tokens=recent)
 
+    def overhead_s(self, role: WorkerRole, *, now: float) -> float:
+        """What no first token of such workers has come without lately, besides the reading; 0 while it is unknown."""
+        return self._overheads[role].at(now)
+
     @property
     def lanes(self) -> Mapping[str, Mapping[str, Line]]:
         """By reader and writer, of those measured. It goes on changing."""
@@ -371,7 +407,10 @@ class Predictor:
             pace = self._reading.setdefault(worker_id, Pace())
             pace.observe(num_tokens, seconds, line=prior.reading, now=now)
             self._changed[worker_id] = None
-        self._pools[role][0].observe(num_tokens, seconds, prior=READING, now=now)
+        pool = self._pools[role][0]
+        pool.observe(num_tokens, seconds, prior=READING, now=now)
+        each_s = pool.line(READING).each_s if prior is None else max(prior.reading.each_s, pool.line(READING).each_s)
+        self._overheads[role].observe(seconds - num_tokens * each_s, now=now)
 
     def saw_answer(
         self, worker_id: str, role: WorkerRole, *, num_sequences: float, num_tokens: int, seconds: float, now: float

@@ -16,11 +16,9 @@ import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from typing import Protocol
 
-from kvtransfer.hashing import chain_hashes
 from protos.errors import InvalidRequest, Overloaded
 from protos.values import BlockHash
 from router.admission.fair import Entry, FairQueue
@@ -45,6 +43,7 @@ class Fleet(Protocol):
     def num_turned_away(self) -> int: ...
     def candidates(self, matched: Match, num_tokens: int) -> Candidates: ...
     def loads(self) -> Candidates: ...
+    def overhead_s(self) -> float: ...
     async def wait(self, *, until: float) -> None: ...
 
 
@@ -99,11 +98,10 @@ class Admission:
 
     async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         """Raises Overloaded, with the time after which to come again, before the first delta; else as `Generate`."""
-        job = await self._enter(job)
+        job, expected_s = await self._enter(job)
         # Counted before it is served, or a whole line of one tenant's would go before its first prompt has been read.
         self._line.charge(job.tenant, num_input=len(job.prompt_ids))
         let_s = _now()
-        expected_s = self._reading_s(job, 0, let_s) if job.max_ttft_s is not None else None
         charge, tenant = self._line.charge, job.tenant
 
         def note(token_ids: Sequence[int], now: float) -> None:
@@ -124,8 +122,9 @@ class Admission:
                 self._line.charge(job.tenant, num_input=-num_found, num_output=len(delta.token_ids))
                 yield delta
 
-    async def _enter(self, job: Job) -> Job:
-        """Returns when it is the job's turn. It is due that long after it came here, not after its turn."""
+    async def _enter(self, job: Job) -> tuple[Job, float | None]:
+        """Returns when it is the job's turn, with the seconds that its reading takes then, if it is in a hurry. It is
+        due that long after it came here, not after its turn."""
         now = _now()
         if job.max_ttft_s is not None:
             job = replace(job, due_s=now + job.max_ttft_s)
@@ -136,9 +135,9 @@ class Admission:
             num_tokens=len(job.prompt_ids),
             deadline_s=job.due_s if job.due_s is not None else math.inf,
         )
-        self._check_hope(job, entry, now)
+        reading_s = self._check_hope(job, entry, now)
         if not self._line and self._has_room(entry):
-            return job
+            return job, reading_s
         self._line.push(entry)
         self._bound(entry, now)
         turn = self._turns[entry.number] = Turn(job, asyncio.get_running_loop().create_future())
@@ -155,28 +154,30 @@ class Admission:
         finally:
             self._turns.pop(entry.number, None)
             self._line.remove(entry)
-        return job
+        return job, self._reading_s(job, _now()) if job.max_ttft_s is not None else None
 
     # -- refusing ------------------------------------------------------------------------------------------------------
 
-    def _check_hope(self, job: Job, entry: Entry, now: float) -> None:
-        """Raises Overloaded when the first token is predicted to come too late, InvalidRequest when it would even if
-        nobody else were here."""
+    def _check_hope(self, job: Job, entry: Entry, now: float) -> float | None:
+        """The seconds until its first token, those included that go before it; None while they are not known, or do not
+        matter. Raises Overloaded when they are too many, InvalidRequest when they would be even if nobody else were
+        here."""
         if job.max_ttft_s is None:
-            return
-        candidates, num_tokens = self._candidates(job, now), len(job.prompt_ids)
-        least_s = least_ttft_s(candidates, num_tokens)
+            return None
+        candidates, num_tokens, overhead_s = self._candidates(job, now), len(job.prompt_ids), self._fleet.overhead_s()
+        least_s = least_ttft_s(candidates, num_tokens, overhead_s=overhead_s)
         if least_s is not None and least_s > job.max_ttft_s:
             self.refused.impossible += 1
             raise InvalidRequest(
                 f"max_ttft_ms is {job.max_ttft_s * 1000:g}: with nobody else here, the first token of this prompt "
-                f"({num_tokens} tokens) would come after about {least_s * 1000:.0f} ms; allow more than that",
+                f"({num_tokens} tokens) would come after about {math.ceil(least_s * 1000)} ms; allow more than that",
                 param="max_ttft_ms",
             )
-        reading_s = predicted_ttft_s(candidates, num_tokens, self._line.tokens_ahead(entry))
+        num_ahead = self._line.tokens_ahead(entry)
+        reading_s = predicted_ttft_s(candidates, num_tokens, num_ahead, overhead_s=overhead_s)
         predicted_s = None if reading_s is None else reading_s + self._overrun.of(reading_s, now=now)
         if predicted_s is None or predicted_s <= job.max_ttft_s:
-            return
+            return reading_s
         self.refused.hopeless += 1
         raise Overloaded(
             f"the first token would come after about {predicted_s:.3g} s, later than the {job.max_ttft_s:g} s that "
@@ -190,25 +191,21 @@ class Admission:
         turn = self._turns.get(entry.number)
         if turn is None or entry.deadline_s == math.inf:
             return None
-        predicted_s = self._predicted_s(turn.job, 0, now)
-        if predicted_s is None or now + predicted_s <= entry.deadline_s:
+        reading_s = self._reading_s(turn.job, now)
+        # It comes as much later than computed as others did lately.
+        if reading_s is None or now + reading_s + self._overrun.of(reading_s, now=now) <= entry.deadline_s:
             return None
         self.refused.late += 1
         return self._overloaded(TOO_LATE, entry)
 
-    def _predicted_s(self, job: Job, num_ahead: int, now: float) -> float | None:
-        """To the first token, if it comes as much later than computed as others did lately."""
-        reading_s = self._reading_s(job, num_ahead, now)
-        return None if reading_s is None else reading_s + self._overrun.of(reading_s, now=now)
-
-    def _reading_s(self, job: Job, num_ahead: int, now: float) -> float | None:
-        """To the first token, with so many tokens in line before it."""
-        return predicted_ttft_s(self._candidates(job, now), len(job.prompt_ids), num_ahead)
+    def _reading_s(self, job: Job, now: float) -> float | None:
+        """To the first token of a job whose turn it is."""
+        overhead_s = self._fleet.overhead_s()
+        return predicted_ttft_s(self._candidates(job, now), len(job.prompt_ids), 0, overhead_s=overhead_s)
 
     def _candidates(self, job: Job, now: float) -> Candidates:
         fleet = self._fleet
-        hashes = partial(chain_hashes, job.prompt_ids, salt=job.cache_salt)
-        return fleet.candidates(fleet.match(hashes, now=now), len(job.prompt_ids))
+        return fleet.candidates(fleet.match(job.hashes, now=now), len(job.prompt_ids))
 
     def _bound(self, entry: Entry, now: float) -> None:
         """Keeps the line as long as it may be: whoever would go last is refused. Raises Overloaded if it is `entry`."""

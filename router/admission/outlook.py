@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from router.policies.candidates import FEW, Candidates, Figures, Floats, figures_of
+from router.policies.candidates import FEW, Candidates, Figures, Floats, figures_of, readers_of
 from router.policies.costs import load_s
 
 HALF_LIFE_S = 3.0
@@ -80,26 +80,29 @@ class Overrun:
         return float(self._seconds * 0.5 ** ((now - self._since_s) / HALF_LIFE_S))
 
 
-def predicted_ttft_s(candidates: Candidates, num_tokens: int, num_ahead: int) -> float | None:
+def predicted_ttft_s(
+    candidates: Candidates, num_tokens: int, num_ahead: int, *, overhead_s: float = 0.0
+) -> float | None:
     """Seconds to the first token on the best reader, with `num_ahead` prompt tokens in line before it at the gateway.
 
-    What is in line is shared out by all readers. None while no reader's speed is known.
+    What is in line is shared out by all readers. `overhead_s` comes to every first token, besides the reading. None
+    while no reader's speed is known.
     """
     readers = readers_of(candidates)
     speed = reading_speed(readers)
     if not speed:
         return None
     measured = readers.take(np.flatnonzero(readers.prefill_tokens_per_s))
-    return num_ahead / speed + float(_reading_s(measured, num_tokens).min())
+    return num_ahead / speed + float(_reading_s(measured, num_tokens, overhead_s).min())
 
 
-def least_ttft_s(candidates: Candidates, num_tokens: int) -> float | None:
+def least_ttft_s(candidates: Candidates, num_tokens: int, *, overhead_s: float = 0.0) -> float | None:
     """Seconds to the first token on the best reader if nothing else were to be done; None while a reader has not been
     measured, which may be the fastest."""
     readers = readers_of(candidates)
     if not len(readers) or not readers.prefill_tokens_per_s.all():
         return None
-    return float(_idle_s(readers, num_tokens).min())
+    return float(_idle_s(readers, num_tokens, overhead_s).min())
 
 
 def reading_speed(candidates: Candidates) -> float:
@@ -107,25 +110,19 @@ def reading_speed(candidates: Candidates) -> float:
     return float(sum(readers_of(candidates).prefill_tokens_per_s.tolist()))
 
 
-def _reading_s(readers: Candidates, num_tokens: int) -> Floats:
+def _reading_s(readers: Candidates, num_tokens: int, overhead_s: float) -> Floats:
     """As the worker measures its steps, or as first tokens have come of late, which also waited for each other's steps
     and for answers in between: whatever is longer. Of one with nothing to read the shorter: were it believed to be late
     for good, nobody would be sent there to find out."""
     queued = readers.queued_prefill_tokens
     before = queued + num_tokens - readers.num_cached_tokens
     busy_s = np.maximum(before / readers.prefill_tokens_per_s, readers.reading(before)) + load_s(readers)
-    return np.where(queued > 0, busy_s, _idle_s(readers, num_tokens))
+    return np.where(queued > 0, busy_s, _idle_s(readers, num_tokens, overhead_s))
 
 
-def _idle_s(readers: Candidates, num_tokens: int) -> Floats:
+def _idle_s(readers: Candidates, num_tokens: int, overhead_s: float) -> Floats:
     missing = num_tokens - readers.num_cached_tokens
-    stepping_s = missing / readers.prefill_tokens_per_s
+    stepping_s = missing / readers.prefill_tokens_per_s + overhead_s
     expected_s = readers.reading(missing)
     seconds: Floats = np.minimum(stepping_s, np.where(expected_s > 0, expected_s, stepping_s)) + load_s(readers)
     return seconds
-
-
-def readers_of(candidates: Candidates) -> Candidates:
-    """Those that read prompts: the prefill pool if there is one."""
-    readers = candidates.readers
-    return readers if len(readers) else candidates

@@ -276,6 +276,12 @@ def row_of(candidate: Candidate) -> Row:
     return values
 
 
+def readers_of(candidates: Candidates) -> Candidates:
+    """Those that read prompts: the prefill pool if there is one."""
+    readers = candidates.readers
+    return readers if len(readers) else candidates
+
+
 def figures_of(candidates: Candidates) -> Iterator[Figures]:
     return (Figures._make(row[_FIGURES]) for row in candidates.rows)
 

@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.hashing import chain_hashes
+from protos.chain import Chain
 from protos.errors import InvalidRequest, Overloaded
-from protos.values import BlockHash, FinishReason, SamplingParams, WorkerRole
+from protos.values import BlockHash, BlockStored, FinishReason, SamplingParams, WorkerRole
 from router.admission.admission import Admission
 from router.admission.fair import Entry, FairQueue
 from router.admission.returning import Returning
 from router.config import RouterConfig
 from router.generation import Job, Tap, TokenDelta
+from router.journal import Journal
 from router.policies.base import Candidate, Line
 from router.policies.candidates import Candidates
 from router.prefix.index import Match
@@ -39,6 +42,7 @@ class Pool:
         )
         self.given: list[str] = []
         self.num_turned_away = 0
+        self.overhead = 0.0
         self._turn = asyncio.Event()
         self._open: dict[str, asyncio.Event] = {}
 
@@ -51,6 +55,9 @@ class Pool:
 
     def loads(self) -> Candidates:
         return Candidates.of([self.candidate])
+
+    def overhead_s(self) -> float:
+        return self.overhead
 
     async def wait(self, *, until: float) -> None:
         with suppress(TimeoutError):
@@ -204,6 +211,40 @@ async def test_what_an_idle_cluster_could_not_do_promises_no_time_to_come_again(
     )
 
 
+async def test_a_bound_below_what_comes_to_every_first_token_cannot_be_met() -> None:
+    """However fast prompts are read: a step, the calls and the gateway itself take their time."""
+    pool = Pool()
+    gate = admission(pool)
+    pool.show(prefill_tokens_per_s=1e7, reading=Line(fixed_s=0.003))
+    pool.overhead = 0.0016
+    with pytest.raises(
+        InvalidRequest, match=r"max_ttft_ms is 1: .*30 tokens\) would come after about 2 ms; allow more"
+    ):
+        await run(gate, job("tiny", num_tokens=30, max_ttft_s=0.001))
+    assert not pool.given
+    pool.finish("a")
+    assert await run(gate, job("a", num_tokens=30, max_ttft_s=0.002))
+
+
+async def test_a_prompt_is_hashed_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(*args: Any, **more: Any) -> Chain:
+        hashed.append(1)
+        return chain_hashes(*args, **more)
+
+    monkeypatch.setattr("router.generation.chain_hashes", counted)
+    pool = Pool()
+    pool.finish("a")
+    one = job("a", num_tokens=64, max_ttft_s=5.0)
+    await run(admission(pool), one)
+    assert len(hashed) == 1
+    own = one.hashes(16)
+    assert Journal(one, now=0.0).hashes(16) is own
+    assert len(hashed) == 2
+    assert replace(one, cache_salt=b"other").hashes(16) != own
+
+
 def test_a_cluster_that_fell_behind_once_does_not_refuse_everybody_while_it_does_nothing() -> None:
     async def scenario() -> None:
         pool = Pool()
@@ -225,9 +266,6 @@ def test_a_cluster_that_fell_behind_once_does_not_refuse_everybody_while_it_does
 
 
 async def test_a_cached_prompt_is_not_taken_for_slow() -> None:
-    from kvtransfer.hashing import chain_hashes
-    from protos.values import BlockStored
-
     pool = Pool()
     asked = job("cached", num_tokens=4000, max_ttft_s=2.0)
     pool.index.apply("w0", [BlockStored(hashes=tuple(chain_hashes(asked.prompt_ids, 16)))])

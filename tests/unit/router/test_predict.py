@@ -160,3 +160,19 @@ def test_steps_that_read_prompts_do_not_make_a_colocated_worker_seem_slow() -> N
     )
     assert first == pytest.approx(second)
     assert third == pytest.approx(2 * first), "one that reads half as fast steps half as fast"
+
+
+def test_what_comes_to_every_first_token_is_known_after_a_few_and_forgotten_without_any() -> None:
+    """A long prompt's reading is no part of it, nor is a stall."""
+    predictor = Predictor()
+
+    def first_token(num_tokens: int, seconds: float, now: float) -> None:
+        predictor.saw_first_token("w0", WorkerRole.COLOCATED, num_tokens=num_tokens, seconds=seconds, now=now)
+
+    for number in range(7):
+        first_token(1000 * number, 0.004 + 0.001 * number + 1e-4 * 1000 * number, now=float(number))
+    assert predictor.overhead_s(WorkerRole.COLOCATED, now=7.0) == 0.0
+    first_token(10, 3.0, now=8.0)
+    assert 0 < predictor.overhead_s(WorkerRole.COLOCATED, now=9.0) <= 0.004
+    assert 0 < predictor.overhead_s(WorkerRole.COLOCATED, now=80.0) <= 0.004
+    assert predictor.overhead_s(WorkerRole.COLOCATED, now=250.0) == 0.0, "it may be another cluster by now"
