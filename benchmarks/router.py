@@ -43,6 +43,7 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 NUM_TOKENS = 256
+MAX_STREAM_S = 120.0
 _EVENT = b"data: "
 
 
@@ -186,7 +187,8 @@ class Client:
             await loop.create_connection(partial(as_is, stream), self._endpoint.host, self._endpoint.port)
         for number, stream in enumerate(streams):
             stream.begin(self._request(num_tokens, number, stream=True))
-        await asyncio.gather(*(stream.ended for stream in streams))
+        async with asyncio.timeout(MAX_STREAM_S):
+            await asyncio.gather(*(stream.ended for stream in streams))
         self.num_events += sum(stream.num_events for stream in streams)
 
     async def ask_all(self, num_requests: int, num_tokens: int, *, at_once: int) -> None:

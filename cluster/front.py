@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from cluster.cutoff import Cutoff
+from cluster.descriptors import raise_limit
 from cluster.sockets import example, url_of
 from protos.tls import FaceTls, PeerTls
 from router.admission.admission import Admission
@@ -149,6 +150,7 @@ class Front:
 
     async def start(self) -> None:
         """From now on /health answers; /ready does when a worker has joined. Raises Misconfigured: a port is taken."""
+        raise_limit()
         if self._others is not None:
             await self._others.start()
         if self._shared_load is not None:

@@ -53,8 +53,10 @@ class Offers:
 
     @property
     def block_sizes(self) -> Collection[int]:
-        """Tokens of a block, of all members that were ever met."""
+        """Tokens of a block, of all members that were met."""
         self._refresh(None)
+        if self._sizes is None:
+            self._sizes = tuple(dict.fromkeys(size for size in self._block_sizes if size))
         return self._sizes
 
     def loads(self) -> Candidates:
@@ -94,7 +96,8 @@ class Offers:
         self._standing: list[Row] = [()] * count
         self._roles: list[WorkerRole | None] = [None] * count  # in which each takes work
         self._due = dict.fromkeys(self._members.values())  # whose standing is to be asked for
-        self._sizes: dict[int, None] = {}
+        self._block_sizes = [0] * count
+        self._sizes: Collection[int] | None = None  # of all of them, once somebody has asked
         self._crew: tuple[Crew, Sequence[int]] | None = None
         self._crew_without: tuple[Collection[Member], Crew, Sequence[int]] | None = None
         self._changed.update(dict.fromkeys(self._members.values()))
@@ -139,7 +142,8 @@ class Offers:
         if member.info is None:
             return
         layout = member.info.layout
-        self._sizes[layout.block_size] = None
+        if self._block_sizes[row] != layout.block_size:
+            self._block_sizes[row], self._sizes = layout.block_size, None
         self._token_bytes[row] = layout.block_bytes / layout.block_size
         if self._are_few:
             self._figures[row] = member.figures()

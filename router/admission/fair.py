@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
@@ -61,8 +62,8 @@ class Row:
 
 
 class FairQueue:
-    """`weights` of tenants; one that is not named has weight 1. Every operation is about linear in the tenants that
-    wait, whatever the number of their entries."""
+    """`weights` of tenants; one that is not named has weight 1. What is done for every request is about linear in the
+    tenants that wait; `tokens_ahead` also in those of the same tenant that are due later, which are mostly few."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
@@ -144,8 +145,9 @@ class FairQueue:
         return higher + own
 
     def late(self, now: float) -> list[Entry]:
-        """Entries whose deadline has passed."""
-        return [entry for entry in self if entry.deadline_s <= now]
+        """Entries whose deadline has passed: the first ones of each tenant's."""
+        rows = (row for tenants in self._waiting.values() for row in tenants.values())
+        return [entry for row in rows for entry in takewhile(lambda one: one.deadline_s <= now, row.entries)]
 
     def next_deadline_s(self) -> float:
         """inf when none waits, or none has a deadline."""

@@ -148,3 +148,18 @@ def test_of_many_candidates_those_of_interest_are_kept(count: int) -> None:
     assert len(kept) == len(candidates) if count <= MAX_TOLD else len(kept) <= 2 * MAX_TOLD + 2
     lowest = min(decision.scores[: len(decision.scores) // 2], key=lambda one: one.total)
     assert lowest.worker_id == decision.prefill
+
+
+def test_block_sizes_are_those_of_the_workers_there_are() -> None:
+    """Prompts are hashed in each of them: one that is gone would be paid for by every request."""
+    offers = Offers(Predictor())
+    members = [met("w0", WorkerRole.COLOCATED), met("w1", WorkerRole.COLOCATED)]
+    for member in members:
+        offers.add(member)
+    assert tuple(offers.block_sizes) == (SIZE,)
+    for member, size in zip(members, (32, 64), strict=True):
+        member.info = SimpleNamespace(  # type: ignore[assignment]
+            role=WorkerRole.COLOCATED, layout=SimpleNamespace(block_size=size, block_bytes=64)
+        )
+        member.changed()
+    assert tuple(offers.block_sizes) == (32, 64)
