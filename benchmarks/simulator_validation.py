@@ -1,30 +1,34 @@
 """Is the simulator right? The same requests on a live cluster of this machine, and in a simulation calibrated on it.
 
-python -m benchmarks.simulator_validation                     about three minutes, on a machine with nothing else to do
+python -m benchmarks.simulator_validation                     about four minutes
 python -m benchmarks.simulator_validation --json f.json       and figures
 
     live: baton worker, baton gateway
-        ├── baton bench --concurrency 1, 3, 8 ──▶ calibration ──▶ baton simulate --trace
-        └── baton bench --trace, open loop ─────▶ TTFT, TPOT          against its own
+        ├── baton bench --profile, other requests ──▶ calibration ──▶ baton simulate --trace
+        └── baton bench --trace, open loop ─────────▶ TTFT, TPOT          against its own
 
-Loads that are measured are none of those that it is calibrated on: lengths, rates and concurrency differ. Decisions are
-compared on two workers, with requests one after the other and a policy to which time is nothing.
+In rounds: whatever else the machine does in these minutes, it does to what is calibrated on and to what is measured. A
+round asks one after the other, then each load twice, once to calibrate on it and once, with other requests, to measure.
+One calibration, on all of it, serves all loads. Decisions are compared on two workers, with requests one after the
+other and a policy to which time is nothing.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import permutations
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import fmean
+from typing import Annotated
 
 import httpx
 import typer
@@ -33,7 +37,8 @@ from rich.table import Table
 
 from cluster.bench.hardware import find_hardware
 from cluster.bench.verb import write_json
-from cluster.simulate.latency import Calibrated, calibrate, read_points
+from cluster.simulate.calibration import calibrate, read_points
+from cluster.simulate.latency import Calibrated
 
 FORMAT = "baton-simulator-validation/1"
 BATON = str(Path(sys.executable).with_name("baton"))
@@ -46,31 +51,12 @@ AIM = 0.15
 PORT = 18420
 DECIDING = "longest_prefix"
 NUM_DECISIONS = 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """A closed loop of so many requests at once."""
-
-    at_once: int
-    num_requests: int
-    input_len: int
-    output_len: int
-
-
-CALIBRATIONS = (
-    Calibration(at_once=1, num_requests=24, input_len=24, output_len=40),
-    Calibration(at_once=1, num_requests=16, input_len=300, output_len=40),
-    Calibration(at_once=1, num_requests=12, input_len=1000, output_len=40),
-    Calibration(at_once=3, num_requests=30, input_len=150, output_len=60),
-    Calibration(at_once=8, num_requests=64, input_len=200, output_len=60),
-    Calibration(at_once=8, num_requests=48, input_len=40, output_len=100),
-)
+ALONE = ("--concurrency", "1", "--num-requests", "16", "--input-len", "20:400", "--output-len", "20")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Requests of an open loop with Poisson arrivals; one in three begins as another one does."""
+    """Requests of an open loop with Poisson arrivals, in all rounds; one in three begins as another one does."""
 
     name: str
     num_requests: int
@@ -93,6 +79,18 @@ class Outcome:
     ttft_s: float
     tpot_s: float
 
+    @classmethod
+    def of(cls, file: Path) -> Outcome:
+        """From the figures of `baton bench` or `baton simulate`."""
+        told = json.loads(file.read_text())
+        figures = told["figures"] if "figures" in told else told["runs"][0]["figures"]["report"]
+        return cls(ttft_s=figures["ttft_s"]["mean"], tpot_s=figures["tpot_s"]["mean"])
+
+    @classmethod
+    def mean(cls, outcomes: Sequence[Outcome]) -> Outcome:
+        """Of rounds of as many requests each."""
+        return cls(ttft_s=fmean(one.ttft_s for one in outcomes), tpot_s=fmean(one.tpot_s for one in outcomes))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
@@ -107,26 +105,28 @@ class Compared:
 
 def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Live runs of each load; the one of the middle TTFT counts.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="The loads are cut into so many parts.")] = 2,
 ) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         with serving(1, policy="prefix_aware") as url:
-            latency, files = calibrated(url, folder)
-            live = [middle([measured(url, load, folder) for _ in range(repeat)]) for load in LOADS]
+            baton("bench", "--url", url, *ALONE)  # warms up
+            profiles, live = measured(url, rounds, folder)
+        latency = calibrate([point for file in profiles for point in read_points(file)])
         compared = [
-            Compared(load=load, live=outcome, simulated=simulated(load, files, folder))
-            for load, outcome in zip(LOADS, live, strict=True)
+            Compared(load=load, live=Outcome.mean(live[load.name]), simulated=simulated(load, rounds, profiles, folder))
+            for load in LOADS
         ]
-        same, num = decisions(files, folder)
+        same, num = decisions(profiles, folder)
     show(latency, compared, same, num)
     if json_file is not None:
         write_json(json_file, {
             "format": FORMAT,
             "command": "python -m benchmarks.simulator_validation",
             "hardware": asdict(find_hardware()),
+            "load_average": os.getloadavg(),
             "settings": SETTINGS,
-            "calibrations": [asdict(one) for one in CALIBRATIONS],
+            "rounds": rounds,
             "latency": asdict(latency),
             "loads": [asdict(one) | {"errors": one.errors} for one in compared],
             "decisions": {"policy": DECIDING, "same": same, "of": num},
@@ -140,7 +140,8 @@ def main(
 
 @contextmanager
 def serving(num_workers: int, *, policy: str) -> Iterator[str]:
-    """The URL of a gateway and colocated workers on CPU, each a process; nothing else runs beside them."""
+    """The URL of a gateway and colocated workers on CPU. Each process computes on one thread: of two cores gateway and
+    bench have the other."""
     url, ports = f"http://127.0.0.1:{PORT}", range(PORT + 1, PORT + 1 + num_workers)
     settings = [part for one in SETTINGS for part in ("--set", one)]
     model = ("--model", str(MODEL))
@@ -154,7 +155,10 @@ def serving(num_workers: int, *, policy: str) -> Iterator[str]:
         *(part for port in ports for part in ("--worker", f"127.0.0.1:{port}")),
     ])  # fmt: skip
     with tempfile.TemporaryFile("w+") as said:
-        processes = [subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) for command in commands]
+        processes = [
+            subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            for command in commands
+        ]
         try:
             until_s = time.monotonic() + 180
             while not _is_ready(url, num_workers):
@@ -183,36 +187,37 @@ def baton(*arguments: str) -> None:
         raise SystemExit(f"baton {' '.join(arguments)} failed: {done.stdout[-1000:]} {done.stderr[-2000:]}")
 
 
-def calibrated(url: str, folder: Path) -> tuple[Calibrated, Sequence[Path]]:
-    """A first run is left out: it warms the cluster up."""
-    files = []
-    for number, one in enumerate((CALIBRATIONS[-1], *CALIBRATIONS)):
-        file = folder / f"calibration-{number}.json"
-        baton(
-            "bench", "--url", url, "--concurrency", str(one.at_once), "--num-requests", str(one.num_requests),
-            "--input-len", str(one.input_len), "--output-len", str(one.output_len), "--json", str(file),
-        )  # fmt: skip
-        files.append(file)
-    return calibrate([point for file in files[1:] for point in read_points(file)]), files[1:]
+def measured(url: str, rounds: int, folder: Path) -> tuple[Sequence[Path], Mapping[str, Sequence[Outcome]]]:
+    """Profiles to calibrate on, and each load's outcomes, a round each."""
+    profiles: list[Path] = []
+    live: dict[str, list[Outcome]] = {load.name: [] for load in LOADS}
 
+    def profiled(*arguments: str) -> None:
+        profiles.append(folder / f"profile-{len(profiles)}.json")
+        baton("bench", "--url", url, *arguments, "--profile", str(profiles[-1]))
 
-def measured(url: str, load: Load, folder: Path) -> Outcome:
-    file = folder / "live.json"
-    baton("bench", "--url", url, "--trace", str(trace(load, folder)), "--json", str(file))
-    return _means(json.loads(file.read_text())["figures"])
-
-
-def middle(outcomes: Sequence[Outcome]) -> Outcome:
-    return sorted(outcomes, key=lambda one: one.ttft_s)[len(outcomes) // 2]
+    for number in range(rounds):
+        profiled(*ALONE)
+        for load in LOADS:
+            profiled("--trace", str(trace(load, folder, part=f"calibration {number}", parts=rounds)))
+            figures = folder / "live.json"
+            asked = trace(load, folder, part=f"measured {number}", parts=rounds)
+            baton("bench", "--url", url, "--trace", str(asked), "--json", str(figures))
+            live[load.name].append(Outcome.of(figures))
+    return profiles, live
 
 
 # -- the same, simulated -----------------------------------------------------------------------------------------------
 
 
-def simulated(load: Load, files: Sequence[Path], folder: Path) -> Outcome:
-    file = folder / "simulated.json"
-    _simulate(trace(load, folder), files, "--decode", "1", "--policy", "prefix_aware", "--json", str(file))
-    return _means(json.loads(file.read_text())["runs"][0]["figures"]["report"])
+def simulated(load: Load, rounds: int, profiles: Sequence[Path], folder: Path) -> Outcome:
+    outcomes = []
+    for number in range(rounds):
+        file = folder / "simulated.json"
+        asked = trace(load, folder, part=f"measured {number}", parts=rounds)
+        _simulate(asked, profiles, "--decode", "1", "--policy", "prefix_aware", "--json", str(file))
+        outcomes.append(Outcome.of(file))
+    return Outcome.mean(outcomes)
 
 
 def _simulate(trace_file: Path, files: Sequence[Path], *more: str) -> None:
@@ -221,10 +226,6 @@ def _simulate(trace_file: Path, files: Sequence[Path], *more: str) -> None:
         *(part for file in files for part in ("--calibration", str(file))),
         *(part for one in SETTINGS for part in ("--set", one)),
     )  # fmt: skip
-
-
-def _means(figures: dict[str, Any]) -> Outcome:
-    return Outcome(ttft_s=figures["ttft_s"]["mean"], tpot_s=figures["tpot_s"]["mean"])
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
@@ -250,10 +251,10 @@ def decisions(files: Sequence[Path], folder: Path) -> tuple[int, int]:
     return max(sum(a == names[b] for a, b in zip(live, there, strict=True)) for names in renamings), NUM_DECISIONS
 
 
-def trace(load: Load, folder: Path) -> Path:
-    """In Mooncake's format: the same for the same load."""
-    chance, at_s, lines = random.Random(load.name), 0.0, []
-    for number in range(load.num_requests):
+def trace(load: Load, folder: Path, *, part: str = "", parts: int = 1) -> Path:
+    """In Mooncake's format: the same for the same part of a load, which has so many."""
+    chance, at_s, lines = random.Random(f"{load.name} {part}"), 0.0, []
+    for number in range(load.num_requests // parts):
         at_s += chance.expovariate(load.rate)
         line = {
             "timestamp": round(at_s * 1000),
@@ -263,17 +264,14 @@ def trace(load: Load, folder: Path) -> Path:
         beginning = chance.randrange(6) if chance.random() < 1 / 3 else 100 + number
         blocks = -(-line["input_length"] // 512)
         lines.append(line | {"hash_ids": [beginning * 10 + place for place in range(blocks)]})
-    file = folder / f"{load.name.replace(' ', '-')}.jsonl"
+    file = folder / f"{load.name} {part}.jsonl".replace(" ", "-")
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
 
 
 def show(latency: Calibrated, compared: Sequence[Compared], same: int, num: int) -> None:
     console = Console(width=120)
-    console.print(
-        f"calibrated on {latency.num_points} points, off by {latency.error:.1%} on average, {latency.worst:.1%} at "
-        f"most; a request takes {latency.request_s * 1000:.1f} ms beside its steps"
-    )
+    console.print(str(latency))
     table = Table("means in ms", "TTFT live", "simulated", "error", "TPOT live", "simulated", "error")
     for one in compared:
         ttft, tpot = one.errors

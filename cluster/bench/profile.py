@@ -1,6 +1,6 @@
 """`baton bench --profile`: what the workers did meanwhile, as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
-a process a worker    threads: engine (tick, plan, launch, fetch, apply; KV gather, KV scatter), device,
+a process a worker    threads: engine (tick, plan, launch, fetch, apply, tell; KV gather, KV scatter), device,
                       event loop (send, encode), one for each lane ("KV to decode-0", "KV from prefill-0")
                       counters: rows and tokens of each step
 a process of requests from sent to the last token, with a mark at the first

@@ -37,8 +37,8 @@ class SimulationConfig:
     """`num_gpus` of a worker; `load_s` from a worker's launch until it serves. `audit_every` events all invariants are
     looked at, 0: only at the end. A request that gets nothing for `patience_s` is stuck. All want their first token
     within `max_ttft_s`, if given. With `siblings` the gateways are processes of one, and tell each other what they give
-    to workers. `request_s`: what a gateway does for a request besides routing it, for one after the
-    other."""
+    to workers; with a `shared_index` they have a Redis. `request_s`: what a gateway does for a request besides
+    routing it, for one after the other."""
 
     pools: PoolsConfig
     spec: Spec
@@ -48,6 +48,7 @@ class SimulationConfig:
     cards: Cards = field(default_factory=Cards)
     num_gateways: int = 1
     siblings: bool = False
+    shared_index: bool = False
     num_gpus: int = 1
     usd_per_gpu_hour: float = 0.0
     load_s: float = 5.0

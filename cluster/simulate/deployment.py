@@ -19,6 +19,7 @@ from cluster.simulate.device import Tally
 from cluster.simulate.gaps import Gaps
 from cluster.simulate.lanes import Lanes
 from cluster.simulate.network import Network
+from cluster.simulate.store import Client, Server
 from cluster.simulate.worker import SimulatedWorker
 from cluster.supervisor import Supervisor
 from protos.errors import BatonError, WorkerLost
@@ -29,6 +30,8 @@ from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.policies.registry import policy_of
 from router.prefix.index import NO_MATCH
+from router.prefix.redis import RedisPrefixIndex
+from router.prefix.redis_store import Store
 from router.prefix.registry import local_index
 
 HEALTH_TIMEOUT_S = 2.0
@@ -39,10 +42,21 @@ DRAIN_PERIOD_S = 0.25
 class Gateway:
     """One life of a gateway: the router without its faces."""
 
-    def __init__(self, name: str, config: SimulationConfig, network: Network) -> None:
+    def __init__(self, name: str, config: SimulationConfig, network: Network, store: Server | None) -> None:
         self.name = name
+        self.local = local_index()
+        self.shared: RedisPrefixIndex | None = None
+        self._client: Client | None = None
+        if store is not None:
+            self._client = Client(store)
+            kept = Store(self._client, model=config.router.model_name, gateway_id=name)
+            self.shared = RedisPrefixIndex(self.local, kept)
         self.fleet = Fleet(
-            index=local_index(), config=config.router, gateway_id=name, open_channel=network.open_channel
+            index=self.shared or self.local,
+            config=config.router,
+            gateway_id=name,
+            open_channel=network.open_channel,
+            peers=self.shared,
         )
         policy = policy_of(config.router)
         self.dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config.router)
@@ -51,6 +65,31 @@ class Gateway:
         self.alive = True
         self._request_s = config.request_s
         self._free_s = 0.0
+
+    async def start(self) -> None:
+        """Returns when it knows what others do."""
+        if self.shared is not None:
+            await self.shared.start()
+
+    async def stop(self) -> None:
+        await self.fleet.close()
+        if self.shared is not None:
+            await self.shared.close()
+
+    async def kill(self) -> None:
+        """Its process ends, and with it every answer under way: nobody is told."""
+        self.alive = False
+        if self._client is not None:
+            self._client.dead = True
+        for task in tuple(self.requests):
+            task.cancel()
+        await self.stop()
+
+    def assert_no_faults(self) -> None:
+        assert self.fleet.num_faults == 0, f"{self.name} met a fault of our own: see its log"
+        assert self.shared is None or self.shared.num_faults == 0, (
+            f"{self.name} met one of its shared index: see its log"
+        )
 
     async def receive(self) -> None:
         """Reads a request, and later writes its answer: one process does it for all of them."""
@@ -80,6 +119,7 @@ class Deployment:
         self.chronicle = chronicle
         self.network = Network(config.wire, random.Random(f"{config.seed} network"))
         self.lanes = Lanes(config.cards)
+        self.store = Server() if config.shared_index else None
         self.workers: dict[str, SimulatedWorker] = {}
         self.gateways: list[Gateway] = []
         self.plans: Sequence[WorkerPlan] = ()
@@ -97,7 +137,7 @@ class Deployment:
         num_gpus = sum(config.pools.counts().values())
         self.plans = plan(config.pools, [Node(cpus=1.0, gpus=num_gpus)], tp=1, device="cuda")
         for _ in range(config.num_gateways):
-            self._open_gateway()
+            await self._open_gateway().start()
         self._supervisor = Supervisor(
             self.plans,
             launcher=self,
@@ -116,7 +156,7 @@ class Deployment:
         assert self._supervisor is not None
         assert self._supervising is not None
         for gateway in self.gateways:
-            await gateway.fleet.close()
+            await gateway.stop()
         self._supervising.cancel()
         await self._supervisor.stop()
         await asyncio.wait([self._supervising])
@@ -134,18 +174,18 @@ class Deployment:
         assert self._supervisor is not None
         assert self._supervisor.num_faults == 0, "the supervisor met a fault of our own: see its log"
         for gateway in self.gateways:
-            assert gateway.fleet.num_faults == 0, f"{gateway.name} met a fault of our own: see its log"
+            gateway.assert_no_faults()
 
     def forget_index(self, place: int) -> None:
-        """The store of a gateway's index is lost: nothing is known to be cached anywhere."""
+        """What a gateway has in its memory is lost: it knows of nothing that is cached anywhere."""
         for planned in self.plans:
-            self.gateways[place].fleet.index.drop(planned.worker_id)
+            self.gateways[place].local.drop(planned.worker_id)
 
     # -- gateways ------------------------------------------------------------------------------------------------------
 
     def _open_gateway(self) -> Gateway:
         self._num_gateways += 1
-        gateway = Gateway(f"gateway-{self._num_gateways}", self.config, self.network)
+        gateway = Gateway(f"gateway-{self._num_gateways}", self.config, self.network, self.store)
         self.gateways.append(gateway)
         if self.config.siblings:
             gateway.fleet.tell_siblings = partial(self._tell_siblings, gateway)
@@ -161,14 +201,12 @@ class Deployment:
     async def restart_gateway(self, place: int) -> None:
         """Its process ends, and with it every answer under way; another one takes its place."""
         old = self.gateways[place]
-        old.alive = False
         self.chronicle.note("gateway lost", old.name)
-        for task in tuple(old.requests):
-            task.cancel()
-        await old.fleet.close()
+        await old.kill()
         fresh = self._open_gateway()
         self.gateways.pop()
         self.gateways[place] = fresh
+        await fresh.start()
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -202,6 +240,7 @@ class Deployment:
             skew_s=self._skews.random() * config.max_skew_s,
             gaps=self.gaps,
             withholds=self._untroubled and config.num_gateways == 1,
+            seed=config.seed,
         )
         try:
             yield Loading(share=0.0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.simulate.latency import Latency, Step, step_of
+from cluster.simulate.latency import Chance, Latency, Step, step_of
 from kvtransfer.reshard import Cut
 from protos.values import KVLayout
 from workers.engine.batch import Batch, Repeated, Row, RowOutput, Sample, StepOutput
@@ -70,7 +70,7 @@ class Device:
     """The pipeline of one engine (`workers.engine.batch.Pipeline`) and its KV cache (`workers.kv.mover.Blocks`).
 
     `now_s` is the engine's own time: set before each of its turns, moved on by what it waits for. `slowness`
-    multiplies the time of steps that begin from now on.
+    multiplies the time of steps that begin from now on, `chance` that of each.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Device:
         num_blocks: int,
         vocab_size: int,
         thorough: bool = False,
+        chance: Chance | None = None,
     ) -> None:
         self.now_s = 0.0
         self.slowness = 1.0
@@ -92,6 +93,8 @@ class Device:
         self._block_size = layout.block_size
         self._vocab_size = vocab_size
         self._thorough = thorough
+        self._chance = chance
+        self._num_launched = 0
         self._free_s = 0.0
         self._output = StepOutput(rows=())
         self._content = np.zeros((num_blocks, layout.block_size), dtype=np.int64)
@@ -107,6 +110,9 @@ class Device:
         sizes = [(len(row.token_ids) + (row.follows is not None), row.start) for row in batch.rows]
         step = step_of([(num, start + num) for num, start in sizes])
         step_s = self._latency.step_s(step) * self.slowness
+        if self._chance is not None:
+            step_s *= self._chance(self._num_launched)
+        self._num_launched += 1
         self._free_s = max(self._free_s, self.now_s) + step_s
         self.tally.count(step, sum([num == 1 for num, _ in sizes]), step_s)
         self.last, self.last_s = batch, step_s
@@ -124,9 +130,11 @@ class Device:
         num_rows, read = len(rows), sum([row.stop for row in rows])
         free_s = max(self._free_s, self.now_s)
         self._steps_s, self._frees_s = [], []
-        for _ in range(num_steps):
+        for number in range(self._num_launched, self._num_launched + num_steps):
             read += num_rows
             step_s = self._latency.step_s(Step(num_rows, num_rows, read, float(read))) * self.slowness
+            if self._chance is not None:
+                step_s *= self._chance(number)
             free_s += step_s
             self._steps_s.append(step_s)
             self._frees_s.append(free_s)
@@ -150,6 +158,7 @@ class Device:
         self._totals, self._output = totals, StepOutput(rows=tuple(outputs))
         self._free_s, self.now_s = frees_s[-1], ends_s[-1]
         del self._steps_s[:num_steps], self._frees_s[:num_steps]
+        self._num_launched += num_steps
         began_s = [start_s, *ends_s]
         return Repeated(
             batch=self.last,

@@ -17,13 +17,15 @@ from protos.errors import Misconfigured
 
 
 class Kind(StrEnum):
-    """Of a worker, of a lane (`source>destination`), of a worker's KV events, of a gateway (by place), of clients."""
+    """Of a worker, of a lane (`source>destination`), of a worker's KV events, of a gateway (by place), of what gateways
+    share (`redis`), of clients."""
 
     KILL = "kill"
     PAUSE = "pause"
     SLOW = "slow"
     RESET = "reset"  # its connections to gateways
     DRAIN = "drain"  # takes nothing new, ends when all has ended or moved, and is started again
+    CLOCK_SKEW = "clock-skew"  # its clock jumps so many seconds ahead
     LANE_STALL = "lane-stall"
     LANE_CUT = "lane-cut"
     LANE_SLOW = "lane-slow"
@@ -33,12 +35,16 @@ class Kind(StrEnum):
     EVENTS_SWAP = "events-swap"
     INDEX_LOST = "index-lost"
     GATEWAY_RESTART = "gateway-restart"
+    STORE_AWAY = "store-away"  # no gateway reaches the Redis of the shared index
+    STORE_LOST = "store-lost"  # it ends, and is empty when it comes back
     ABORTS = "aborts"
 
 
-OF_WORKERS = (Kind.KILL, Kind.PAUSE, Kind.SLOW, Kind.RESET, Kind.DRAIN)
+OF_WORKERS = (Kind.KILL, Kind.PAUSE, Kind.SLOW, Kind.RESET, Kind.DRAIN, Kind.CLOCK_SKEW)
 OF_LANES = (Kind.LANE_STALL, Kind.LANE_CUT, Kind.LANE_SLOW)
+OF_STORES = (Kind.STORE_AWAY, Kind.STORE_LOST)
 OF_EVENTS = (Kind.EVENTS_DROP, Kind.EVENTS_DELAY, Kind.EVENTS_DOUBLE, Kind.EVENTS_SWAP)
+STORE = "redis"
 _TEXT = re.compile(
     r"(?P<at>{n}) (?P<kind>[a-z-]+) (?P<target>\S+)( for (?P<for>{n}))?( by (?P<by>{n}))?".format(n=r"\d+(?:\.\d*)?")
 )
@@ -46,7 +52,7 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`amount`: how many times slower, or the share of clients that leave."""
+    """`amount`: how many times slower, the share of clients that leave, or the seconds that a clock jumps."""
 
     at_s: float
     kind: Kind
@@ -76,10 +82,12 @@ class Fault:
         return f"{self.at_s:g} {self.kind} {self.target} for {self.duration_s:g} by {self.amount:g}"
 
 
-def drawn(num: int, *, seed: int, workers: Sequence[str], num_gateways: int, until_s: float) -> list[Fault]:
+def drawn(
+    num: int, *, seed: int, workers: Sequence[str], num_gateways: int, until_s: float, with_store: bool = False
+) -> list[Fault]:
     """`num` faults of any kind at any time before `until_s`."""
     rng = random.Random(f"{seed} faults")
-    kinds = list(Kind)
+    kinds = [kind for kind in Kind if with_store or kind not in OF_STORES]
     lanes = [f"{source}>{destination}" for source, destination in product(workers, workers) if source != destination]
     faults = []
     for _ in range(num):
@@ -90,6 +98,8 @@ def drawn(num: int, *, seed: int, workers: Sequence[str], num_gateways: int, unt
             target = rng.choice(lanes)
         elif kind in (Kind.GATEWAY_RESTART, Kind.INDEX_LOST):
             target = str(rng.randrange(num_gateways))
+        elif kind in OF_STORES:
+            target = STORE
         else:
             kind, target = Kind.ABORTS, "clients"
         faults.append(

@@ -1,8 +1,9 @@
 """What must hold whatever happens: looked at after every event in part, and in full every so often and at the end.
 
 each request ends exactly once, with exactly its tokens    by its client, with every token (`client`)
-no block leaks, is freed early or has two owners           here, from engine, ledger and pool
-queues stay bounded; whoever waits hears something         here
+no block leaks, is freed early or has two owners           here, from engine, ledger and pool: numbers, of workers that
+                                                           did something; block by block every so often
+queues stay bounded; whoever waits hears something         here, every so often
 """
 
 from __future__ import annotations
@@ -29,12 +30,19 @@ class Invariants:
         self._every = deployment.config.audit_every
         self._patience_s = deployment.config.patience_s
         self._num_events = 0
+        self._seen: dict[SimulatedWorker, int] = {}
         self._loop = asyncio.get_running_loop()
 
     def after_event(self) -> None:
         self._num_events += 1
         self._deployment.assert_no_faults()
-        if self._every and self._num_events % self._every == 0:
+        if not self._every:
+            return
+        for worker in self._deployment.workers.values():
+            if worker.turns.num_turns != self._seen.get(worker):
+                self._seen[worker] = worker.turns.num_turns
+                worker.check_balance()
+        if self._num_events % self._every == 0:
             self.audit()
 
     def audit(self) -> None:

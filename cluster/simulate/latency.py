@@ -1,22 +1,22 @@
 """How long a step takes: from a roofline of public figures, or from steps that were measured.
 
 roofline    max(arithmetic / rate, bytes / bandwidth) + what its kernels' launches and its reductions cost
-calibrated  a + b * sampled rows + c * computed tokens + d * tokens read back, none below 0, fitted to measurements;
-            and what a request takes beside its steps: its way to a worker and its first token's way back
+calibrated  a + b * sampled rows + c * computed tokens + d * tokens read back, none below 0, fitted to measurements
+            (`cluster.simulate.calibration`), and how single steps scatter about that
 """
 
 from __future__ import annotations
 
-import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from cluster.simulate.shapes import Gpu, Model
-from protos.errors import Misconfigured
+
+_WORD = 2**64 - 1
 
 
 class Step(NamedTuple):
@@ -31,9 +31,11 @@ class Step(NamedTuple):
 
 
 class Latency(Protocol):
-    """Never shorter for a step with more context: that is what leaps rely on."""
+    """How long a step usually takes; `chance` of a device says how single ones differ, None if they do not."""
 
     def step_s(self, step: Step) -> float: ...
+
+    def chance(self, key: str) -> Chance | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,9 @@ class Roofline:
         device_s = max(flops / rate, moved / (gpu.memory_rate * tp * self.memory_share))
         return device_s + self.launch_s + self._reduce_s(step.num_tokens)
 
+    def chance(self, key: str) -> None:
+        """All steps of a shape are alike."""
+
     def _reduce_s(self, num_tokens: float) -> float:
         """Two all-reduces a layer, each 2 (tp - 1) / tp of the activations over every GPU's link."""
         if self.tp == 1:
@@ -70,19 +75,11 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One step, or the mean of several, and how long it took. A client that saw it also waited for what `num_requests`
-    take beside their steps."""
-
-    step: Step
-    seconds: float
-    num_requests: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """`request_s` is what a request takes beside its steps. `error` is the mean of |predicted / measured - 1| over the
-    points it was fitted to, `worst` the largest."""
+    """`request_s` is what a request takes beside its steps. `ratios`: how long single steps took, of what is told here,
+    as that many quantiles whose mean is 1; none where that is not known. `error` is the mean of
+    |predicted / measured - 1| over the points it was fitted to, or over groups of points that are alike, `worst` the
+    largest."""
 
     base_s: float
     row_s: float
@@ -90,6 +87,7 @@ class Calibrated:
     read_s: float
     attended_s: float
     request_s: float = 0.0
+    ratios: tuple[float, ...] = ()
     num_points: int = 0
     error: float = 0.0
     worst: float = 0.0
@@ -103,122 +101,36 @@ class Calibrated:
             + self.attended_s * step.num_attended
         )
 
+    def chance(self, key: str) -> Chance | None:
+        """Of one device."""
+        return Chance(self.ratios, key) if self.ratios else None
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of `ratios`."""
+        return float(np.std(self.ratios)) if self.ratios else 0.0
+
     def __str__(self) -> str:
         return (
             f"calibrated on {self.num_points} steps: off by {self.error:.1%} on average, {self.worst:.1%} at most; "
-            f"a request takes {self.request_s * 1000:.1f} ms beside them"
+            f"single ones scatter by {self.spread:.0%}; a request takes {self.request_s * 1000:.1f} ms beside them"
         )
 
 
-def calibrate(points: Sequence[Measured]) -> Calibrated:
-    """Least squares of relative errors with no coefficient below 0. Raises Misconfigured without points."""
-    if not points:
-        raise Misconfigured("--calibration: there is no measured step in it", param="calibration")
-    seconds = np.array([point.seconds for point in points])
-    columns = np.array([[1.0, *point.step, point.num_requests] for point in points], dtype=np.float64)
-    fitted = non_negative(columns / seconds[:, None], np.ones(len(points)))
-    off = np.abs(columns @ fitted / seconds - 1)
-    return Calibrated(
-        base_s=float(fitted[0]),
-        row_s=float(fitted[1]),
-        token_s=float(fitted[2]),
-        read_s=float(fitted[3]),
-        attended_s=float(fitted[4]),
-        request_s=float(fitted[5]),
-        num_points=len(points),
-        error=float(off.mean()),
-        worst=float(off.max()),
-    )
+class Chance:
+    """How many times its usual time a device's step takes: a function of `key` and the step's number alone, so that it
+    does not matter when it is asked for. Mixed as in Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators" (2014)."""
 
+    def __init__(self, ratios: Sequence[float], key: str) -> None:
+        self._ratios = ratios
+        self._key = random.Random(key).getrandbits(64)
 
-def non_negative(matrix: Any, target: Any) -> Any:
-    """Least squares with every coefficient at least 0: the active-set method of Lawson and Hanson (1974), ch. 23."""
-    scale = np.linalg.norm(matrix, axis=0)
-    scale[scale == 0] = 1.0
-    scaled = matrix / scale
-    num = scaled.shape[1]
-    found, passive = np.zeros(num), np.zeros(num, dtype=bool)
-    for _ in range(10 * num):
-        gain = scaled.T @ (target - scaled @ found)
-        if passive.all() or gain[~passive].max() <= 1e-10:
-            break
-        passive[np.where(passive, -np.inf, gain).argmax()] = True
-        while True:
-            trial = np.zeros(num)
-            trial[passive] = np.linalg.lstsq(scaled[:, passive], target, rcond=None)[0]
-            if trial[passive].min() > 0:
-                break
-            falling = passive & (trial <= 0)
-            reach = (found[falling] / (found[falling] - trial[falling])).min()
-            found = found + reach * (trial - found)
-            passive &= found > 1e-15
-        found = trial
-    return found / scale
-
-
-def read_points(path: Path) -> list[Measured]:
-    """From a JSON list of steps: `rows` (pairs of computed tokens and context after them, one a sequence) and
-    `seconds`. From what `baton bench --profile FILE` wrote: each step of each worker, with the host's work. Or from
-    what `baton bench --concurrency N --json FILE` wrote: the mean time per token is that of the mean step, in which N
-    sequences are, and the others' prompts are read; with N = 1 the mean time to the first token is a step that reads a
-    prompt, and what a request takes besides. Raises Misconfigured."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Misconfigured(f"--calibration {path}: {error.strerror}", param="calibration") from error
-    except ValueError as error:
-        raise Misconfigured(f"--calibration {path}: it is not JSON: {error}", param="calibration") from error
-    try:
-        if isinstance(content, dict):
-            return _steps_of_profile(content["traceEvents"]) if "traceEvents" in content else _steps_of_bench(content)
-        return [
-            Measured(
-                step=step_of([(int(computed), int(context)) for computed, context in one["rows"]]),
-                seconds=float(one["seconds"]),
-            )
-            for one in content
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise Misconfigured(
-            f"--calibration {path}: give a JSON list of steps with rows and seconds, or what baton bench wrote with "
-            f"--profile, or with --concurrency and --json ({error!r})",
-            param="calibration",
-        ) from error
-
-
-def _steps_of_profile(events: Sequence[dict[str, Any]]) -> list[Measured]:
-    """A step lasts from the tick before it was planned to the end of what it changed, on the engine's thread: with
-    steps in flight, as long as steps follow one another."""
-    steps, ticks = [], {}
-    for event in sorted((one for one in events if one["ph"] == "X"), key=lambda one: (one["ts"], -one["dur"])):
-        if event["name"] == "tick":
-            ticks[event["pid"]] = event["ts"]
-        elif event["name"] == "apply" and event["pid"] in ticks:
-            if "num_read" not in (told := event["args"]):
-                raise ValueError("it was recorded before steps told what they read: record it again")
-            step = Step(*(float(told[name]) for name in ("num_rows", "num_tokens", "num_read", "num_attended")))
-            steps.append(Measured(step=step, seconds=(event["ts"] + event["dur"] - ticks.pop(event["pid"])) / 1e6))
-    return steps
-
-
-def _steps_of_bench(document: dict[str, Any]) -> list[Measured]:
-    if (at_once := document["workload"]["concurrency"]) is None:
-        raise ValueError("it was measured with arrivals: run the bench with --concurrency")
-    figures = document["figures"]
-    prompt = figures["num_prompt_tokens"] / figures["num_completed"]
-    answer = figures["num_output_tokens"] / figures["num_completed"]
-    alone, context = step_of([(prompt, prompt)]), prompt + answer / 2
-    read = (at_once - 1) / answer  # prompts a step: the others' are read while this answer is written
-    mean = Step(
-        num_rows=at_once,
-        num_tokens=at_once + read * alone.num_tokens,
-        num_read=at_once * context + read * alone.num_read,
-        num_attended=at_once * context + read * alone.num_attended,
-    )
-    steps = [Measured(step=mean, seconds=figures["tpot_s"]["mean"])]
-    if at_once == 1:
-        steps.append(Measured(step=alone, seconds=figures["ttft_s"]["mean"], num_requests=1))
-    return steps
+    def __call__(self, number: int) -> float:
+        state = (self._key + number * 0x9E3779B97F4A7C15) & _WORD
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _WORD
+        return self._ratios[(state ^ (state >> 31)) * len(self._ratios) >> 64]
 
 
 def step_of(rows: Sequence[tuple[float, float]]) -> Step:

@@ -41,10 +41,10 @@ def trial(seed: int) -> Trial:
     name = rng.choice(("poisson", "bursts", "conversations", "agents", "agents"))
     many_turns = name in ("conversations", "agents")
     load = Load(
-        num_requests=rng.choice((15, 30, 45)),
+        num_requests=rng.choice((6, 12, 24)),
         rate=rng.choice((3.0, 10.0, 40.0)),
         prompts=Lengths(low=1, high=rng.choice((40, MAX_PROMPT // 5 if many_turns else MAX_PROMPT))),
-        outputs=Lengths(low=1, high=rng.choice((4, 60))),
+        outputs=Lengths(low=1, high=rng.choice((4, 40))),
         seed=seed,
     )
     room = config.spec.num_blocks * config.spec.layout.block_size
@@ -54,8 +54,9 @@ def trial(seed: int) -> Trial:
     until_s = max(session.due_s for session in sessions) + 2.0
     workers = [f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)]
     faults = drawn(
-        rng.choice((0, 2, 5, 10)), seed=seed, workers=workers, num_gateways=config.num_gateways, until_s=until_s
-    )
+        rng.choice((0, 2, 5, 10)), seed=seed, workers=workers, num_gateways=config.num_gateways, until_s=until_s,
+        with_store=config.shared_index,
+    )  # fmt: skip
     return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
 
 
@@ -75,7 +76,8 @@ def reason(error: BaseException) -> str:
 def _config(seed: int, rng: random.Random) -> SimulationConfig:
     block_size = rng.choice((4, 16))
     settings = read_settings(None, [f"worker.block_size={block_size}"])
-    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=settings, leaping=False)
+    leaping = random.Random(f"{seed} leaps").random() < 0.5
+    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=settings, leaping=leaping)
     spec = replace(
         spec,
         num_blocks=rng.choice((1, 2, 8)) * (2 * MAX_PROMPT) // block_size,
@@ -106,6 +108,7 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
         supervision=SupervisionConfig(health_period_s=1.0, max_misses=2),
         wire=Wire(jitter_s=rng.choice((0.0, 0.005)), loss=rng.choice((0.0, 0.02))),
         num_gateways=rng.choice((1, 1, 2)),
+        shared_index=random.Random(f"{seed} store").random() < 0.25,
         load_s=rng.choice((0.2, 2.0)),
         max_skew_s=1e5,
         audit_every=AUDIT_EVERY,

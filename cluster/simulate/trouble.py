@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.simulate.client import Clients
 from cluster.simulate.deployment import Deployment
-from cluster.simulate.faults import OF_EVENTS, Fault, Kind
+from cluster.simulate.faults import OF_EVENTS, STORE, Fault, Kind
 from cluster.simulate.worker import SimulatedWorker
 from protos.errors import Misconfigured
 
@@ -50,6 +50,8 @@ class Trouble:
                 wrong = not fault.target.isdigit() or int(fault.target) >= len(deployment.gateways)
             case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
                 wrong = not known.issuperset(fault.target.split(">")) or ">" not in fault.target
+            case Kind.STORE_AWAY | Kind.STORE_LOST:
+                wrong = deployment.store is None or fault.target != STORE
             case Kind.ABORTS:
                 wrong = False
             case _:
@@ -57,7 +59,8 @@ class Trouble:
         if wrong:
             raise Misconfigured(
                 f"--fault {fault}: {fault.target} does not exist: there are {', '.join(sorted(known))}, lanes such as "
-                f"prefill-0>decode-0, and gateways 0 to {len(deployment.gateways) - 1}",
+                f"prefill-0>decode-0, gateways 0 to {len(deployment.gateways) - 1}, and with "
+                f"--set index=redis://any the store {STORE}",
                 param="fault",
             )
 
@@ -68,6 +71,8 @@ class Trouble:
                 await self._deployment.restart_gateway(int(fault.target))
             case Kind.INDEX_LOST:
                 self._deployment.forget_index(int(fault.target))
+            case Kind.STORE_AWAY | Kind.STORE_LOST:
+                await self._store(fault)
             case Kind.ABORTS:
                 self._abort(fault.amount)
             case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
@@ -85,6 +90,8 @@ class Trouble:
                 worker.reset()
             case Kind.DRAIN:
                 await self._deployment.drain(worker)
+            case Kind.CLOCK_SKEW:
+                worker.jump(fault.amount)
             case Kind.PAUSE:
                 if not worker.frozen:
                     worker.freeze()
@@ -115,6 +122,15 @@ class Trouble:
                 ends = [self._deployment.workers.get(worker_id) for worker_id in (source, destination)]
                 if ends[0] is not None and ends[1] is not None:
                     lanes.cut(ends[0].info.lane, ends[1].info.lane)
+
+    async def _store(self, fault: Fault) -> None:
+        store = self._deployment.store
+        assert store is not None
+        store.part()
+        if fault.kind is Kind.STORE_LOST:
+            store.forget()
+        await asyncio.sleep(fault.duration_s)
+        store.meet()
 
     def _abort(self, share: float) -> None:
         for request_id in tuple(self._clients.asked):

@@ -39,8 +39,8 @@ class EngineTurns:
     `receive` lands the KV that has come: may a request begin, or end, by it? Frozen, it takes no turn and no call. The
     engine's clock is `skew_s` ahead. `quiet_until` says until when, by the engine's clock, its role certainly does
     nothing unless something comes from outside; without it there are no leaps. `gaps` hears of all tokens that are told
-    of, and when the steps that made them were over. One that leaps and `withholds` tells of an answer's first tokens,
-    and of the others with its end: nobody decides by them.
+    of, and when the steps that made them were over. `num_turns` grows with whatever changes the engine. One that leaps
+    and `withholds` tells of an answer's first tokens, and of the others with its end: nobody decides by them.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EngineTurns:
         self._device = device
         self._publish = publish
         self._receive = receive
-        self._skew_s = skew_s
+        self.skew_s = skew_s
         self._quiet_until = quiet_until
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -78,6 +78,7 @@ class EngineTurns:
         self._told = engine.load()
         self._stopped = False
         self._frozen = False
+        self.num_turns = 0
 
     # -- as a service sees it ------------------------------------------------------------------------------------------
 
@@ -115,7 +116,8 @@ class EngineTurns:
         by it: of the rest no gateway is told."""
         if self._stopped or self._frozen:
             return
-        if not self._ahead_s or self._receive(self._loop.time() + self._skew_s):
+        self.num_turns += 1
+        if not self._ahead_s or self._receive(self._loop.time() + self.skew_s):
             self._rouse()
 
     def _rouse(self) -> None:
@@ -124,10 +126,10 @@ class EngineTurns:
             self._arm(self._loop.time())
 
     def health(self, now: float) -> Health:
-        over = bisect_right(self._ahead_s, now - self._skew_s)
+        over = bisect_right(self._ahead_s, now - self.skew_s)
         if over:
             self._progress.turned(self._engine, stepped=True, now=self._ahead_s[over - 1])
-        return self._progress.health(now - self._skew_s)
+        return self._progress.health(now - self.skew_s)
 
     # -- its process ---------------------------------------------------------------------------------------------------
 
@@ -181,6 +183,7 @@ class EngineTurns:
         self._turn()
 
     def _turn(self) -> None:
+        self.num_turns += 1
         while self._inbox:
             self._inbox.popleft()()
         if not self._engine.has_work():
@@ -197,7 +200,7 @@ class EngineTurns:
             return
         self._progress.turned(self._engine, stepped=False, now=self._loop.time())
         self._tell()
-        quiet_s = self._quiet_until() - self._loop.time() - self._skew_s if self._quiet_until is not None else 0.0
+        quiet_s = self._quiet_until() - self._loop.time() - self.skew_s if self._quiet_until is not None else 0.0
         num_ticks = max(1, math.ceil(quiet_s / IDLE_TICK_S)) if math.isfinite(quiet_s) else 1
         self._arm(self._loop.time() + num_ticks * IDLE_TICK_S)
 
@@ -207,7 +210,7 @@ class EngineTurns:
         engine, device = self._engine, self._device
         device.now_s = start_s
         num_steps = engine.num_steps
-        updates = engine.step(start_s + self._skew_s)
+        updates = engine.step(start_s + self.skew_s)
         self._note(updates, (device.now_s,))
         return device.now_s if engine.num_steps != num_steps or engine.num_in_flight else None
 
@@ -295,7 +298,7 @@ class EngineTurns:
         if num_steps < LEAST_LEAP:
             return []
         now = self._loop.time()
-        quiet_until_s = self._quiet_until() - self._skew_s if self._quiet_until is not None else now
+        quiet_until_s = self._quiet_until() - self.skew_s if self._quiet_until is not None else now
         device.now_s = now
         ends_s = device.foresee(num_steps, in_flight=bool(engine.num_in_flight))
         starts_s = [now, *ends_s[:-1]]
@@ -318,6 +321,7 @@ class EngineTurns:
         ahead_s, self._ahead_s = self._ahead_s, []
         if not ahead_s:
             return
+        self.num_turns += 1
         num_over = bisect_right(ahead_s, self._loop.time())
         if num_over:
             self._note(self._engine.repeat(num_over), ahead_s[:num_over])

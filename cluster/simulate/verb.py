@@ -22,9 +22,10 @@ from cluster.bench.verb import write_json
 from cluster.bench.workload import Lengths
 from cluster.config import ClusterConfig, PoolsConfig
 from cluster.simulate import soak as soaking
+from cluster.simulate.calibration import calibrate, read_points
 from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings
 from cluster.simulate.faults import Fault, drawn
-from cluster.simulate.latency import Calibrated, calibrate, read_points
+from cluster.simulate.latency import Calibrated
 from cluster.simulate.page import page
 from cluster.simulate.report import Summary, summarise, summary_table
 from cluster.simulate.shapes import GPUS, MODELS, gpu_of
@@ -34,6 +35,7 @@ from cluster.simulate.workload import GENERATED, Load, Session, fitting, generat
 from cluster.status import PIPED_COLUMNS
 from protos.errors import Misconfigured
 from router.policies.registry import NAMES
+from router.prefix.registry import MEMORY
 
 FORMAT = "baton-simulation/1"
 
@@ -149,6 +151,7 @@ class _Scene:
             router=replace(self.settings.router, policy=choice.policy),
             supervision=self.settings.supervision,
             num_gateways=self.gateways,
+            shared_index=self.settings.index != MEMORY,
             request_s=self.latency.request_s if self.latency is not None else 0.0,
             num_gpus=choice.tp,
             usd_per_gpu_hour=self.usd_per_gpu_hour,
@@ -160,7 +163,10 @@ class _Scene:
         """The faults written down, and those that are drawn."""
         workers = [f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)]
         until_s = max(session.due_s for session in sessions)
-        random = drawn(self.num_faults, seed=self.seed, workers=workers, num_gateways=self.gateways, until_s=until_s)
+        random = drawn(
+            self.num_faults, seed=self.seed, workers=workers, num_gateways=self.gateways, until_s=until_s,
+            with_store=config.shared_index,
+        )  # fmt: skip
         return sorted([*self.faults, *random], key=lambda fault: fault.at_s)
 
 

@@ -66,6 +66,7 @@ class SimulatedWorker:
         skew_s: float = 0.0,
         gaps: Gaps | None = None,
         withholds: bool = False,
+        seed: int = 0,
     ) -> None:
         self.worker_id = worker_id
         self._spec = spec
@@ -80,6 +81,7 @@ class SimulatedWorker:
             num_blocks=spec.num_blocks,
             vocab_size=spec.scheduler.vocab_size,
             thorough=spec.thorough,
+            chance=spec.latency.chance(f"{seed} {worker_id} {incarnation}"),
         )
         log = EventLog(incarnation)
         pool = BlockPool(spec.num_blocks, spec.layout.block_size, log.record, host=self._make_host(log))
@@ -164,6 +166,18 @@ class SimulatedWorker:
         """Steps take `factor` times as long from now on."""
         self.turns.settle()
         self.device.slowness = factor
+
+    def jump(self, seconds: float) -> None:
+        """Its host's clock goes so much ahead at once."""
+        self.turns.settle()
+        self._skew_s += seconds
+        self.turns.skew_s += seconds
+        self.turns.attend()
+
+    def check_balance(self) -> None:
+        """The cheap part of `check`."""
+        ledger, shared = self.role.ledger.reserved_ids(), self.role.outgoing.shared_ids()
+        self.engine.scheduler.check_balance(len(ledger) + len(list(shared)))
 
     def check(self) -> None:
         """Between two steps: every block has the owners that are known of, and no others."""

@@ -34,7 +34,7 @@ SNAPSHOT_LEASES = 12.0  # how long blocks outlive the last renewal, in leases: a
 BLOCK_MS = 500
 READ_COUNT = 128
 
-_ACQUIRE = """
+ACQUIRE = """
 local holder = redis.call('get', KEYS[1])
 if holder and holder ~= ARGV[1] then return 0 end
 local known = redis.call('hget', KEYS[2], 'incarnation')
@@ -42,7 +42,7 @@ if known and known > ARGV[2] then return 0 end
 redis.call('set', KEYS[1], ARGV[1], 'px', ARGV[3])
 return 1
 """
-_RENEW = """
+RENEW = """
 local lost = {}
 for i = 1, #KEYS, 2 do
     if redis.call('get', KEYS[i]) == ARGV[1] then
@@ -54,7 +54,7 @@ for i = 1, #KEYS, 2 do
 end
 return lost
 """
-_APPEND = """
+APPEND = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return 0 end
 for i = 5, #ARGV, 3 do
     redis.call('xadd', KEYS[2], 'maxlen', '~', ARGV[2], '*', 'gateway', ARGV[1], 'worker', ARGV[3],
@@ -62,7 +62,7 @@ for i = 5, #ARGV, 3 do
 end
 return 1
 """
-_SNAPSHOT = """
+SNAPSHOT = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return 0 end
 local known = redis.call('hget', KEYS[2], 'incarnation')
 if known and known > ARGV[3] then return 0 end
@@ -76,8 +76,8 @@ redis.call('xadd', KEYS[4], '*', 'gateway', ARGV[1], 'worker', ARGV[2], 'incarna
     'first', ARGV[4], 'num', 0, 'events', '')
 return 1
 """
-_RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then redis.call('del', KEYS[1]) end"
-_TIDY = """
+RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then redis.call('del', KEYS[1]) end"
+TIDY = """
 if redis.call('exists', KEYS[1]) == 0 then
     redis.call('del', KEYS[2])
     redis.call('srem', KEYS[3], ARGV[1])
@@ -141,9 +141,7 @@ class Store:
     async def acquire(self, worker_id: str, incarnation: int) -> bool:
         """Whether this gateway now writes for the worker: nobody else does, nobody has heard of a later life of it."""
         keys = (self._lease(worker_id), self._blocks(worker_id))
-        return bool(
-            await self._client.eval(_ACQUIRE, 2, *keys, self.gateway_id, _sortable(incarnation), self._lease_ms)
-        )
+        return bool(await self._client.eval(ACQUIRE, 2, *keys, self.gateway_id, _sortable(incarnation), self._lease_ms))
 
     async def renew(self, worker_ids: Sequence[str]) -> list[str]:
         """Those among them for which this gateway does not write any more."""
@@ -151,7 +149,7 @@ class Store:
             return []
         keys = [key for worker_id in worker_ids for key in (self._lease(worker_id), self._blocks(worker_id))]
         arguments = (self.gateway_id, self._lease_ms, self._snapshot_ms)
-        lost = await self._client.eval(_RENEW, len(keys), *keys, *arguments)
+        lost = await self._client.eval(RENEW, len(keys), *keys, *arguments)
         return [worker_ids[int(number)] for number in lost]
 
     async def append(self, worker_id: str, messages: Sequence[KVEvents]) -> bool:
@@ -161,17 +159,17 @@ class Store:
             entries += (entry.first_seq, len(entry.events), to_proto(entry).SerializeToString())
         keys = (self._lease(worker_id), self._root + "events")
         arguments = (self.gateway_id, self.max_entries, worker_id, messages[0].incarnation)
-        return bool(await self._client.eval(_APPEND, 2, *keys, *arguments, *entries))
+        return bool(await self._client.eval(APPEND, 2, *keys, *arguments, *entries))
 
     async def write(self, worker_id: str, snapshot: KVEvents) -> bool:
         """All of a worker's blocks; False when this gateway may not write them."""
         keys = (self._lease(worker_id), self._blocks(worker_id), self._root + "workers", self._root + "events")
         about = (self.gateway_id, worker_id, _sortable(snapshot.incarnation), snapshot.first_seq, self._snapshot_ms)
         pieces = [to_proto(piece).SerializeToString() for piece in _pieces(snapshot)]
-        return bool(await self._client.eval(_SNAPSHOT, 4, *keys, *about, *pieces))
+        return bool(await self._client.eval(SNAPSHOT, 4, *keys, *about, *pieces))
 
     async def release(self, worker_id: str) -> None:
-        await self._client.eval(_RELEASE, 1, self._lease(worker_id), self.gateway_id)
+        await self._client.eval(RELEASE, 1, self._lease(worker_id), self.gateway_id)
 
     # -- for the others ------------------------------------------------------------------------------------------------
 
@@ -202,7 +200,7 @@ class Store:
     async def tidy(self, worker_id: str) -> None:
         """Forgets a worker that nobody writes for."""
         keys = (self._lease(worker_id), self._blocks(worker_id), self._root + "workers")
-        await self._client.eval(_TIDY, 3, *keys, worker_id)
+        await self._client.eval(TIDY, 3, *keys, worker_id)
 
     async def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, for_s: float) -> None:
         await self._client.xadd(

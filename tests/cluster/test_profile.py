@@ -31,7 +31,7 @@ def test_a_profile_shows_every_part_of_both_workers_steps(up: Deployed, tmp_path
     assert set(pids) == {"requests", "prefill-0", "decode-0"}
     for worker in ("prefill-0", "decode-0"):
         spans = [event for event in events if event["ph"] == "X" and event["pid"] == pids[worker]]
-        parts = {"tick", "plan", "launch", "forward", "sample", "fetch", "device", "apply", "send", "encode"}
+        parts = {"tick", "plan", "launch", "forward", "sample", "fetch", "device", "apply", "tell", "send", "encode"}
         assert {span["name"] for span in spans} == parts | KV_OF[worker]
         assert all(span["ts"] >= 0 and span["dur"] >= 0 for span in spans)
         check_nesting(spans)

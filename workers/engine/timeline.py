@@ -1,6 +1,6 @@
 """When the parts of steps began and how long they took: a ring of spans, filled only while somebody has asked for it.
 
-    engine's thread   tick  plan  launch [forward  sample]  fetch  apply    one after the other
+    engine's thread   tick  plan  launch [forward  sample]  fetch  apply  tell    one after the other
     device            device                    by its own clock on a GPU; else from its launch, or from the end of the
                                                 step before
     event loop        send  encode              each step's message: cut up for the gateways, serialised

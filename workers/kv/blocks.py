@@ -164,6 +164,13 @@ class BlockPool:
     def num_references(self, block_id: int) -> int:
         return self._refs[block_id]
 
+    def check_balance(self, num_references: int) -> None:
+        """Cheap, for after every event: as many references as their holders know of, and no block more or less."""
+        counted, num_unheld = sum(self._refs), self._refs.count(0)
+        assert counted == num_references, f"there are {counted} references, their holders know of {num_references}"
+        num_free = len(self._free) + len(self._evictable)
+        assert num_free == num_unheld, f"{num_unheld} blocks are held by nobody, {num_free} can be handed out"
+
     def check_integrity(self) -> None:
         """Every block is in exactly one place, and the index of hashes is one to one."""
         free, evictable = set(self._free), set(self._evictable)

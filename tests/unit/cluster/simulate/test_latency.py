@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
-from cluster.simulate.latency import Calibrated, Measured, Roofline, Step, calibrate, read_points, step_of
+from cluster.simulate.calibration import NOTHING, Measured, calibrate, read_points
+from cluster.simulate.latency import Calibrated, Roofline, Step, step_of
 from cluster.simulate.shapes import GPUS, MODELS, num_blocks
 from protos.errors import Misconfigured
 
@@ -66,6 +69,26 @@ def test_a_calibration_finds_the_coefficients_and_says_how_well_it_fits() -> Non
     assert [found.step_s(step) for step in steps] == pytest.approx([truth.step_s(step) for step in steps])
 
 
+def test_a_calibration_is_right_on_average_whatever_single_steps_scatter_by_and_whatever_stood_still() -> None:
+    """Steps that take half or three times as long, and one during which nothing moved for a minute."""
+    truth, draw = Calibrated(base_s=0.003, row_s=2e-4, token_s=3e-5, read_s=0.0, attended_s=0.0), random.Random(0)
+    steps = [step_of([(tokens, tokens)] * rows) for tokens in (1, 1, 1, 200) for rows in range(1, 9)] * 40
+    seconds = [truth.step_s(step) * draw.choice((0.5, 0.75, 0.75, 1.0, 2.0)) for step in steps]
+    seconds[7] += 60.0
+    rests = [Measured(step=NOTHING, seconds=draw.choice((0.004, 0.008)), num_requests=1) for _ in range(200)]
+    found = calibrate([*(Measured(step=a, seconds=b) for a, b in zip(steps, seconds, strict=True)), *rests])
+    assert [found.step_s(step) for step in steps] == pytest.approx([truth.step_s(step) for step in steps], rel=0.08)
+    assert found.request_s == pytest.approx(0.006, rel=0.05)
+    assert found.error < 0.08, "what single steps scatter by is no error"
+    assert found.spread == pytest.approx(0.51, abs=0.05)
+    chance = found.chance("a device")
+    assert chance is not None
+    drawn = [chance(number) for number in range(2000)]
+    assert fmean(drawn) == pytest.approx(1.0, abs=0.05)
+    assert drawn == [chance(number) for number in range(2000)]
+    assert (min(drawn), max(drawn)) == pytest.approx((0.5, 2.0), rel=0.1)
+
+
 def test_no_coefficient_is_negative_however_noisy_the_steps() -> None:
     steps = [step_of([(1, 100)] * rows) for rows in range(1, 9)]
     falling = [Measured(step=step, seconds=0.01 / step.num_rows) for step in steps]
@@ -112,11 +135,18 @@ def test_figures_of_a_bench_are_steps_too(tmp_path: Path) -> None:
 
 
 def test_a_profile_of_a_bench_is_its_steps(tmp_path: Path) -> None:
-    """Two workers at once; a step is all that its engine did for it; a tick that launched nothing is none's."""
+    """Two workers at once; a step is all that its engine did for it; a tick that launched nothing is none's. And what
+    requests that were alone took beside their steps."""
 
     def spans(pid: int, start: int, rows: int) -> list[dict[str, object]]:
         told = {"step": 1, "num_rows": rows, "num_tokens": 8 * rows, "num_read": 80 * rows, "num_attended": 600 * rows}
-        parts = [("tick", 0, 100, {}), ("plan", 100, 50, {}), ("launch", 150, 700, told), ("apply", 900, 100, told)]
+        parts = [
+            ("tick", 0, 100, {}),
+            ("plan", 100, 50, {}),
+            ("launch", 150, 700, told),
+            ("apply", 900, 80, told),
+            ("tell", 980, 20, {}),
+        ]
         return [
             {"name": name, "ph": "X", "ts": start + ts, "dur": dur, "pid": pid, "tid": 0, "args": args}
             for name, ts, dur, args in parts
@@ -124,8 +154,14 @@ def test_a_profile_of_a_bench_is_its_steps(tmp_path: Path) -> None:
 
     idle = {"name": "tick", "ph": "X", "ts": 0, "dur": 100, "pid": 1, "tid": 0, "args": {}}
     events = [{"name": "process_name", "ph": "M", "pid": 1}, idle, *spans(2, 4500, 3), *spans(1, 4000, 2)]
+    events += spans(1, 10000, 1)
+    for number, (begin, first, end) in enumerate(((3900, 5600, 8000), (4100, 5700, 7000), (9500, 14000, 15000))):
+        times = (("b", begin), ("n", first), ("e", end))
+        events += [{"name": "request", "cat": "request", "id": number, "ph": ph, "ts": ts} for ph, ts in times]
     (tmp_path / "profile.json").write_text(json.dumps({"traceEvents": events}))
     assert read_points(tmp_path / "profile.json") == [
         Measured(step=Step(2, 16, 160, 1200), seconds=0.001),
         Measured(step=Step(3, 24, 240, 1800), seconds=0.001),
+        Measured(step=Step(1, 8, 80, 600), seconds=0.001),
+        Measured(step=NOTHING, seconds=0.0035, num_requests=1),
     ]

@@ -16,9 +16,10 @@ from cluster.bench.report import Objective
 from cluster.simulate.clock import VirtualLoop, run_virtually
 from cluster.simulate.gaps import Gaps
 from cluster.simulate.lanes import Cards, Lanes
+from cluster.simulate.latency import Calibrated
 from cluster.simulate.network import Network, Wire
 from cluster.simulate.report import summarise
-from cluster.simulate.simulation import simulate
+from cluster.simulate.simulation import Outcome, simulate
 from cluster.simulate.worker import SimulatedWorker
 from cluster.simulate.workload import GENERATED
 from protos.values import Health, ReserveRequest, WorkerRole
@@ -75,6 +76,25 @@ def test_leaps_change_no_event(prefill: int, decode: int, policy: str, depth: in
     stepping = simulate(config, asked)
     assert leaping.fingerprint == stepping.fingerprint
     assert leaping.records == stepping.records
+
+
+def test_leaps_change_nothing_of_steps_that_scatter() -> None:
+    asked = sessions("conversations", num=20, rate=12.0)
+    ratios = (0.5, 0.75, 0.75, 1.0, 2.0)
+    latency = Calibrated(base_s=0.004, row_s=1e-4, token_s=2e-5, read_s=0.0, attended_s=0.0, ratios=ratios)
+    config = town(prefill=1, decode=1)
+
+    def run(leaping: bool, latency: Calibrated) -> Outcome:
+        return simulate(replace(config, spec=replace(config.spec, latency=latency, leaping=leaping)), asked)
+
+    leaping, stepping = (run(leaps, latency) for leaps in (True, False))
+    assert leaping.fingerprint == stepping.fingerprint
+    assert leaping.itl_s == stepping.itl_s
+    even = run(True, replace(latency, ratios=()))
+    assert leaping.itl_s is not None
+    assert even.itl_s is not None
+    assert leaping.itl_s.mean == pytest.approx(even.itl_s.mean, rel=0.1)
+    assert leaping.itl_s.p90 > 1.3 * even.itl_s.p90
 
 
 def test_blocks_come_back_from_host_memory_as_they_were_and_leaps_change_nothing_of_it() -> None:

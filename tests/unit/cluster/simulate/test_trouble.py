@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from cluster.simulate import soak
+from cluster.simulate.chronicle import Chronicle
+from cluster.simulate.clock import VirtualLoop, run_virtually
+from cluster.simulate.deployment import Deployment
 from cluster.simulate.device import Device
 from cluster.simulate.faults import Fault, Kind, drawn
 from cluster.simulate.simulation import Outcome, simulate
@@ -13,13 +20,13 @@ from protos.errors import Misconfigured
 from tests.unit.cluster.simulate.towns import sessions, town
 from workers.kv.blocks import BlockPool
 
-SEEDS_A_TEST = 20
+SEEDS_A_TEST = 40
 NUM_TESTS = 8
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS_A_TEST * NUM_TESTS, SEEDS_A_TEST))
 def test_no_invariant_breaks_whatever_happens(first: int) -> None:
-    """`baton simulate --soak 160` is the same; `--replay SEED` shows one of them."""
+    """`baton simulate --soak 320` is the same; `--replay SEED` shows one of them."""
     for seed in range(first, first + SEEDS_A_TEST):
         try:
             soak.run(seed)
@@ -32,10 +39,10 @@ def test_a_seed_is_all_there_is_to_a_trial() -> None:
     assert soak.run(7).fingerprint == soak.run(7).fingerprint
 
 
-def run(*faults: str, workload: str = "poisson") -> tuple[Outcome, list[str]]:
+def run(*faults: str, workload: str = "poisson", **more: Any) -> tuple[Outcome, list[str]]:
     lines: list[str] = []
-    asked = sessions(workload, num=40, rate=20.0)
-    outcome = simulate(town(audit_every=20), asked, [Fault.parse(text) for text in faults], write=lines.append)
+    asked = sessions(workload, num=25, rate=20.0)
+    outcome = simulate(town(audit_every=20, **more), asked, [Fault.parse(text) for text in faults], write=lines.append)
     return outcome, lines
 
 
@@ -50,13 +57,40 @@ def answered(outcome: Outcome) -> int:
         "0.5 reset decode-0", "0.1 lane-stall prefill-0>decode-0 for 40", "0.5 lane-cut prefill-0>decode-1",
         "0.1 lane-slow prefill-1>decode-0 for 3 by 1000", "0.1 events-drop decode-0 for 2",
         "0.1 events-delay prefill-0 for 2", "0.1 events-double prefill-0 for 2", "0.1 events-swap decode-0 for 2",
-        "0.5 index-lost 0", "0.5 drain decode-0", "0.5 drain prefill-0",
+        "0.5 index-lost 0", "0.5 drain decode-0", "0.5 drain prefill-0", "0.5 clock-skew decode-0 by 100",
+        "0.1 clock-skew prefill-0 by 5", "0.5 store-away redis for 3", "0.2 store-lost redis for 2",
     ],
 )  # fmt: skip
 def test_every_request_survives(fault: str) -> None:
-    outcome, lines = run(fault)
-    assert answered(outcome) == 40
+    outcome, lines = run(fault, shared_index="store" in fault)
+    assert answered(outcome) == 25
     assert any(" fault " in line for line in lines)
+
+
+def test_gateways_know_when_their_store_is_gone_and_share_again_when_it_is_back() -> None:
+    config = town(prefill=0, decode=1, num_gateways=2, shared_index=True)
+
+    async def troubles() -> list[set[str]]:
+        deployment = Deployment(config, Chronicle(None))
+        await deployment.start()
+        shared, store = [one.shared for one in deployment.gateways if one.shared is not None], deployment.store
+        assert store is not None
+        told: list[set[str]] = []
+        changes: list[Callable[[], None]] = [lambda: None, store.part, store.forget, store.meet]
+        for change in changes:
+            change()
+            await asyncio.sleep(8.0)
+            told.append({one.trouble for one in shared})
+        assert [one.num_outages for one in shared] == [1, 1]
+        assert sum(one.writes_for("decode-0") for one in shared) == 1, "one of the two has the lease anew"
+        deployment.assert_no_faults()
+        await deployment.stop()
+        return told
+
+    before, away, empty, back = run_virtually(troubles(), loop=VirtualLoop())
+    assert before == back == {""}
+    assert away == empty
+    assert "cannot be reached" in away.pop()
 
 
 def test_a_killed_worker_is_started_again_and_its_answers_go_on() -> None:
@@ -77,7 +111,7 @@ def test_clients_that_leave_leave_nothing_behind() -> None:
 
 
 def test_a_fault_that_is_written_down_can_be_read() -> None:
-    faults = drawn(200, seed=1, workers=("prefill-0", "decode-0"), num_gateways=2, until_s=10.0)
+    faults = drawn(200, seed=1, workers=("prefill-0", "decode-0"), num_gateways=2, until_s=10.0, with_store=True)
     assert [Fault.parse(str(fault)) for fault in faults] == faults
     assert {fault.kind for fault in faults} == set(Kind)
 
@@ -88,7 +122,9 @@ def test_a_fault_that_cannot_be_read_is_named(text: str) -> None:
         Fault.parse(text)
 
 
-@pytest.mark.parametrize("fault", ["1 kill decode-7", "1 lane-cut decode-0", "1 gateway-restart 3"])
+@pytest.mark.parametrize(
+    "fault", ["1 kill decode-7", "1 lane-cut decode-0", "1 gateway-restart 3", "1 store-lost redis"]
+)
 def test_a_fault_of_something_that_does_not_exist_is_refused(fault: str) -> None:
     with pytest.raises(Misconfigured, match="does not exist"):
         run(fault)

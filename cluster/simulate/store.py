@@ -1,0 +1,251 @@
+"""The Redis that simulated gateways share their prefix index through: what `router.prefix.redis_store` asks of one.
+
+RedisPrefixIndex ─ Store ─▶ Client ── delay, away or not ──▶ Server: strings, hashes, sets, streams, leases that end
+
+The gateways' half of it is the real one, keys and messages included. Scripts are known by their text, and done in
+Python as Redis would do them in Lua: a test asks the same of this server and of a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from redis.exceptions import ConnectionError as Unreachable
+
+from router.prefix import redis_store
+
+DELAY_S = 0.0002
+NODE_ENTRIES = 100
+"""A stream that is cut to about a length is cut by whole nodes of so many entries."""
+Entry = tuple[bytes, dict[bytes, bytes]]
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    entries: list[Entry] = field(default_factory=list)
+    last: tuple[int, int] = (0, 0)
+
+
+class Server:
+    """One Redis, on one event loop. Nobody reaches it from `part` to `meet`; `forget` is what it has when it ends."""
+
+    def __init__(self) -> None:
+        self.reachable = True
+        self._loop = asyncio.get_running_loop()
+        self._values: dict[str, Any] = {}
+        self._deadlines: dict[str, float] = {}
+        self._reading: dict[asyncio.Future[None], None] = {}
+        self._scripts: Mapping[str, Callable[[Sequence[str], Sequence[Any]], Any]] = {
+            redis_store.ACQUIRE: self._acquire,
+            redis_store.RENEW: self._renew,
+            redis_store.APPEND: self._append,
+            redis_store.SNAPSHOT: self._snapshot,
+            redis_store.RELEASE: self._release,
+            redis_store.TIDY: self._tidy,
+        }
+
+    def part(self) -> None:
+        """Nobody reaches it; it keeps what it has, but for leases that end meanwhile."""
+        self.reachable = False
+        self._stir()
+
+    def meet(self) -> None:
+        self.reachable = True
+
+    def forget(self) -> None:
+        self._values.clear()
+        self._deadlines.clear()
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def eval(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        return self._scripts[script](keys, arguments)
+
+    def get(self, key: str) -> Any:
+        if key in self._deadlines and self._deadlines[key] <= self._loop.time():
+            self.delete(key)
+        return self._values.get(key)
+
+    def delete(self, key: str) -> None:
+        self._values.pop(key, None)
+        self._deadlines.pop(key, None)
+
+    def add(self, key: str, fields: Mapping[str, Any], *, max_len: int | None = None) -> bytes:
+        stream = self._stream(key)
+        stream.last = max((int(self._loop.time() * 1000) + 1, 0), (stream.last[0], stream.last[1] + 1))
+        place = b"%d-%d" % stream.last
+        stream.entries.append((place, {name.encode(): _bytes(value) for name, value in fields.items()}))
+        if max_len is not None and len(stream.entries) >= max_len + NODE_ENTRIES:
+            del stream.entries[: len(stream.entries) - max_len]
+        self._stir()
+        return place
+
+    def after(self, key: str, place: str, count: int) -> list[Entry]:
+        """Entries of a stream that follow a place, at most so many."""
+        entries, since = self._stream(key).entries, _order(place)
+        first = len(entries)
+        while first and _order(entries[first - 1][0].decode()) > since:
+            first -= 1
+        return entries[first : first + count]
+
+    def last(self, key: str, count: int) -> list[Entry]:
+        return self._stream(key).entries[: -count - 1 : -1]
+
+    async def news(self, timeout_s: float) -> None:
+        """Returns when something was added or nobody is reached any more, or after so long."""
+        reading: asyncio.Future[None] = self._loop.create_future()
+        self._reading[reading] = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await reading
+        except TimeoutError:
+            pass
+        finally:
+            del self._reading[reading]
+
+    def _stir(self) -> None:
+        for reading in self._reading:
+            if not reading.done():
+                reading.set_result(None)
+
+    def _stream(self, key: str) -> Stream:
+        stream: Stream = self._values.setdefault(key, Stream())
+        return stream
+
+    def _expire(self, key: str, milliseconds: Any) -> None:
+        if key in self._values:
+            self._deadlines[key] = self._loop.time() + int(milliseconds) / 1000
+
+    # -- scripts -------------------------------------------------------------------------------------------------------
+
+    def _holds(self, key: str, gateway_id: str) -> bool:
+        return bool(self.get(key) == gateway_id.encode())
+
+    def _knows_later(self, key: str, incarnation: str) -> bool:
+        known = (self.get(key) or {}).get(b"incarnation")
+        return known is not None and known > incarnation.encode()
+
+    def _acquire(self, keys: Sequence[str], arguments: Sequence[Any]) -> int:
+        gateway_id, incarnation, lease_ms = arguments
+        held = self.get(keys[0]) is not None and not self._holds(keys[0], gateway_id)
+        if held or self._knows_later(keys[1], incarnation):
+            return 0
+        self._values[keys[0]] = gateway_id.encode()
+        self._expire(keys[0], lease_ms)
+        return 1
+
+    def _renew(self, keys: Sequence[str], arguments: Sequence[Any]) -> list[int]:
+        gateway_id, lease_ms, snapshot_ms = arguments
+        lost = []
+        for number, (lease, blocks) in enumerate(zip(keys[::2], keys[1::2], strict=True)):
+            if self._holds(lease, gateway_id):
+                self._expire(lease, lease_ms)
+                if self.get(blocks) is not None:
+                    self._expire(blocks, snapshot_ms)
+            else:
+                lost.append(number)
+        return lost
+
+    def _append(self, keys: Sequence[str], arguments: Sequence[Any]) -> int:
+        gateway_id, max_len, worker_id, incarnation, *told = arguments
+        if not self._holds(keys[0], gateway_id):
+            return 0
+        for first, num, events in zip(told[::3], told[1::3], told[2::3], strict=True):
+            entry = {"gateway": gateway_id, "worker": worker_id, "incarnation": incarnation}
+            self.add(keys[1], entry | {"first": first, "num": num, "events": events}, max_len=max_len)
+        return 1
+
+    def _snapshot(self, keys: Sequence[str], arguments: Sequence[Any]) -> int:
+        gateway_id, worker_id, incarnation, next_seq, snapshot_ms, *pieces = arguments
+        if not self._holds(keys[0], gateway_id) or self._knows_later(keys[1], incarnation):
+            return 0
+        last = self.last(keys[3], 1)
+        about = {"incarnation": incarnation, "next": next_seq, "position": last[0][0] if last else b"0-0"}
+        self.delete(keys[1])
+        self._values[keys[1]] = {name.encode(): _bytes(value) for name, value in about.items()}
+        self._values[keys[1]] |= {b"%d" % number: piece for number, piece in enumerate(pieces)}
+        self._expire(keys[1], snapshot_ms)
+        self._values.setdefault(keys[2], {})[worker_id.encode()] = None
+        entry = {"gateway": gateway_id, "worker": worker_id, "incarnation": incarnation}
+        self.add(keys[3], entry | {"first": next_seq, "num": 0, "events": b""})
+        return 1
+
+    def _release(self, keys: Sequence[str], arguments: Sequence[Any]) -> None:
+        if self._holds(keys[0], arguments[0]):
+            self.delete(keys[0])
+
+    def _tidy(self, keys: Sequence[str], arguments: Sequence[Any]) -> None:
+        if self.get(keys[0]) is None:
+            self.delete(keys[1])
+            self._values.get(keys[2], {}).pop(arguments[0].encode(), None)
+
+
+class Client:
+    """One gateway's connection, as `redis.asyncio.Redis` has it; `dead` once its gateway is. Raises what that does."""
+
+    def __init__(self, server: Server) -> None:
+        self.dead = False
+        self._server = server
+
+    async def eval(self, script: str, num_keys: int, *given: Any) -> Any:
+        await self._travel()
+        return await self._answer(self._server.eval(script, given[:num_keys], given[num_keys:]))
+
+    async def mget(self, keys: Sequence[str]) -> list[bytes | None]:
+        await self._travel()
+        return await self._answer([self._server.get(key) for key in keys])
+
+    async def smembers(self, key: str) -> list[bytes]:
+        await self._travel()
+        return await self._answer(list(self._server.get(key) or ()))
+
+    async def hgetall(self, key: str) -> dict[bytes, bytes]:
+        await self._travel()
+        return await self._answer(dict(self._server.get(key) or {}))
+
+    async def xadd(self, key: str, fields: Mapping[str, Any], *, maxlen: int, approximate: bool) -> bytes:
+        assert approximate
+        await self._travel()
+        return await self._answer(self._server.add(key, fields, max_len=maxlen))
+
+    async def xrevrange(self, key: str, *, count: int) -> list[Entry]:
+        await self._travel()
+        return await self._answer(self._server.last(key, count))
+
+    async def xread(self, places: Mapping[str, str], *, count: int, block: int | None) -> list[Any]:
+        await self._travel()
+        found = self._found(places, count)
+        if not found and block is not None:
+            await self._server.news(block / 1000)
+            found = self._found(places, count)
+        return await self._answer(found)
+
+    async def aclose(self) -> None:
+        """There is nothing to be closed."""
+
+    def _found(self, places: Mapping[str, str], count: int) -> list[Any]:
+        entries = {key: self._server.after(key, place, count) for key, place in places.items()}
+        return [[key.encode(), found] for key, found in entries.items() if found]
+
+    async def _answer(self, answer: Result) -> Result:
+        """What was done is done, also if nobody hears of it."""
+        await self._travel()
+        return answer
+
+    async def _travel(self) -> None:
+        await asyncio.sleep(DELAY_S)
+        if self.dead or not self._server.reachable:
+            raise Unreachable("Error connecting to the simulated Redis: Connection refused.")
+
+
+def _bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def _order(place: str) -> tuple[int, int]:
+    milliseconds, _, number = place.partition("-")
+    return int(milliseconds), int(number)

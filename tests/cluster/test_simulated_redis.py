@@ -1,0 +1,75 @@
+"""The simulator's Redis answers what gateways ask as a real one does."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from cluster.simulate.store import Client, Server
+from protos.chain import Chain
+from protos.values import BlockStored, KVEvents
+from router.prefix.redis_store import Expected, Places, Store, Told
+from router.prefix.redis_url import parse
+from tests.cluster.redis_server import RedisServer
+
+CHAIN = Chain.of([bytes([number]) * 16 for number in range(3)])
+
+
+def told(first_seq: int, *, incarnation: int = 3, snapshot: bool = False) -> KVEvents:
+    events = (BlockStored(hashes=CHAIN),)
+    return KVEvents(incarnation=incarnation, first_seq=first_seq, events=events, snapshot=snapshot)
+
+
+async def conversation(store_of: Callable[[str], Store]) -> Sequence[Any]:
+    """All that two gateways can ask of a store, and what they are answered, but for the numbers of entries."""
+    one, other, said = store_of("one"), store_of("other"), list[Any]()
+
+    async def ask(question: Awaitable[Any]) -> None:
+        said.append(await question)
+
+    await ask(one.acquire("w", 3))
+    await ask(other.acquire("w", 3))
+    await ask(one.acquire("v", 1))
+    await ask(one.append("w", [told(0), told(1)]))
+    await ask(other.append("w", [told(2)]))
+    await ask(other.snapshot("w"))
+    await ask(one.write("w", told(2, snapshot=True)))
+    await ask(other.write("w", told(2, snapshot=True)))
+    await ask(one.renew(["w", "v"]))
+    await ask(other.renew(["w", "v", "u"]))
+    await ask(one.expect("w", CHAIN, for_s=2.0))
+    await ask(one.worker_ids())
+    await ask(one.holders(["w", "u", "v"]))
+    await ask(other.holders([]))
+    found = await other.snapshot("w")
+    said.append(found and found[0])
+    places = Places()
+    entries = await other.read(places, wait=True)
+    said += [(entry, entry.message() if isinstance(entry, Told) else None) for entry in entries]
+    assert [type(entry) for entry in entries] == [Told, Told, Expected]
+    ends = await one.ends()
+    assert (places.events, places.expected) == (ends.events, ends.expected)
+    await ask(other.read(places, wait=False))
+    await ask(one.append("w", [told(3)]))
+    await ask(other.read(places, wait=True))
+    await ask(other.release("w"))
+    await ask(one.release("w"))
+    await ask(other.acquire("w", 2))
+    await ask(other.acquire("w", 4))
+    await ask(other.write("w", told(0, incarnation=4, snapshot=True)))
+    await ask(other.tidy("w"))
+    await ask(one.worker_ids())
+    await ask(other.release("w"))
+    await ask(other.tidy("w"))
+    await ask(one.worker_ids())
+    await ask(one.snapshot("w"))
+    for store in (one, other):
+        await store.close()
+    return said
+
+
+async def test_it_answers_as_a_real_one_does(redis: RedisServer) -> None:
+    url, server = parse(redis.url, setting="index"), Server()
+    real = await conversation(lambda name: Store(url.client(timeout_s=5.0), model="m", gateway_id=name))
+    simulated = await conversation(lambda name: Store(Client(server), model="m", gateway_id=name))
+    assert simulated == real
