@@ -283,12 +283,13 @@ class Device:
 
 
 def _moved(row: Row, num_steps: int, token_ids: tuple[int, ...]) -> Row:
-    """The row so many plain steps on; its token is known unless the row follows another."""
+    """The row so many plain steps on, also if it has just read the last of a prompt; its token is known unless the row
+    follows another."""
     assert row.sample is not None
     return Row(
         request_id=row.request_id,
         token_ids=token_ids,
-        start=row.start + num_steps,
+        start=row.stop - 1 + num_steps,
         block_ids=row.block_ids,
         sample=Sample(params=row.sample.params, index=row.sample.index + num_steps),
         prompt_len=row.prompt_len,

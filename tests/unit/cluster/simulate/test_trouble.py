@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from cluster.simulate.clock import VirtualLoop, run_virtually
 from cluster.simulate.deployment import Deployment
 from cluster.simulate.device import Device
 from cluster.simulate.faults import Fault, Kind, drawn
+from cluster.simulate.network import Wire
 from cluster.simulate.simulation import Outcome, simulate
 from kvtransfer.reshard import Cut
 from protos.errors import Misconfigured
@@ -32,6 +34,20 @@ def test_no_invariant_breaks_whatever_happens(first: int) -> None:
             soak.run(seed)
         except (AssertionError, BaseExceptionGroup) as error:
             pytest.fail(f"{soak.trial(seed).replay}: {soak.reason(error)}")
+
+
+@pytest.mark.parametrize("seed", [2, 7, 13, 16])
+def test_leaps_change_no_event_in_trouble_either(seed: int) -> None:
+    """Seed 13 leaps straight from the last chunk of a prompt, and lands twice."""
+    made = soak.trial(seed)
+    config = replace(made.config, wire=Wire(), audit_every=0)
+    leaping, stepping = (
+        simulate(replace(config, spec=replace(config.spec, leaping=leaps)), made.sessions, made.faults)
+        for leaps in (True, False)
+    )
+    assert made.faults
+    assert leaping.fingerprint == stepping.fingerprint
+    assert leaping.num_callbacks < stepping.num_callbacks
 
 
 def test_a_seed_is_all_there_is_to_a_trial() -> None:
