@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -41,23 +42,8 @@ Generating = Callable[[Gateway, Request, Track], Awaitable[Response]]
 
 def create_app(gateway: Gateway) -> FastAPI:
     """The application for one model's gateway. Nothing runs in the background: it needs no start and no stop."""
-    # The pages of documentation would load scripts from the network; /openapi.json is all they are made of.
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None)
-    # The last one added is the first to see a request.
-    app.add_middleware(Straight, endpoints=_generating_routes(app, gateway))
-    app.add_middleware(BodyLimit, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
-    app.add_middleware(Authenticate, reception=gateway.reception)
-    app.add_middleware(HeadLimit, max_bytes=MAX_HEAD_BYTES)
-    app.add_middleware(RequestId)
-    if gateway.cors_origins:
-        # Before all else: a page's browser asks whether it may without a key, and must be able to read a refusal.
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=gateway.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "retry-after", "retry-after-ms"],
-        )
+    app = Straight(title="Baton", layers=_layers(gateway))
+    app.go_straight(_generating_routes(app, gateway))
     app.add_exception_handler(BatonError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
     _asking_routes(app, gateway)
@@ -81,6 +67,27 @@ def create_app(gateway: Gateway) -> FastAPI:
 
     app.openapi = document  # type: ignore[method-assign]  # FastAPI's own way of changing it
     return app
+
+
+def _layers(gateway: Gateway) -> list[Middleware]:
+    """The first one is the first to see a request."""
+    layers = [
+        Middleware(RequestId),
+        Middleware(HeadLimit, max_bytes=MAX_HEAD_BYTES),
+        Middleware(Authenticate, reception=gateway.reception),
+        Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s),
+    ]
+    if gateway.cors_origins:
+        # Before all else: a page's browser asks whether it may without a key, and must be able to read a refusal.
+        across = Middleware(
+            CORSMiddleware,
+            allow_origins=gateway.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "retry-after", "retry-after-ms"],
+        )
+        layers.insert(0, across)
+    return layers
 
 
 def _generating_routes(app: FastAPI, gateway: Gateway) -> dict[str, Endpoint]:

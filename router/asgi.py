@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import uuid
+import secrets
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,16 +15,27 @@ from protos.errors import HeadersTooLarge, PayloadTooLarge, RequestTimeout, Unau
 from router.admission.reception import Reception
 from router.admission.tenants import Tenant
 from router.openai.errors import error_response, internal_error
+from router.outlet import outlet_of
 
 log = logging.getLogger("baton.http")
 
 REQUEST_ID = "x-baton-request-id"
+_REQUEST_ID = REQUEST_ID.encode()
 _ACCEPTABLE = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
 
 
 def request_name(given: str) -> str:
     """What a request is called: the name its client gave it, if that can be kept, or a new one."""
-    return given if _ACCEPTABLE.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+    return given if _ACCEPTABLE.fullmatch(given) else f"req-{secrets.token_hex(16)}"
+
+
+def header_of(scope: Scope, name: bytes) -> str:
+    """The first header of that name (in small letters), "" where there is none: Starlette's `Headers` looks five times
+    as long."""
+    for found, value in scope["headers"]:
+        if found == name:
+            return str(value.decode("latin-1"))
+    return ""
 
 
 def name_of(request: Request) -> str:
@@ -54,8 +64,7 @@ class RequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        name = request_name(headers.get(REQUEST_ID) or headers.get("x-request-id") or "")
+        name = request_name(header_of(scope, _REQUEST_ID) or header_of(scope, b"x-request-id"))
         scope.setdefault("state", {})["request_id"] = name
         started = False
 
@@ -63,7 +72,7 @@ class RequestId:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)[REQUEST_ID] = name
+                message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, name.encode())]
             await send(message)
 
         try:
@@ -105,7 +114,7 @@ class Authenticate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
             try:
-                tenant = self._reception.identify(Headers(scope=scope).get("authorization"))
+                tenant = self._reception.identify(header_of(scope, b"authorization"))
             except Unauthenticated as error:
                 await error_response(error)(scope, receive, send)
                 return
@@ -129,20 +138,24 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = Headers(scope=scope).get("content-length", "")
+        announced = header_of(scope, b"content-length")
         if announced.isdigit() and int(announced) > self._max_bytes:
             await error_response(self._too_large(f"of {announced} bytes"))(scope, receive, send)
             return
         due_s = asyncio.get_running_loop().time() + self._timeout_s
         seen, is_whole = 0, False
+        outlet = outlet_of(scope)
 
         async def limited() -> Message:
             nonlocal seen, is_whole
             if is_whole:  # from here on the client is only waited for to go away
                 return await receive()
             try:
-                async with asyncio.timeout_at(due_s):
+                if outlet is not None and outlet.has_all:  # as mostly: there is nothing to wait for
                     message = await receive()
+                else:
+                    async with asyncio.timeout_at(due_s):
+                        message = await receive()
             except TimeoutError:
                 raise self._too_slow(seen) from None
             seen += len(message.get("body", b""))

@@ -65,16 +65,8 @@ class Canary:
         self._running: asyncio.Task[None] | None = None
         self.outcomes: Counter[str] = Counter()
 
-    async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
-        due = self._is_due(job)
-        said: list[int] = []
-        async with aclosing(self._generate(job, None if due else tap)) as deltas:
-            async for delta in deltas:
-                if due:
-                    said += delta.token_ids
-                    if delta.finish_reason is not None:
-                        self._begin(job, said)
-                yield delta
+    def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
+        return self._twice(job) if self._is_due(job) else self._generate(job, tap)
 
     async def settled(self) -> None:
         """Returns when no second run is under way."""
@@ -85,6 +77,15 @@ class Canary:
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])
+
+    async def _twice(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+        said: list[int] = []
+        async with aclosing(self._generate(job)) as deltas:
+            async for delta in deltas:
+                said += delta.token_ids
+                if delta.finish_reason is not None:
+                    self._begin(job, said)
+                yield delta
 
     def _is_due(self, job: Job) -> bool:
         if not self._every or job.sampling.temperature > 0:

@@ -34,6 +34,7 @@ class Offers:
         self._changed: dict[Member, None] = {}
         self._doubted: dict[Member, None] = {}
         self._is_laid_out = False
+        self._sizes: Collection[int] | None = None  # of blocks, of all of them, once somebody has asked
         self._lay_out()
 
     def add(self, member: Member) -> None:
@@ -97,7 +98,7 @@ class Offers:
         self._roles: list[WorkerRole | None] = [None] * count  # in which each takes work
         self._due = dict.fromkeys(self._members.values())  # whose standing is to be asked for
         self._block_sizes = [0] * count
-        self._sizes: Collection[int] | None = None  # of all of them, once somebody has asked
+        self._sizes = None
         self._crew: tuple[Crew, Sequence[int]] | None = None
         self._crew_without: tuple[Collection[Member], Crew, Sequence[int]] | None = None
         self._changed.update(dict.fromkeys(self._members.values()))

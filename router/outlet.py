@@ -82,6 +82,11 @@ class Outlet:
         finally:
             self._on_lost = None
 
+    @property
+    def has_all(self) -> bool:
+        """Of the request's body."""
+        return not self._cycle.more_body
+
     def lost(self) -> None:
         self._cycle.disconnected = not self._cycle.response_complete
         if self._on_lost is not None:

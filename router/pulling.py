@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from protos.errors import BatonError, WorkerLost
 from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
 from router.fleet import Fleet
@@ -121,7 +119,7 @@ class Pulls:
         layout, most = reader.info.layout, journal.num_tokens - 1
         holders = [
             holder
-            for place in np.flatnonzero(candidates.num_cached_tokens).tolist()
+            for place in candidates.having()
             if (worker_id := candidates.crew.worker_ids[place]) != reader.worker_id
             for holder in self._holders(candidates.named(worker_id), most, layout.block_size)
         ]
@@ -129,7 +127,7 @@ class Pulls:
         puller = Puller(
             num_cached=own.num_cached_tokens,
             num_on_host=own.num_host_tokens,
-            load_s=float(load_s(own)),
+            load_s=load_s(own),
             tokens_per_s=reader.load.prefill_tokens_per_s,
             bytes_per_token=layout.block_bytes / layout.block_size,
         )

@@ -3,8 +3,10 @@ request as much as all that is done for it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from fastapi import FastAPI
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,21 +17,30 @@ from router.openai.errors import error_response
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-class Straight:
-    """Answers a POST to one of the paths, as their routes would; everything else goes on."""
+class Straight(FastAPI):
+    """Answers a POST to one of the `go_straight` paths behind the same layers as everything else, and nothing more."""
 
-    def __init__(self, app: ASGIApp, *, endpoints: Mapping[str, Endpoint]) -> None:
-        self._app = app
+    def __init__(self, *, layers: Sequence[Middleware], title: str) -> None:
+        # The pages of documentation would load scripts from the network; /openapi.json is all they are made of.
+        super().__init__(title=title, docs_url=None, redoc_url=None, middleware=list(layers))
+        self._endpoints: Mapping[str, Endpoint] = {}
+        self._answering: ASGIApp = self._answer
+        for layer, args, kwargs in reversed(layers):
+            self._answering = layer(self._answering, *args, **kwargs)
+
+    def go_straight(self, endpoints: Mapping[str, Endpoint]) -> None:
+        """By their paths."""
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_post = scope["type"] == "http" and scope["method"] == "POST"
-        endpoint = self._endpoints.get(scope["path"]) if is_post else None
-        if endpoint is None:
-            await self._app(scope, receive, send)
-            return
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._endpoints:
+            await self._answering(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = await endpoint(Request(scope, receive, send))
+            response = await self._endpoints[scope["path"]](Request(scope, receive, send))
         except BatonError as error:
             response = error_response(error)
         await response(scope, receive, send)

@@ -243,6 +243,8 @@ class EventStream(Response):
         clock = asyncio.get_running_loop().time
         async with aclosing(self._events) as events:
             async for chunk in events:
+                if self._started and self._way.put(chunk, clock()):
+                    continue
                 await self._begin(send)
                 self._way.sent_s = clock()
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -231,6 +231,13 @@ class Candidates(Sequence[Candidate]):
             return int(self.num_cached_tokens.max())
         return int(max(row[0] for row in self._rows))
 
+    def having(self) -> Sequence[int]:
+        """The places of those that have anything of the request cached."""
+        if self._rows is None:
+            found: list[int] = np.flatnonzero(self.num_cached_tokens).tolist()
+            return found
+        return [place for place, row in enumerate(self._rows) if row[0]]
+
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 

@@ -107,21 +107,15 @@ class Tally:
         )
 
 
-async def answer(
-    generate: Generate, ask: Ask, vocabulary: Vocabulary, say: Say | None = None
-) -> AsyncGenerator[Piece, None]:
+def answer(generate: Generate, ask: Ask, vocabulary: Vocabulary, say: Say | None = None) -> AsyncGenerator[Piece, None]:
     """The pieces of all choices, each choice's in order, without what `say` has taken. Closing it early closes every
     job.
 
     Raises what `generate` raises; the other choices are closed then.
     """
     if len(ask.jobs) == 1:
-        told = _told(generate, ask, 0, vocabulary, say)
-    else:
-        told = _merged(lambda index, say: _told(generate, ask, index, vocabulary, say), len(ask.jobs), say)
-    async with aclosing(told) as pieces:
-        async for piece in pieces:
-            yield piece
+        return _told(generate, ask, 0, vocabulary, say)
+    return _merged(lambda index, say: _told(generate, ask, index, vocabulary, say), len(ask.jobs), say)
 
 
 class Heard:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from protos.errors import ContextLengthExceeded, InvalidRequest
@@ -116,14 +116,14 @@ def make_ask(
     _check(asked, prompts, card)
     tenant.check_priority(asked.priority)
     seed = secrets.randbits(63) if asked.seed is None else asked.seed % 2**64
-    sampling = _sampling(asked, card)
     jobs = tuple(
         Job(
             request_id=f"{request_id}-{number * asked.n + choice}",
             group_id=group_id or request_id,
             prompt_ids=prompt,
-            sampling=replace(
-                sampling,
+            sampling=_sampling(
+                asked,
+                card,
                 seed=_seed(seed, choice),
                 max_tokens=_max_tokens(asked, len(prompt), card.max_model_len, default_max_tokens),
             ),
@@ -174,7 +174,7 @@ def check_length(
     )
 
 
-def _sampling(asked: Asked, card: ModelCard) -> SamplingParams:
+def _sampling(asked: Asked, card: ModelCard, *, seed: int, max_tokens: int) -> SamplingParams:
     """The client's word first, then the model's makers', then neutral."""
     temperature = card.temperature if asked.temperature is None else asked.temperature
     top_p = card.top_p if asked.top_p is None else asked.top_p
@@ -183,6 +183,8 @@ def _sampling(asked: Asked, card: ModelCard) -> SamplingParams:
         top_p, top_k = 1.0, 1
     penalty = card.repetition_penalty if asked.repetition_penalty is None else asked.repetition_penalty
     return SamplingParams(
+        seed=seed,
+        max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,

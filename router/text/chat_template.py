@@ -66,6 +66,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: local_time().strftime(form)
         try:
             self._template = environment.from_string(source)
+            self._template.globals = dict(self._template.globals)  # two dictionaries in one take half of a rendering
             tree = environment.parse(source)
             self._wants_parts = _reads_parts(tree)
         except jinja2.TemplateError as error:
