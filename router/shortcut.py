@@ -88,7 +88,7 @@ class Words:
         assert library is not None, "ask `compiled` before"
         self._library = library
         self._text_of = text_of
-        self._learned: set[int] = set()
+        self._is_plain: dict[int, bool] = {}
         self._size = size + _MORE_WORDS
         self.pointer = library.words_new(self._size)
         if not self.pointer:
@@ -99,13 +99,15 @@ class Words:
             self._library.words_free(self.pointer)
 
     def learn(self, token_id: int) -> bool:
-        """Whether the token is plain, and was not known before."""
-        if token_id in self._learned or not 0 <= token_id < self._size:
+        """Whether the token is plain; from now on compiled code knows it."""
+        if not 0 <= token_id < self._size:
             return False
-        self._learned.add(token_id)
-        text = self._text_of(token_id)
-        if text is None:
-            return False
+        if token_id not in self._is_plain:
+            text = self._text_of(token_id)
+            self._is_plain[token_id] = text is not None and self._tell(token_id, text)
+        return self._is_plain[token_id]
+
+    def _tell(self, token_id: int, text: str) -> bool:
         raw, told = text.encode(), orjson.dumps(text)[1:-1]
         return not self._library.words_learn(self.pointer, token_id, raw, len(raw), told, len(told))
 
@@ -194,7 +196,7 @@ class Shortcut:
         self._free()
 
     def learn(self, token_id: int) -> bool:
-        """Whether a token that was refused would be taken now."""
+        """Whether a token that was refused may be taken now: another answer may have learned it meanwhile."""
         return self._words is not None and self._words.learn(token_id)
 
     @property

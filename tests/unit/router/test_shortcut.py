@@ -12,6 +12,8 @@ from typing import Any
 import orjson
 import pytest
 
+from router.client import Updates
+from router.generation import Tap
 from router.pace import Pace
 from router.shortcut import Board, Shortcut, Words, compiled
 from tests.unit.router.fake_cluster import Cluster
@@ -173,6 +175,34 @@ def test_a_text_that_waits_since_it_opened_needs_no_further_message(lines: Calla
     assert line.texts() == []
     line.pace.flush(10.2)
     assert line.texts() == ["a"]
+
+
+async def test_a_token_that_another_answer_has_just_learned_closes_no_short_cut() -> None:
+    """Answers in step meet a new word at the same time: one of them learns it, and all go on."""
+    board, words, pace = Board(), Words(TEXTS.get, 10), Pace()
+    went_round: list[int] = []
+
+    def answer(number: int) -> Updates:
+        def take(token_ids: Sequence[int], now: float) -> bool:
+            went_round.extend(token_ids)
+            return True
+
+        shortcut = Shortcut(pace)
+        shortcut.speak(words, ())
+        updates = Updates("r", number, board)
+        updates.tap = Tap(take, lambda token_ids, now: None, shortcut)
+        return updates
+
+    answers = {number: answer(number) for number in (1, 2, 3)}
+    readers = [asyncio.ensure_future(anext(one)) for one in answers.values()]
+    await asyncio.sleep(0)
+    for token_id in (1, 1, 2, 1):
+        for place in board.deliver(list(answers), [token_id] * len(answers), 0.0):
+            answers[place + 1].put_tokens((token_id,), 0.0)
+    assert went_round == [1, 1, 1], "only what came before the short cuts were open"
+    for one, reader in zip(answers.values(), readers, strict=True):
+        one.close()
+        reader.cancel()
 
 
 def test_numbers_come_and_go(lines: Callable[..., Line]) -> None:
