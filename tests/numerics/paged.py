@@ -9,6 +9,7 @@ import torch
 
 from workers.attention.base import AttentionInputs
 from workers.attention.registry import attention_for
+from workers.engine.fused import fused_layers
 from workers.kv.storage import KVStorage
 from workers.models.decoder import Decoder, ModelInputs
 
@@ -17,16 +18,21 @@ Row = tuple[str, Sequence[int], int]
 
 
 class PagedRun:
-    """Sequences by name, each with blocks scattered over the cache in a random order."""
+    """Sequences by name, each with blocks scattered over the cache in a random order. `told` are the layers that a
+    model whose layers are `fused` tells of."""
 
-    def __init__(self, model: Decoder, *, num_blocks: int = 64, block_size: int = 8, attention: str = "cpu") -> None:
+    def __init__(
+        self, model: Decoder, *, num_blocks: int = 64, block_size: int = 8, attention: str = "cpu", fused: bool = False
+    ) -> None:
         self.model = model
+        self.told: list[int] = []
         tp = model.place.parallel.size
         layout = model.config.kv_layout(
             block_size=block_size, dtype=str(model.place.dtype).removeprefix("torch."), tp=tp
         )
         self.storage = KVStorage(layout, num_blocks=num_blocks)
         self._attention = attention_for(self.storage, attention)
+        self.through = fused_layers(model, self._attention, self.told.append) if fused else None
         self._free = random.Random(7).sample(range(num_blocks), num_blocks)
         self._blocks: dict[str, list[int]] = {}
         self._lens: dict[str, int] = {}
@@ -44,7 +50,7 @@ class PagedRun:
             blocks = self._blocks.setdefault(name, [])
             while len(blocks) * self.storage.layout.block_size < self._lens[name]:
                 blocks.append(self._free.pop())
-        return self.model.forward(self._inputs(rows, starts, logit_rows), self._attention)
+        return self.model.forward(self._inputs(rows, starts, logit_rows), self._attention, self.through)
 
     def _inputs(self, rows: Sequence[Row], starts: Sequence[int], logit_rows: Sequence[int]) -> ModelInputs:
         size = self.storage.layout.block_size

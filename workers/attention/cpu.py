@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
 from workers.kernels import cpu, reference
 from workers.kernels.cpu.build import Native, Tiles, native, native_tiles
+from workers.kernels.cpu.layers import Rows
 from workers.kv.storage import KVStorage
 
 _TILE_DEPTH = 32
@@ -30,26 +31,22 @@ def cpu_attention(storage: KVStorage) -> AttentionBackend:
     return NativeAttention(storage, tiles if fits and tiles is not None else kernels)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """The step's inputs as the kernel reads them."""
-
-    slots_T: torch.Tensor
-    query_starts: torch.Tensor
-    context_lens: torch.Tensor
-    block_tables_SB: torch.Tensor
-
-
 class NativeAttention:
     """One call a layer, over all rows at once: attention.cpp or attention_tiles.cpp in `workers/kernels/cpu`."""
 
     def __init__(self, storage: KVStorage, kernels: Native | Tiles) -> None:
         self.kernels = kernels
-        self._caches = [(storage.keys(layer), storage.values(layer)) for layer in range(storage.layout.num_layers)]
-        self._step: _Step | None = None
+        self.caches = [(storage.keys(layer), storage.values(layer)) for layer in range(storage.layout.num_layers)]
+        self._rows: Rows | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """Of the step that has begun."""
+        assert self._rows is not None, "no step has begun"
+        return self._rows
 
     def begin(self, inputs: AttentionInputs) -> None:
-        self._step = _Step(
+        self._rows = Rows(
             slots_T=inputs.slots_T.contiguous(),
             query_starts=torch.tensor(inputs.query_starts),
             context_lens=torch.tensor(inputs.context_lens),
@@ -59,12 +56,10 @@ class NativeAttention:
     def write(
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
-        assert self._step is not None, "write before begin"
-        return cpu.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *self._caches[layer], self._step.slots_T)
+        return cpu.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *self.caches[layer], self.rows.slots_T)
 
     def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
-        assert self._step is not None, "attend before begin"
-        step, (k_cache, v_cache) = self._step, self._caches[layer]
+        step, (k_cache, v_cache) = self.rows, self.caches[layer]
         assert q_TND.dtype == k_cache.dtype, f"queries are {q_TND.dtype}, the cache {k_cache.dtype}"
         if not cpu.has_whole_rows(q_TND):
             q_TND = q_TND.contiguous()

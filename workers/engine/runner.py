@@ -22,6 +22,7 @@ from workers.attention.base import AttentionBackend, AttentionInputs
 from workers.attention.watched import WatchedAttention
 from workers.engine.batch import Batch, Done, Pending, Row, RowOutput, Sample, StepOutput, is_penalised
 from workers.engine.device_clock import DeviceClock, TimedStep
+from workers.engine.fused import fused_layers
 from workers.engine.graphs import DecodeGraphs, Recorder
 from workers.engine.logprobs import Scores
 from workers.engine.packing import Packed, pack, sampled_rows
@@ -52,6 +53,7 @@ class TorchRunner:
     ) -> None:
         self._decoder = decoder
         self._attention = WatchedAttention(attention)
+        self._through = fused_layers(decoder, attention, self._attention.tell)
         self._block_size = block_size
         self._grammars = grammars
         self._device = decoder.place.device
@@ -110,7 +112,7 @@ class TorchRunner:
         """[R, V], queued."""
         size = self.graphs.size_for(packed) if self.graphs is not None else None
         if self.graphs is None or size is None:
-            return self._decoder.forward(self._inputs(packed), self._attention)
+            return self._decoder.forward(self._inputs(packed), self._attention, self._through)
         logits_RV = self.graphs.replay(self._inputs(padded(packed, size)), size)[: len(packed.logit_rows_R)]
         self._attention.tell(self._decoder.config.num_layers - 1)
         return logits_RV

@@ -5,12 +5,13 @@ Legend: T tokens of the batch (rows packed), E hidden size, V vocabulary, R posi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+from workers.kernels.cpu.layers import LayerWeights
 from workers.models.config import ModelConfig, check_parallel
 from workers.models.layers.attention import Attention
 from workers.models.layers.embedding import VocabParallel
@@ -18,6 +19,10 @@ from workers.models.layers.mlp import GatedMLP
 from workers.models.layers.norm import RMSNorm
 from workers.models.layers.rope import Rotation
 from workers.models.layers.slots import Layer, Place, Slot
+
+Through = Callable[[torch.Tensor, torch.Tensor, CosSin, AttentionInputs], None]
+"""Takes what a layer adds and the stream it adds it to, each [T, E], from before the first layer to behind the last, in
+place. The attention has begun the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +57,21 @@ class Decoder:
             self._head = VocabParallel(place, "lm_head", config.vocab_size, config.hidden_size)
 
     @torch.inference_mode()
-    def forward(self, inputs: ModelInputs, attention: AttentionBackend) -> torch.Tensor:
+    def forward(self, inputs: ModelInputs, attention: AttentionBackend, through: Through | None = None) -> torch.Tensor:
         """Writes the step's keys and values into the backend's cache. Returns logits [R, V], float32, on every rank.
 
-        With tensor parallelism every rank must be given the same inputs. Raises WorkerLost when one has gone.
+        `through` computes what the layers would with this backend, faster. With tensor parallelism every rank must be
+        given the same inputs. Raises WorkerLost when one has gone.
         """
         attention.begin(inputs.attention)
         rotation = self._rotation(inputs.attention, inputs.prompt_lens)
         stream_TE = self._embedding.embed(inputs.token_ids_T)
         delta_TE = torch.zeros_like(stream_TE)
-        for layer in self._layers:
-            delta_TE, stream_TE = layer(delta_TE, stream_TE, rotation, attention)
+        if through is not None:
+            through(delta_TE, stream_TE, rotation, inputs.attention)
+        else:
+            for layer in self._layers:
+                delta_TE, stream_TE = layer(delta_TE, stream_TE, rotation, attention)
         rows = inputs.logit_rows
         normed_RE, _ = self._norm.add(delta_TE[rows], stream_TE[rows])
         return self._head.logits(normed_RE)
@@ -72,6 +81,12 @@ class Decoder:
         for layer in self._layers:
             layer.pack()
         self._head.pack(embeds=self._head is self._embedding)
+
+    def tiled_weights(self) -> list[LayerWeights] | None:
+        """Of every layer, if all that each does can be done by compiled code on tiles. Once packed."""
+        found = [layer.tiled_weights() for layer in self._layers]
+        weights = [layer for layer in found if layer is not None]
+        return weights if len(weights) == len(found) else None
 
     def slots(self) -> Iterator[Slot]:
         """Where every tensor of the checkpoint goes."""
@@ -105,6 +120,22 @@ class _DecoderLayer:
     def pack(self) -> None:
         self._attention.pack()
         self._mlp.pack()
+
+    def tiled_weights(self) -> LayerWeights | None:
+        qkv, out = self._attention.tiled()
+        gate_up, down = self._mlp.tiled()
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        return LayerWeights(
+            attention_norm_E=self._attention_norm.weight,
+            qkv=qkv,
+            head_norms=self._attention.head_norms,
+            out=out,
+            mlp_norm_E=self._mlp_norm.weight,
+            gate_up=gate_up,
+            down=down,
+            window=self._attention.window,
+        )
 
     def slots(self) -> Iterator[Slot]:
         for part in (self._attention_norm, self._attention, self._mlp_norm, self._mlp):

@@ -28,6 +28,7 @@ _SOURCES = {
     "attention.cpp": "-ffp-contract=fast",
     "attention_tiles.cpp": "-ffp-contract=fast",
     "products.cpp": "-ffp-contract=fast",
+    "layers.cpp": "",
 }
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -42,6 +43,7 @@ _OF_TILES = {
     "attend_tiles": _ARGUMENTS["attend"],
     "pack_product": (*[_P] * 3, *[_N] * 2, _I),
     "product": (*[_P] * 4, *[_N] * 5, *[_I] * 2),
+    "run_layers": (_P, _N, _N, _P),
 }
 _TIMEOUT_S = 120.0  # of one compilation
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -65,8 +67,8 @@ class Native:
 
 
 class Tiles:
-    """The compiled functions for processors with AMX, on bfloat16: products.cpp and attention_tiles.cpp have
-    their arguments."""
+    """The compiled functions for processors with AMX, on bfloat16: products.cpp, attention_tiles.cpp and
+    layers.cpp have their arguments."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _OF_TILES.items():
@@ -75,6 +77,7 @@ class Tiles:
         self.attend = library.attend_tiles
         self.pack_product = library.pack_product
         self.product = library.product
+        self.run_layers = library.run_layers
 
 
 @cache
@@ -120,7 +123,7 @@ def _compile(compiler: str, flags: Sequence[str], made: Path) -> None:
     parts = []
     for name, contraction in _SOURCES.items():
         parts.append(str(made.with_name(f"{name}.o")))
-        run(compiler, *flags, contraction, "-c", str(_FOLDER / name), "-o", parts[-1], timeout_s=_TIMEOUT_S)
+        run(compiler, *flags, *contraction.split(), "-c", str(_FOLDER / name), "-o", parts[-1], timeout_s=_TIMEOUT_S)
     run(compiler, "-shared", "-fopenmp", *parts, "-o", str(made), timeout_s=_TIMEOUT_S)
 
 

@@ -24,23 +24,26 @@ def can_tile(weight_OI: torch.Tensor) -> bool:
 
 
 class TiledWeight:
-    """y = x W^T (+ b), or, gated, silu(gate) * up of the two halves of y. Packs a copy of the weight."""
+    """y = x W^T (+ b), or, gated, silu(gate) * up of the two halves of y. Packs a copy of the weight.
+
+    `packed` has `num_outputs` rounded up to panels, and of each `depth` inputs, those beyond the weight's zeros.
+    """
 
     def __init__(self, weight_OI: torch.Tensor, *, gated: bool = False) -> None:
         tiles = native_tiles()
         assert tiles is not None
         assert can_tile(weight_OI)
         self._tiles: Tiles = tiles
-        self._num_outputs, self._num_inputs = weight_OI.shape
+        self.num_outputs, self._num_inputs = weight_OI.shape
         self._gated = gated
-        self._depth = -(-self._num_inputs // _DEPTH) * _DEPTH
-        self._order = _order(self._num_outputs, gated)
-        self._packed = roomy_zeros(len(self._order), self._depth, dtype=torch.bfloat16)
+        self.depth = -(-self._num_inputs // _DEPTH) * _DEPTH
+        self._order = _order(self.num_outputs, gated)
+        self.packed = roomy_zeros(len(self._order), self.depth, dtype=torch.bfloat16)
         self._bias_O: torch.Tensor | None = None
         self._packed_bias = torch.empty(0)
         weight_OI = self._padded(weight_OI).contiguous()
-        sizes = len(self._order), self._depth, torch.get_num_threads()
-        tiles.pack_product(weight_OI.data_ptr(), self._packed.data_ptr(), self._order.data_ptr(), *sizes)
+        sizes = len(self._order), self.depth, torch.get_num_threads()
+        tiles.pack_product(weight_OI.data_ptr(), self.packed.data_ptr(), self._order.data_ptr(), *sizes)
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         """[T, O], or [T, O / 2] when gated: then another product reads it, and its rows stand as that likes them."""
@@ -49,19 +52,18 @@ class TiledWeight:
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         x_TI = self._padded(x_TI)
-        if bias_O is not None and bias_O is not self._bias_O:
-            self._bias_O, self._packed_bias = bias_O, bias_O.float()[self._order.clamp(min=0)]
-        width = self._num_outputs // 2 if self._gated else self._num_outputs
+        bias = self.packed_bias(bias_O)
+        width = self.num_outputs // 2 if self._gated else self.num_outputs
         stride = apart(width, torch.bfloat16) if self._gated else width
         out_TO = empty_rows(x_TI.shape[0], width, dtype=torch.bfloat16, stride=stride)
         self._tiles.product(
             x_TI.data_ptr(),
-            self._packed.data_ptr(),
-            None if bias_O is None else self._packed_bias.data_ptr(),
+            self.packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
             out_TO.data_ptr(),
             x_TI.shape[0],
-            self._num_outputs,
-            self._depth,
+            self.num_outputs,
+            self.depth,
             x_TI.stride(0),
             stride,
             self._gated,
@@ -69,10 +71,18 @@ class TiledWeight:
         )
         return out_TO
 
+    def packed_bias(self, bias_O: torch.Tensor | None) -> torch.Tensor | None:
+        """In the packed outputs' order, in float32; the last one asked for is kept."""
+        if bias_O is None:
+            return None
+        if bias_O is not self._bias_O:
+            self._bias_O, self._packed_bias = bias_O, bias_O.float()[self._order.clamp(min=0)]
+        return self._packed_bias
+
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._depth == self._num_inputs:
+        if self.depth == self._num_inputs:
             return rows
-        padded = empty_rows(rows.shape[0], self._depth, dtype=rows.dtype, stride=apart(self._depth, rows.dtype))
+        padded = empty_rows(rows.shape[0], self.depth, dtype=rows.dtype, stride=apart(self.depth, rows.dtype))
         padded[:, : self._num_inputs] = rows
         padded[:, self._num_inputs :] = 0
         return padded

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from workers.attention.base import AttentionBackend, CosSin
+from workers.kernels.cpu.layers import TiledProduct
 from workers.models.config import ModelConfig
 from workers.models.layers.linear import ColumnParallel, Columns, RowParallel
 from workers.models.layers.norm import RMSNorm
@@ -59,6 +60,19 @@ class Attention:
         q_TND = backend.write(self._layer, q_TND, k_TKD, v_TKD, rotation)
         out_TND = backend.attend(self._layer, q_TND, scale=self._scale, window=self._window)
         return self._out(out_TND.flatten(1))
+
+    @property
+    def window(self) -> int | None:
+        return self._window
+
+    @property
+    def head_norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Weights of the norms of queries and keys, each [D]."""
+        return (self._norms[0].weight, self._norms[1].weight) if self._norms else None
+
+    def tiled(self) -> tuple[TiledProduct | None, TiledProduct | None]:
+        """Of queries, keys and values, and of the output."""
+        return self._qkv.tiled(), self._out.tiled()
 
     def pack(self) -> None:
         self._qkv.pack()

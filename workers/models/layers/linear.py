@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.kernels.cpu.layers import TiledProduct
 from workers.models.layers.matrix import Matrix
 from workers.models.layers.slots import Place, Slot
 
@@ -49,6 +50,10 @@ class ColumnParallel:
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         return self._weight(x_TI, self.bias_O)
+
+    def tiled(self) -> TiledProduct | None:
+        """All that a call does, if it is one product on tiles."""
+        return None if self._weight.tiled is None else TiledProduct(weight=self._weight.tiled, bias_O=self.bias_O)
 
     def pack(self) -> None:
         self._weight.pack()
@@ -91,6 +96,11 @@ class RowParallel:
         for wait in sums:
             wait()
         return torch.cat(halves)
+
+    def tiled(self) -> TiledProduct | None:
+        """All that a call does, if it is one product on tiles: on one rank, without a bias."""
+        alone = self._parallel.size == 1 and self.bias_O is None
+        return TiledProduct(weight=self._weight.tiled) if alone and self._weight.tiled is not None else None
 
     def pack(self) -> None:
         self._weight.pack()

@@ -34,6 +34,11 @@ class Matrix:
         assert self._weight_OI is not None, "packed weights cannot be read back"
         return self._weight_OI
 
+    @property
+    def tiled(self) -> TiledWeight | None:
+        """The weight, once it is packed for tiles."""
+        return self._tiled
+
     def pack(self) -> None:
         """Once the weight is loaded, and for good. Does nothing where the machine has nothing to gain."""
         if self._weight_OI is None:

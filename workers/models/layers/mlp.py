@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from workers.kernels.cpu.layers import TiledProduct
 from workers.models.config import ModelConfig
 from workers.models.layers.linear import ColumnParallel, Columns, RowParallel
 from workers.models.layers.matrix import GatedMatrix
@@ -31,6 +32,10 @@ class GatedMLP:
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         return self._down(self._gate_up(x_TE))
+
+    def tiled(self) -> tuple[TiledProduct | None, TiledProduct | None]:
+        """Of gate and up, and down."""
+        return self._gate_up.tiled(), self._down.tiled()
 
     def pack(self) -> None:
         self._gate_up.pack()

@@ -1,0 +1,62 @@
+"""All layers in one compiled call: the same bits as layer by layer, for everything a layer may have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.checkpoints import make_checkpoint
+from tests.numerics.paged import PagedRun
+from workers.kernels.cpu.build import native_tiles
+from workers.models.decoder import Decoder
+from workers.models.loader import load_model
+
+pytestmark = pytest.mark.skipif(native_tiles() is None, reason="no AMX here: layers run one by one")
+
+
+def packed(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any) -> Decoder:
+    make_checkpoint(family, folder, **overrides)
+    decoder = load_model(folder, dtype=dtype)
+    decoder.pack()
+    return decoder
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"head_dim": 64, "tie_word_embeddings": True}),
+        ("llama", {"hidden_size": 264, "intermediate_size": 300, "head_dim": 72}),
+        ("llama", {"intermediate_size": 2048, "hidden_size": 2048}),
+        ("qwen2", {"head_dim": 32}),
+        ("qwen3", {"num_key_value_heads": 1}),
+        ("mistral", {"head_dim": 32}),
+    ],
+    ids=["small-heads", "tiles", "inputs-that-fill-no-tile", "rows-apart", "biases", "norms-of-heads", "windows"],
+)
+def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    decoder = packed(tmp_path, family, **overrides)
+    runs = [PagedRun(decoder, fused=fused) for fused in (False, True)]
+    assert runs[1].through is not None, "this model should have been fused"
+    first = [("long", list(range(5, 75)), 70), ("short", [7, 8, 9], 3)]
+    second = [("long", [76], 70), ("new", list(range(20, 50)), 30), ("short", [10], 3)]
+    third = [("long", [77], 70), ("new", [51], 30), ("short", [11], 3)]
+    for rows in (first, second, third):
+        for one_by_one, fused in zip(*(run.step(rows) for run in runs), strict=True):
+            assert torch.equal(one_by_one, fused)
+    assert torch.equal(*(run.storage.data for run in runs))
+    assert runs[1].told == [0, 1, 0, 1, 1], (
+        "every layer of a prompt may travel at once, and a decode step is told as one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overrides"), [("float32", {}), ("bfloat16", {"attention_bias": True}), ("bfloat16", {"hidden_size": 80})]
+)
+def test_what_compiled_layers_cannot_do_runs_layer_by_layer(
+    tmp_path: Path, dtype: str, overrides: dict[str, Any]
+) -> None:
+    assert PagedRun(packed(tmp_path, "llama", dtype, **overrides), fused=True).through is None

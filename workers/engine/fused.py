@@ -1,0 +1,40 @@
+"""All layers of a model in one call, where the machine has compiled code for them (workers/kernels/cpu/layers.cpp)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+from workers.attention.cpu import NativeAttention
+from workers.kernels.cpu.build import Tiles, native_tiles
+from workers.kernels.cpu.layers import CompiledLayers
+from workers.models.decoder import Decoder, Through
+
+
+def fused_layers(decoder: Decoder, attention: AttentionBackend, tell: Callable[[int], None]) -> Through | None:
+    """Of a packed model with this attention; None where its layers run one by one.
+
+    `tell` hears of every layer whose keys and values are written; in a step where every row decodes only of the last,
+    since nobody waits for a part of it.
+    """
+    tiles = native_tiles()
+    weights = decoder.tiled_weights()
+    if tiles is None or weights is None or not isinstance(attention, NativeAttention):
+        return None
+    layers = CompiledLayers(
+        tiles, weights, attention.caches, eps=decoder.config.norm_eps, tiled=isinstance(attention.kernels, Tiles)
+    )
+
+    def through(delta_TE: torch.Tensor, stream_TE: torch.Tensor, rotation: CosSin, inputs: AttentionInputs) -> None:
+        run = layers.begin(delta_TE, stream_TE, rotation, attention.rows)
+        if inputs.max_query == 1:
+            run(0, len(layers))
+            tell(len(layers) - 1)
+            return
+        for layer in range(len(layers)):
+            run(layer, layer + 1)
+            tell(layer)
+
+    return through
