@@ -21,8 +21,8 @@ from router.siblings import Siblings
 from router.text.answer import Piece, Say, Tally, answer
 from router.text.asking import Ask, check_length
 from router.text.chat_template import ChatTemplate, Message
+from router.text.checks import GrammarChecks
 from router.text.model_card import ModelCard
-from router.text.structure import GrammarChecks
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolFormat
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import gc
+from subprocess import Popen
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 
-from protos.errors import InvalidRequest, Overloaded
-from router.text import structure
-from router.text.structure import GrammarChecks, choice_grammar, json_grammar, regex_grammar
+from protos.errors import InvalidRequest
+from router.text import checks
+from router.text.checks import GrammarChecks
+from router.text.structure import choice_grammar, json_grammar, regex_grammar
 
 
 def test_a_choice_may_have_any_character() -> None:
@@ -31,17 +33,39 @@ async def test_what_is_wrong_is_told_in_few_words() -> None:
     assert len(failed.value.message) < 2000
 
 
-async def test_nobody_waits_for_ever_behind_a_grammar_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-    monkeypatch.setattr(structure, "CHECK_S", 0.05)
-    monkeypatch.setattr(structure, "_what_is_wrong", lambda grammar: "" if go_on.wait(30) else "stuck")
-    checks = GrammarChecks()
-    asked = [checks.check(f'start: "{name}"', param="grammar") for name in "ab"]
-    refused = await asyncio.gather(*asked, return_exceptions=True)
-    go_on.set()
-    assert all(isinstance(one, Overloaded) for one in refused)
-    monkeypatch.setattr(structure, "CHECK_S", 30.0)
-    await checks.check('start: "a"', param="grammar")
+async def test_a_grammar_that_takes_long_is_ended_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of intersections the library counts the work as one, and does not stop."""
+    monkeypatch.setattr(checks, "CPU_S", 0.1)
+    rules = [f"A{i}: (A{i + 1} & /.*[{chr(97 + i % 26)}{i % 10}].*/)" for i in range(150)]
+    checking = GrammarChecks()
+    grammars = ["\n".join([f"start: A{i}", *rules, "A150: /.*/"]) for i in range(2)]
+    asked = [checking.check(grammar, param="grammar") for grammar in grammars]
+    ended, *_, fine = await asyncio.gather(
+        *asked, *(checking.check(f'start: "{name}"', param="grammar") for name in "ab"), return_exceptions=True
+    )
+    assert fine is None
+    assert isinstance(ended, InvalidRequest)
+    assert "takes more than 0.1 s" in ended.message
+    with pytest.raises(InvalidRequest, match="takes more than"):
+        await checking.check(grammars[0], param="grammar")
+
+
+async def test_one_that_ends_its_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(
+        checks.subprocess, "Popen", lambda *args, **options: made.append(Popen(*args, **options)) or made[-1]
+    )
+    checking = GrammarChecks()
+    await checking.check('start: "a"', param="grammar")
+    made[0].kill()
+    made[0].wait()
+    with pytest.raises(InvalidRequest, match="too much memory"):
+        await checking.check('start: "b"', param="grammar")
+    await checking.check('start: "c"', param="grammar")
+    del checking
+    gc.collect()
+    assert len(made) == 2
+    made[1].wait(60)  # it ends with who asks it
 
 
 async def test_definitions_that_lead_from_one_to_the_next_end_no_process() -> None:

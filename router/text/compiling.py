@@ -1,0 +1,53 @@
+"""A process that says whether grammars can be compiled, one after the other, and may die of one (`router.text.checks`).
+
+Run as a script that imports nothing of ours: it starts in a tenth of a second. Its standard input is a socket::
+
+    it is ready   length 0
+    asked         length, CPU time that may be taken in ms, grammar
+    answer        length, what is wrong with it
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+
+STACK_BYTES = 256 * 2**20  # as `protos.threads` has it
+MAX_MEMORY_BYTES = 2 * 2**30
+MAX_TOLD_CHARS = 1000  # of what is wrong: the library may quote all of the grammar
+HEAD, ANSWER = struct.Struct("!II"), struct.Struct("!I")
+
+
+def main() -> None:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    known, limits = LLTokenizer("byte"), LLParserLimits(verbose_errors=False)
+    asked = socket.socket(fileno=0)
+    stream = asked.makefile("rb")
+    asked.sendall(ANSWER.pack(0))
+    while head := stream.read(HEAD.size):
+        num_bytes, cpu_ms = HEAD.unpack(head)
+        grammar = stream.read(num_bytes).decode("utf-8", "surrogatepass")
+        signal.setitimer(signal.ITIMER_PROF, cpu_ms / 1000)  # its signal ends the process
+        matcher = LLMatcher(known, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        told = matcher.get_error()[:MAX_TOLD_CHARS].encode("utf-8", "replace")
+        del matcher
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        asked.sendall(ANSWER.pack(len(told)) + told)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    threading.stack_size(STACK_BYTES)
+    deep = threading.Thread(target=main, daemon=True)
+    deep.start()
+    deep.join()
+    sys.exit(0)
