@@ -222,7 +222,9 @@ class Replay:
         number = next(i for i, worker in enumerate(self.workers) if worker.name == decision.decode)
         worker = self.workers[number]
         num_cached = min(matched.get(worker.name, 0) * self._block_size, asked.num_prompt - 1)
-        self.predictor.routed(worker.name, ROLE, asked.num_prompt - num_cached, now=self._now)
+        load = worker.load()
+        beside = load.num_running + load.num_waiting
+        self.predictor.routed(worker.name, ROLE, asked.num_prompt - num_cached, beside=beside, now=self._now)
         self._index.expect(worker.name, asked.hashes, until=self._now + SIBLING_S)
         one = _Running(
             asked=asked, number=number, decided_s=self._now, blocks=[],

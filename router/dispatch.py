@@ -175,7 +175,8 @@ class Dispatcher:
         """So many tokens to compute: they count as the reader's from now on."""
         reader.route(request_id, num_tokens, num_blocks)
         if reader.role is not None:
-            self._fleet.predictor.routed(reader.worker_id, reader.role, num_tokens, now=_now())
+            beside = reader.load.num_running + reader.load.num_waiting
+            self._fleet.predictor.routed(reader.worker_id, reader.role, num_tokens, beside=beside, now=_now())
 
     def _elsewhere(self, journal: Journal, besides: Member) -> Member:
         """Where a sequence that is written by a worker had better go on. Raises NoWorkers."""

@@ -151,7 +151,8 @@ class Fleet:
         loop = asyncio.get_running_loop()
         loop.call_later(ELSEWHERE_S, member.forget, name)
         if num_tokens:
-            self.predictor.routed(worker_id, member.role, num_tokens, now=loop.time())
+            beside = member.load.num_running + member.load.num_waiting
+            self.predictor.routed(worker_id, member.role, num_tokens, beside=beside, now=loop.time())
 
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
         """What each worker has of a sequence, in blocks of `block_size`; `hashes` gives its chain in blocks of any

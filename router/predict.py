@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from protos.values import WorkerLoad, WorkerRole
 from router.policies.base import Line
 from router.policies.candidates import LINES, Floats, Lines, Places
+from router.recent import Recent, kept
 
 HALF_LIFE_S = 300.0
 HALF_COUNT = 32
-RECENT_S = 300.0  # after which work sent to a worker counts half
 TRUST = 2.0  # observations that outweigh what was believed before them
 SURE = 8.0  # observations after which an outlier is known as one
 OUTLIER = 4.0  # mean errors off the line
@@ -52,7 +52,7 @@ class Expectation:
 
 STANDING = (
     "role", "num_running", "read_s", "step_s", "lane_s", "load_fixed_s", "load_each_s", "reading_ratio",
-    "stepping_ratio", "own_speed", "awaits_fit", "fitted_fixed_s", "fitted_each_s", "recent_tokens", "since_s",
+    "stepping_ratio", "own_speed", "awaits_fit", "fitted_fixed_s", "fitted_each_s", "recent_tokens", "recent_at",
 )  # fmt: skip
 _AT = {name: place for place, name in enumerate(STANDING)}
 _ROLES = tuple(WorkerRole)
@@ -245,7 +245,7 @@ class Predictor:
         self._priors: dict[str, tuple[float, ...]] = {}  # of workers that are not among those offered last
         self._fits_of_lanes: dict[str, dict[str, Fit]] = {}
         self._lanes: dict[str, dict[str, Line]] = {}
-        self._recent: dict[WorkerRole, dict[str, tuple[float, float]]] = {role: {} for role in WorkerRole}
+        self._recent = {role: Recent() for role in WorkerRole}
         self._speeds: dict[str, float] = {}  # tokens a second that colocated workers read
         self._mean_speed: float | None = None
         self._changed: dict[str, None] = {}
@@ -278,7 +278,7 @@ class Predictor:
             receiving is not None and lane is None,
             fitted.fixed_s if fitted is not None else np.nan,
             fitted.each_s if fitted is not None else np.nan,
-            *self._recently(worker_id, role, now),
+            *self._recent[role].of(worker_id, now=now),
         )
 
     def changed(self) -> Sequence[str]:
@@ -302,14 +302,18 @@ class Predictor:
         for place in np.flatnonzero(standings[_AT["awaits_fit"]]).tolist():
             fitted = self._receiving[worker_ids[place]].line(lane)
             receiving[0][place], receiving[1][place] = fitted.fixed_s, fitted.each_s
-        recent, since_s = standings[_AT["recent_tokens"]], standings[_AT["since_s"]].tolist()
-        kept = [_kept(now - at_s) if amount else 0.0 for amount, at_s in zip(recent.tolist(), since_s, strict=True)]
+        recent, clocks = standings[_AT["recent_tokens"]], [self._recent[one].clock(now) for one in _ROLES]
+        at = standings[_AT["recent_at"]].tolist()
+        left = [
+            kept(clocks[pool] - then) if work else 0.0
+            for work, pool, then in zip(recent.tolist(), pools.tolist(), at, strict=True)
+        ]
         return Expectations(
             reading=Lines(*reading),
             loading=Lines(standings[_AT["load_fixed_s"]], standings[_AT["load_each_s"]]),
             stepping=Lines(*stepping),
             receiving=Lines(*receiving),
-            recent_tokens=recent * np.array(kept),
+            recent_tokens=recent * np.array(left),
         )
 
     def expected_of_few(
@@ -320,7 +324,8 @@ class Predictor:
         told, priors = list[tuple[float, ...]](), list[Sequence[float]]()
         lane = self._all_lanes.line(RECEIVING)
         for worker_id, standing in zip(worker_ids, standings, strict=True):
-            reads, writes = self._pools[_ROLES[int(standing[_AT["role"]])]]
+            role = _ROLES[int(standing[_AT["role"]])]
+            reads, writes = self._pools[role]
             read, step = reads.line(READING), writes.line(STEPPING)
             prior, reading, stepping, receiving = self._expected(
                 standing, (read.fixed_s, read.each_s), (step.fixed_s, step.each_s), writes.known
@@ -328,10 +333,10 @@ class Predictor:
             if standing[_AT["awaits_fit"]]:
                 fitted = self._receiving[worker_id].line(lane)
                 receiving = fitted.fixed_s, fitted.each_s
-            recent, since_s = standing[_AT["recent_tokens"]], standing[_AT["since_s"]]
+            recent, at = standing[_AT["recent_tokens"]], standing[_AT["recent_at"]]
             loading = standing[_AT["load_fixed_s"]], standing[_AT["load_each_s"]]
-            kept = recent * (_kept(now - since_s) if recent else 0.0)
-            told.append((kept, *reading, *loading, *stepping, *receiving))
+            left = kept(self._recent[role].clock(now) - at) if recent else 0.0
+            told.append((recent * left, *reading, *loading, *stepping, *receiving))
             priors.append(prior)
         self._offer(worker_ids, priors)
         return told
@@ -391,10 +396,9 @@ class Predictor:
             for worker_id in self._reading.keys() | self._stepping.keys()
         }
 
-    def routed(self, worker_id: str, role: WorkerRole, num_tokens: int, *, now: float) -> None:
-        """A worker was given so many tokens to read."""
-        before, since_s = self._recently(worker_id, role, now)
-        self._recent[role][worker_id] = (before * _kept(now - since_s) + num_tokens, now)
+    def routed(self, worker_id: str, role: WorkerRole, num_tokens: int, *, beside: int, now: float) -> None:
+        """A worker was given a request of which it reads so many tokens, beside so many that are there."""
+        self._recent[role].give(worker_id, num_tokens + self._slowed_tokens(role, beside), now=now)
         self._changed[worker_id] = None
 
     # -- what was observed: of a worker that has left, its pool learns and nothing else is kept ------------------------
@@ -445,7 +449,7 @@ class Predictor:
         if self._speeds.pop(worker_id, None) is not None:
             self._mean_speed = None
         for recent in self._recent.values():
-            recent.pop(worker_id, None)
+            recent.forget(worker_id)
         for known in (self._fits_of_lanes, self._lanes):
             known.pop(worker_id, None)
             for reader in [reader for reader, lanes in known.items() if lanes.pop(worker_id, None) and not lanes]:
@@ -453,14 +457,14 @@ class Predictor:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _recently(self, worker_id: str, role: WorkerRole, now: float) -> tuple[float, float]:
-        """Tokens it was sent, as much as they counted at which time. A newcomer counts as if it had had its pool's
-        mean: it is not owed what others did before it came."""
-        pool = self._recent[role]
-        if worker_id not in pool:
-            others = [num_tokens * _kept(now - since_s) for num_tokens, since_s in pool.values()]
-            pool[worker_id] = (sum(others) / len(others) if others else 0.0, now)
-        return pool[worker_id]
+    def _slowed_tokens(self, role: WorkerRole, beside: int) -> float:
+        """How many tokens could be read in the time that one more answer costs those beside it. Who reads and writes
+        may be busy with prompts that it has cached; what a lone conversation finds on an idle worker costs nobody."""
+        reading, stepping = self._pools[role]
+        each_s = reading.line(READING).each_s
+        if role is not WorkerRole.COLOCATED or not each_s:
+            return 0.0
+        return self.answer_tokens * stepping.line(STEPPING).each_s * beside / each_s
 
     def _speed_of_all(self) -> float:
         """Steps in which prompts are read are long for as long as there are prompts, and whoever writes there meets its
@@ -513,10 +517,6 @@ def _load_line(load: WorkerLoad) -> Line:
     """As the worker measures its copies."""
     host = load.host
     return Line(each_s=host.load_s / host.loaded_bytes) if host is not None and host.loaded_bytes else LOADING
-
-
-def _kept(age_s: float) -> float:
-    return float(0.5 ** (age_s / RECENT_S))
 
 
 def _share_kept(age_s: float) -> float:

@@ -60,7 +60,8 @@ class Candidate:
     What is expected of it (`router.predict`): `reading` are the seconds to a first token, by the tokens to be read
     before it; `loading` those until tokens that its host has are on its device; `stepping` those between tokens, by the
     sequences it writes at a time; `receiving` those that KV is awaited, by its bytes, from a reader that no lane of the
-    view comes from. `recent_tokens` were sent there to be computed lately: the older, the less they count.
+    view comes from. `recent_tokens` were sent there to be computed lately, or could have been while answers slowed down
+    those beside them: the older, the less they count.
     """
 
     worker_id: str

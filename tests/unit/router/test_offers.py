@@ -48,7 +48,7 @@ def some_load(rng: random.Random, step: int) -> WorkerLoad:
 def observe(predictor: Predictor, members: list[Member], rng: random.Random, now: float) -> None:
     one, other = rng.choice(members), rng.choice(members)
     assert one.role is not None
-    predictor.routed(one.worker_id, one.role, rng.randrange(2000), now=now)
+    predictor.routed(one.worker_id, one.role, rng.randrange(2000), beside=rng.randrange(9), now=now)
     seen: dict[str, Any] = {"seconds": rng.random(), "now": now}
     predictor.saw_first_token(one.worker_id, one.role, num_tokens=rng.randrange(1, 2000), **seen)
     predictor.saw_answer(one.worker_id, one.role, num_sequences=2, num_tokens=20, **seen)

@@ -9,6 +9,7 @@ import pytest
 from protos.values import HostLoad, WorkerLoad, WorkerRole
 from router.policies.base import Line
 from router.predict import LOADING, READING, Fit, Pace, Predictor
+from router.recent import RECENT_EACH, RECENT_S, Recent, kept
 
 DECODE, PREFILL = WorkerRole.DECODE, WorkerRole.PREFILL
 TRUE = Line(fixed_s=0.05, each_s=2e-4)
@@ -115,15 +116,53 @@ def test_a_worker_that_left_is_forgotten_with_its_lanes() -> None:
 
 
 def test_a_newcomer_is_not_owed_what_others_did_before_it_came() -> None:
+    """It counts as if it had had so much less that the others are a fifth above the mean."""
     predictor = Predictor()
     for worker_id in ("p0", "p1"):
         predictor.expect(worker_id, PREFILL, WorkerLoad(), now=0.0)
     for worker_id in ("p0", "p1"):
-        predictor.routed(worker_id, PREFILL, 10_000, now=0.0)
+        predictor.routed(worker_id, PREFILL, 10_000, beside=0, now=0.0)
     recent = [predictor.expect(one, PREFILL, WorkerLoad(), now=0.0).recent_tokens for one in ("p0", "p1", "p2")]
-    assert recent == [10_000] * 2 + [pytest.approx(10_000)]
+    assert recent == pytest.approx([10_000, 10_000, 5_000], rel=0.02)
+    assert recent[0] / (sum(recent) / 3) == pytest.approx(1.2, rel=0.02)
     later = predictor.expect("p0", PREFILL, WorkerLoad(), now=300.0).recent_tokens
-    assert later == pytest.approx(5_000)
+    assert later == pytest.approx(recent[0] / 2)
+
+
+def test_recent_work_fades_with_time_and_with_newer_requests() -> None:
+    recent = Recent()
+    recent.give("c0", 1000, now=0.0)
+    recent.give("c1", 0, now=0.0)
+    for _ in range(RECENT_EACH):
+        recent.give("c1", 0, now=0.0)
+        recent.give("c1", 0, now=0.0)
+    work, at = recent.of("c0", now=0.0)
+    assert work * kept(recent.clock(0.0) - at) == pytest.approx(500, rel=0.02), "a request for each, so many times"
+    assert work * kept(recent.clock(RECENT_S) - at) == pytest.approx(250, rel=0.02)
+
+
+def test_answers_beside_others_are_work_where_prompts_are_read_as_well() -> None:
+    """A worker that finds every prompt in its cache is not idle for that."""
+    predictor = Predictor()
+    for number in range(40):
+        now, sequences = float(number), number % 8 + 1
+        for role in (PREFILL, WorkerRole.COLOCATED):
+            predictor.saw_first_token("w", role, num_tokens=100 * sequences, seconds=0.01 * sequences, now=now)
+            predictor.saw_answer(
+                "w", role, num_sequences=sequences, num_tokens=64, seconds=0.01 + 0.001 * sequences, now=now
+            )
+
+    def work(role: WorkerRole, beside: int) -> float:
+        name = f"{role} {beside}"
+        predictor.expect(name, role, WorkerLoad(), now=40.0)
+        before = predictor.expect(name, role, WorkerLoad(), now=40.0).recent_tokens
+        predictor.routed(name, role, 10, beside=beside, now=40.0)
+        return predictor.expect(name, role, WorkerLoad(), now=40.0).recent_tokens - before
+
+    assert work(WorkerRole.COLOCATED, 0) == pytest.approx(10, abs=1)
+    slowed = predictor.answer_tokens * 0.001 * 4 / 1e-4  # four others, each a millisecond a token longer
+    assert work(WorkerRole.COLOCATED, 4) == pytest.approx(10 + slowed, rel=0.3)
+    assert work(PREFILL, 4) == pytest.approx(10, abs=1)
 
 
 def test_an_idle_worker_is_not_held_to_a_step_it_took_long_ago() -> None:
