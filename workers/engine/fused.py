@@ -28,13 +28,12 @@ def fused_layers(decoder: Decoder, attention: AttentionBackend, tell: Callable[[
     )
 
     def through(delta_TE: torch.Tensor, stream_TE: torch.Tensor, rotation: CosSin, inputs: AttentionInputs) -> None:
-        run = layers.begin(delta_TE, stream_TE, rotation, attention.rows)
-        if inputs.max_query == 1:
-            run(0, len(layers))
-            tell(len(layers) - 1)
-            return
-        for layer in range(len(layers)):
-            run(layer, layer + 1)
+        run, num_layers = layers.begin(delta_TE, stream_TE, rotation, attention.rows), len(layers)
+        done = 0
+        for layer in range(num_layers) if inputs.max_query > 1 else (num_layers - 1,):
+            run(done, 2 * layer + 1)
             tell(layer)
+            done = 2 * layer + 1
+        run(done, 2 * num_layers)
 
     return through

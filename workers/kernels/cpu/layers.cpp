@@ -48,17 +48,22 @@ struct Step {
     int64_t has_tiled_attention, num_threads;
 };
 
+// A layer has two halves: behind the first its keys and values are in the cache. The stream changes its place in each.
 class Stack {
   public:
-    explicit Stack(const Step& step) : step_(step), stream_(step.stream), spare_(step.spare) {}
+    Stack(const Step& step, bool in_spare)
+        : step_(step), stream_(in_spare ? step.spare : step.stream), spare_(in_spare ? step.stream : step.spare) {}
 
-    // delta and stream -> delta and stream.
-    void run(const Layer& layer) {
-        const int64_t inner = step_.inner_stride, heads = step_.heads_stride;
+    void write(const Layer& layer) {
         norm(layer.attention_norm);
         multiply(layer.qkv, step_.normed, step_.normed_stride, step_.qkv, layer.qkv.num_outputs);
-        attend(layer, step_.qkv, step_.qkv + step_.num_heads * step_.head_dim);
-        multiply(layer.out, step_.attended, heads, step_.delta, step_.hidden_size);
+        turn(layer, step_.qkv, step_.qkv + step_.num_heads * step_.head_dim);
+    }
+
+    void finish(const Layer& layer) {
+        const int64_t inner = step_.inner_stride;
+        attend(layer);
+        multiply(layer.out, step_.attended, step_.heads_stride, step_.delta, step_.hidden_size);
         norm(layer.mlp_norm);
         multiply(layer.gate_up, step_.normed, step_.normed_stride, step_.inner, inner, true);
         multiply(layer.down, step_.inner, inner, step_.delta, step_.hidden_size);
@@ -71,7 +76,7 @@ class Stack {
         std::swap(stream_, spare_);
     }
 
-    void attend(const Layer& layer, const bfloat16* q, const bfloat16* k) {
+    void turn(const Layer& layer, const bfloat16* q, const bfloat16* k) {
         const int64_t size = step_.head_dim, stride = layer.qkv.num_outputs;
         const bfloat16* v = k + step_.num_kv_heads * size;
         int64_t q_stride = stride, k_stride = stride;
@@ -86,9 +91,12 @@ class Stack {
         rope_kv_write_bfloat16(q, k, v, q_stride, k_stride, stride, step_.heads_stride, step_.cos, step_.sin, step_.turned,
                                layer.k_cache, layer.v_cache, step_.slots, step_.num_tokens, step_.num_heads,
                                step_.num_kv_heads, size, step_.block_size, num_threads());
+    }
+
+    void attend(const Layer& layer) {
         (step_.has_tiled_attention ? attend_tiles : attend_bfloat16)(
             step_.turned, layer.k_cache, layer.v_cache, step_.attended, step_.query_starts, step_.context_lens,
-            step_.tables, step_.table_stride, step_.num_rows, step_.num_heads, step_.num_kv_heads, size,
+            step_.tables, step_.table_stride, step_.num_rows, step_.num_heads, step_.num_kv_heads, step_.head_dim,
             step_.block_size, layer.window, step_.heads_stride, step_.scale, num_threads());
     }
 
@@ -106,8 +114,10 @@ class Stack {
 
 }  // namespace
 
-// Layers [first, last), on `delta` and `stream` of the step. A layer swaps its two streams twice.
+// Halves [first, last) of layers, two to each, on `delta` and `stream` of the step.
 extern "C" void run_layers(const Layer* layers, int64_t first, int64_t last, const Step* step) {
-    Stack stack(*step);
-    for (int64_t i = first; i < last; i++) stack.run(layers[i]);
+    Stack stack(*step, first % 2 == 1);
+    for (int64_t half = first; half < last; half++)
+        if (half % 2 == 0) stack.write(layers[half / 2]);
+        else stack.finish(layers[half / 2]);
 }

@@ -107,7 +107,10 @@ class CompiledLayers:
     def begin(
         self, delta_TE: torch.Tensor, stream_TE: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], rows: Rows
     ) -> Callable[[int, int], None]:
-        """A step of contiguous bfloat16 rows: what is returned takes them through layers [first, last), in place."""
+        """A step of contiguous bfloat16 rows: what is returned takes them through halves [first, last), in place.
+
+        A layer has two halves, the first of which ends when its keys and values are in the cache.
+        """
         for part in (delta_TE, stream_TE):
             assert part.is_contiguous()
             assert part.dtype == torch.bfloat16
