@@ -108,6 +108,8 @@ class SimulatedWorker:
             withholds=withholds,
         )
         self.servicer.attach(self.turns)
+        self._tickets = (0, math.inf)
+        self._tickets_turn = 0
         self.port: Port | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -230,10 +232,14 @@ class SimulatedWorker:
         return DecodeRole(self._mover, pool, spec.layout, spec.decode)
 
     def _quiet_until(self) -> float:
-        """Tickets whose KV has not come are left alone until their leases end; whatever moves wants every turn."""
+        """Tickets whose KV has not come are left alone until their leases end; whatever moves wants every turn. So does
+        what follows from a ticket's end: whoever waited for it is told in the turn after."""
         if self._mover.busy() or self.role.outgoing.busy():
             return -math.inf
-        return self.role.ledger.next_deadline_s()
+        tickets = (len(self.role.ledger), self.role.ledger.next_deadline_s())
+        if tickets != self._tickets:
+            self._tickets, self._tickets_turn = tickets, self.turns.num_turns
+        return -math.inf if self._tickets_turn == self.turns.num_turns else tickets[1]
 
     def _receive(self, now: float) -> bool:
         incoming = self.role.incoming

@@ -36,9 +36,9 @@ def test_no_invariant_breaks_whatever_happens(first: int) -> None:
             pytest.fail(f"{soak.trial(seed).replay}: {soak.reason(error)}")
 
 
-@pytest.mark.parametrize("seed", [2, 7, 13, 16])
+@pytest.mark.parametrize("seed", [2, 13, 16, 102])
 def test_leaps_change_no_event_in_trouble_either(seed: int) -> None:
-    """Seed 13 leaps straight from the last chunk of a prompt, and lands twice."""
+    """Seed 13 leaps straight from the last chunk of a prompt and lands twice; in 102 a ticket ends while all rest."""
     made = soak.trial(seed)
     config = replace(made.config, wire=Wire(), audit_every=0)
     leaping, stepping = (
