@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import json
 import os
 import socket
@@ -24,11 +25,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import uvloop
@@ -36,6 +36,7 @@ import uvloop
 from cluster.bench.hardware import find_hardware, find_versions
 from cluster.bench.http import Connection, Connections, Endpoint
 from cluster.serve import DEMO
+from kvtransfer.native import load
 
 BATON = "from cluster.cli import main; main()"
 QUESTION = "Say in a few words what the function os.path.join does, and what it gives for an absolute second part."
@@ -43,17 +44,19 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 NUM_TOKENS = 256
-MAX_STREAM_S = 120.0
-_EVENT = b"data: "
+MAX_SILENCE_MS = 30_000
+_READ = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    """`tokens_per_event` is above 1 where the gateway was late, or its loop busy, and joined tokens."""
+    """`cores`: CPU seconds of the gateway a second. `tokens_per_event` is above 1 where it was late, or its loop busy,
+    and joined tokens."""
 
     at_once: int
     cpu_s_per_million_tokens: float
     tokens_per_s: float
+    cores: float
     tokens_per_event: float
 
 
@@ -111,35 +114,15 @@ def _ready(url: str) -> bool:
         return False
 
 
-class Stream(asyncio.Protocol):
-    """One answer, read and counted, and not understood."""
-
-    def __init__(self) -> None:
-        self.num_events = 0
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._end = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-
-    def begin(self, request: bytes) -> None:
-        self._transport.write(request)
-
-    def data_received(self, data: bytes) -> None:
-        data = self._end + data
-        self.num_events += data.count(_EVENT)
-        self._end = data[1 - len(_EVENT) :]
-        if data.endswith(b"0\r\n\r\n"):
-            self._transport.close()
-            self.ended.set_result(None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_exception(exc or ConnectionResetError("the gateway closed the connection"))
-
-
-def as_is(stream: Stream) -> Stream:
-    return stream
+def read_streams(connections: Sequence[socket.socket]) -> int:
+    """The events of answers until all have ended: read by compiled code, and not understood. At a hundred thousand a
+    second whoever measures must not be what limits them."""
+    library = load(Path(__file__).with_name("streams.c"), {"streams_read": (_READ, ctypes.c_int64)})
+    assert library is not None, "there is no compiler"
+    fds = (ctypes.c_int * len(connections))(*(one.fileno() for one in connections))
+    num_events = int(library.streams_read(fds, len(fds), MAX_SILENCE_MS))
+    assert num_events >= 0, {-1: "an answer was cut off", -2: "nothing comes any more"}.get(num_events, "no memory")
+    return num_events
 
 
 class Client:
@@ -178,18 +161,14 @@ class Client:
         body = json.dumps(asked).encode()
         return f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
-    async def stream(self, num_tokens: int, at_once: int) -> None:
-        """So many answers at the same time, of which only the events are counted: at thousands a second, whoever
-        measures must not be what limits them."""
-        streams = [Stream() for _ in range(at_once)]
-        loop = asyncio.get_running_loop()
-        for stream in streams:
-            await loop.create_connection(partial(as_is, stream), self._endpoint.host, self._endpoint.port)
-        for number, stream in enumerate(streams):
-            stream.begin(self._request(num_tokens, number, stream=True))
-        async with asyncio.timeout(MAX_STREAM_S):
-            await asyncio.gather(*(stream.ended for stream in streams))
-        self.num_events += sum(stream.num_events for stream in streams)
+    def stream(self, num_tokens: int, at_once: int) -> None:
+        """So many answers at the same time, of which only the events are counted."""
+        with ExitStack() as stack:
+            address = self._endpoint.host, self._endpoint.port
+            connections = [stack.enter_context(socket.create_connection(address)) for _ in range(at_once)]
+            for number, connection in enumerate(connections):
+                connection.sendall(self._request(num_tokens, number, stream=True))
+            self.num_events += read_streams(connections)
 
     async def ask_all(self, num_requests: int, num_tokens: int, *, at_once: int) -> None:
         numbers = iter(range(num_requests))
@@ -199,6 +178,15 @@ class Client:
                 await self.ask(num_tokens, number)
 
         await asyncio.gather(*(one_after_another() for _ in range(at_once)))
+
+
+def pin(pid: int) -> None:
+    """The gateway, with its threads, to the first core; this process, and all else that it has begun, to the others."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    for process in (os.getpid(), *map(int, children)):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            os.sched_setaffinity(int(thread), {first} if process == pid else set(others))
 
 
 async def measure(url: str, pid: int, *, num_requests: int, at_once: Sequence[int]) -> Figures:
@@ -221,13 +209,14 @@ async def measure(url: str, pid: int, *, num_requests: int, at_once: Sequence[in
 
 async def measure_streams(client: Client, pid: int, at_once: int, per_request_s: float) -> Streams:
     before_s, before, start_s = cpu_s(pid), client.num_events, time.perf_counter()
-    await client.stream(NUM_TOKENS, at_once)
-    num_tokens = at_once * NUM_TOKENS
+    client.stream(NUM_TOKENS, at_once)
+    spent_s, wall_s, num_tokens = cpu_s(pid) - before_s, time.perf_counter() - start_s, at_once * NUM_TOKENS
     num_events = client.num_events - before - 3 * at_once  # a role, a finish, and the word that it is done
     return Streams(
         at_once=at_once,
-        cpu_s_per_million_tokens=(cpu_s(pid) - before_s - at_once * per_request_s) / num_tokens * 1e6,
-        tokens_per_s=num_tokens / (time.perf_counter() - start_s),
+        cpu_s_per_million_tokens=(spent_s - at_once * per_request_s) / num_tokens * 1e6,
+        tokens_per_s=num_tokens / wall_s,
+        cores=spent_s / wall_s,
         tokens_per_event=num_tokens / num_events,
     )
 
@@ -235,10 +224,10 @@ async def measure_streams(client: Client, pid: int, at_once: int, per_request_s:
 def show(figures: Figures) -> None:
     print(f"CPU s per 1,000 requests   {figures.cpu_s_per_1000_requests:8.2f}")
     print(f"first token, ms p50 / p99  {figures.added_ms_p50:8.2f} / {figures.added_ms_p99:.2f}")
-    print(f"{'streams at once':>16} {'CPU s per million tokens':>26} {'tokens/s':>10} {'tokens an event':>16}")
+    print(f"{'streams':>10} {'CPU s per million tokens':>26} {'tokens/s':>10} {'cores':>6} {'tokens an event':>16}")
     for one in figures.streams:
-        told = f"{one.at_once:16} {one.cpu_s_per_million_tokens:26.1f} {one.tokens_per_s:10,.0f}"
-        print(f"{told} {one.tokens_per_event:16.2f}")
+        told = f"{one.at_once:10} {one.cpu_s_per_million_tokens:26.1f} {one.tokens_per_s:10,.0f}"
+        print(f"{told} {one.cores:6.2f} {one.tokens_per_event:16.2f}")
 
 
 def draw(figures: Figures, path: Path) -> None:
@@ -259,11 +248,14 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=2000)
     parser.add_argument("--num-streams", default="16,64,256", help=f"At once, of {NUM_TOKENS} tokens each.")
     parser.add_argument("--step-ms", type=float, default=20.0, help="Between the tokens of a stream.")
+    parser.add_argument("--pin", action="store_true", help="The gateway alone on core 0, all else on the others.")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="Needs matplotlib.")
     args = parser.parse_args()
     at_once = [int(count) for count in args.num_streams.split(",")]
     with stub_worker(args.step_ms) as worker, gateway(worker) as (url, pid):
+        if args.pin:
+            pin(pid)
         figures = uvloop.run(measure(url, pid, num_requests=args.num_requests, at_once=at_once))
     show(figures)
     if args.json is not None:

@@ -11,12 +11,13 @@ import argparse
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import uvloop
 
-from protos import worker_pb2_grpc
+from protos import worker_pb2, worker_pb2_grpc
 from protos.values import (
     FinishReason,
     GenerateRequest,
@@ -70,7 +71,7 @@ class Stub(worker_pb2_grpc.WorkerServicer):
     Share = Stats = Drain = Abort = Profile = Reserve
 
     async def Stream(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        running: dict[str, list[int]] = {}  # request -> tokens made, tokens asked for, number
+        running = Running()
         arrived = asyncio.Event()
         greeted = asyncio.Event()
 
@@ -81,60 +82,82 @@ class Stub(worker_pb2_grpc.WorkerServicer):
                         greeted.set()
                     case "submit":
                         request = from_proto(GenerateRequest, message.submit)
-                        running[request.request_id] = [0, request.sampling.max_tokens, request.number]
+                        running.add(request.request_id, request.sampling.max_tokens, request.number)
                         arrived.set()
                     case "abort":
                         for request_id in message.abort.request_ids:
-                            running.pop(request_id, None)
+                            running.drop(request_id)
 
         reading = asyncio.create_task(read())
         try:
             await greeted.wait()
             events = KVEvents(incarnation=1, first_seq=0, events=(), snapshot=True)
             yield to_proto(StepMessage(events=(events,), load=LOAD))
-            step = 0
+            due_s = 0.0
             while True:
                 if not running:
                     arrived.clear()
                     await arrived.wait()
-                step += 1
-                yield to_proto(_step(step, running))
+                yield running.step()
                 if running:
-                    await asyncio.sleep(self._step_s)
+                    now = asyncio.get_running_loop().time()
+                    due_s = max(due_s + self._step_s, now)  # a step that is begun late does not put off those after it
+                    await asyncio.sleep(due_s - now)
         finally:
             reading.cancel()
             with suppress(asyncio.CancelledError):
                 await reading
 
 
-def _step(step: int, running: dict[str, list[int]]) -> StepMessage:
-    updates, numbers, token_ids = list[SequenceUpdate](), list[int](), list[int]()
-    for request_id, counts in list(running.items()):
-        counts[0] += 1
-        finished = counts[0] == counts[1]
-        if finished:
-            del running[request_id]
-        token_id = TOKENS[counts[0] % len(TOKENS)]
-        if counts[0] > 1 and not finished and counts[2]:
-            numbers.append(counts[2])
-            token_ids.append(token_id)
-            continue
-        reason = FinishReason.LENGTH if finished else None
-        updates.append(SequenceUpdate(request_id=request_id, token_ids=(token_id,), finish_reason=reason))
-    return StepMessage(
-        updates=tuple(updates), load=_load(step, running), numbers=tuple(numbers), token_ids=tuple(token_ids)
-    )
+class Running:
+    """The requests that get a token with each step, all the same one. Those that neither begin nor end with it cost
+    nothing but their place in a list, which is made anew only when some have come or gone."""
 
+    def __init__(self) -> None:
+        self._step = 0
+        self._begun: dict[str, tuple[int, int]] = {}  # name -> step that ends it, number
+        self._begins: list[str] = []
+        self._ends: dict[int, list[str]] = {}
+        self._plain: list[int] | None = None  # numbers of those between their first token and their last
 
-def _load(step: int, running: dict[str, list[int]]) -> WorkerLoad:
-    return WorkerLoad(
-        step=step,
-        num_running=len(running),
-        num_blocks=LOAD.num_blocks,
-        num_free_blocks=LOAD.num_free_blocks,
-        prefill_tokens_per_s=LOAD.prefill_tokens_per_s,
-        decode_step_s=LOAD.decode_step_s,
-    )
+    def __bool__(self) -> bool:
+        return bool(self._begun)
+
+    def add(self, request_id: str, num_tokens: int, number: int) -> None:
+        """`number` 0: its tokens are told by its name."""
+        end = self._step + num_tokens
+        self._begun[request_id] = end, number
+        self._begins.append(request_id)
+        self._ends.setdefault(end, []).append(request_id)
+
+    def drop(self, request_id: str) -> None:
+        if self._begun.pop(request_id, None) is not None:
+            self._plain = None
+
+    def step(self) -> worker_pb2.FromWorker:
+        self._step += 1
+        token_id = TOKENS[self._step % len(TOKENS)]
+        begins, self._begins = self._begins, []
+        ends = self._ends.pop(self._step, [])
+        told: dict[str, FinishReason | None] = {name: None for name in begins if name in self._begun}
+        told |= {name: FinishReason.LENGTH for name in ends if name in self._begun}
+        if told or self._plain is None:
+            self._plain = [number for name, (_, number) in self._begun.items() if number and name not in told]
+            told |= {name: None for name, (_, number) in self._begun.items() if not number and name not in told}
+        for name in ends:
+            self._begun.pop(name, None)
+        message = worker_pb2.FromWorker(
+            numbers=self._plain, token_ids=[token_id] * len(self._plain), load=to_proto(self._load())
+        )
+        for name, reason in told.items():
+            update = SequenceUpdate(request_id=name, token_ids=(token_id,), finish_reason=reason)
+            message.updates.append(to_proto(update))
+        if told:
+            self._plain = None
+        return message
+
+    def _load(self) -> WorkerLoad:
+        return replace(LOAD, step=self._step, num_running=len(self._begun))
 
 
 async def serve(step_s: float) -> None:
