@@ -88,7 +88,7 @@ class Words:
         assert library is not None, "ask `compiled` before"
         self._library = library
         self._text_of = text_of
-        self._is_plain: dict[int, bool] = {}
+        self._texts: dict[int, str | None] = {}  # of those that were met
         self._size = size + _MORE_WORDS
         self.pointer = library.words_new(self._size)
         if not self.pointer:
@@ -102,10 +102,14 @@ class Words:
         """Whether the token is plain; from now on compiled code knows it."""
         if not 0 <= token_id < self._size:
             return False
-        if token_id not in self._is_plain:
+        if token_id not in self._texts:
             text = self._text_of(token_id)
-            self._is_plain[token_id] = text is not None and self._tell(token_id, text)
-        return self._is_plain[token_id]
+            self._texts[token_id] = text if text is not None and self._tell(token_id, text) else None
+        return self._texts[token_id] is not None
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Of plain tokens that were learned."""
+        return "".join([self._texts[token_id] or "" for token_id in token_ids])
 
     def _tell(self, token_id: int, text: str) -> bool:
         raw, told = text.encode(), orjson.dumps(text)[1:-1]

@@ -247,7 +247,8 @@ class Writer:
             return True
 
         def note(token_ids: Sequence[int], now: float) -> None:
-            text = "".join([detokenizer.peek(token_id) or "" for token_id in token_ids])
+            assert words is not None, "without words no short cut takes any"
+            text = words.text(token_ids)
             self._num_tokens += len(token_ids)
             detokenizer.num_chars += len(text)
             say.note(index, text, len(token_ids), now)
