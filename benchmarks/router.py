@@ -43,7 +43,6 @@ QUESTION = "Say in a few words what the function os.path.join does, and what it 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-NUM_TOKENS = 256
 MAX_SILENCE_MS = 30_000
 _READ = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 
@@ -189,14 +188,15 @@ def pin(pid: int) -> None:
             os.sched_setaffinity(int(thread), {first} if process == pid else set(others))
 
 
-async def measure(url: str, pid: int, *, num_requests: int, at_once: Sequence[int]) -> Figures:
+async def measure(url: str, pid: int, *, num_requests: int, at_once: Sequence[int], num_tokens: int) -> Figures:
     client = Client(url)
     await client.ask_all(200, 1, at_once=8)  # warm
     alone = [await client.ask(1, number) for number in range(300)]
     before_s = cpu_s(pid)
     await client.ask_all(num_requests, 1, at_once=16)
     per_request_s = (cpu_s(pid) - before_s) / num_requests
-    streams = [await measure_streams(client, pid, count, per_request_s) for count in at_once]
+    client.stream(num_tokens, 8)  # every word is met once
+    streams = [measure_streams(client, pid, count, num_tokens, per_request_s) for count in at_once]
     first_ms = sorted(first_s * 1000 for first_s, _ in alone)
     return Figures(
         cpu_s_per_1000_requests=per_request_s * 1000,
@@ -207,10 +207,10 @@ async def measure(url: str, pid: int, *, num_requests: int, at_once: Sequence[in
     )
 
 
-async def measure_streams(client: Client, pid: int, at_once: int, per_request_s: float) -> Streams:
+def measure_streams(client: Client, pid: int, at_once: int, tokens_each: int, per_request_s: float) -> Streams:
     before_s, before, start_s = cpu_s(pid), client.num_events, time.perf_counter()
-    client.stream(NUM_TOKENS, at_once)
-    spent_s, wall_s, num_tokens = cpu_s(pid) - before_s, time.perf_counter() - start_s, at_once * NUM_TOKENS
+    client.stream(tokens_each, at_once)
+    spent_s, wall_s, num_tokens = cpu_s(pid) - before_s, time.perf_counter() - start_s, at_once * tokens_each
     num_events = client.num_events - before - 3 * at_once  # a role, a finish, and the word that it is done
     return Streams(
         at_once=at_once,
@@ -246,7 +246,8 @@ def draw(figures: Figures, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-requests", type=int, default=2000)
-    parser.add_argument("--num-streams", default="16,64,256", help=f"At once, of {NUM_TOKENS} tokens each.")
+    parser.add_argument("--num-streams", default="16,64,256", help="At once.")
+    parser.add_argument("--num-tokens", type=int, default=256, help="Of a stream.")
     parser.add_argument("--step-ms", type=float, default=20.0, help="Between the tokens of a stream.")
     parser.add_argument("--pin", action="store_true", help="The gateway alone on core 0, all else on the others.")
     parser.add_argument("--json", type=Path)
@@ -256,7 +257,9 @@ def main() -> None:
     with stub_worker(args.step_ms) as worker, gateway(worker) as (url, pid):
         if args.pin:
             pin(pid)
-        figures = uvloop.run(measure(url, pid, num_requests=args.num_requests, at_once=at_once))
+        figures = uvloop.run(
+            measure(url, pid, num_requests=args.num_requests, at_once=at_once, num_tokens=args.num_tokens)
+        )
     show(figures)
     if args.json is not None:
         told = {"hardware": asdict(find_hardware()), "versions": dict(find_versions()), "figures": asdict(figures)}

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 log = logging.getLogger("baton.http")
 
-PERIOD_S = 0.02
-"""Every look wakes a process that may have nothing else to do: once a step of a worker is enough while all is well."""
+PERIOD_S = 0.05
+"""Every look wakes a process that may have nothing else to do: once in a few steps of a worker, while all is well."""
 LATE_PERIOD_S = 0.005
 ON_TIME_S = 0.002
 """Timers are never quite on time; a lateness below this is none."""
