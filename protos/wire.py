@@ -179,9 +179,17 @@ _SCALARS = (int, float, bool, str, bytes)
 def _encoders(kind: type) -> tuple[tuple[str, ...], tuple[tuple[str, Encode], ...]]:
     """Names of the fields that are the same in both shapes, and those of the others, each with what encodes it."""
     hints = get_type_hints(kind)
-    plain = tuple(field.name for field in fields(kind) if hints[field.name] in _SCALARS)
+    plain = tuple(
+        field.name for field in fields(kind) if (kind, field.name) not in _SPECIAL and _is_plain(hints[field.name])
+    )
     others = (field.name for field in fields(kind) if field.name not in plain)
     return plain, tuple((name, _SPECIAL.get((kind, name), (_encode, None))[0]) for name in others)
+
+
+def _is_plain(hint: Any) -> bool:
+    """A scalar, perhaps none, or some of them."""
+    parts = [part for part in get_args(hint) if part not in (type(None), ...)] or [hint]
+    return all(part in _SCALARS for part in parts)
 
 
 def _encode(value: Any) -> Any:
