@@ -15,65 +15,11 @@
 #include "attention.h"
 
 #include "amx.h"
+#include "softmax.h"
 #include "transpose.h"
 
 #ifdef HAS_TILES
 #include <bit>
-
-namespace tiles {
-
-// 2^x to 8 units in a hundred thousand (fitted on [-1/2, 1/2]), a fiftieth of what a bfloat16 weight is rounded by; 0 below
-// -100, since numbers so small that they lose digits would take a hundred times as long.
-inline __m512 power_of_two(__m512 x) {
-    const __m512 least = _mm512_set1_ps(-100.0f);
-    const __mmask16 counts = _mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ);
-    x = _mm512_max_ps(least, x);  // in this order a NaN stays one
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 part = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(0.05508868f), part, _mm512_set1_ps(0.24260405f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(0.69327624f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(0.99992894f));
-    return _mm512_maskz_scalef_ps(counts, y, whole);
-}
-
-// Scores of sixteen queries, `stride` floats from key to key, become weights relative to the best so far, in pairs of keys
-// that `put` is given one after the other. By how much the sums so far count less. `aside` is called once a pair.
-template <typename Put, typename Aside>
-inline __m512 weigh(const float* scores, int64_t stride, float scale, float* best, float* total, Put put, Aside aside) {
-    const __m512 to_log2 = _mm512_set1_ps(scale * log2e);
-    __m512 peaks[4];
-    for (int i = 0; i < 4; i++) peaks[i] = _mm512_load_ps(scores + i * stride);
-    for (int key = 4; key < paged::chunk; key += 4)
-        for (int i = 0; i < 4; i++) peaks[i] = _mm512_max_ps(peaks[i], _mm512_load_ps(scores + (key + i) * stride));
-    const __m512 peak = _mm512_max_ps(_mm512_max_ps(peaks[0], peaks[1]), _mm512_max_ps(peaks[2], peaks[3]));
-    const __m512 before = _mm512_load_ps(best);
-    const __m512 now = _mm512_max_ps(before, _mm512_mul_ps(peak, to_log2));
-    const __mmask16 seen = _mm512_cmp_ps_mask(now, _mm512_set1_ps(-paged::infinity), _CMP_NEQ_UQ);
-    const __m512 base = _mm512_maskz_mov_ps(seen, now);  // nothing seen yet: all weights are next to 0
-    __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    for (int key = 0; key < paged::chunk; key += 2) {
-        aside();
-        __m512 weights[2];
-        for (int i = 0; i < 2; i++) {
-            weights[i] = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(scores + (key + i) * stride), to_log2, base));
-            sum[i] = _mm512_add_ps(sum[i], weights[i]);
-        }
-        put(key / 2, weights[0], weights[1]);
-    }
-    const __m512 factor = power_of_two(_mm512_sub_ps(before, base));
-    _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_load_ps(total), factor, _mm512_add_ps(sum[0], sum[1])));
-    _mm512_store_ps(best, now);
-    return factor;
-}
-
-// Two keys' weights side by side.
-inline __m512i in_pairs(__m512 even, __m512 odd) {
-    alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return _mm512_permutexvar_epi16(_mm512_load_si512(order), (__m512i)_mm512_cvtne2ps_pbh(odd, even));
-}
-
-}  // namespace tiles
 
 namespace paged {
 

@@ -13,6 +13,7 @@
 
 #include "amx.h"
 #include "attention_decode.h"
+#include "softmax.h"
 #include "transpose.h"
 
 #ifdef HAS_TILES
