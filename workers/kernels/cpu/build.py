@@ -1,7 +1,7 @@
 """The CPU's kernels in C++: compiled for this very processor when they are first wanted, then kept in the user's cache.
 
 Nothing is downloaded. Without a compiler, or where the cache cannot be written, everything is computed with torch
-instead, and the log says so once. `python -m workers.kernels.cpu.build` compiles ahead of the first start.
+instead, and the log says so once. `python -m workers.kernels.cpu` compiles ahead of the first start.
 """
 
 from __future__ import annotations
@@ -125,7 +125,3 @@ def _compile(compiler: str, flags: Sequence[str], made: Path) -> None:
         parts.append(str(made.with_name(f"{name}.o")))
         run(compiler, *flags, *contraction.split(), "-c", str(_FOLDER / name), "-o", parts[-1], timeout_s=_TIMEOUT_S)
     run(compiler, "-shared", "-fopenmp", *parts, "-o", str(made), timeout_s=_TIMEOUT_S)
-
-
-if __name__ == "__main__":
-    print(compile_library(cache_folder()))

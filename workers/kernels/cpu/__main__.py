@@ -1,0 +1,6 @@
+"""python -m workers.kernels.cpu: compiles the kernels for this processor, ahead of the first start."""
+
+from kvtransfer.native import cache_folder
+from workers.kernels.cpu.build import compile_library
+
+print(compile_library(cache_folder()))
