@@ -1,4 +1,5 @@
-"""What a gateway cannot do without: CPU microseconds of a write to a connection, and of a message from a worker.
+"""What a gateway cannot do without: CPU microseconds of a write to a connection, of a message from a worker, and of a
+short request: an HTTP answer in two chunks under the same server, and a message to a worker and one back.
 
     python -m benchmarks.router_floor
 
@@ -23,12 +24,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import grpc
+import uvicorn
 import uvloop
 
+from benchmarks.router import Client
 from kvtransfer.native import load
 from protos import worker_pb2
+from router.outlet import HttpProtocol
 
 CONNECTIONS, ROUNDS, PAUSE_S = 256, 150, 0.02
+REQUESTS = 2000
 EVENT = b"f0\r\ndata: " + b"x" * 230 + b"\n\n\r\n"
 SEND = """
 #include <sys/socket.h>
@@ -158,8 +163,86 @@ async def messages() -> float:
     return spent_s / (ROUNDS - ROUNDS // 5 - 1) * 1e6
 
 
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    """As short as a stream can be."""
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def ask(port: int, done: Any) -> None:
+    async def asking() -> None:
+        await Client(f"http://127.0.0.1:{port}").ask_all(REQUESTS, 1, at_once=16)
+
+    uvloop.run(asking())
+    done.send(None)
+
+
+async def requests() -> float:
+    """Microseconds of an answer over HTTP."""
+    config = uvicorn.Config(answer, http=HttpProtocol, ws="none", lifespan="off", log_config=None)
+    config.load()
+    state = uvicorn.Server(config).server_state
+
+    def protocol() -> HttpProtocol:
+        return HttpProtocol(config=config, server_state=state, app_state={})
+
+    server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    port = server.sockets[0].getsockname()[1]
+    client = multiprocessing.get_context("spawn").Process(target=ask, args=(port, theirs), daemon=True)
+    before_s = cpu_s()
+    client.start()
+    await asyncio.to_thread(ours.recv)
+    spent_s = cpu_s() - before_s
+    server.close()
+    return spent_s / REQUESTS * 1e6
+
+
+class Echo(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    def service(self, details: Any) -> Any:
+        async def stream(asked: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            async for message in asked:
+                yield message
+
+        return grpc.stream_stream_rpc_method_handler(stream)
+
+
+def echo(address: Any) -> None:
+    async def serve() -> None:
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((Echo(),))
+        address.send(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        await server.wait_for_termination()
+
+    uvloop.run(serve())
+
+
+async def calls() -> float:
+    """Microseconds of a message there and one back, one after another."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=echo, args=(theirs,), daemon=True)
+    server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{ours.recv()}") as channel:
+        open_stream: Any = channel.stream_stream("/a/b", request_serializer=None, response_deserializer=None)
+        call = open_stream()
+        for number in range(REQUESTS):
+            if number == REQUESTS // 5:
+                before_s = cpu_s()
+            await call.write(b"x" * 300)
+            await call.read()
+        spent_s = cpu_s() - before_s
+    server.kill()
+    return spent_s / (REQUESTS - REQUESTS // 5) * 1e6
+
+
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for name, microseconds in uvloop.run(writes()).items():
         print(f"{name:32} {microseconds:8.2f} us a write")
     print(f"{'gRPC':32} {uvloop.run(messages()):8.1f} us a message of 256 tokens")
+    print(f"{'HTTP':32} {uvloop.run(requests()):8.1f} us a request")
+    print(f"{'gRPC, there and back':32} {uvloop.run(calls()):8.1f} us a request")
