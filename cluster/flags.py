@@ -56,7 +56,7 @@ ShadowPolicy = Annotated[
 ]
 ToolParser = Annotated[
     str | None,
-    typer.Option("--tool-parser", metavar="FORMAT", help="How calls of tools are written: auto, hermes, llama3_json."),
+    typer.Option("--tool-parser", metavar="FORMAT", help="How calls of tools are written: docs/api.md."),
 ]
 RayAddress = Annotated[str | None, typer.Option("--ray-address", help="A Ray that runs. Default: one of our own.")]
 Discovery = Annotated[

@@ -182,6 +182,7 @@ def up(
     index: flags.Index = None,
     policy: flags.Policy = None,
     shadow_policy: flags.ShadowPolicy = None,
+    tool_parser: flags.ToolParser = None,
     served_name: flags.Name = None,
     ray_address: flags.RayAddress = None,
     file: flags.ConfigFile = None,

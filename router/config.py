@@ -34,7 +34,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_backlog_s": (0.001, 600.0),
 }
 
-TOOL_PARSERS = ("auto", "hermes", "llama3_json")
+TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,8 @@ class RouterConfig:
     A stream that has nothing to say for `keep_alive_s` sends a comment. Pages of `cors_origins` ("https://a.example,
     https://b.example", or "*") may ask from a browser.
 
-    Calls of tools are read from answers as `tool_parser` says: "hermes", "llama3_json", or "auto", as the model's chat
-    template shows them.
+    Calls of tools are read from answers as `tool_parser` says: "hermes", "llama3_json", "mistral", or "auto", as the
+    model's chat template shows them.
 
     `tenants` is a file of tenants and the hashes of their keys (docs/operating.md); empty: no keys are asked for.
     """

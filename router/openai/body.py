@@ -24,13 +24,15 @@ def at_most(num_entries: int) -> BeforeValidator:
 MAX_DEPTH = 64
 """Of the objects and lists of a JSON Schema."""
 
+TOO_DEEP = "nested too deeply"
+
 
 def _shallow(value: Any) -> Any:
     level, depth = [value], 0
     while level := [part for one in level if isinstance(one, dict | list) for part in _parts(one)]:
         depth += 1
         if depth > MAX_DEPTH:
-            raise ValueError("nested too deeply")
+            raise ValueError(TOO_DEEP)
     return value
 
 

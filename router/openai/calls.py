@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,18 @@ from protos.errors import InvalidRequest
 from protos.values import FinishReason
 from router.gateway import Gateway
 from router.openai.schema import ChatBody
-from router.openai.tools import NamedTool
+from router.openai.tools import AllowedTools, NamedTool
 from router.text.answer import Piece
-from router.text.tool_calls import CallDelta, CallReader, Function, Part, ToolFormat, calls_grammar, reader_of
+from router.text.tool_calls import (
+    CallDelta,
+    CallReader,
+    Function,
+    Part,
+    ToolFormat,
+    calls_grammar,
+    new_call_id,
+    reader_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +34,13 @@ class Tooling:
     form: ToolFormat | None = None
     grammar: str = ""
     param: str = "response_format"
+    is_named: bool = False
 
     def answers(self) -> Calls | None:
         """A reader of one request's answers; None where they cannot have calls."""
-        return None if self.form is None else Calls(self.form, [one.name for one in self.functions])
+        if self.form is None:
+            return None
+        return Calls(self.form, [one.name for one in self.functions], is_named=self.is_named)
 
 
 def tooling_of(body: ChatBody, gateway: Gateway) -> Tooling:
@@ -46,18 +57,29 @@ def tooling_of(body: ChatBody, gateway: Gateway) -> Tooling:
     if len({one.name for one in functions}) != len(functions):
         raise InvalidRequest("'tools' has two functions of one name: give each its own", param="tools")
     form = _form(gateway)
-    parallel = body.parallel_tool_calls is not False
-    grammar, param, instead = "", "tools", asked.rule() if asked is not None else ""
+    shown = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    is_named, is_limited = isinstance(choice, NamedTool), isinstance(choice, AllowedTools)
+    parallel = body.parallel_tool_calls is not False and not is_named
     if isinstance(choice, NamedTool):
-        grammar = calls_grammar(form, [_named(functions, choice.function.name)], parallel=False)
-    elif choice == "required":
+        functions, choice = [_named(functions, choice.function.name)], "required"
+    elif isinstance(choice, AllowedTools):
+        asked_for = choice.allowed_tools
+        functions = [_named(functions, one.function.name) for one in asked_for.tools]
+        choice = asked_for.mode
+    grammar, param, instead = "", "tools", asked.rule() if asked is not None else ""
+    if choice == "required":
         grammar = calls_grammar(form, functions, parallel=parallel)
     elif instead:
         grammar, param = calls_grammar(form, functions, parallel=parallel, instead=instead), "response_format"
     elif any(one.strict for one in functions):
         grammar = calls_grammar(form, functions, parallel=parallel, free=True)
-    shown = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    return Tooling(shown=shown, functions=functions, form=form, grammar=grammar, param=param)
+    elif is_limited or not parallel:  # arguments are free: of each call only that it is one of these
+        grammar = calls_grammar(form, [_loose(one) for one in functions], parallel=parallel, free=True)
+    return Tooling(shown=shown, functions=functions, form=form, grammar=grammar, param=param, is_named=is_named)
+
+
+def _loose(function: Function) -> Function:
+    return Function(name=function.name, parameters={"type": "object"})
 
 
 def _structured(body: ChatBody, *, has_tools: bool) -> Tooling:
@@ -93,10 +115,12 @@ def _named(functions: Sequence[Function], name: str) -> Function:
 
 
 class Calls:
-    """Reads the calls of each choice's answer. A choice is told by `deltas` or by one `message`."""
+    """Reads the calls of each choice's answer. A choice is told by `deltas` or by one `message`. Where the function
+    `is_named` by the request an answer has "stop" for its reason, as OpenAI has it, and "tool_calls" otherwise."""
 
-    def __init__(self, form: ToolFormat, names: Sequence[str]) -> None:
+    def __init__(self, form: ToolFormat, names: Sequence[str], *, is_named: bool = False) -> None:
         self._form = form
+        self._is_named = is_named
         self._names = names
         self._readers: dict[int, CallReader] = {}
         self._called: set[int] = set()
@@ -111,8 +135,17 @@ class Calls:
             parts += reader.end()
         if any(isinstance(part, CallDelta) for part in parts):
             self._called.add(piece.index)
-        ended = piece.finish_reason is FinishReason.STOP and piece.index in self._called
-        return [_delta(part) for part in _merged(parts)], "tool_calls" if ended else piece.finish_reason
+        ended = piece.finish_reason is FinishReason.STOP and piece.index in self._called and not self._is_named
+        return [self._delta(part) for part in _merged(parts)], "tool_calls" if ended else piece.finish_reason
+
+    def _delta(self, part: Part) -> dict[str, Any]:
+        if isinstance(part, str):
+            return {"content": part}
+        function = {"arguments": part.arguments}
+        if not part.name:
+            return {"tool_calls": [{"index": part.index, "function": function}]}
+        begun = {"index": part.index, "id": new_call_id(self._form), "type": "function"}
+        return {"tool_calls": [begun | {"function": {"name": part.name} | function}]}
 
     def message(self, whole: Piece) -> tuple[dict[str, Any], str | None]:
         """Content and calls of a whole answer, and its finish reason."""
@@ -142,13 +175,3 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
         else:
             merged.append(part)
     return merged
-
-
-def _delta(part: Part) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"content": part}
-    function = {"arguments": part.arguments}
-    if not part.name:
-        return {"tool_calls": [{"index": part.index, "function": function}]}
-    begun = {"index": part.index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-    return {"tool_calls": [begun | {"function": {"name": part.name} | function}]}

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from starlette.requests import ClientDisconnect, Request
 
 from protos.errors import Cancelled, InvalidRequest, UnsupportedMediaType
-from router.openai.body import Body, FirstWrong, at_most, whole_ids
+from router.openai.body import TOO_DEEP, Body, FirstWrong, at_most, whole_ids
 from router.openai.conditions import NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
 from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS, MESSAGE_REFUSALS, Harmless, without_harmless
 from router.openai.sizes import check_sizes
@@ -380,11 +380,14 @@ def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
         name = str(first["loc"][-1])[:MAX_NAME_CHARS]
         close = difflib.get_close_matches(name, [*known.model_fields, *_REFUSALS.get(known, {})], n=1)
         hint = f" Did you mean '{close[0]}'?" if close else ""
+        if (form := name.removeprefix("guided_")) in StructuredOutputs.forms():
+            hint = f" It is 'structured_outputs' now: {{\"{form}\": ...}}."
         return InvalidRequest(f"Unknown parameter: '{path}'.{hint}", param=path)
     if first["type"] == "missing":
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
     expected = _expected(first["loc"], kind) or first["msg"]
-    return InvalidRequest(f"'{path}' is {_told(first['input'])}: it must be {expected}", param=path)
+    told = "nested too deeply" if TOO_DEEP in first["msg"] else _told(first["input"])
+    return InvalidRequest(f"'{path}' is {told}: it must be {expected}", param=path)
 
 
 def _path(loc: tuple[int | str, ...], kind: type[Body]) -> tuple[str, type[Body]]:
@@ -422,7 +425,7 @@ def _field(kind: type[Body], name: str) -> FieldInfo | None:
 
 _BRANCHES = {
     "str", "int", "float", "bool", "list[str]", "list[int]", "list[list[int]]", "list[TextPart]",
-    "literal['none','auto','required']", "NamedTool",
+    "literal['none','auto','required']", "NamedTool", "AllowedTools",
 }  # fmt: skip
 
 

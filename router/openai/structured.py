@@ -79,6 +79,10 @@ class StructuredOutputs(Body):
     )
     grammar: str | None = Field(default=None, min_length=1, description="a Lark grammar")
 
+    @staticmethod
+    def forms() -> tuple[str, ...]:
+        return _ONE
+
     def to_grammar(self) -> str:
         """Raises InvalidRequest."""
         given = [one for one in (self.json_, self.regex, self.choice, self.grammar) if one is not None]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import Field
 
-from router.openai.body import MAX_DEPTH, Body, Schema
+from router.openai.body import MAX_DEPTH, Body, FirstWrong, Schema, at_most
 from router.text.tool_calls import Function
 
 MAX_TOOLS = 128
@@ -42,8 +42,23 @@ class NamedTool(Body):
     function: NamedFunction = Field(description="an object with the function's name")
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
-TOOL_CHOICES = 'none, auto, required or an object such as {"type": "function", "function": {"name": "f"}}'
+class Allowance(Body):
+    mode: Literal["auto", "required"] = Field(description="auto or required")
+    tools: Annotated[list[NamedTool], FirstWrong(), at_most(MAX_TOOLS)] = Field(
+        min_length=1, max_length=MAX_TOOLS, description=f"a list of 1 to {MAX_TOOLS} of the tools, by name"
+    )
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"] = Field(description='"allowed_tools"')
+    allowed_tools: Allowance = Field(description="an object with mode and tools")
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+TOOL_CHOICES = (
+    'none, auto, required or an object such as {"type": "function", "function": {"name": "f"}} or '
+    '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
+)
 
 
 class CalledFunction(Body):

@@ -2,6 +2,7 @@
 
     hermes        text <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call> ...        Hermes, Qwen
     llama3_json   {"name": "f", "parameters": {...}}; {...}      and nothing else           Llama 3.1 and later
+    mistral       [TOOL_CALLS] [{"name": "f", "arguments": {...}}, {...}]   the same        Mistral 7B v0.3, Nemo, Large
 
 A call is told as soon as its name is known, and its arguments as they come, in the model's own words. What looks like a
 call and is none stays text.
@@ -10,6 +11,7 @@ call and is none stays text.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,18 +21,28 @@ from router.text.structure import inline_json, literal
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
+_TOOL_CALLS = "[TOOL_CALLS]"
 _ARGUMENTS = ("arguments", "parameters")
 
 
 class ToolFormat(StrEnum):
     HERMES = "hermes"
     LLAMA3_JSON = "llama3_json"
+    MISTRAL = "mistral"
+
+
+# Of families whose calls stand behind the same tags and are no JSON: Qwen3-Coder's, GLM's, later ones of Mistral.
+_OTHERS = ("<function=", "<arg_key>", "[ARGS]")
 
 
 def format_of(template: str) -> ToolFormat | None:
     """How the model of this chat template writes its calls; None where the template does not tell."""
+    if any(sign in template for sign in _OTHERS):
+        return None
     if _OPEN in template:
         return ToolFormat.HERMES
+    if _TOOL_CALLS in template:
+        return ToolFormat.MISTRAL
     if '{"name": function name, "parameters"' in template or _PYTHON_TAG in template:
         return ToolFormat.LLAMA3_JSON
     return None
@@ -45,10 +57,24 @@ class Function:
     strict: bool = False
 
 
-# Any text, up to a call: of alternatives, what ends lazily goes first.
-_FREE = {
-    ToolFormat.HERMES: ("head (NAMES)", r"TEXT: /(?s:.*)/", f'head[lazy]: TEXT "{_OPEN}"'),
-    ToolFormat.LLAMA3_JSON: ("NAMES", r"TEXT: /\s*[^{\s](?s:.*)/"),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """What a family writes: before the first call, before each, between two, behind each and behind the last one."""
+
+    key: str = "arguments"
+    first: str = ""
+    before: str = ""
+    between: str
+    behind: str = ""
+    last: str = ""
+    text: str = ""
+    """What begins otherwise is no call."""
+
+
+_WRITTEN = {
+    ToolFormat.HERMES: _Written(before="<tool_call>\n", between="\n", behind="\n</tool_call>"),
+    ToolFormat.LLAMA3_JSON: _Written(key="parameters", between="; ", text=r"/\s*[^{\s](?s:.*)/"),
+    ToolFormat.MISTRAL: _Written(first="[", between=", ", last="]", text=r"/\s*[^\[\s](?s:.*)/"),
 }
 
 
@@ -57,22 +83,26 @@ def calls_grammar(
 ) -> str:
     """An answer of calls and nothing else, or of what the right side of a rule `instead` says, if there is one. With
     `free` it may be any text, in which calls are bound, as far as the format lets text and calls stand together."""
-    is_hermes = form is ToolFormat.HERMES
-    key = "arguments" if is_hermes else "parameters"
-    before, between, behind = ("<tool_call>\n", "\n", "\n</tool_call>") if is_hermes else ("", "; ", "")
-    names = [f"call{number}" for number in range(len(functions))]
-    call, *rules = _FREE[form] if free else ("NAMES",)
-    rules.append("call: " + call.replace("NAMES", " | ".join(names)))
-    if free and is_hermes:  # the tag and all before it are of the head
+    written = _WRITTEN[form]
+    before, names = written.before, [f"call{number}" for number in range(len(functions))]
+    rules = [f"named: {' | '.join(names)}"]
+    if free and form is ToolFormat.HERMES:
+        # Any text, up to a call: of alternatives, what ends lazily goes first. The head has the tag and all before it.
         before = before.removeprefix(_OPEN)
-        rules.append(f"start: call{'*' if parallel else '?'} tail")
-        rules.append("tail: TEXT")
+        rules += ["TEXT: /(?s:.*)/", f"call: head named\nhead[lazy]: TEXT {literal(_OPEN)}"]
+        rules.append("start: call* rest" if parallel else "start: call? rest")
+        rules.append(f"rest: {'TEXT' if parallel else 'NO_CALL'}")
+        rules.append(f"NO_CALL: TEXT & ~/(?s:.*){_OPEN}(?s:.*)/")
     else:
-        rules.append(f"calls: call ({literal(between)} call)*" if parallel else "calls: call")
+        more = f" ({literal(written.between)} named)*" if parallel else ""
+        around = [literal(one) if one else "" for one in (written.first, written.last)]
+        rules.append(f"calls: {around[0]} named{more} {around[1]}")
         rules.append(f"start: calls{' | instead' if instead else ''}{' | TEXT?' if free else ''}")
+        if free:
+            rules.append(f"TEXT: {written.text}")
     for name, one in zip(names, functions, strict=True):
-        begin = literal(f'{before}{{"name": "{one.name}", "{key}": ')
-        rules.append(f"{name}: {begin} {name}_args {literal('}' + behind)}")
+        begin = literal(f'{before}{{"name": "{one.name}", "{written.key}": ')
+        rules.append(f"{name}: {begin} {name}_args {literal('}' + written.behind)}")
         schema = {"type": "object", "additionalProperties": False} if one.parameters is None else one.parameters
         rules.append(f"{name}_args: {inline_json(schema, lenient=not one.strict)}")
     if instead:
@@ -110,7 +140,14 @@ class CallReader(Protocol):
 
 def reader_of(form: ToolFormat, names: Collection[str]) -> CallReader:
     """`names` are those of the tools there are."""
-    return HermesCalls() if form is ToolFormat.HERMES else JsonCalls(frozenset(names))
+    if form is ToolFormat.HERMES:
+        return HermesCalls()
+    return MistralCalls(frozenset(names)) if form is ToolFormat.MISTRAL else JsonCalls(frozenset(names))
+
+
+def new_call_id(form: ToolFormat) -> str:
+    """Templates of Mistral's take back no other than nine letters and digits."""
+    return uuid.uuid4().hex[:9] if form is ToolFormat.MISTRAL else f"call_{uuid.uuid4().hex[:24]}"
 
 
 class _Calls:
@@ -201,6 +238,8 @@ class JsonCalls(_Calls):
 
     def _take(self, parts: list[Part]) -> bool:
         if self._is_text:
+            if self.num_calls and not self._held.strip():  # white space behind the last call is not told
+                return False
             _say(parts, self._held)
             self._held = ""
             return False
@@ -212,7 +251,7 @@ class JsonCalls(_Calls):
             if call.begun:
                 self.num_calls += 1
             else:
-                self._held = call.raw + self._held
+                self._held = self._opening + call.raw + self._held
             self._is_text, self._call = True, None
         elif call.done:
             self.num_calls += 1
@@ -233,6 +272,34 @@ class JsonCalls(_Calls):
             self._held, self._call = rest, _Call(self.num_calls, self._names)
         else:
             self._is_text = True
+        return True
+
+
+class MistralCalls(JsonCalls):
+    """An answer that is a list of calls, as long as they name tools; any other is text. The tag before it is a special
+    token, which may have been left out."""
+
+    def _begin(self) -> bool:
+        rest = self._held.lstrip()
+        if self.num_calls:
+            rest = rest.removeprefix(",").lstrip()
+            self._opening = ""
+            if not rest:
+                return False
+            self._is_text = not rest.startswith("{")
+            self._held = rest.removeprefix("]") if self._is_text else rest
+        else:
+            if len(rest) < len(_TOOL_CALLS) and _TOOL_CALLS.startswith(rest):
+                return False
+            inside = rest.removeprefix(_TOOL_CALLS).lstrip()
+            if inside == "" or inside.rstrip() == "[":
+                return False
+            inside = inside[1:].lstrip() if inside.startswith("[") else ""
+            self._is_text = not inside.startswith("{")
+            if not self._is_text:
+                self._opening, self._held = self._held[: len(self._held) - len(inside)], inside
+        if not self._is_text:
+            self._call = _Call(self.num_calls, self._names)
         return True
 
 

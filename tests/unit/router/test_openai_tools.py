@@ -18,6 +18,9 @@ HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 STRICT = [WEATHER | {"function": WEATHER["function"] | {"strict": True}}]
+DEEP: dict[str, Any] = {}
+for _ in range(70):
+    DEEP = {"items": DEEP}
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 # As Qwen's: tools first, calls between tags, a tool's word in a user's turn.
 HERMES = ChatTemplate(
@@ -86,6 +89,11 @@ async def test_the_model_sees_tools_calls_and_what_came_of_them() -> None:
     assert broken.endswith('weather("{")'), "a model's own words, which it is to see again"
 
 
+def allowed(mode: str) -> dict[str, Any]:
+    named = {"type": "function", "function": {"name": "now"}}
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+
+
 @pytest.mark.parametrize(
     ("options", "good", "bad"),
     [
@@ -98,13 +106,26 @@ async def test_the_model_sees_tools_calls_and_what_came_of_them() -> None:
             ["Hello {", f"Well,\n{CITY}", f"{CITY} and\n{CITY} <"],
             ["<tool_call>no", f"{CITY}<tool_call>{{"],
         ),
-        ({"tools": STRICT, "parallel_tool_calls": False}, ["Hello", f"Well,\n{CITY}"], ["<tool_call>\n{}"]),
+        (
+            {"tools": STRICT, "parallel_tool_calls": False},
+            ["Hello", f"Well,\n{CITY}", f"{CITY} and <tool"],
+            ["<tool_call>\n{}", f"{CITY}\n{CITY}"],
+        ),
+        (
+            {"parallel_tool_calls": False},
+            ["Hello", f"Well,\n{CITY}", CITY.replace('"city"', '"town"')],
+            [f"{CITY}\n{CITY}", CITY.replace("weather", "then")],
+        ),
+        ({"tool_choice": allowed("auto")}, ["Hello", f"{NO_CITY}\n{NO_CITY}"], [CITY]),
+        ({"tool_choice": allowed("required")}, [NO_CITY], ["Hello", CITY]),
     ],
 )
 async def test_a_choice_of_tools_binds_the_answer(options: dict[str, Any], good: list[str], bad: list[str]) -> None:
     async with talking(saying(CITY), card=ROOMY, **TOOLED) as (client, generate):
         [choice] = (await ask(client, **({"tools": [WEATHER, NOW]} | options))).choices
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    is_named = isinstance(options.get("tool_choice"), dict) and options["tool_choice"]["type"] == "function"
+    assert (choice.finish_reason, choice.message.content) == ("stop" if is_named else "tool_calls", None)
+    assert [one.function.name for one in choice.message.tool_calls] == ["weather"]
     [job] = generate.jobs
     assert [text for text in good if not fits(job.sampling.grammar, text)] == []
     assert [text for text in bad if fits(job.sampling.grammar, text)] == []
@@ -158,6 +179,9 @@ def schema(content: Any, **changes: Any) -> dict[str, Any]:
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "leave one of them out"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-around"),
         ({"structured_outputs": {}}, "structured_outputs", "give exactly one"),
+        ({"guided_json": SCHEMA}, "guided_json", 'structured_outputs\' now: {"json": ...}'),
+        ({"response_format": schema(DEEP)}, "response_format.json_schema.schema", "nested too deeply.*at most 64"),
+        ({"tools": [WEATHER], "tool_choice": allowed("auto")}, "tool_choice", "are weather"),
         ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs", "unknown name"),
         ({"structured_outputs": {"regex": "a"}, "tools": [NOW]}, "structured_outputs", "exclude each other"),
         ({"tools": [NOW, NOW]}, "tools", "two functions of one name"),

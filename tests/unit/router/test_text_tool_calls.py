@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from router.text.tool_calls import CallDelta, Function, Part, ToolFormat, calls_grammar, format_of, reader_of
+from router.text.tool_calls import (
+    CallDelta,
+    Function,
+    Part,
+    ToolFormat,
+    calls_grammar,
+    format_of,
+    new_call_id,
+    reader_of,
+)
 
 NAMES = ["get_weather", "now"]
 PARIS, NOW = '{"city": "Pa\\"r}is", "days": [1, {"a": 2}]}', "{}"
-HERMES, LLAMA = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON
+HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL
 
 
 def read(form: ToolFormat, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
@@ -61,6 +71,20 @@ ANSWERS: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (LLAMA, '{"answer": 1} of 2', '{"answer": 1} of 2', []),
     (LLAMA, " \n", " \n", []),
     (LLAMA, "<|py is text", "<|py is text", []),
+    (MISTRAL, f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}]', "", [WEATHER]),
+    (
+        MISTRAL,
+        f' [{{"name": "now", "arguments": {{}}}}, {{"name": "get_weather", "arguments": {PARIS}}} ] ',
+        "",
+        [("now", NOW), WEATHER],
+    ),
+    (MISTRAL, '[TOOL_CALLS] [ {"name": "now"}]', "", [("now", "{}")]),
+    (MISTRAL, '[ {"name": "Ann", "age": 7}]', '[ {"name": "Ann", "age": 7}]', []),
+    (MISTRAL, "[TOOL_CALLS]no list", "[TOOL_CALLS]no list", []),
+    (MISTRAL, "[1, 2]", "[1, 2]", []),
+    (MISTRAL, "[TOOL is text", "[TOOL is text", []),
+    (MISTRAL, 'Look: [{"name": "now"}]', 'Look: [{"name": "now"}]', []),
+    (MISTRAL, '[{"nam', '[{"nam', []),
 ]
 
 
@@ -99,6 +123,10 @@ def test_arguments_are_told_while_they_come() -> None:
         ("{{ '<tool_call>\\n' }}", HERMES),
         ('Respond in the format {"name": function name, "parameters": dictionary}.', LLAMA),
         ("{{ '<|python_tag|>' }}", LLAMA),
+        ("{{ '[TOOL_CALLS] [' }}", MISTRAL),
+        ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", None),
+        ("{{ '<tool_call>\\n<function=' + name }}", None),
+        ("{{ '<tool_call>' + name + '\\n<arg_key>' }}", None),
         ("{{ messages }}", None),
     ],
 )
@@ -118,6 +146,10 @@ def test_grammars_of_calls_compile(form: ToolFormat, parallel: bool) -> None:
     for options in ({}, {"instead": '%json {"type": "object"}'}, {"free": True}):
         grammar = calls_grammar(form, functions, parallel=parallel, **options)
         assert LLMatcher.validate_grammar(grammar) == ""
+
+
+def test_mistrals_templates_take_their_calls_back() -> None:
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", new_call_id(MISTRAL)) for _ in range(9))
 
 
 @pytest.mark.parametrize(
