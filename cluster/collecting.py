@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 YOUNG = 2_000
 """Objects that are looked at together. More of them cost as much in the end, and a longer pause each time."""
+BULK = 50_000
 
 
 def collect_rarely() -> None:
@@ -17,3 +20,16 @@ def collect_rarely() -> None:
     gc.set_threshold(YOUNG, 10, 10)
     # The loop keeps a list of all asynchronous generators that run, for its end: a request has ten, and ends each.
     sys.set_asyncgen_hooks(firstiter=None)
+
+
+@contextmanager
+def collecting_in_bulk() -> Iterator[None]:
+    """For a long computation that nobody waits for step by step: young objects are looked at so many together that most
+    are gone by then. `gc.freeze()` within it, once what stays to the end is there."""
+    before = gc.get_threshold()
+    gc.set_threshold(BULK, 10, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

@@ -138,8 +138,9 @@ class Supervisor:
 
     async def _live(self, plan: WorkerPlan, incarnation: int) -> BatonError | None:
         """One incarnation, from its launch to its end; what it ended with, None if it was told to leave."""
-        living = asyncio.create_task(self._follow(plan, incarnation))
-        beating = asyncio.create_task(self._beat(plan.worker_id))
+        serves = asyncio.Event()
+        living = asyncio.create_task(self._follow(plan, incarnation, serves))
+        beating = asyncio.create_task(self._beat(plan.worker_id, serves))
         try:
             await asyncio.wait([living, beating], return_when=asyncio.FIRST_COMPLETED)
             return (living if living.done() else beating).result()
@@ -148,12 +149,14 @@ class Supervisor:
                 task.cancel()
             await asyncio.wait([living, beating])
 
-    async def _follow(self, plan: WorkerPlan, incarnation: int) -> BatonError | None:
+    async def _follow(self, plan: WorkerPlan, incarnation: int, serves: asyncio.Event) -> BatonError | None:
         """Notes what the worker tells; what it ended with, None if it served and then ended in order."""
         try:
             async with aclosing(self._launcher.launch(plan, incarnation)) as events:
                 async for event in events:
                     await self._note(plan.worker_id, event)
+                    if isinstance(event, Serving):
+                        serves.set()
         except BatonError as error:
             return error
         except Exception as error:  # one worker's trouble must not end the others
@@ -163,14 +166,13 @@ class Supervisor:
         served = self._views[plan.worker_id].life.state is LifeState.SERVING
         return None if served else WorkerLost("it ended by itself")
 
-    async def _beat(self, worker_id: str) -> BatonError:
+    async def _beat(self, worker_id: str, serves: asyncio.Event) -> BatonError:
         """Health means progress: a process that is there and gets nowhere is dead. Begins when the worker serves."""
         misses = 0
+        await serves.wait()
         while True:
             info = self._views[worker_id].info
-            if info is None:
-                await self._turn.wait()
-                continue
+            assert info is not None, f"{worker_id} serves and nobody knows where"
             await self._sleep(self._config.health_period_s)
             try:
                 await self._check_health(info.address)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
+from protos.chain import Chain
 from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, KVEvents, Tier
 
 
@@ -60,7 +61,7 @@ class EventLog:
         first_kept = end - len(self._ring)
         if incarnation != self.incarnation or not first_kept <= next_seq <= end:
             return None
-        events = tuple(islice(self._ring, next_seq - first_kept, None))
+        events = tuple(islice(reversed(self._ring), end - next_seq))[::-1]
         return KVEvents(incarnation=self.incarnation, first_seq=next_seq, events=events)
 
     def snapshot(self, blocks: Iterable[BlockStored]) -> KVEvents:
@@ -70,7 +71,7 @@ class EventLog:
     def _close(self) -> None:
         if not self._hashes:
             return
-        hashes = tuple(self._hashes)
+        hashes = Chain.of(self._hashes)  # packed: thousands of events are kept
         self._append(
             BlockStored(hashes=hashes, parent=self._parent, tier=self._tier)
             if self._kind is BlockStored

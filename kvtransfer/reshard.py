@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvtransfer.transport import Chunk
 from protos.errors import IncompatibleWorkers
@@ -148,7 +149,7 @@ def cut_out(layout: KVLayout, rank: int, ticket: Ticket, chunk: Chunk, block_ids
         unit=unit,
         units=range(first, first + count),
         layers=chunk.layers(layout.num_layers),
-        pieces=_local(layout, rank, outgoing(layout, ticket.layout, rank)),
+        pieces=_pieces_out(layout, ticket.layout, rank),
     )
 
 
@@ -161,7 +162,7 @@ def cut_in(layout: KVLayout, rank: int, source: KVLayout, chunk: Chunk, block_id
         unit=unit,
         units=range(chunk.num_blocks * per_block),
         layers=chunk.layers(layout.num_layers),
-        pieces=_local(layout, rank, incoming(source, layout, rank)),
+        pieces=_pieces_in(source, layout, rank),
     )
 
 
@@ -176,6 +177,17 @@ def _unit(layout: KVLayout, other: KVLayout) -> tuple[int, int]:
     """Positions of a unit, and units of a block of `layout`."""
     unit = min(layout.block_size, other.block_size)
     return unit, layout.block_size // unit
+
+
+@lru_cache(maxsize=1024)
+def _pieces_out(source: KVLayout, destination: KVLayout, rank: int) -> tuple[range, ...]:
+    """Of every chunk alike."""
+    return _local(source, rank, outgoing(source, destination, rank))
+
+
+@lru_cache(maxsize=1024)
+def _pieces_in(source: KVLayout, destination: KVLayout, rank: int) -> tuple[range, ...]:
+    return _local(destination, rank, incoming(source, destination, rank))
 
 
 def _local(layout: KVLayout, rank: int, slices: Sequence[Slice]) -> tuple[range, ...]:

@@ -39,7 +39,7 @@ from protos.values import (
     WorkerInfo,
     WorkerStats,
 )
-from protos.wire import from_proto, raised, to_proto
+from protos.wire import from_proto, raised, to_proto, to_submit
 from router.generation import Tap
 from router.shortcut import Board, Shortcut
 
@@ -306,9 +306,7 @@ class WorkerClient:
             updates.fail(WorkerLost(self._lost.message))
             return updates
         self._open[request.request_id] = self._numbered[updates.number] = updates
-        message = worker_pb2.ToWorker(submit=to_proto(request))
-        message.submit.number = updates.number
-        self._outbox.put_nowait(message)
+        self._outbox.put_nowait(to_submit(request, updates.number))
         return updates
 
     def release(self, request_id: str) -> None:

@@ -24,11 +24,15 @@ class Prompts:
     def __init__(self, *, seed: int, vocab_size: int | None) -> None:
         size = vocab_size or MIN_VOCAB
         self._low, self._high = size // 10, size - size // 10
+        self._ids = np.arange(self._low, self._high).astype(object)  # prompts share these numbers, not copies of them
         self._seed = seed
         self._stream = lru_cache(maxsize=4096)(self._draw)  # a trace's shared blocks come again and again
 
     def ids(self, spans: Sequence[Span]) -> list[int]:
-        return [token for span in spans for token in self._stream(span.key, _room(span.num_tokens))[: span.num_tokens]]
+        found: list[int] = []
+        for span in spans:
+            found += self._stream(span.key, _room(span.num_tokens))[: span.num_tokens]
+        return found
 
     def text(self, spans: Sequence[Span]) -> str:
         """A common word a token, which is about a token a word."""
@@ -38,7 +42,7 @@ class Prompts:
         # Philox's stream is part of numpy's promise of stability, unlike that of default_rng.
         bits = np.random.Philox(np.random.SeedSequence((self._seed, *key)))
         raw = bits.random_raw(num_tokens)
-        found: list[int] = (self._low + raw % np.uint64(self._high - self._low)).tolist()
+        found: list[int] = self._ids[raw % np.uint64(self._high - self._low)].tolist()
         return found
 
 

@@ -7,9 +7,11 @@ comes back; in between only its new positions are added, unless the device is `t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from struct import pack
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ _NOTHING = RowOutput()
 class Payload:
     """A copy of some blocks on its way; `nbytes` is what real ones would weigh."""
 
-    content: Any  # int64 [units, positions of a unit]
+    content: Any  # int32 [units, positions of a unit]
     nbytes: int
 
 
@@ -97,8 +99,8 @@ class Device:
         self._num_launched = 0
         self._free_s = 0.0
         self._output = StepOutput(rows=())
-        self._content = np.zeros((num_blocks, layout.block_size), dtype=np.int64)
-        self._sums = [0] * num_blocks
+        self._content = np.zeros((num_blocks, layout.block_size), dtype=np.int32)  # modulo `MODULUS`, as tokens are
+        self._sums = array("q", bytes(8 * num_blocks))  # over a block's positions
         self._steps_s: list[float] = []  # foreseen
         self._frees_s: list[float] = []
         self._totals: dict[str, tuple[int, int]] = {}  # request -> (positions, their sum) of the last batch
@@ -179,7 +181,7 @@ class Device:
         seed, stride = (params.seed * 31, 17) if params.temperature > 0 else (0, 0)
         values, tokens = [], [token_id]
         for _ in range(num_steps):
-            value = (position + 1) * ((token_id + 1) * 7919 + position)
+            value = (position + 1) * ((token_id + 1) * 7919 + position) % MODULUS
             position, index, total = position + 1, index + 1, total + value
             token_id = (WEIGHT * STRIDE + total + seed + index * stride) % MODULUS % size
             values.append(value)
@@ -228,8 +230,10 @@ class Device:
         """A copy of whole blocks, whatever part of them is asked for: positions have no layers and no heads here."""
         content = self._content[list(cut.block_ids)].reshape(-1, cut.unit)
         share = len(cut.layers) / self._layout.num_layers * cut.unit / self._layout.block_size
+        if cut.units != range(len(content)):
+            content = content[np.minimum(cut.units, len(content) - 1)]
         return Payload(
-            content=content[np.minimum(cut.units, len(content) - 1)],
+            content=content,
             nbytes=int(len(cut.units) * share * self._layout.block_bytes),
         )
 
@@ -242,9 +246,9 @@ class Device:
 
     def put(self, block_ids: Sequence[int], content: Any) -> None:
         """Overwrites whole blocks."""
-        ids = list(block_ids)
-        self._content[ids] = content
-        for block_id, total in zip(ids, self._content[ids].sum(axis=1).tolist(), strict=True):
+        ids, rows = list(block_ids), np.asarray(content)
+        self._content[ids] = rows
+        for block_id, total in zip(ids, rows.sum(axis=1).tolist(), strict=True):
             self._sums[block_id] = total
 
     def wait_until(self, when_s: float) -> None:
@@ -256,7 +260,7 @@ class Device:
         size, start = self._block_size, row.start
         if len(token_ids) == 1:
             block_id, offset = row.block_ids[start // size], start % size
-            value = (start + 1) * ((token_ids[0] + 1) * 7919 + start)
+            value = (start + 1) * ((token_ids[0] + 1) * 7919 + start) % MODULUS
             if offset == 0:
                 self._content[block_id] = 0
                 self._sums[block_id] = value
@@ -264,9 +268,15 @@ class Device:
                 self._sums[block_id] += value - int(self._content[block_id, offset])
             self._content[block_id, offset] = value
             return value
-        values = weighed(token_ids, start)
-        first, stop = start // size, start + len(token_ids)
-        for index in range(first, -(-stop // size)):
+        values = weighed(token_ids, start) % MODULUS
+        stop = start + len(token_ids)
+        first_full, stop_full = -(-start // size), stop // size
+        if first_full < stop_full:
+            whole = values[first_full * size - start : stop_full * size - start]
+            self.put(row.block_ids[first_full:stop_full], whole.reshape(-1, size))
+        for index in sorted({start // size, (stop - 1) // size}):
+            if first_full <= index < stop_full:
+                continue
             low, high = max(start, index * size), min(stop, (index + 1) * size)
             block_id = row.block_ids[index]
             if low == index * size:
@@ -299,5 +309,7 @@ def _moved(row: Row, num_steps: int, token_ids: tuple[int, ...]) -> Row:
 
 def weighed(token_ids: Sequence[int], start: int) -> Any:
     """What `workers.toy` adds up for these tokens at positions from `start` on: (i + 1) * kv[i], int64."""
-    positions = np.arange(start, start + len(token_ids), dtype=np.int64)
-    return (positions + 1) * ((np.array(token_ids, dtype=np.int64) + 1) * 7919 + positions)
+    num = len(token_ids)
+    positions = np.arange(start, start + num, dtype=np.int64)
+    ids = np.frombuffer(pack(f"{num}q", *token_ids), dtype=np.int64)  # several times as fast as np.array
+    return (positions + 1) * ((ids + 1) * 7919 + positions)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.bench.report import Record, Spread
+from cluster.collecting import collecting_in_bulk
 from cluster.simulate.chronicle import Chronicle
 from cluster.simulate.client import Clients, Transfers
 from cluster.simulate.clock import VirtualLoop, run_virtually
@@ -57,6 +59,7 @@ def simulate(
         clients = Clients(deployment, chronicle, seed=config.seed)
         invariants = Invariants(deployment, clients)
         await deployment.start()
+        gc.freeze()
         start_s = loop.time()
         loop.after = invariants.after_event
         timeline = Timeline(deployment, period_s=max(session.due_s for session in sessions) / NUM_SAMPLES + 0.1)
@@ -86,4 +89,5 @@ def simulate(
             transfers=clients.transfers,
         )
 
-    return run_virtually(main(), loop=loop)
+    with collecting_in_bulk():
+        return run_virtually(main(), loop=loop)

@@ -36,11 +36,12 @@ LEAST_CALM = 3
 class EngineTurns:
     """`workers.rpc.loop.Turns`. `publish` is called with each step's message when the step is over.
 
-    `receive` lands the KV that has come: may a request begin, or end, by it? Frozen, it takes no turn and no call. The
-    engine's clock is `skew_s` ahead. `quiet_until` says until when, by the engine's clock, its role certainly does
-    nothing unless something comes from outside; without it there are no leaps. `gaps` hears of all tokens that are told
-    of, and when the steps that made them were over. `num_turns` grows with whatever changes the engine. One that leaps
-    and `withholds` tells of an answer's first tokens, and of the others with its end: nobody decides by them.
+    `move` lands the KV that has come and sends what can be sent: may a request begin, or end, by it? Frozen, it takes
+    no turn and no call. The engine's clock is `skew_s` ahead. `quiet_until` says until when, by the engine's clock, its
+    role certainly does nothing unless something comes from outside; without it there are no leaps. `gaps` hears of all
+    tokens that are told of, and when the steps that made them were over. `num_turns` grows with whatever changes the
+    engine. One that leaps and `withholds` tells of an answer's first tokens, and of the others with its end: nobody
+    decides by them.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class EngineTurns:
         device: Device,
         *,
         publish: Callable[[StepMessage], None],
-        receive: Callable[[float], bool],
+        move: Callable[[float], bool],
         stall_s: float = 60.0,
         skew_s: float = 0.0,
         quiet_until: Callable[[], float] | None = None,
@@ -59,7 +60,8 @@ class EngineTurns:
         self._engine = engine
         self._device = device
         self._publish = publish
-        self._receive = receive
+        self._move = move
+        self._turning = False
         self.skew_s = skew_s
         self._quiet_until = quiet_until
         self._loop = asyncio.get_running_loop()
@@ -112,13 +114,20 @@ class EngineTurns:
         self._num_calm = 0
 
     def attend(self) -> None:
-        """KV has come or has left. What comes during a leap is landed, and ends it only if a request may begin, or end,
-        by it: of the rest no gateway is told."""
-        if self._stopped or self._frozen:
+        """KV has come or has left. During a step it waits for the next turn. Otherwise it is moved on at once: there is
+        a turn, or a leap ends, only if a request may begin, or end, by it: of the rest no gateway is told."""
+        if self._stopped or self._frozen or self._busy:
+            return
+        if self._turning:
+            self._loop.call_soon(self.attend)
             return
         self.num_turns += 1
-        if not self._ahead_s or self._receive(self._loop.time() + self.skew_s):
+        now = self._loop.time()
+        if self._move(now + self.skew_s):
             self._rouse()
+        elif not self._ahead_s and (self._timer is None or self._timer.when() > now):
+            self._disarm()
+            self._rest()
 
     def _rouse(self) -> None:
         self.settle()
@@ -184,6 +193,13 @@ class EngineTurns:
 
     def _turn(self) -> None:
         self.num_turns += 1
+        self._turning = True
+        try:
+            self._take_turn()
+        finally:
+            self._turning = False
+
+    def _take_turn(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
         if not self._engine.has_work():
@@ -200,6 +216,10 @@ class EngineTurns:
             return
         self._progress.turned(self._engine, stepped=False, now=self._loop.time())
         self._tell()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Nothing can be computed: looks again when the role may have something to do, in whole ticks from now."""
         quiet_s = self._quiet_until() - self._loop.time() - self.skew_s if self._quiet_until is not None else 0.0
         num_ticks = max(1, math.ceil(quiet_s / IDLE_TICK_S)) if math.isfinite(quiet_s) else 1
         self._arm(self._loop.time() + num_ticks * IDLE_TICK_S)

@@ -100,7 +100,7 @@ class SimulatedWorker:
             self.engine,
             self.device,
             publish=self.servicer.publish,
-            receive=self._receive,
+            move=self._move,
             stall_s=spec.stall_s,
             skew_s=skew_s,
             quiet_until=self._quiet_until if spec.leaping else None,
@@ -234,18 +234,22 @@ class SimulatedWorker:
     def _quiet_until(self) -> float:
         """Tickets whose KV has not come are left alone until their leases end; whatever moves wants every turn. So does
         what follows from a ticket's end: whoever waited for it is told in the turn after."""
-        if self._mover.busy() or self.role.outgoing.busy():
+        if self.role.outgoing.busy() or self._mover.busy():
             return -math.inf
         tickets = (len(self.role.ledger), self.role.ledger.next_deadline_s())
         if tickets != self._tickets:
             self._tickets, self._tickets_turn = tickets, self.turns.num_turns
         return -math.inf if self._tickets_turn == self.turns.num_turns else tickets[1]
 
-    def _receive(self, now: float) -> bool:
+    def _move(self, now: float) -> bool:
+        """Lands what has come, and offers what there is room for again. May a request begin, or end, by it?"""
         incoming = self.role.incoming
         before = incoming.num_settled
         incoming.receive(now)
-        return incoming.num_settled != before
+        settled = incoming.num_settled != before
+        if not self._mover.sending():
+            return settled
+        return self.role.outgoing.send(now) or settled
 
     def _ring(self) -> None:
         self.turns.attend()

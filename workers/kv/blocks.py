@@ -15,9 +15,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, Tier, TierStats
 from workers.kv.host import HostPool, leaving
+
+
+@lru_cache(maxsize=8)
+def _ids(num_blocks: int) -> tuple[int, ...]:
+    """The last first. A simulated cluster has a thousand pools of a size: they share the numbers."""
+    return tuple(range(num_blocks - 1, -1, -1))
 
 
 def _unheard(event: KVEvent) -> None:
@@ -46,7 +53,7 @@ class BlockPool:
         self._num_hit_tokens = 0
         self._record = record
         self._refs = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = list(_ids(num_blocks))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._by_hash: dict[BlockHash, int] = {}
         self._sealed: dict[int, tuple[BlockHash, BlockHash]] = {}  # block -> (its hash, its parent's)

@@ -218,6 +218,8 @@ class Mover:
         self._dock = dock
         self._tell = tell
         self._coming: list[Arrived] = []  # at rank 0, and not everywhere yet
+        self._loads: list[LaneLoad] = []
+        self._merged: tuple[LaneLoad, ...] = ()  # of those
         self._sources: dict[Chunk, str] = {}  # of what was told of, and not landed or dropped yet
 
     @property
@@ -327,6 +329,10 @@ class Mover:
         self._tell("forget", peer, kept)
         self._dock.forget(peer, kept)
 
+    def sending(self) -> bool:
+        """Is anything on its way from rank 0, or has left and was not polled?"""
+        return self._dock.sender is not None and self._dock.sender.busy()
+
     def busy(self) -> bool:
         """Is anything on its way at rank 0, or does a lane idle for too long?"""
         on_its_way = any(end.busy() for end in (self._dock.sender, self._dock.receiver) if end is not None)
@@ -338,7 +344,10 @@ class Mover:
     def lane_loads(self) -> tuple[LaneLoad, ...]:
         """How rank 0's lanes fare, by transport."""
         ends = (self._dock.sender, self._dock.receiver)
-        return merged(load for end in ends if end is not None for load in end.loads())
+        loads = [load for end in ends if end is not None for load in end.loads()]
+        if loads != self._loads:  # they seldom change, and every message of a worker tells of them
+            self._loads, self._merged = loads, merged(loads)
+        return self._merged
 
     def _part_to(self, peer: str) -> None:
         self._tell("part_to", peer)

@@ -104,6 +104,7 @@ class Outgoing:
         self._group_bytes = group_bytes
         self._pushes: dict[str, Push] = {}  # by ticket
         self._leaving: dict[str, Push] = {}  # all offered, not all sent
+        self._moved: list[str] = []
         self._released: list[str] = []
         self._failed: dict[str, BatonError] = {}
         self._stayed: dict[str, BatonError] = {}
@@ -216,8 +217,10 @@ class Outgoing:
         self._stop(push)
         return True
 
-    def tick(self, now: float) -> Tick:
-        """Pushes what can be pushed. The engine's blocks are read here, and where `launching` arms a step for it."""
+    def send(self, now: float) -> bool:
+        """Pushes what can be pushed. Did a push end, or fail, so that a tick has something to tell or blocks are free?
+        The engine's blocks are read here, and where `launching` arms a step for it."""
+        num_pushes = len(self._pushes)
         for push in (*self._pushes.values(), *self._leaving.values()):
             if push.complete and push.completed_s is None:
                 push.completed_s = now
@@ -226,19 +229,24 @@ class Outgoing:
                 self._sent(event, now)
             else:
                 self._lost(event)
-        moved: list[str] = []
         for push in tuple(self._pushes.values()):
             if push.session.expired(now):
                 self._fail(push, f"the lease of {push.session.ticket.lease_s:g} s is over and nothing has moved")
             else:
-                self._advance(push, now, moved)
+                self._advance(push, now)
+        return len(self._pushes) < num_pushes or bool(self._moved)
+
+    def tick(self, now: float) -> Tick:
+        """Sends, and tells what has come of it."""
+        self.send(now)
         self._mover.destinations.tend(now, self._live_destinations)
         tick = Tick(
             released=tuple(self._released),
             failed=tuple(self._failed.items()),
-            moved=tuple(moved),
+            moved=tuple(self._moved),
             stayed=tuple(self._stayed.items()),
         )
+        self._moved.clear()
         self._released.clear()
         self._failed.clear()
         self._stayed.clear()
@@ -260,7 +268,7 @@ class Outgoing:
                     num_left -= chunk.num_bytes(ticket.layout) / self._chunk_bytes
 
     def busy(self) -> bool:
-        return bool(self._pushes or self._released or self._failed or self._stayed)
+        return bool(self._pushes or self._moved or self._released or self._failed or self._stayed)
 
     def load(self, load: WorkerLoad) -> WorkerLoad:
         return replace(
@@ -284,7 +292,7 @@ class Outgoing:
     def _live_destinations(self) -> set[str]:
         return {peer_name(push.session.ticket.destination) for push in self._pushes.values()}
 
-    def _advance(self, push: Push, now: float, moved: list[str]) -> None:
+    def _advance(self, push: Push, now: float) -> None:
         session, source = push.session, push.source
         if isinstance(source, Shared):
             push.complete = source.complete
@@ -295,7 +303,7 @@ class Outgoing:
         if push.moves and not push.complete and push.caught_up():
             push.complete = True
             session.settle(source.num_computed)
-            moved.append(push.request_id)
+            self._moved.append(push.request_id)
             self._num_moved += 1
             self._offer(push, now)
         if push.complete and session.all_offered:
