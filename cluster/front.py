@@ -188,10 +188,12 @@ class Front:
         siblings = self._siblings
         if siblings.folder is None:
             return None
+        fleet = self.fleet
         shared = SharedLoad(
-            folder=siblings.folder, number=siblings.number, count=siblings.count, take=self.fleet.given_elsewhere
-        )
-        self.fleet.tell_siblings = shared.tell
+            folder=siblings.folder, number=siblings.number, count=siblings.count,
+            take=fleet.given_elsewhere, blame=fleet.blame_elsewhere,
+        )  # fmt: skip
+        fleet.tell_siblings, fleet.tell_failure = shared.tell, shared.tell_failure
         return shared
 
     async def _listen_to_siblings(self) -> None:

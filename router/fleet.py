@@ -79,6 +79,7 @@ class Fleet:
         self.host_totals = HostTotals()
         self.num_faults = 0
         self.tell_siblings: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work given to it
+        self.tell_failure: Callable[[str], None] | None = None  # of a worker, to the siblings
         self._num_elsewhere = 0
         self.num_turned_away = 0  # jobs that wait because no worker had room for them, though it seemed so
 
@@ -228,13 +229,20 @@ class Fleet:
             ) from error
 
     def blame(self, worker_ids: Iterable[str]) -> None:
-        """A request failed on these workers, for a reason that may be theirs."""
-        now = asyncio.get_running_loop().time()
-        for member in (self._members[worker_id] for worker_id in worker_ids if worker_id in self._members):
-            self._offers.doubt(member)
-            if member.breaker.failed(now) and member.role is not None:
-                log.warning("worker %s keeps failing what it is given: it has a pause", member.worker_id)
-                self.totals[member.role].num_pauses += 1
+        """A request failed on these workers, for a reason that may be theirs. The siblings hear of it."""
+        for worker_id in worker_ids:
+            self.blame_elsewhere(worker_id)
+            if self.tell_failure is not None:
+                self.tell_failure(worker_id)
+
+    def blame_elsewhere(self, worker_id: str) -> None:
+        """A sibling's request failed there."""
+        if (member := self._members.get(worker_id)) is None:
+            return
+        self._offers.doubt(member)
+        if member.breaker.failed(asyncio.get_running_loop().time()) and member.role is not None:
+            log.warning("worker %s keeps failing what it is given: it has a pause", member.worker_id)
+            self.totals[member.role].num_pauses += 1
 
     def count_read(self, reader: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A prompt has been read: so much of it came from the reader's cache."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from router.breaker import MAX_FAILURES
 from router.fleet import Fleet
 from router.prefix.index import NO_MATCH
 from router.shared_load import SharedLoad
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("s")
 
 
-async def test_what_one_process_gives_to_a_worker_counts_for_the_others_until_the_worker_says_so(
+async def test_what_one_process_gives_to_a_worker_and_what_fails_there_counts_for_the_others(
     make: Callable[..., Cluster], folder: Path
 ) -> None:
     here, there = make(), make()
@@ -33,12 +34,15 @@ async def test_what_one_process_gives_to_a_worker_counts_for_the_others_until_th
         there.fleet.join(worker.address, worker_id=worker.worker_id)
     await there.until(lambda: len(queued(there.fleet)) == 2)
     ends = [
-        SharedLoad(folder=folder, number=number, count=2, take=cluster.fleet.given_elsewhere)
+        SharedLoad(
+            folder=folder, number=number, count=2,
+            take=cluster.fleet.given_elsewhere, blame=cluster.fleet.blame_elsewhere,
+        )
         for number, cluster in enumerate((here, there))
-    ]
+    ]  # fmt: skip
     for end, cluster in zip(ends, (here, there), strict=True):
         await end.start()
-        cluster.fleet.tell_siblings = end.tell
+        cluster.fleet.tell_siblings, cluster.fleet.tell_failure = end.tell, end.tell_failure
     heard = asyncio.Event()
     take = there.fleet.given_elsewhere
     ends[1]._take = lambda *told: (take(*told), heard.set())  # type: ignore[func-returns-value]
@@ -51,6 +55,17 @@ async def test_what_one_process_gives_to_a_worker_counts_for_the_others_until_th
     here["c0"].go()
     await asking
     await there.until(lambda: queued(there.fleet)["c0"] == 0)
+
+    blamed = asyncio.Event()
+    blame = there.fleet.blame_elsewhere
+    ends[1]._blame = lambda worker_id: (blame(worker_id), blamed.set())  # type: ignore[func-returns-value]
+    for _ in range(MAX_FAILURES - 1):
+        there.fleet.blame_elsewhere("c1")
+    assert queued(there.fleet) == {"c0": 0, "c1": 0}
+    here.fleet.blame(["c1"])
+    await asyncio.wait_for(blamed.wait(), 10)
+    assert queued(there.fleet) == {"c0": 0}, "the last of five failures in a row was a sibling's"
+    assert queued(here.fleet) == {"c0": 0, "c1": 0}
     for end in ends:
         await end.close()
 
