@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
-from protos.errors import InvalidRequest, Misconfigured
+from protos.errors import InvalidRequest, Misconfigured, RequestTimeout
 from protos.status import abort_with
 from protos.tls import FaceTls, listen
 from protos.values import Logprobs, TokenLogprob
@@ -49,7 +49,7 @@ class GrpcFace:
         self._address = f"{host}:{port}"
         self._credentials = tls.server_credentials() if tls is not None else None
         limits = [("grpc.max_receive_message_length", gateway.max_body_bytes), ("grpc.so_reuseport", int(is_shared))]
-        self._server = grpc.aio.server(options=limits)
+        self._server = grpc.aio.server(options=limits, interceptors=[_InTime(gateway.body_timeout_s)])
         pb_grpc.add_InferenceServicer_to_server(_Inference(gateway), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(_Health(gateway, health_period_s), self._server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -69,6 +69,50 @@ class GrpcFace:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Takes no new calls and cuts off those that still run after `grace_s`."""
         await self._server.stop(grace_s)
+
+
+class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic when it runs
+    """Ends calls whose request does not come. Methods of one request are served as streams of requests, which are the
+    same on the wire: of these the first is waited for here, and not in gRPC, which waits for ever."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming:
+            return handler
+        codec = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.response_streaming:
+            answers = handler.unary_stream
+
+            async def stream(requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any, None]:
+                async with aclosing(answers(await self._first(requests, context), context)) as told:
+                    async for answer in told:
+                        yield answer
+
+            return grpc.stream_stream_rpc_method_handler(stream, **codec)
+        answer = handler.unary_unary
+
+        async def whole(requests: AsyncIterator[Any], context: Context) -> Any:
+            return await answer(await self._first(requests, context), context)
+
+        return grpc.stream_unary_rpc_method_handler(whole, **codec)
+
+    async def _first(self, requests: AsyncIterator[Any], context: Context) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for request in requests:
+                    return request
+            raise InvalidRequest("the call has no request: send one message")
+        except TimeoutError:
+            told = f"the request did not come within {self._timeout_s:g} s: send it with the call"
+            await abort_with(context, RequestTimeout(told))
+        except InvalidRequest as error:
+            await abort_with(context, error)
 
 
 class _Inference(pb_grpc.InferenceServicer):

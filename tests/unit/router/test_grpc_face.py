@@ -14,7 +14,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
-from protos.errors import BatonError, ContextLengthExceeded, InvalidRequest, Misconfigured, NoWorkers, UnknownModel
+from protos.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    Misconfigured,
+    NoWorkers,
+    RequestTimeout,
+    UnknownModel,
+)
 from protos.status import CODE_KEY, error_of
 from router.generation import Job, TokenDelta
 from router.grpc_face import SERVICE, GrpcFace
@@ -96,6 +104,21 @@ async def test_token_ids_are_taken_as_they_are() -> None:
     async with calling() as (channel, generate):
         await pb_grpc.InferenceStub(channel).Complete(request(text=None, tokens=pb.TokenIds(ids=[5, 6, 7])))
     assert generate.jobs[0].prompt_ids == (5, 6, 7)
+
+
+@pytest.mark.parametrize("method", ["Generate", "Complete"])
+async def test_a_call_whose_request_does_not_come_is_ended(method: str) -> None:
+    async def silent() -> AsyncIterator[pb.GenerateRequest]:
+        await asyncio.Event().wait()
+        yield request()
+
+    async with calling(body_timeout_s=0.05) as (channel, generate):
+        kind = channel.stream_stream if method == "Generate" else channel.stream_unary
+        call = kind(f"/{SERVICE}/{method}", pb.GenerateRequest.SerializeToString)(silent(), timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await (call.read() if method == "Generate" else call)
+    assert isinstance(error_of(failed.value), RequestTimeout)
+    assert not generate.jobs
 
 
 async def test_a_stop_string_ends_the_job() -> None:
