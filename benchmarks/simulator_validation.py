@@ -4,13 +4,15 @@ python -m benchmarks.simulator_validation                     about four minutes
 python -m benchmarks.simulator_validation --json f.json       and figures
 
     live: baton worker, baton gateway
-        ├── baton bench --profile, other requests ──▶ calibration ──▶ baton simulate --trace
-        └── baton bench --trace, open loop ─────────▶ TTFT, TPOT          against its own
+        ├── baton bench --profile, one at a time ────┬─▶ calibration ──▶ baton simulate --trace
+        ├── baton bench --profile, other requests ───┤
+        └── baton bench --profile --trace ───────────┴─▶ TTFT, TPOT          against its own
 
-In rounds: whatever else the machine does in these minutes, it does to what is calibrated on and to what is measured. A
-round asks one after the other, then each load twice, once to calibrate on it and once, with other requests, to measure.
-One calibration, on all of it, serves all loads. Decisions are compared on two workers, with requests one after the
-other and a policy to which time is nothing.
+In rounds, each of which asks one after the other, and then each load twice: with other requests, and with those that
+are compared. What is simulated is calibrated twice. On the steps of the very run it is compared with: what shows is
+what the simulator makes of them, in batches, queues and waits, whatever else the machine did in these seconds. And on
+those of the other requests of all loads, of other seconds. Decisions are compared on two workers, with requests one after
+the other and a policy to which time is nothing.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ AIM = 0.15
 PORT = 18420
 DECIDING = "longest_prefix"
 NUM_DECISIONS = 40
+OTHERS = "others"
 ALONE = ("--concurrency", "1", "--num-requests", "16", "--input-len", "20:400", "--output-len", "20")
 
 
@@ -79,6 +82,9 @@ class Outcome:
     ttft_s: float
     tpot_s: float
 
+    def error_of(self, other: Outcome) -> tuple[float, float]:
+        return other.ttft_s / self.ttft_s - 1, other.tpot_s / self.tpot_s - 1
+
     @classmethod
     def of(cls, file: Path) -> Outcome:
         """From the figures of `baton bench` or `baton simulate`."""
@@ -94,13 +100,20 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
+    """`simulated` is calibrated on the run itself, `foretold` on others."""
+
     load: Load
     live: Outcome
     simulated: Outcome
+    foretold: Outcome
 
     @property
     def errors(self) -> tuple[float, float]:
-        return self.simulated.ttft_s / self.live.ttft_s - 1, self.simulated.tpot_s / self.live.tpot_s - 1
+        return self.live.error_of(self.simulated)
+
+    @property
+    def errors_foretold(self) -> tuple[float, float]:
+        return self.live.error_of(self.foretold)
 
 
 def main(
@@ -112,12 +125,12 @@ def main(
         with serving(1, policy="prefix_aware") as url:
             baton("bench", "--url", url, *ALONE)  # warms up
             profiles, live = measured(url, rounds, folder)
-        latency = calibrate([point for file in profiles for point in read_points(file)])
-        compared = [
-            Compared(load=load, live=Outcome.mean(live[load.name]), simulated=simulated(load, rounds, profiles, folder))
-            for load in LOADS
-        ]
-        same, num = decisions(profiles, folder)
+        latency = calibrate([point for file in profiles[OTHERS] for point in read_points(file)])
+        compared = []
+        for load in LOADS:
+            own, others = (simulated(load, rounds, profiles[of], folder) for of in (load.name, OTHERS))
+            compared.append(Compared(load=load, live=Outcome.mean(live[load.name]), simulated=own, foretold=others))
+        same, num = decisions(profiles[OTHERS], folder)
     show(latency, compared, same, num)
     if json_file is not None:
         write_json(json_file, {
@@ -128,7 +141,7 @@ def main(
             "settings": SETTINGS,
             "rounds": rounds,
             "latency": asdict(latency),
-            "loads": [asdict(one) | {"errors": one.errors} for one in compared],
+            "loads": [asdict(one) | {"errors": one.errors, "errors_foretold": one.errors_foretold} for one in compared],
             "decisions": {"policy": DECIDING, "same": same, "of": num},
         })  # fmt: skip
     if same < num or any(abs(error) > AIM for one in compared for error in one.errors):
@@ -187,22 +200,27 @@ def baton(*arguments: str) -> None:
         raise SystemExit(f"baton {' '.join(arguments)} failed: {done.stdout[-1000:]} {done.stderr[-2000:]}")
 
 
-def measured(url: str, rounds: int, folder: Path) -> tuple[Sequence[Path], Mapping[str, Sequence[Outcome]]]:
-    """Profiles to calibrate on, and each load's outcomes, a round each."""
-    profiles: list[Path] = []
+def measured(
+    url: str, rounds: int, folder: Path
+) -> tuple[Mapping[str, Sequence[Path]], Mapping[str, Sequence[Outcome]]]:
+    """What to calibrate on, for each load and for those that are not to know it, and each load's outcomes, a round
+    each."""
+    profiles: dict[str, list[Path]] = {name: [] for name in (OTHERS, *(load.name for load in LOADS))}
     live: dict[str, list[Outcome]] = {load.name: [] for load in LOADS}
+    figures = folder / "live.json"
 
-    def profiled(*arguments: str) -> None:
-        profiles.append(folder / f"profile-{len(profiles)}.json")
-        baton("bench", "--url", url, *arguments, "--profile", str(profiles[-1]))
+    def profiled(of: Sequence[str], *arguments: str) -> None:
+        file = folder / f"profile-{sum(map(len, profiles.values()))}.json"
+        baton("bench", "--url", url, *arguments, "--json", str(figures), "--profile", str(file))
+        for name in of:
+            profiles[name].append(file)
 
     for number in range(rounds):
-        profiled(*ALONE)
+        profiled(tuple(profiles), *ALONE)
         for load in LOADS:
-            profiled("--trace", str(trace(load, folder, part=f"calibration {number}", parts=rounds)))
-            figures = folder / "live.json"
+            profiled((OTHERS,), "--trace", str(trace(load, folder, part=f"others {number}", parts=rounds)))
             asked = trace(load, folder, part=f"measured {number}", parts=rounds)
-            baton("bench", "--url", url, "--trace", str(asked), "--json", str(figures))
+            profiled((load.name,), "--trace", str(asked))
             live[load.name].append(Outcome.of(figures))
     return profiles, live
 
@@ -215,7 +233,8 @@ def simulated(load: Load, rounds: int, profiles: Sequence[Path], folder: Path) -
     for number in range(rounds):
         file = folder / "simulated.json"
         asked = trace(load, folder, part=f"measured {number}", parts=rounds)
-        _simulate(asked, profiles, "--decode", "1", "--policy", "prefix_aware", "--json", str(file))
+        one = ("--decode", "1", "--policy", "prefix_aware", "--seed", str(number))
+        _simulate(asked, profiles, *one, "--json", str(file))
         outcomes.append(Outcome.of(file))
     return Outcome.mean(outcomes)
 
@@ -272,12 +291,12 @@ def trace(load: Load, folder: Path, *, part: str = "", parts: int = 1) -> Path:
 def show(latency: Calibrated, compared: Sequence[Compared], same: int, num: int) -> None:
     console = Console(width=120)
     console.print(str(latency))
-    table = Table("means in ms", "TTFT live", "simulated", "error", "TPOT live", "simulated", "error")
+    table = Table("means in ms", "TTFT live", "simulated", "foretold", "TPOT live", "simulated", "foretold")
     for one in compared:
-        ttft, tpot = one.errors
+        (ttft, tpot), (ttft_foretold, tpot_foretold) = one.errors, one.errors_foretold
         table.add_row(
-            one.load.name, f"{one.live.ttft_s * 1000:.1f}", f"{one.simulated.ttft_s * 1000:.1f}", f"{ttft:+.1%}",
-            f"{one.live.tpot_s * 1000:.2f}", f"{one.simulated.tpot_s * 1000:.2f}", f"{tpot:+.1%}",
+            one.load.name, f"{one.live.ttft_s * 1000:.1f}", f"{ttft:+.1%}", f"{ttft_foretold:+.1%}",
+            f"{one.live.tpot_s * 1000:.2f}", f"{tpot:+.1%}", f"{tpot_foretold:+.1%}",
         )  # fmt: skip
     console.print(table)
     console.print(f"the same worker was chosen for {same} of {num} requests ({DECIDING})")

@@ -19,9 +19,13 @@ from cluster.simulate.latency import Calibrated, Step, step_of
 from protos.errors import Misconfigured
 
 NUM_ROUNDS = 10
+STALLED = 4.0
+"""A step that takes so many times its usual time was stalled: something else had its core. How long says nothing about
+the step."""
+LEAST_STALLS = 5
+"""Fewer are left out: who knows how often there would be one."""
 CUT = 0.99
-"""Of the points of a kind the longest hundredth count as no longer than the next: a machine that stood still for a
-second while one step was under way says nothing about the others."""
+"""Of what requests took the longest hundredth counts as no longer than the next."""
 NUM_RATIOS = 100
 LEAST_FOR_RATIOS = 200
 """Single steps below which nothing is said about how they scatter."""
@@ -51,9 +55,12 @@ def calibrate(points: Sequence[Measured]) -> Calibrated:
         [[float(point.step.num_rows > 0), *point.step, point.num_requests] for point in points], dtype=np.float64
     )
     is_step = columns[:, 0] > 0
-    fitted, predicted, kept = _fitted(columns, seconds, is_step)
-    error, worst = _errors(predicted[is_step], kept[is_step])
+    fitted, predicted, used = _fitted(columns, seconds, is_step)
+    error, worst = _errors(predicted[is_step & used], seconds[is_step & used])
     single = is_step & np.array([not point.several and not point.num_requests for point in points])
+    excess = (seconds - predicted)[single & ~used]
+    stalls = _quantiles(excess) if len(excess) >= LEAST_STALLS else ()
+    ratios = (seconds / predicted)[single & used]
     return Calibrated(
         base_s=float(fitted[0]),
         row_s=float(fitted[1]),
@@ -61,7 +68,9 @@ def calibrate(points: Sequence[Measured]) -> Calibrated:
         read_s=float(fitted[3]),
         attended_s=float(fitted[4]),
         request_s=float(fitted[5]),
-        ratios=_ratios(seconds[single] / predicted[single]),
+        ratios=_quantiles(ratios / ratios.mean()) if len(ratios) >= LEAST_FOR_RATIOS else (),
+        stalls_s=stalls,
+        stalls_per_s=len(excess) / float(predicted[single].sum()) if stalls else 0.0,
         num_points=int(is_step.sum()),
         error=error,
         worst=worst,
@@ -69,18 +78,18 @@ def calibrate(points: Sequence[Measured]) -> Calibrated:
 
 
 def _fitted(columns: Any, seconds: Any, is_step: Any) -> tuple[Any, Any, Any]:
-    """Coefficients, what they predict, and what was measured, without the longest: weighted anew with each round's
+    """Coefficients, what they predict, and which points were not stalled: weighted anew with each round's
     prediction."""
-    kept, weights = seconds, np.where(is_step, seconds[is_step].mean(), seconds.mean())
+    weights = np.where(is_step, np.median(seconds[is_step]), seconds.mean())
+    kept, used = seconds.copy(), np.full(len(seconds), True)
+    if not is_step.all():
+        rests = seconds[~is_step]
+        kept[~is_step] = np.minimum(rests, np.quantile(rests, CUT, method="lower"))
     for _ in range(NUM_ROUNDS):
-        fitted = non_negative(columns / weights[:, None], kept / weights)
+        fitted = non_negative(columns[used] / weights[used, None], kept[used] / weights[used])
         predicted = weights = np.maximum(columns @ fitted, 1e-9)
-        kept = seconds.copy()
-        for kind in (is_step, ~is_step):
-            if kind.any():
-                ratios = seconds[kind] / predicted[kind]
-                kept[kind] = predicted[kind] * np.minimum(ratios, np.quantile(ratios, CUT, method="lower"))
-    return fitted, predicted, kept
+        used = (seconds < STALLED * predicted) | ~is_step
+    return fitted, predicted, used
 
 
 def _errors(predicted: Any, seconds: Any) -> tuple[float, float]:
@@ -90,11 +99,11 @@ def _errors(predicted: Any, seconds: Any) -> tuple[float, float]:
     return float(np.mean(off)), max(off)
 
 
-def _ratios(ratios: Any) -> tuple[float, ...]:
-    if len(ratios) < LEAST_FOR_RATIOS:
-        return ()
-    quantiles = np.quantile(ratios, (np.arange(NUM_RATIOS) + 0.5) / NUM_RATIOS)
-    return tuple(float(one) for one in quantiles / quantiles.mean())
+def _quantiles(values: Any) -> tuple[float, ...]:
+    """As many as tell the distribution, of the same mean."""
+    num = min(NUM_RATIOS, len(values))
+    quantiles = np.quantile(values, (np.arange(num) + 0.5) / num)
+    return tuple(float(one) for one in quantiles * (values.mean() / quantiles.mean()))
 
 
 def non_negative(matrix: Any, target: Any) -> Any:

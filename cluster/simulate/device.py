@@ -72,7 +72,7 @@ class Device:
     """The pipeline of one engine (`workers.engine.batch.Pipeline`) and its KV cache (`workers.kv.mover.Blocks`).
 
     `now_s` is the engine's own time: set before each of its turns, moved on by what it waits for. `slowness`
-    multiplies the time of steps that begin from now on, `chance` that of each.
+    multiplies the time of steps that begin from now on, `chance` changes that of each.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Device:
         step = step_of([(num, start + num) for num, start in sizes])
         step_s = self._latency.step_s(step) * self.slowness
         if self._chance is not None:
-            step_s *= self._chance(self._num_launched)
+            step_s = self._chance.step_s(self._num_launched, step_s)
         self._num_launched += 1
         self._free_s = max(self._free_s, self.now_s) + step_s
         self.tally.count(step, sum([num == 1 for num, _ in sizes]), step_s)
@@ -136,7 +136,7 @@ class Device:
             read += num_rows
             step_s = self._latency.step_s(Step(num_rows, num_rows, read, float(read))) * self.slowness
             if self._chance is not None:
-                step_s *= self._chance(number)
+                step_s = self._chance.step_s(number, step_s)
             free_s += step_s
             self._steps_s.append(step_s)
             self._frees_s.append(free_s)

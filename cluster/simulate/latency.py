@@ -77,7 +77,8 @@ class Roofline:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
     """`request_s` is what a request takes beside its steps. `ratios`: how long single steps took, of what is told here,
-    as that many quantiles whose mean is 1; none where that is not known. `error` is the mean of
+    as that many quantiles whose mean is 1; none where that is not known. So many times in a second of steps something
+    else had their core, `stalls_s` long. `error` is the mean of
     |predicted / measured - 1| over the points it was fitted to, or over groups of points that are alike, `worst` the
     largest."""
 
@@ -88,6 +89,8 @@ class Calibrated:
     attended_s: float
     request_s: float = 0.0
     ratios: tuple[float, ...] = ()
+    stalls_s: tuple[float, ...] = ()
+    stalls_per_s: float = 0.0
     num_points: int = 0
     error: float = 0.0
     worst: float = 0.0
@@ -103,34 +106,49 @@ class Calibrated:
 
     def chance(self, key: str) -> Chance | None:
         """Of one device."""
-        return Chance(self.ratios, key) if self.ratios else None
+        return Chance(self, key) if self.ratios or self.stalls_s else None
 
     @property
     def spread(self) -> float:
         """The standard deviation of `ratios`."""
         return float(np.std(self.ratios)) if self.ratios else 0.0
 
+    @property
+    def stalled(self) -> float:
+        """How much stalls add to steps' time."""
+        return self.stalls_per_s * float(np.mean(self.stalls_s)) if self.stalls_s else 0.0
+
     def __str__(self) -> str:
         return (
             f"calibrated on {self.num_points} steps: off by {self.error:.1%} on average, {self.worst:.1%} at most; "
-            f"single ones scatter by {self.spread:.0%}; a request takes {self.request_s * 1000:.1f} ms beside them"
+            f"single ones scatter by {self.spread:.0%}, stalls take {self.stalled:.0%}; a request takes "
+            f"{self.request_s * 1000:.1f} ms beside them"
         )
 
 
 class Chance:
-    """How many times its usual time a device's step takes: a function of `key` and the step's number alone, so that it
-    does not matter when it is asked for. Mixed as in Steele, Lea and Flood, "Fast splittable pseudorandom number
-    generators" (2014)."""
+    """How long a device's step takes that usually takes `usual_s`: besides, a function of `key` and the step's number
+    alone, so that it does not matter when it is asked for. Mixed as in Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators" (2014)."""
 
-    def __init__(self, ratios: Sequence[float], key: str) -> None:
-        self._ratios = ratios
+    def __init__(self, calibrated: Calibrated, key: str) -> None:
+        self._ratios = calibrated.ratios or (1.0,)
+        self._stalls_s = calibrated.stalls_s
+        self._stalls_per_s = calibrated.stalls_per_s
         self._key = random.Random(key).getrandbits(64)
 
-    def __call__(self, number: int) -> float:
+    def step_s(self, number: int, usual_s: float) -> float:
+        taken_s = usual_s * self._ratios[int(self._share(3 * number) * len(self._ratios))]
+        if self._stalls_s and self._share(3 * number + 1) < usual_s * self._stalls_per_s:
+            taken_s += self._stalls_s[int(self._share(3 * number + 2) * len(self._stalls_s))]
+        return taken_s
+
+    def _share(self, number: int) -> float:
+        """From 0 to 1."""
         state = (self._key + number * 0x9E3779B97F4A7C15) & _WORD
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _WORD
-        return self._ratios[(state ^ (state >> 31)) * len(self._ratios) >> 64]
+        return (state ^ (state >> 31)) * 2.0**-64 * (1 - 2**-53)
 
 
 def step_of(rows: Sequence[tuple[float, float]]) -> Step:

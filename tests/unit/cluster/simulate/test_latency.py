@@ -70,10 +70,12 @@ def test_a_calibration_finds_the_coefficients_and_says_how_well_it_fits() -> Non
 
 
 def test_a_calibration_is_right_on_average_whatever_single_steps_scatter_by_and_whatever_stood_still() -> None:
-    """Steps that take half or three times as long, and one during which nothing moved for a minute."""
+    """Steps that take half or twice as long, one in a hundred that stalls, and one during which nothing moved for a
+    minute."""
     truth, draw = Calibrated(base_s=0.003, row_s=2e-4, token_s=3e-5, read_s=0.0, attended_s=0.0), random.Random(0)
     steps = [step_of([(tokens, tokens)] * rows) for tokens in (1, 1, 1, 200) for rows in range(1, 9)] * 40
     seconds = [truth.step_s(step) * draw.choice((0.5, 0.75, 0.75, 1.0, 2.0)) for step in steps]
+    seconds[7::100] = [one + 0.2 for one in seconds[7::100]]
     seconds[7] += 60.0
     rests = [Measured(step=NOTHING, seconds=draw.choice((0.004, 0.008)), num_requests=1) for _ in range(200)]
     found = calibrate([*(Measured(step=a, seconds=b) for a, b in zip(steps, seconds, strict=True)), *rests])
@@ -83,10 +85,13 @@ def test_a_calibration_is_right_on_average_whatever_single_steps_scatter_by_and_
     assert found.spread == pytest.approx(0.51, abs=0.05)
     chance = found.chance("a device")
     assert chance is not None
-    drawn = [chance(number) for number in range(2000)]
-    assert fmean(drawn) == pytest.approx(1.0, abs=0.05)
-    assert drawn == [chance(number) for number in range(2000)]
-    assert (min(drawn), max(drawn)) == pytest.approx((0.5, 2.0), rel=0.1)
+    drawn = [chance.step_s(number, 0.005) for number in range(2000)]
+    assert drawn == [chance.step_s(number, 0.005) for number in range(2000)]
+    usual, stalled = ([one for one in drawn if (one > 0.05) is is_long] for is_long in (False, True))
+    assert fmean(usual) == pytest.approx(0.005, rel=0.05)
+    assert (min(usual), max(usual)) == pytest.approx((0.0025, 0.01), rel=0.1)
+    mean_s = fmean(truth.step_s(step) for step in steps)
+    assert len(stalled) / len(drawn) == pytest.approx(0.01 * 0.005 / mean_s, rel=0.5)
 
 
 def test_no_coefficient_is_negative_however_noisy_the_steps() -> None:
