@@ -11,8 +11,8 @@ python -m benchmarks.simulator_validation --json f.json       and figures
 In rounds, each of which asks one after the other, and then each load twice: with other requests, and with those that
 are compared. What is simulated is calibrated twice. On the steps of the very run it is compared with: what shows is
 what the simulator makes of them, in batches, queues and waits, whatever else the machine did in these seconds. And on
-those of the other requests of all loads, of other seconds. Decisions are compared on two workers, with requests one after
-the other and a policy to which time is nothing.
+those of the other requests of all loads, of other seconds. Decisions are compared on two workers, with requests one
+after the other and a policy to which time is nothing.
 """
 
 from __future__ import annotations
