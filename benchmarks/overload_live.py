@@ -4,10 +4,12 @@ TTFT.
     python -m benchmarks.overload_live                                  starts `baton up`, measures, and stops it
     python -m benchmarks.overload_live --json f.json --plot f.svg --baton="--colocated --workers 2"
     python -m benchmarks.overload_live --url http://127.0.0.1:8000      a cluster that runs
+    python -m benchmarks.overload_live --paced 2                        workers that wait instead of computing
 
 As `benchmarks.overload`, over HTTP: capacity is measured first, as the answers a second of as many patient clients as
 keep a line; then the load is open, nobody comes again, and the first seconds of a rate do not count. Load client and
-cluster share the machine: what is spent on offering, and on refusing, is missing for answers.
+cluster share the machine: what is spent on offering, and on refusing, is missing for answers. Not so with `--paced`:
+gateway, client and protocol are real, and a worker's steps take the time of a model, whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +32,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.overload import FORMAT, Curve, Point, plot, point_of, table
+from benchmarks.router import gateway
 from cluster.bench.client import CompletionClient
 from cluster.bench.hardware import find_hardware, find_versions
 from cluster.bench.http import Endpoint
@@ -125,6 +128,27 @@ def running(flags: str) -> Iterator[str]:
             process.kill()
 
 
+@contextmanager
+def paced(count: int) -> Iterator[str]:
+    """The URL of a `baton gateway` before so many workers that wait instead of computing."""
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(_paced_worker(f"paced-{number}")) for number in range(count)]
+        further = [word for address in addresses[1:] for word in ("--worker", address)]
+        url, _ = stack.enter_context(gateway(addresses[0], *further))
+        yield url
+
+
+@contextmanager
+def _paced_worker(name: str) -> Iterator[str]:
+    program = [sys.executable, "-m", "benchmarks.paced_worker", "--name", name]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
 async def measure(
     site: Site, name: str, *, seconds: float, seeds: Sequence[int], num_for_capacity: int, at_once: int
 ) -> Curve:
@@ -144,14 +168,17 @@ def main(
     at_once: Annotated[int, typer.Option(help="Of them.")] = 48,
     baton: Annotated[str, typer.Option(help="Flags of the `baton up` to be started.")] = "",
     url: Annotated[str, typer.Option(help="A cluster that runs, instead.")] = "",
+    num_paced: Annotated[int, typer.Option("--paced", help="So many workers that wait, instead.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures and hardware to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them (needs matplotlib).")] = None,
 ) -> None:
     """Offer one to three times its capacity to a live cluster."""
-    with running(baton) if not url else _given(url) as where:
+    with paced(num_paced) if num_paced else _given(url) if url else running(baton) as where:
         target = find_target(where, "", "")
         roles = [str(worker["role"]) for worker in target.workers]
-        name = " + ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(sorted(roles, reverse=True)))
+        name = "paced, " * bool(num_paced) + " + ".join(
+            f"{roles.count(role)} {role}" for role in dict.fromkeys(sorted(roles, reverse=True))
+        )
         prompts = Lengths.parse(input_len, param="input-len")
         site = Site(target, prompts, Lengths.parse(output_len, param="output-len"), ttft_ms / 1000)
         curve = asyncio.run(
@@ -166,7 +193,14 @@ def main(
         )
     Console(width=None if sys.stdout.isatty() else 180).print(table(curve))
     if json_file is not None:
-        asked = {"seconds": seconds, "prompts": input_len, "answers": output_len, "at_once": at_once, "baton": baton}
+        asked = {
+            "seconds": seconds,
+            "prompts": input_len,
+            "answers": output_len,
+            "at_once": at_once,
+            "baton": baton,
+            "paced": num_paced,
+        }
         ran = {"format": FORMAT, "asked": asked, "hardware": asdict(find_hardware())}
         write_json(json_file, ran | {"versions": find_versions(), "curves": [asdict(curve)]})
     if plot_file is not None:
