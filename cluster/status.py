@@ -119,7 +119,19 @@ def _moved(loads: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _workers(workers: Sequence[Worker]) -> Table:
-    columns = ("worker", "state", "address", "on", "running", "waiting", "KV", "cached", "prefill\ntok/s", "step")
+    columns = (
+        "worker",
+        "state",
+        "address",
+        "process",
+        "on",
+        "running",
+        "waiting",
+        "KV",
+        "cached",
+        "prefill\ntok/s",
+        "step",
+    )
     table = _table("Workers", *columns)
     for worker in workers:
         load, info = worker["load"], worker["info"] or {}
@@ -129,6 +141,7 @@ def _workers(workers: Sequence[Worker]) -> Table:
             worker["worker_id"],
             Text(told, STYLES.get(worker["state"], "")),
             worker["address"],
+            str(info.get("process_id") or "-"),
             info.get("device", "?"),
             f"{load['num_running']:,}",
             f"{load['num_waiting']:,}",

@@ -350,7 +350,7 @@ class Hello:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
     """What a worker says of itself at the handshake. `address` is host:port of its gRPC service. One that
-    `reads_further` may be told several things by one message."""
+    `reads_further` may be told several things by one message. `process_id` is its rank 0's, on its host."""
 
     worker_id: str
     incarnation: int
@@ -364,6 +364,7 @@ class WorkerInfo:
     device: str = "cpu"
     num_blocks: int = 0
     reads_further: bool = False
+    process_id: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

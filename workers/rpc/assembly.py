@@ -6,6 +6,7 @@ follow     the others: meet, read, then do what rank 0 says until it stops or is
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,4 +132,5 @@ def _info(rank: Rank, seat: Seat, kind: WorkerRole, ends: Ends) -> WorkerInfo:
         device=rank.device,
         num_blocks=rank.storage.num_blocks,
         reads_further=True,
+        process_id=os.getpid(),
     )

@@ -42,6 +42,7 @@ def info(worker_id: str, role: WorkerRole) -> WorkerInfo:
         lane=LaneAddress(worker_id=worker_id, incarnation=1, host="127.0.0.1", port=7001),
         max_model_len=256,
         vocab_size=512,
+        process_id=4711,
     )
 
 
@@ -86,6 +87,8 @@ async def test_tables_show_pools_workers_lanes_and_tickets() -> None:
     assert ["unknown", "0/1", "0", "0", "0", "-", "0", "0", "B"] in shown
     order = [row[0] for row in shown if row and row[0].startswith(("prefill-", "decode-"))]
     assert order[:4] == ["prefill-0", "decode-9", "decode-10", "decode-11"], "by pool and number"
+    worker = next(row for row in shown if row[:2] == ["prefill-0", "ready"])
+    assert "4711" in worker, "whom `ps` calls by Ray's name"
     lane = next(row for row in shown if "gloo" in row)
     assert lane == ["prefill-0", "decode-0", "gloo", "open", "3.0", "MB", "6.0", "MB/s", "2", "min"]
     ticket = next(row for row in shown if "t-9" in row)
