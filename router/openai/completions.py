@@ -79,19 +79,22 @@ class _Completion:
         self._body = body
         self._ask = ask
         self._prompts = prompts
+        self._num_told = body.n or 1  # of each prompt's choices
         self._opened: set[int] = set()
         self._waiting: dict[int, list[Logprobs]] = {}
 
     @property
     def _is_plain(self) -> bool:
         """Of its tokens nothing but their text is told."""
-        return self._body.logprobs is None and not self._body.return_token_ids
+        return self._body.logprobs is None and not self._body.return_token_ids and self._ask.n == self._num_told
 
     async def whole(self, track: Track) -> dict[str, Any]:
         heard = Heard(self._ask)
         say = heard.speaker(self._gateway.pace) if self._is_plain else None
         choices, usage = await heard.all(self._gateway.answer(self._ask, track, say=say))
         track.count(usage)
+        if self._ask.n > self._num_told:
+            choices = _best(choices, self._ask.n, self._num_told)
         reply = reply_head(self._gateway, self._ask.request_id, "text_completion")
         return reply | {"choices": [self._choice(one, opening=True) for one in choices], "usage": usage_body(usage)}
 
@@ -144,7 +147,7 @@ class _Completion:
 
     def _choice(self, piece: Piece, *, opening: bool) -> dict[str, Any]:
         """`opening`: the piece is the choice's first, where an echo and the prompt's ids have their place."""
-        prompt, tokenizer = self._prompts[piece.index // self._ask.n], self._gateway.tokenizer
+        prompt, tokenizer = self._prompts[piece.index // self._num_told], self._gateway.tokenizer
         echoing = opening and bool(self._body.echo)
         choice = {
             "index": piece.index,
@@ -175,6 +178,19 @@ class _Completion:
         for token_id, entry, offset in zip(piece.token_ids, _as_told(piece.logprobs), piece.text_offsets, strict=False):
             columns.add(token_id, entry, shift + offset)
         return columns.body()
+
+
+def _best(choices: Sequence[Piece], num_made: int, num_told: int) -> list[Piece]:
+    """Of each prompt's choices those whose tokens are the likeliest on average, best first, numbered anew."""
+    told: list[Piece] = []
+    for start in range(0, len(choices), num_made):
+        ranked = sorted(choices[start : start + num_made], key=_likelihood, reverse=True)
+        told += ranked[:num_told]
+    return [replace(one, index=index) for index, one in enumerate(told)]
+
+
+def _likelihood(whole: Piece) -> float:
+    return sum(one.chosen.logprob for one in whole.logprobs) / max(1, len(whole.logprobs))
 
 
 def _as_told(entries: Sequence[Logprobs]) -> Iterator[Logprobs | None]:

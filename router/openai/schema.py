@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from protos.errors import Cancelled, InvalidRequest, UnsupportedMediaType
 from router.openai.body import TOO_DEEP, Body, FirstWrong, at_most, whole_ids
-from router.openai.conditions import NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
+from router.openai.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
 from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS, MESSAGE_REFUSALS, Harmless, without_harmless
 from router.openai.sizes import check_sizes
 from router.openai.structured import ResponseFormat, StructuredOutputs
@@ -248,6 +248,7 @@ class CompletionBody(SamplingBody):
         *TOGETHER,
         only_with("max_tokens", {"const": 0}, "echo", TRUE),
         only_with("best_of", NUMBER, "n", {"enum": [1, None]}),
+        only_with("best_of", {"minimum": 2}, "stream", FALSE),
     )
 
     max_tokens: int | None = Field(
@@ -258,25 +259,29 @@ class CompletionBody(SamplingBody):
     prompt: str | Texts | Ids | IdLists = Field(
         description="a string, a list of strings, a list of token ids or a list of lists of token ids"
     )
-    # JSON Schema cannot say that two numbers are equal: only the usual one is described.
-    best_of: int | None = Field(
-        default=None, description="an integer equal to n", json_schema_extra={"minimum": 1, "maximum": 1}
-    )
+    # JSON Schema cannot say that a number is at least another: only the usual one is described.
+    best_of: int | None = _ranged("n", "an integer, at least n,")
     echo: bool | None = Field(default=None, description="true or false")
     logprobs: int | None = _ranged("logprobs", "an integer")
 
     def asked(self) -> Asked:
         """Raises InvalidRequest where two parameters contradict each other."""
         self.check_stream()
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            told = f"'best_of' is {self.best_of} and n {self.n or 1}"
-            raise InvalidRequest(f"{told}: every choice is returned here, so best_of must equal n", param="best_of")
+        num_told = 1 if self.n is None else self.n
+        num_made = num_told if self.best_of is None else self.best_of
+        if num_made < num_told:
+            told = f"'best_of' is {num_made} and n {num_told}"
+            raise InvalidRequest(f"{told}: so many are chosen from it, it must be at least n", param="best_of")
+        if num_made > num_told and self.stream:
+            raise InvalidRequest("'best_of' beyond n is only allowed with stream = false", param="best_of")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("'max_tokens' has the value 0: it must be at least 1 without echo", param="max_tokens")
         sampling = self.sampling()
         if self.echo and self.logprobs is not None:
             sampling["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return Asked(**sampling, max_tokens=self.max_tokens, logprobs=self.logprobs)
+        logprobs = 0 if self.logprobs is None and num_made > num_told else self.logprobs
+        names = {} if self.best_of is None else {"n": "best_of"}
+        return Asked(**sampling | {"n": num_made}, max_tokens=self.max_tokens, logprobs=logprobs, names=names)
 
 
 class TokenizeBody(Body):

@@ -79,6 +79,27 @@ async def test_prompts_times_choices_are_numbered_prompt_by_prompt(stream: bool)
     assert texts == {0: " a 0", 1: " a 1", 2: " b 2", 3: " b 3"}
 
 
+async def test_of_best_of_the_likeliest_are_told() -> None:
+    """Longer ones are less likely as a whole, and not for that."""
+
+    def script(job: Job) -> list[Any]:
+        place = int(job.request_id[-1])
+        said = token_deltas(ids_of(f" {byte_level().decode(job.prompt_ids[1:])} {place}" + "." * place), job)
+        score = {"logprob": [-3.0, -1.0, -2.0][place % 3]}
+        return [
+            replace(one, logprobs=tuple(replace(each, chosen=replace(each.chosen, **score)) for each in one.logprobs))
+            for one in said
+        ]
+
+    async with talking(script) as (client, generate):
+        reply = await ask(client, prompt=["a", "b"], n=2, best_of=3, max_tokens=30)
+    texts = {one.index: one.text for one in reply.choices}
+    assert texts == {0: " a 1.", 1: " a 2..", 2: " b 4....", 3: " b 5....."}
+    assert {one.logprobs for one in reply.choices} == {None}
+    assert len(generate.jobs) == 6
+    assert reply.usage.completion_tokens > sum(map(len, texts.values())), "those that are not told were made as well"
+
+
 async def test_logprobs_stand_in_columns() -> None:
     async with talking(saying(" a 🦊")) as (client, _):
         columns = (await ask(client, logprobs=1)).choices[0].logprobs
@@ -160,7 +181,7 @@ async def test_vllms_extras() -> None:
     ("options", "told"),
     [
         ({"suffix": "x"}, "'suffix'"),
-        ({"best_of": 2}, "best_of must equal n"),
+        ({"best_of": 2, "n": 3}, "it must be at least n"),
         ({"logprobs": 30}, "between 0 and 20"),
         ({"prompt": [999]}, "'prompt' has the value 999"),
         ({"prompt": []}, "0 prompts"),

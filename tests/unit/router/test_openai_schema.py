@@ -266,7 +266,8 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
         (CHAT | {"stream": True, "prompt_logprobs": 1}, ChatBody, "prompt_logprobs"),
         (CHAT | {"logit_bias": {"hello": 1}}, ChatBody, "logit_bias"),
         (CHAT | {"logit_bias": {"5": 1, "05": 1}}, ChatBody, "logit_bias"),
-        (COMPLETION | {"best_of": 2}, CompletionBody, "best_of"),
+        (COMPLETION | {"best_of": 2, "n": 3}, CompletionBody, "best_of"),
+        (COMPLETION | {"best_of": 2, "stream": True}, CompletionBody, "best_of"),
         (COMPLETION | {"max_tokens": 0}, CompletionBody, "max_tokens"),
     ],
 )
