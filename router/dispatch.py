@@ -336,7 +336,8 @@ class Renewals:
     def __init__(self, asked: ReserveRequest, decode: Member, lease_s: float) -> None:
         self._reading: Updates | None = None
         self._failure: TransferFailed | None = None
-        self._task = asyncio.create_task(self._renew(asked, decode, lease_s), name=f"renewals of {asked.request_id}")
+        renewing = self._renew(asked, decode, lease_s)
+        self._task: asyncio.Task[None] | None = asyncio.create_task(renewing, name=f"renewals of {asked.request_id}")
 
     def concern(self, reading: Updates) -> None:
         self._reading = reading
@@ -344,7 +345,11 @@ class Renewals:
             reading.fail(self._failure)
 
     def end(self) -> None:
-        self._task.cancel()
+        """Forgets its task: what cancels that holds its frame, which holds us and the prompt, and no counting of
+        references would free such a circle."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
 
     async def _renew(self, asked: ReserveRequest, decode: Member, lease_s: float) -> None:
         try:

@@ -102,15 +102,15 @@ class Request:
 
     @property
     def num_to_compute(self) -> int:
-        return self.num_tokens - self.num_computed
+        return len(self.prompt_ids) + len(self.output_ids) - self.num_computed
 
     @property
     def num_expected(self) -> int:
-        return self.num_tokens + self.num_due
+        return len(self.prompt_ids) + len(self.output_ids) + self.num_due
 
     @property
     def num_to_plan(self) -> int:
-        return self.num_expected - self.num_planned
+        return len(self.prompt_ids) + len(self.output_ids) + self.num_due - self.num_planned
 
     @property
     def owes_prompt_logprobs(self) -> bool:

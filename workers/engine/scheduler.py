@@ -432,6 +432,8 @@ class Scheduler:
     def _seal(self, request: Request) -> None:
         """Registers the blocks that have become full and computed, of prompt and answer alike."""
         num_full = request.num_computed // self.pool.block_size
+        if num_full == request.num_sealed:
+            return
         if num_full > len(request.hashes):
             self._extend_hashes(request)
         for index in range(request.num_sealed, num_full):
