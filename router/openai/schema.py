@@ -101,7 +101,7 @@ class SamplingBody(Body):
     top_k: int | None = _ranged("top_k", "an integer")
     min_p: float | None = _ranged("min_p", "a number")
     repetition_penalty: float | None = _ranged("repetition_penalty", "a number")
-    min_tokens: int | None = _ranged("min_tokens", "an integer")
+    min_tokens: int | None = _ranged("min_tokens", "an integer, at most max_tokens,")
     stop_token_ids: Annotated[Ids | None, at_most(MAX_STOP_TOKENS)] = Field(
         default=None,
         description=f"a list of at most {MAX_STOP_TOKENS} token ids",
