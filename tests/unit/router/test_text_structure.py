@@ -51,6 +51,7 @@ async def test_a_grammar_that_takes_long_is_ended_and_holds_up_nobody(monkeypatc
 
 
 async def test_one_that_ends_its_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "MAX_AT_ONCE", 1)
     made: list[Any] = []
     monkeypatch.setattr(
         checks.subprocess, "Popen", lambda *args, **options: made.append(Popen(*args, **options)) or made[-1]
