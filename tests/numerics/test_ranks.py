@@ -115,7 +115,7 @@ def test_a_refusal_on_a_follower_is_not_the_end() -> None:
 
 
 def test_a_follower_that_takes_nothing_is_a_fault_after_the_timeout() -> None:
-    """Rank 0 used to wait for a year: for a follower that was stopped, or killed in the moment of a message to it."""
+    """As one does that was stopped, or killed in the moment of a message to it."""
     with groups(2, timeout_s=0.5) as (first, _), pytest.raises(WorkerLost):
         Leader(first).tell("note", bytes(64 << 20))  # more than fits the connection's buffers
 

@@ -19,21 +19,22 @@ def fused_layers(decoder: Decoder, attention: AttentionBackend, tell: Callable[[
     `tell` hears of every layer whose keys and values are written; in a step where every row decodes only of the last,
     since nobody waits for a part of it.
     """
-    tiles = native_tiles()
-    weights = decoder.tiled_weights()
-    if tiles is None or weights is None or not isinstance(attention, NativeAttention):
+    if not isinstance(attention, NativeAttention):
+        return None
+    tiles, weights = native_tiles(), decoder.tiled_weights()
+    if tiles is None or weights is None:
         return None
     layers = CompiledLayers(
         tiles, weights, attention.caches, eps=decoder.config.norm_eps, tiled=isinstance(attention.kernels, Tiles)
     )
 
     def through(delta_TE: torch.Tensor, stream_TE: torch.Tensor, rotation: CosSin, inputs: AttentionInputs) -> None:
-        run, num_layers = layers.begin(delta_TE, stream_TE, rotation, attention.rows), len(layers)
+        step, num_layers = layers.begin(delta_TE, stream_TE, rotation, attention.rows), len(layers)
         done = 0
         for layer in range(num_layers) if inputs.max_query > 1 else (num_layers - 1,):
-            run(done, 2 * layer + 1)
+            step.run(done, 2 * layer + 1)
             tell(layer)
             done = 2 * layer + 1
-        run(done, 2 * num_layers)
+        step.run(done, 2 * num_layers)
 
     return through

@@ -7,7 +7,7 @@ functions are the same, and so is every bit. Legend: T tokens, E hidden size, D 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,10 @@ _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledProduct:
+    """`bias` as the weight packs it."""
+
     weight: TiledWeight
-    bias_O: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +108,8 @@ class CompiledLayers:
 
     def begin(
         self, delta_TE: torch.Tensor, stream_TE: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], rows: Rows
-    ) -> Callable[[int, int], None]:
-        """A step of contiguous bfloat16 rows: what is returned takes them through halves [first, last), in place.
-
-        A layer has two halves, the first of which ends when its keys and values are in the cache.
-        """
+    ) -> CompiledStep:
+        """A step of contiguous bfloat16 rows, which it changes in place."""
         for part in (delta_TE, stream_TE):
             assert part.is_contiguous()
             assert part.dtype == torch.bfloat16
@@ -127,11 +126,7 @@ class CompiledLayers:
         for name, tensor in tensors.items():
             setattr(step, name, tensor.data_ptr())
 
-        def run(first: int, last: int) -> None:
-            assert tensors  # held as long as somebody may call
-            self._tiles.run_layers(self._layers, first, last, ctypes.byref(step))
-
-        return run
+        return CompiledStep(self._tiles, self._layers, step, tuple(tensors.values()))
 
     def _buffers(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """What a step's layers share. Rows that a product reads stand apart as it likes them, and end in as many zeros
@@ -161,6 +156,19 @@ class CompiledLayers:
         return buffers
 
 
+class CompiledStep:
+    """One step's way through the layers. A layer has two halves: the first ends when its keys and values are in the
+    cache."""
+
+    def __init__(self, tiles: Tiles, layers: ctypes.Array[_Layer], step: _Step, kept: tuple[torch.Tensor, ...]) -> None:
+        self._tiles, self._layers, self._step = tiles, layers, step
+        self._kept = kept  # the structure holds only their addresses
+
+    def run(self, first: int, last: int) -> None:
+        """Halves [first, last), which follow those that were run before."""
+        self._tiles.run_layers(self._layers, first, last, ctypes.byref(self._step))
+
+
 def _layer(weights: LayerWeights, cache: tuple[torch.Tensor, torch.Tensor]) -> _Layer:
     q_norm, k_norm = weights.head_norms or (None, None)
     keys, values = cache
@@ -180,11 +188,9 @@ def _layer(weights: LayerWeights, cache: tuple[torch.Tensor, torch.Tensor]) -> _
 
 
 def _product(product: TiledProduct) -> _Product:
-    weight = product.weight
-    bias = weight.packed_bias(product.bias_O)
     return _Product(
-        packed=weight.packed.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        num_outputs=weight.num_outputs,
-        num_inputs=weight.depth,
+        packed=product.weight.packed.data_ptr(),
+        bias=None if product.bias is None else product.bias.data_ptr(),
+        num_outputs=product.weight.num_outputs,
+        num_inputs=product.weight.depth,
     )

@@ -53,7 +53,8 @@ class ColumnParallel:
 
     def tiled(self) -> TiledProduct | None:
         """All that a call does, if it is one product on tiles."""
-        return None if self._weight.tiled is None else TiledProduct(weight=self._weight.tiled, bias_O=self.bias_O)
+        weight = self._weight.tiled
+        return None if weight is None else TiledProduct(weight=weight, bias=weight.packed_bias(self.bias_O))
 
     def pack(self) -> None:
         self._weight.pack()
