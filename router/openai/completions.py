@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -190,7 +191,10 @@ def _best(choices: Sequence[Piece], num_made: int, num_told: int) -> list[Piece]
 
 
 def _likelihood(whole: Piece) -> float:
-    return sum(one.chosen.logprob for one in whole.logprobs) / max(1, len(whole.logprobs))
+    """Of one whose worker did not say it: less than any other."""
+    if not whole.logprobs:
+        return -math.inf
+    return sum(one.chosen.logprob for one in whole.logprobs) / len(whole.logprobs)
 
 
 def _as_told(entries: Sequence[Logprobs]) -> Iterator[Logprobs | None]:

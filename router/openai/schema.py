@@ -391,7 +391,7 @@ def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
     if first["type"] == "missing":
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
     expected = _expected(first["loc"], kind) or first["msg"]
-    told = "nested too deeply" if TOO_DEEP in first["msg"] else _told(first["input"])
+    told = TOO_DEEP if TOO_DEEP in first["msg"] else _told(first["input"])
     return InvalidRequest(f"'{path}' is {told}: it must be {expected}", param=path)
 
 

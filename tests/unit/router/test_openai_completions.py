@@ -79,13 +79,17 @@ async def test_prompts_times_choices_are_numbered_prompt_by_prompt(stream: bool)
     assert texts == {0: " a 0", 1: " a 1", 2: " b 2", 3: " b 3"}
 
 
-async def test_of_best_of_the_likeliest_are_told() -> None:
-    """Longer ones are less likely as a whole, and not for that."""
+@pytest.mark.parametrize("worst", [-3.0, None])
+async def test_of_best_of_the_likeliest_are_told(worst: float | None) -> None:
+    """Longer ones are less likely as a whole, and not for that. One without logprobs is last."""
 
     def script(job: Job) -> list[Any]:
         place = int(job.request_id[-1])
         said = token_deltas(ids_of(f" {byte_level().decode(job.prompt_ids[1:])} {place}" + "." * place), job)
-        score = {"logprob": [-3.0, -1.0, -2.0][place % 3]}
+        likely = [worst, -1.0, -2.0][place % 3]
+        if likely is None:
+            return [replace(one, logprobs=()) for one in said]
+        score = {"logprob": likely}
         return [
             replace(one, logprobs=tuple(replace(each, chosen=replace(each.chosen, **score)) for each in one.logprobs))
             for one in said
