@@ -10,7 +10,7 @@ missing on it that handing KV over would not pay (conditional disaggregation).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
@@ -71,13 +71,18 @@ def pair(
         if len(writers) != 1 or len(readers) > 1:
             return None
         [worker_id], [role] = writers.crew.worker_ids, writers.crew.roles
+        lanes = {
+            reader: {worker_id: line}
+            for reader in readers.crew.worker_ids
+            if (line := view.lanes.get(reader, {}).get(worker_id)) is not None
+        }
         alone = role is WorkerRole.COLOCATED or not len(readers) or short(view, writers[0])
         return Decision(
             policy=name,
             prefill=None if alone else readers.crew.worker_ids[0],
             decode=worker_id,
             alone=_why(role, has_readers=bool(len(readers))) if alone else None,
-            scores=Later(lambda: weighed(view, offered).scores),
+            scores=Later(lambda: weighed(replace(view, lanes=lanes), offered).scores),  # the view's go on changing
         )
 
     def weighed(view: RequestView, offered: Candidates) -> Decision:
@@ -186,12 +191,12 @@ class Later(Sequence[Score]):
     __slots__ = ("_found", "_make")
 
     def __init__(self, make: Callable[[], Sequence[Score]]) -> None:
-        self._make = make
-        self._found: Sequence[Score] | None = None
+        self._make: Callable[[], Sequence[Score]] | None = make
+        self._found: Sequence[Score] = ()
 
     def now(self) -> Sequence[Score]:
-        if self._found is None:
-            self._found = self._make()
+        if self._make is not None:
+            self._found, self._make = self._make(), None
         return self._found
 
     def __len__(self) -> int:

@@ -211,6 +211,17 @@ def test_slo_chooses_reader_and_writer_by_the_lane_between_them() -> None:
     assert dict(whole.terms)["transfer"] == pytest.approx(1000 / 16 * 2**16 * 1e-9)
 
 
+def test_scores_are_those_of_the_decision_whatever_is_learned_before_they_are_asked_for() -> None:
+    lanes = {"p0": {"d0": Line(each_s=1e-9)}, "p1": {"d0": Line(each_s=1.0)}}
+    asked_later = policy("slo")(view(lanes=lanes, block_bytes=2**16), [known("p0"), known("d0")])
+    lanes["p0"]["d0"] = Line(each_s=1e-6)
+    [whole] = [scored for scored in asked_later.scores if scored.worker_id == "d0"]
+    assert dict(whole.terms)["transfer"] == pytest.approx(1000 / 16 * 2**16 * 1e-9)
+    unmeasured = policy("slo")(view(lanes=(none := {}), block_bytes=2**16), [known("p0"), known("d0")])
+    none["p0"] = {"d0": Line(fixed_s=1.0)}
+    assert dict(unmeasured.scores[-1].terms)["transfer"] == 0.0
+
+
 def test_slo_names_every_term_in_seconds() -> None:
     decision = decide(known("p0", 600, queued_prefill_tokens=50), known("d0"), name="slo")
     reading, whole = decision.scores
