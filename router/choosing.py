@@ -117,6 +117,7 @@ class Chooser:
                 num_tokens=reader.queued_prefill_tokens + num_uncached(choice.view, reader),
                 seconds=max(0.0, now - choice.at_s - choice.outlook.load_s),
                 now=now,
+                on_idle=reader.num_requests == 0,
             )
 
     def arrived(self, record: Record) -> None:

@@ -202,8 +202,8 @@ class Pace:
 
 
 class Overhead:
-    """The least that lately came to a first token beside the reading of its prompt: steps, calls, the gateway itself.
-    Nothing is known of it (0) before `SURE` observations, nor once none has come for twice `PERIOD_S`."""
+    """The least that lately came to a first token on an idle worker beside the reading of its prompt: steps, calls, the
+    gateway itself. It is not known (0) before `SURE` observations, nor once none has come for twice `PERIOD_S`."""
 
     PERIOD_S = 60.0
 
@@ -378,7 +378,8 @@ class Predictor:
         return Expectation(**dict(zip(LINES, each, strict=True)), recent_tokens=recent)
 
     def overhead_s(self, role: WorkerRole, *, now: float) -> float:
-        """What no first token of such workers has come without lately, besides the reading; 0 while it is unknown."""
+        """What no first token of such workers has come without lately, though they were idle, besides the reading; 0
+        while it is unknown."""
         return self._overheads[role].at(now)
 
     @property
@@ -404,17 +405,20 @@ class Predictor:
     # -- what was observed: of a worker that has left, its pool learns and nothing else is kept ------------------------
 
     def saw_first_token(
-        self, worker_id: str, role: WorkerRole, *, num_tokens: float, seconds: float, now: float
+        self, worker_id: str, role: WorkerRole, *, num_tokens: float, seconds: float, now: float, on_idle: bool = False
     ) -> None:
-        """A first token came so long after its decision; until then the worker had so many tokens to read."""
+        """A first token came so long after its decision; until then the worker had so many tokens to read. `on_idle`:
+        it had no other request when it was given this one."""
         if (prior := self._prior(worker_id)) is not None:
             pace = self._reading.setdefault(worker_id, Pace())
             pace.observe(num_tokens, seconds, line=prior.reading, now=now)
             self._changed[worker_id] = None
         pool = self._pools[role][0]
         pool.observe(num_tokens, seconds, prior=READING, now=now)
-        each_s = pool.line(READING).each_s if prior is None else max(prior.reading.each_s, pool.line(READING).each_s)
-        self._overheads[role].observe(seconds - num_tokens * each_s, now=now)
+        if on_idle:  # others' steps are no part of what comes to everybody
+            pooled_s = pool.line(READING).each_s
+            each_s = pooled_s if prior is None else max(prior.reading.each_s, pooled_s)
+            self._overheads[role].observe(seconds - num_tokens * each_s, now=now)
 
     def saw_answer(
         self, worker_id: str, role: WorkerRole, *, num_sequences: float, num_tokens: int, seconds: float, now: float

@@ -45,6 +45,23 @@ async def test_one_worker_serves_alone(make: Callable[..., Cluster], shape: tupl
     assert left_nothing(cluster)
 
 
+async def test_what_comes_to_every_first_token_is_learned_of_idle_workers_alone(
+    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, seen = make(), list[bool]()
+    monkeypatch.setattr(
+        cluster.fleet.predictor, "saw_first_token", lambda *_, on_idle=False, **__: seen.append(on_idle)
+    )
+    await cluster.add("c0")
+    cluster["c0"].pause_after = 1
+    async with asyncio.TaskGroup() as asking:
+        for number in range(3):
+            asking.create_task(collect(cluster, job(f"r{number}")))
+            await cluster.until(lambda count=number + 1: len(seen) == count)
+        cluster["c0"].go()
+    assert seen == [True, False, False]
+
+
 async def test_many_jobs_share_one_stream(cluster: Cluster) -> None:
     jobs = [job(f"r{i}", prompt_ids=tuple(range(i, i + 20)), max_tokens=1 + i % 9) for i in range(64)]
     answers = await asyncio.gather(*(collect(cluster, each) for each in jobs))

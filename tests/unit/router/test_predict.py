@@ -202,12 +202,18 @@ def test_steps_that_read_prompts_do_not_make_a_colocated_worker_seem_slow() -> N
 
 
 def test_what_comes_to_every_first_token_is_known_after_a_few_and_forgotten_without_any() -> None:
-    """A long prompt's reading is no part of it, nor is a stall."""
+    """A long prompt's reading is no part of it, nor is a stall, nor what busy workers were late by."""
     predictor = Predictor()
 
-    def first_token(num_tokens: int, seconds: float, now: float) -> None:
-        predictor.saw_first_token("w0", WorkerRole.COLOCATED, num_tokens=num_tokens, seconds=seconds, now=now)
+    def first_token(num_tokens: int, seconds: float, now: float, on_idle: bool = True) -> None:
+        predictor.saw_first_token(
+            "w0", WorkerRole.COLOCATED, num_tokens=num_tokens, seconds=seconds, now=now, on_idle=on_idle
+        )
 
+    for _ in range(600):
+        first_token(100, 0.09, now=0.0, on_idle=False)
+    assert predictor.overhead_s(WorkerRole.COLOCATED, now=0.0) == 0.0
+    predictor = Predictor()
     for number in range(7):
         first_token(1000 * number, 0.004 + 0.001 * number + 1e-4 * 1000 * number, now=float(number))
     assert predictor.overhead_s(WorkerRole.COLOCATED, now=7.0) == 0.0
