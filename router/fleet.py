@@ -33,6 +33,8 @@ log = logging.getLogger("baton.router")
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
+STATE_LINE = "worker %s at %s is %s%s"
+"""What is logged of a worker's new state, by every process that hears it."""
 ELSEWHERE_S = 1.0  # that work of a sibling counts for, if the worker's load does not show it sooner
 
 
@@ -383,7 +385,7 @@ class Fleet:
                 return
             log.log(
                 logging.INFO if state in (WorkerState.READY, WorkerState.DRAINING) else logging.WARNING,
-                "worker %s at %s is %s%s", member.worker_id, member.address, state, f": {reason}" if reason else "",
+                STATE_LINE, member.worker_id, member.address, state, f": {reason}" if reason else "",
             )  # fmt: skip
             self._changed()
 

@@ -39,6 +39,7 @@ from cluster.processes.limits import KeptLimits
 from cluster.stopping import Stop
 from protos.errors import BatonError
 from protos.wire import error_info
+from router.fleet import STATE_LINE
 from router.prefix.registry import MEMORY
 from router.siblings import Siblings
 
@@ -149,6 +150,11 @@ class GatewayProcess:
                 self._stop.asked.set()
 
 
+def is_news(record: logging.LogRecord) -> bool:
+    """Of all but the first process: every process hears that a worker is ready, and one of them says so."""
+    return record.msg != STATE_LINE or record.levelno > logging.INFO
+
+
 async def run(control_end: socket.socket, connections_end: socket.socket) -> int:
     """The exit code."""
     from cluster.flags import terminal
@@ -158,8 +164,8 @@ async def run(control_end: socket.socket, connections_end: socket.socket) -> int
     if not isinstance(orders, Orders):
         return 1  # the supervisor has ended before it said anything
     terminal(orders.log_format)
-    if orders.number:  # every process hears that a worker is ready: one of them says so
-        logging.getLogger("baton.router").setLevel(logging.WARNING)
+    if orders.number:
+        logging.getLogger("baton.router").addFilter(is_news)
     try:
         await GatewayProcess(orders, control, connections_end).run()
     except BatonError as error:

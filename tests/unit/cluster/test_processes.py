@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 import tempfile
@@ -14,6 +15,7 @@ import pytest
 
 from cluster.config import ClusterConfig, SupervisionConfig
 from cluster.log import LogFormat
+from cluster.processes.child import is_news
 from cluster.processes.control import Control, Entering, Gone
 from cluster.processes.door import Door, Threshold
 from cluster.processes.limits import Keeper, KeptLimits
@@ -21,6 +23,7 @@ from cluster.processes.parent import Gateways
 from protos.errors import RateLimited
 from router.admission.tenants import Tenant
 from router.config import RouterConfig
+from router.fleet import STATE_LINE
 from workers.config import WorkerConfig
 
 
@@ -165,6 +168,19 @@ async def test_a_process_for_which_there_is_no_room_is_tried_again_and_costs_not
     assert len(set(descriptors)) == 1
     starting.cancel()
     await made.stop(0.0)
+
+
+def test_of_what_all_processes_see_only_a_workers_state_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("baton.router")
+    log.addFilter(is_news)
+    try:
+        with caplog.at_level(logging.INFO, logger=log.name):
+            log.info(STATE_LINE, "w0", "here:1", "ready", "")
+            log.warning(STATE_LINE, "w0", "here:1", "lost", ": it fell silent")
+            log.info("request %s goes on elsewhere", "r0")
+    finally:
+        log.removeFilter(is_news)
+    assert caplog.messages == ["worker w0 at here:1 is lost: it fell silent", "request r0 goes on elsewhere"]
 
 
 async def test_processes_keep_a_tenants_limits_together() -> None:
