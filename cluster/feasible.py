@@ -3,6 +3,7 @@ holds."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,10 +43,15 @@ def _check_host_tier(config: ClusterConfig, free: int) -> None:
     each, count = config.worker.host_kv_gib, sum(config.pools.counts().values())
     if each * count * _GIB > free:
         raise Misconfigured(
-            f"host_kv_gib is {each:g} for each of {count} workers, {free / _GIB:.1f} GiB of memory are free: give at "
-            f"most {max(0.0, free / _GIB / count):.1f}",
+            f"host_kv_gib is {each:g} for each of {count} workers, {_floored(free):.1f} GiB of memory are free: give "
+            f"at most {_floored(free / count):.1f}",
             param="host_kv_gib",
         )
+
+
+def _floored(num_bytes: float) -> float:
+    """In GiB: what is given as a bound must be within it."""
+    return math.floor(10 * max(0.0, num_bytes) / _GIB) / 10
 
 
 def _check_ram(config: ClusterConfig, model: ModelConfig, free: int) -> None:

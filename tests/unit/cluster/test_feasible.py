@@ -47,6 +47,8 @@ def test_memory_for_the_host_tier_must_be_there_for_every_worker(tmp_path: Path)
     assert refused(tmp_path, worker={"host_kv_gib": 2.0}) == ""
     told = refused(tmp_path, worker={"host_kv_gib": 5.0})
     assert told == ("host_kv_gib is 5 for each of 2 workers, 8.0 GiB of memory are free: give at most 4.0")
+    told = refused(tmp_path, int(9.96 * GIB), worker={"host_kv_gib": 6.0})
+    assert told.endswith("9.9 GiB of memory are free: give at most 4.9"), "what is named would do"
     (tmp_path / "nvidia0").touch()  # a GPU's blocks are kept in the same memory
     assert refused(tmp_path, worker={"host_kv_gib": 100_000.0}).startswith("host_kv_gib is 100000 ")
 
