@@ -247,7 +247,7 @@ class SimulatedWorker:
         before = incoming.num_settled
         incoming.receive(now)
         settled = incoming.num_settled != before
-        if not self._mover.sending():
+        if not self._mover.is_sending():
             return settled
         return self.role.outgoing.send(now) or settled
 

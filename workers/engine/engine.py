@@ -207,7 +207,7 @@ class Engine:
             with self.timeline.span("apply", oldest.batch, step=self.num_steps):
                 updates += self._scheduler.apply(oldest.batch, output)
         if self._grammars is not None and len(self._grammars):
-            self._tell(self._grammars, updates)
+            self._prepare_masks(self._grammars, updates)
         return updates
 
     def num_alike(self) -> int:
@@ -340,7 +340,7 @@ class Engine:
             )
         self._grammars.begin(request.request_id, request.sampling.grammar, request.output_ids)
 
-    def _tell(self, grammars: Grammars, updates: Sequence[SequenceUpdate]) -> None:
+    def _prepare_masks(self, grammars: Grammars, updates: Sequence[SequenceUpdate]) -> None:
         """What may follow the tokens of this step is made beside the next one."""
         grammars.release([update.request_id for update in updates if update.finish_reason is not None])
         for update in updates:

@@ -329,7 +329,7 @@ class Mover:
         self._tell("forget", peer, kept)
         self._dock.forget(peer, kept)
 
-    def sending(self) -> bool:
+    def is_sending(self) -> bool:
         """Is anything on its way from rank 0, or has left and was not polled?"""
         return self._dock.sender is not None and self._dock.sender.busy()
 
