@@ -36,7 +36,7 @@ import uvloop
 from cluster.bench.hardware import find_hardware, find_versions
 from cluster.bench.http import Connection, Connections, Endpoint
 from cluster.serve import DEMO
-from kvtransfer.native import load
+from kvtransfer.native import cache_folder, compile_c
 
 BATON = "from cluster.cli import main; main()"
 QUESTION = "Say in a few words what the function os.path.join does, and what it gives for an absolute second part."
@@ -115,9 +115,9 @@ def _ready(url: str) -> bool:
 
 def read_streams(connections: Sequence[socket.socket]) -> int:
     """The events of answers until all have ended: read by compiled code, and not understood. At a hundred thousand a
-    second whoever measures must not be what limits them."""
-    library = load(Path(__file__).with_name("streams.c"), {"streams_read": (_READ, ctypes.c_int64)})
-    assert library is not None, "there is no compiler"
+    second whoever measures must not be what limits them. Other threads run meanwhile."""
+    library = ctypes.CDLL(str(compile_c(Path(__file__).with_name("streams.c"), cache_folder())))
+    library.streams_read.argtypes, library.streams_read.restype = _READ, ctypes.c_int64
     fds = (ctypes.c_int * len(connections))(*(one.fileno() for one in connections))
     num_events = int(library.streams_read(fds, len(fds), MAX_SILENCE_MS))
     assert num_events >= 0, {-1: "an answer was cut off", -2: "nothing comes any more"}.get(num_events, "no memory")

@@ -43,6 +43,7 @@ int64_t streams_read(const int *fds, int num, int timeout_ms) {
             if (got < 0 && (errno == EAGAIN || errno == EINTR)) continue;
             if (got <= 0) { events = -1; break; }
             size_t size = (size_t)s->num_tail + (size_t)got, word = sizeof WORD - 1, end = sizeof END - 1;
+            size_t longest = word > end ? word : end;
             char *at = bytes, *last = bytes;
             while ((at = memmem(at, (size_t)(bytes + size - at), WORD, word))) { events++; at += word; last = at; }
             if (size >= end && !memcmp(bytes + size - end, END, end)) {
@@ -50,7 +51,7 @@ int64_t streams_read(const int *fds, int num, int timeout_ms) {
                 left--;
             }
             size_t kept = (size_t)(bytes + size - last); /* the beginning of a word, or of the end, may be among them */
-            if (kept > end - 1) kept = end - 1;
+            if (kept >= longest) kept = longest - 1;
             memcpy(s->tail, bytes + size - kept, kept);
             s->num_tail = (int)kept;
         }
