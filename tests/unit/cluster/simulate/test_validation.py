@@ -1,0 +1,34 @@
+"""A calibration on other requests is held to the same aim as one on the very run that is compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.simulator_validation import LOADS, Compared, Outcome, farthest, missed
+
+LIVE = Outcome(ttft_s=0.020, tpot_s=0.0030)
+NEAR = Outcome(ttft_s=0.018, tpot_s=0.0033)
+FAR = Outcome(ttft_s=0.028, tpot_s=0.0030)
+LOW = Outcome(ttft_s=0.020, tpot_s=0.0023)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "which"),
+    [
+        (NEAR, NEAR, []),
+        (NEAR, FAR, ["calibrated on other requests"]),
+        (NEAR, LOW, ["calibrated on other requests"]),
+        (FAR, NEAR, ["calibrated on the run itself"]),
+    ],
+)
+def test_either_calibration_can_miss_the_aim(own: Outcome, others: Outcome, which: list[str]) -> None:
+    compared = [
+        Compared(load=LOADS[0], live=LIVE, simulated=NEAR, foretold=NEAR),
+        Compared(load=LOADS[1], live=LIVE, simulated=own, foretold=others),
+    ]
+    assert missed(compared) == which
+
+
+def test_the_farthest_error_is_told_with_its_sign() -> None:
+    errors = farthest([Compared(load=LOADS[0], live=LIVE, simulated=NEAR, foretold=LOW)])
+    assert errors["calibrated on other requests"] == pytest.approx(-7 / 30)
