@@ -22,8 +22,8 @@ from protos.errors import Misconfigured
 from tests.unit.cluster.simulate.towns import sessions, town
 from workers.kv.blocks import BlockPool
 
-SEEDS_A_TEST = 40
-NUM_TESTS = 8
+SEEDS_A_TEST = 20
+NUM_TESTS = 16
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS_A_TEST * NUM_TESTS, SEEDS_A_TEST))
