@@ -241,6 +241,40 @@ def test_every_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(tmp_pat
     assert allowed(a) == sorted([1, EOS, b]), "also of a request that has gone back"
 
 
+def test_what_nobody_waits_for_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path)
+    begun: list[str] = []
+    go_on, ready, started = threading.Event(), threading.Event(), threading.Semaphore(0)
+    compile_it = GuidanceGrammars._matcher
+
+    def held(self: GuidanceGrammars, grammar: str) -> Any:
+        begun.append(grammar)
+        started.release()
+        assert go_on.wait(60)
+        return compile_it(self, grammar)
+
+    monkeypatch.setattr(GuidanceGrammars, "_matcher", held)
+    grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+    grammars.listener = ready.set
+    busy, gone, shared = [regex_grammar("a"), regex_grammar("b")], regex_grammar("c+"), regex_grammar("d+")
+    for name, grammar in zip("abcde", [*busy, gone, gone, shared], strict=True):
+        grammars.begin(name, grammar, ())
+    grammars.begin("f", shared, ())
+    assert all(started.acquire(timeout=60) for _ in busy)
+    grammars.release("abcde")
+    go_on.set()
+
+    def wait_for(name: str, grammar: str) -> None:
+        while grammars.allowed(name, Sample(params=under(grammar), index=0, output_ids=())) is None:
+            ready.wait(30)
+            ready.clear()
+
+    wait_for("f", shared)
+    assert sorted(begun) == sorted([*busy, shared])
+    wait_for("g", gone)
+    assert begun[-1] == gone
+
+
 def test_what_is_not_kept_is_made_again(served: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = served
     asked = [under(json_grammar(PERSON)), under(regex_grammar("[0-9]{20}")), under(regex_grammar("[a-z]{20}"))]

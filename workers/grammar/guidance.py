@@ -61,11 +61,20 @@ _FIXES = {
 
 
 @dataclass(slots=True, eq=False)
+class _Compiled:
+    """A grammar's matcher at its beginning, to be copied. At no users it is not begun with any more."""
+
+    matcher: Future[LLMatcher]
+    num_users: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class _Standing:
     """A request's matcher, which has seen `seen`, and its mask behind `output_ids`, once `made`. One thread at a time
     has the matcher: a mask is asked for when the one before was used."""
 
     grammar: str
+    compiled: _Compiled
     output_ids: tuple[int, ...] = ()
     made: Future[Mask] = field(default_factory=Future)
     matcher: LLMatcher | None = None
@@ -86,7 +95,7 @@ class GuidanceGrammars:
         self._path = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._num_chars = 0
         self._standing: dict[str, _Standing] = {}
         self._late: set[str] = set()
@@ -136,18 +145,19 @@ class GuidanceGrammars:
             self._late.discard(request_id)
             if standing is not None:
                 standing.made.cancel()
+                self._give_up(standing)
 
     def __len__(self) -> int:
         return len(self._standing)
 
     def _begin_anew(self, request_id: str, grammar: str, output_ids: tuple[int, ...]) -> None:
+        compiled = self._compile(grammar)
+        compiled.num_users += 1
         self.release([request_id])
-        standing = self._standing[request_id] = _Standing(grammar=grammar, output_ids=output_ids)
+        standing = self._standing[request_id] = _Standing(grammar=grammar, compiled=compiled, output_ids=output_ids)
         self._late.add(request_id)
         made = standing.made
-        self._compile(grammar).add_done_callback(
-            lambda compiled: self._new.submit(self._make, standing, made, compiled)
-        )
+        compiled.matcher.add_done_callback(lambda matcher: self._new.submit(self._make, standing, made, matcher))
 
     def _waited(self, made: Future[Mask]) -> bool:
         """Is it there before the step's patience is over?"""
@@ -156,11 +166,20 @@ class GuidanceGrammars:
         self._patience_s -= time.perf_counter() - start_s
         return made.done()
 
-    def _compile(self, grammar: str) -> Future[LLMatcher]:
-        """The grammar's matcher at its beginning; to be copied."""
+    def _give_up(self, gone: _Standing) -> None:
+        """What nobody has begun to compile, and nobody waits for, is not compiled."""
+        compiled = gone.compiled
+        compiled.num_users -= 1
+        if compiled.num_users or not compiled.matcher.cancel():
+            return
+        if self._compiled.get(gone.grammar) is compiled:
+            del self._compiled[gone.grammar]
+            self._num_chars -= len(gone.grammar)
+
+    def _compile(self, grammar: str) -> _Compiled:
         found = self._compiled.pop(grammar, None)
         if found is None:
-            found = self._new.submit(self._matcher, grammar)
+            found = _Compiled(self._new.submit(self._matcher, grammar))
             self._num_chars += len(grammar)
         self._compiled[grammar] = found
         while len(self._compiled) > 1 and (len(self._compiled) > MAX_COMPILED or self._num_chars > MAX_COMPILED_CHARS):
