@@ -81,7 +81,7 @@ class Fleet:
         self.host_totals = HostTotals()
         self.num_faults = 0
         self.tell_siblings: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work given to it
-        self.tell_failure: Callable[[str], None] | None = None  # of a worker, to the siblings
+        self.tell_failure: Callable[[str, int], None] | None = None  # (worker, its failures in a row), to the siblings
         self._num_elsewhere = 0
         self.num_turned_away = 0  # jobs that wait because no worker had room for them, though it seemed so
 
@@ -233,16 +233,20 @@ class Fleet:
     def blame(self, worker_ids: Iterable[str]) -> None:
         """A request failed on these workers, for a reason that may be theirs. The siblings hear of it."""
         for worker_id in worker_ids:
-            self.blame_elsewhere(worker_id)
-            if self.tell_failure is not None:
-                self.tell_failure(worker_id)
+            if (member := self._members.get(worker_id)) is not None:
+                self._doubt(member, member.breaker.failed(asyncio.get_running_loop().time()))
+                if self.tell_failure is not None:
+                    self.tell_failure(worker_id, member.breaker.failures)
 
-    def blame_elsewhere(self, worker_id: str) -> None:
-        """A sibling's request failed there."""
-        if (member := self._members.get(worker_id)) is None:
-            return
+    def blame_elsewhere(self, worker_id: str, sibling: int, in_row: int) -> None:
+        """A request of that sibling failed there, its `in_row`-th without a success."""
+        if (member := self._members.get(worker_id)) is not None:
+            now = asyncio.get_running_loop().time()
+            self._doubt(member, member.breaker.failed_elsewhere(now, sibling=sibling, in_row=in_row))
+
+    def _doubt(self, member: Member, paused: bool) -> None:
         self._offers.doubt(member)
-        if member.breaker.failed(asyncio.get_running_loop().time()) and member.role is not None:
+        if paused and member.role is not None:
             log.warning("worker %s keeps failing what it is given: it has a pause", member.worker_id)
             self.totals[member.role].num_pauses += 1
 

@@ -2,10 +2,11 @@
 workers that failed what they were given.
 
     decided ─▶ a datagram to each sibling ─▶ counts as routed there, until the worker's own load shows it
-    failed ──▶ a datagram to each sibling ─▶ counts as failed there: five in a row, of whomever, are a pause of all
+    failed ──▶ a datagram to each sibling ─▶ counts for a while as failed there, with all that failed here in a row
 
 Workers say what they have after each step only. Between two steps every process would choose the same idle worker.
-A datagram says: (kind, tokens to read, blocks to hold, worker). One that is lost costs a choice that is a little worse.
+A datagram says: (given, tokens to read, blocks to hold, worker), or (failed, how often in a row, who says so, worker).
+One that is lost costs a choice that is a little worse.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ MOST = 2**32 - 1
 
 Take = Callable[[str, int, int], None]
 """(worker, tokens to read, blocks to hold)"""
-Blame = Callable[[str], None]
+Blame = Callable[[str, int, int], None]
+"""(worker, sibling, its failures in a row)"""
 
 
 class SharedLoad:
@@ -33,6 +35,7 @@ class SharedLoad:
     def __init__(self, *, folder: Path, number: int, count: int, take: Take, blame: Blame) -> None:
         paths = [load_socket(folder, one) for one in range(count)]
         self._datagrams = Datagrams(paths, number, max_bytes=_MAX_BYTES, hear=self._hear)
+        self._number = number
         self._take = take
         self._blame = blame
 
@@ -40,8 +43,8 @@ class SharedLoad:
         head = _HEAD.pack(_GIVEN, min(max(num_tokens, 0), MOST), min(num_blocks, MOST))
         self._datagrams.send(head + worker_id.encode())
 
-    def tell_failure(self, worker_id: str) -> None:
-        self._datagrams.send(_HEAD.pack(_FAILED, 0, 0) + worker_id.encode())
+    def tell_failure(self, worker_id: str, in_row: int) -> None:
+        self._datagrams.send(_HEAD.pack(_FAILED, min(in_row, MOST), self._number) + worker_id.encode())
 
     async def start(self) -> None:
         self._datagrams.start()
@@ -50,9 +53,11 @@ class SharedLoad:
         self._datagrams.close()
 
     def _hear(self, told: bytes) -> None:
-        kind, num_tokens, num_blocks = _HEAD.unpack_from(told)
+        kind, *numbers = _HEAD.unpack_from(told)
         worker_id = told[_HEAD.size :].decode()
         if kind == _FAILED:
-            self._blame(worker_id)
+            in_row, sibling = numbers
+            self._blame(worker_id, sibling, in_row)
         else:
+            num_tokens, num_blocks = numbers
             self._take(worker_id, num_tokens, num_blocks)

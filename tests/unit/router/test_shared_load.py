@@ -58,13 +58,12 @@ async def test_what_one_process_gives_to_a_worker_and_what_fails_there_counts_fo
 
     blamed = asyncio.Event()
     blame = there.fleet.blame_elsewhere
-    ends[1]._blame = lambda worker_id: (blame(worker_id), blamed.set())  # type: ignore[func-returns-value]
-    for _ in range(MAX_FAILURES - 1):
-        there.fleet.blame_elsewhere("c1")
+    ends[1]._blame = lambda *told: (blame(*told), blamed.set())  # type: ignore[func-returns-value]
+    there.fleet.blame_elsewhere("c1", 2, MAX_FAILURES - 1)
     assert queued(there.fleet) == {"c0": 0, "c1": 0}
     here.fleet.blame(["c1"])
     await asyncio.wait_for(blamed.wait(), 10)
-    assert queued(there.fleet) == {"c0": 0}, "the last of five failures in a row was a sibling's"
+    assert queued(there.fleet) == {"c0": 0}, "the last of five failures was another sibling's"
     assert queued(here.fleet) == {"c0": 0, "c1": 0}
     for end in ends:
         await end.close()
