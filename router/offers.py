@@ -15,8 +15,9 @@ from protos.values import WorkerRole
 from router.member import Member
 from router.policies.base import Line
 from router.policies.candidates import FEW, LINES, NUM_ROWS, ROWS, Candidates, Crew, Figures, Floats, Row
-from router.predict import LOADING, READING, RECEIVING, STANDING, STEPPING, Predictor
+from router.predict import LOADING, READING, RECEIVING, STEPPING, Predictor
 from router.prefix.index import Match
+from router.standing import NOTHING_KNOWN, Standing
 
 _UNKNOWN: tuple[tuple[str, Line], ...] = (
     ("reading", READING), ("loading", LOADING), ("stepping", STEPPING), ("receiving", RECEIVING)
@@ -91,10 +92,10 @@ class Offers:
         self._table = np.zeros((NUM_ROWS, count))
         for name, line in _UNKNOWN:
             self._table[ROWS[name]], self._table[ROWS[name] + 1] = line.fixed_s, line.each_s
-        self._standings = np.full((len(STANDING), count), np.nan)
+        self._standings = np.full((len(Standing._fields), count), np.nan)
         self._token_bytes = np.zeros(count)
         self._figures: list[Figures] = [_NOTHING] * count  # of few, these and their standings are kept as rows
-        self._standing: list[Row] = [()] * count
+        self._standing: list[Standing[float]] = [NOTHING_KNOWN] * count
         self._roles: list[WorkerRole | None] = [None] * count  # in which each takes work
         self._due = dict.fromkeys(self._members.values())  # whose standing is to be asked for
         self._block_sizes = [0] * count

@@ -25,6 +25,7 @@ from protos.values import WorkerLoad, WorkerRole
 from router.policies.base import Line
 from router.policies.candidates import LINES, Floats, Lines, Places
 from router.recent import Recent, kept
+from router.standing import Numbers, Standing
 
 HALF_LIFE_S = 300.0
 HALF_COUNT = 32
@@ -50,15 +51,8 @@ class Expectation:
     recent_tokens: float = 0.0
 
 
-STANDING = (
-    "role", "num_running", "read_s", "step_s", "lane_s", "load_fixed_s", "load_each_s", "reading_ratio",
-    "stepping_ratio", "own_speed", "awaits_fit", "fitted_fixed_s", "fitted_each_s", "recent_tokens", "recent_at",
-)  # fmt: skip
-_AT = {name: place for place, name in enumerate(STANDING)}
 _ROLES = tuple(WorkerRole)
 _COLOCATED = _ROLES.index(WorkerRole.COLOCATED)
-_Of = tuple[Any, Any]
-"""Both numbers of a line: of one worker, or arrays of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,9 +247,8 @@ class Predictor:
 
     # -- what is expected ----------------------------------------------------------------------------------------------
 
-    def standing(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> tuple[float, ...]:
-        """What is known of one worker alone, in the order of `STANDING`; NaN where nothing is. It stays as it is while
-        its load does and `changed` does not name it."""
+    def standing(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> Standing[float]:
+        """It stays as it is while its load does and `changed` does not name it."""
         speed, colocated = load.prefill_tokens_per_s, role is WorkerRole.COLOCATED
         if colocated and speed and self._speeds.get(worker_id) != speed:
             self._speeds[worker_id], self._mean_speed = speed, None
@@ -264,7 +257,7 @@ class Predictor:
         receiving = self._receiving.get(worker_id)
         fitted = receiving.line(lane) if receiving is not None and lane is not None else lane
         loading = _load_line(load)
-        return (
+        return Standing(
             _ROLES.index(role),
             load.num_running,
             1 / speed if speed else np.nan,
@@ -287,11 +280,12 @@ class Predictor:
         return changed
 
     def expectations(self, worker_ids: Sequence[str], standings: Floats, *, now: float) -> Expectations:
-        """Of workers with these `standings`, a row for each name of `STANDING`. They count as offered from now on: what
-        is observed of them is held against this."""
-        pools = standings[_AT["role"]].astype(np.intp)
+        """Of workers with these `standings`, a row for each number of a `Standing`. They count as offered from now on:
+        what is observed of them is held against this."""
+        standing: Standing[Floats] = Standing(*standings)
+        pools = standing.role.astype(np.intp)
         found = self._expected(
-            standings,
+            standing,
             _columns([self._pools[one][0].line(READING) for one in _ROLES], pools),
             _columns([self._pools[one][1].line(STEPPING) for one in _ROLES], pools),
             np.array([self._pools[one][1].known for one in _ROLES])[pools],
@@ -299,75 +293,83 @@ class Predictor:
         priors, reading, stepping, receiving = found
         self._offer(worker_ids, np.array(priors).T)
         lane = self._all_lanes.line(RECEIVING)
-        for place in np.flatnonzero(standings[_AT["awaits_fit"]]).tolist():
+        for place in np.flatnonzero(standing.awaits_fit).tolist():
             fitted = self._receiving[worker_ids[place]].line(lane)
             receiving[0][place], receiving[1][place] = fitted.fixed_s, fitted.each_s
-        recent, clocks = standings[_AT["recent_tokens"]], [self._recent[one].clock(now) for one in _ROLES]
-        at = standings[_AT["recent_at"]].tolist()
+        recent, clocks = standing.recent_tokens, [self._recent[one].clock(now) for one in _ROLES]
+        at = standing.recent_at.tolist()
         left = [
             kept(clocks[pool] - then) if work else 0.0
             for work, pool, then in zip(recent.tolist(), pools.tolist(), at, strict=True)
         ]
         return Expectations(
             reading=Lines(*reading),
-            loading=Lines(standings[_AT["load_fixed_s"]], standings[_AT["load_each_s"]]),
+            loading=Lines(standing.load_fixed_s, standing.load_each_s),
             stepping=Lines(*stepping),
             receiving=Lines(*receiving),
             recent_tokens=recent * np.array(left),
         )
 
     def expected_of_few(
-        self, worker_ids: Sequence[str], standings: Sequence[Sequence[float]], *, now: float
+        self, worker_ids: Sequence[str], standings: Sequence[Standing[float]], *, now: float
     ) -> list[tuple[float, ...]]:
         """The same of few workers, by turns: for each `recent_tokens`, then both numbers of its lines, in the order of
         a candidate's."""
         told, priors = list[tuple[float, ...]](), list[Sequence[float]]()
         lane = self._all_lanes.line(RECEIVING)
         for worker_id, standing in zip(worker_ids, standings, strict=True):
-            role = _ROLES[int(standing[_AT["role"]])]
+            role = _ROLES[int(standing.role)]
             reads, writes = self._pools[role]
             read, step = reads.line(READING), writes.line(STEPPING)
             prior, reading, stepping, receiving = self._expected(
                 standing, (read.fixed_s, read.each_s), (step.fixed_s, step.each_s), writes.known
             )
-            if standing[_AT["awaits_fit"]]:
+            if standing.awaits_fit:
                 fitted = self._receiving[worker_id].line(lane)
                 receiving = fitted.fixed_s, fitted.each_s
-            recent, at = standing[_AT["recent_tokens"]], standing[_AT["recent_at"]]
-            loading = standing[_AT["load_fixed_s"]], standing[_AT["load_each_s"]]
+            recent, at = standing.recent_tokens, standing.recent_at
+            loading = standing.load_fixed_s, standing.load_each_s
             left = kept(self._recent[role].clock(now) - at) if recent else 0.0
             told.append((recent * left, *reading, *loading, *stepping, *receiving))
             priors.append(prior)
         self._offer(worker_ids, priors)
         return told
 
-    def _expected(self, standing: Any, read: _Of, step: _Of, known: Any) -> tuple[Sequence[Any], _Of, _Of, _Of]:
+    def _expected(
+        self,
+        standing: Standing[Numbers],
+        read: tuple[Numbers, Numbers],
+        step: tuple[Numbers, Numbers],
+        known: bool | NDArray[np.bool_],
+    ) -> tuple[Sequence[Numbers], tuple[Numbers, Numbers], tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
         """The priors, and the lines of reading, stepping and receiving: of one worker as numbers, or of many as arrays
         of them, to the same bits. `read` and `step` are the lines of its pool; is the latter `known`?"""
-        (role, running, read_s, step_s, lane_s, _, _, reading_ratio, stepping_ratio, own_speed, _, fitted_fixed_s,
-         fitted_each_s, _, _) = standing  # fmt: skip
+        running, read_s, step_s, lane_s = standing.num_running, standing.read_s, standing.step_s, standing.lane_s
+        reading_ratio, stepping_ratio = standing.reading_ratio, standing.stepping_ratio
         (step_fixed_s, step_each_s), lane = step, self._all_lanes.line(RECEIVING)
         read_each_s = _where(read_s == read_s, read_s, read[1])
         # What an idle worker took long ago must not keep it idle for ever.
         as_pool = ((running == 0) & known) | (step_s == 0)
         own_step_s = step_s - step_each_s * running
-        steps = _where(as_pool, step_fixed_s, _where(own_step_s > 0.0, own_step_s, 0.0)), step_each_s
-        colocated = role == _COLOCATED
+        own_fixed_s = _where(own_step_s > 0.0, own_step_s, 0.0)
+        steps: tuple[Numbers, Numbers] = (_where(as_pool, step_fixed_s, own_fixed_s), step_each_s)
+        colocated = standing.role == _COLOCATED
         if np.any(colocated) if isinstance(colocated, np.ndarray) else colocated:
+            own_speed = standing.own_speed
             slowness = _where(own_speed == own_speed, self._speed_of_all() / own_speed, 1.0)
             steps = (
                 _where(colocated, step_fixed_s * slowness, steps[0]),
                 _where(colocated, step_each_s * slowness, steps[1]),
             )
         own_lane = lane_s == lane_s
-        priors = (
-            read[0], read_each_s, *steps, _where(own_lane, 0.0, lane.fixed_s), _where(own_lane, lane_s, lane.each_s),
-        )  # fmt: skip
+        prior_fixed_s, prior_each_s = _where(own_lane, 0.0, lane.fixed_s), _where(own_lane, lane_s, lane.each_s)
+        fixed_s = _where(own_lane, standing.fitted_fixed_s, lane.fixed_s)
+        each_s = _where(own_lane, standing.fitted_each_s, lane.each_s)
         return (
-            priors,
+            (read[0], read_each_s, steps[0], steps[1], prior_fixed_s, prior_each_s),
             (read[0] * reading_ratio, read_each_s * reading_ratio),
             (steps[0] * stepping_ratio, steps[1] * stepping_ratio),
-            (_where(own_lane, fitted_fixed_s, lane.fixed_s), _where(own_lane, fitted_each_s, lane.each_s)),
+            (fixed_s, each_s),
         )
 
     def expect(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> Expectation:
