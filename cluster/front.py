@@ -124,7 +124,7 @@ class Front:
             changed=lambda roster: admission.weigh({name: tenant.weight for name, tenant in roster.tenants.items()}),
         )
         self._generate = Cutoff(admission)
-        gateway = open_gateway(
+        gateway = self._gateway = open_gateway(
             config, generate=self._generate, fleet=self.fleet, metrics=metrics, reception=reception, routing=routing,
             siblings=self._siblings, max_model_len=max_model_len,
         )  # fmt: skip
@@ -241,6 +241,7 @@ class Front:
             await self._canary.close()
             await self.fleet.close()
             await self._reception.close()
+            self._gateway.grammars.close()
             await self._siblings.close()
             if self._others is not None:
                 await self._others.close()

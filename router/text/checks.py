@@ -1,11 +1,13 @@
 """Whether grammars can be compiled, found out in processes beside the gateway, which can be ended.
 
     check ──▶ found before ──▶ said at once
-          └─▶ a thread of `MAX_AT_ONCE` ── its process compiles, within `CPU_S` and its memory ──▶ found, or dead of it
+          └─▶ its turn, of `MAX_AT_ONCE` ── a process compiles, within `CPU_S` and its memory ──▶ found, or dead of it
+                └─▶ nobody waits any more: dropped
 
 The library counts most of the work and stops by itself. What it counts too little of is stopped by the CPU time that it
 takes, so that neither depends on how busy the machine is. A process (`router.text.compiling`) is started when it is
-needed, and again when it has died.
+needed, and again when it has died. It may die of something else than its grammar, which is then compiled once more in
+a new one. What stays uncertain is told to come again, and is not remembered.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ import threading
 import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+
+from llguidance import LLParserLimits
 
 from protos.errors import InvalidRequest, Overloaded
 from router.text import compiling
@@ -36,24 +41,30 @@ MAX_CHECKED = 1024
 MAX_AT_ONCE = 4
 CPU_S = 1.0
 WAIT_S = 10.0
-"""Whoever has waited so long, with others before, is to come again."""
+"""Whoever has waited so long is to come again. A process that has not answered for so long is ended."""
 
+_LIMITS = LLParserLimits()
+_TOO_MUCH_TO_READ = (
+    f"its patterns take more than {_LIMITS.initial_lexer_fuel:,} steps to read (initial_lexer_fuel): make them "
+    "simpler, or bound their repetitions"
+)
 _FIXES = {
-    "fuel exhausted": "its patterns take more than 1,000,000 steps to read (initial_lexer_fuel): make them simpler, or "
-    "bound their repetitions",
-    "initial_lexer_fuel": "its patterns take more than 1,000,000 steps to read (initial_lexer_fuel): make them "
-    "simpler, or bound their repetitions",
-    "too many expressions": "its patterns unfold into more than 200,000 parts at one token (step_lexer_fuel): bound "
-    "their repetitions",
-    "max_grammar_size": "it has more than 500,000 symbols (max_grammar_size): give fewer rules or properties",
+    "fuel exhausted": _TOO_MUCH_TO_READ,
+    "initial_lexer_fuel": _TOO_MUCH_TO_READ,
+    "too many expressions": f"its patterns unfold into more than {_LIMITS.step_lexer_fuel:,} parts at one token "
+    "(step_lexer_fuel): bound their repetitions",
+    "max_grammar_size": f"it has more than {_LIMITS.max_grammar_size:,} symbols (max_grammar_size): give fewer rules "
+    "or properties",
 }
 
 
 class GrammarChecks:
-    """Of one event loop. What was found is remembered."""
+    """Of one event loop. What was found is remembered. `close` it at the end."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[bytes, asyncio.Future[str]] = OrderedDict()
+        self._found: OrderedDict[bytes, str] = OrderedDict()
+        self._asked: dict[bytes, _Asked] = {}
+        self._turn = asyncio.Semaphore(MAX_AT_ONCE)
         self._threads = ThreadPoolExecutor(max_workers=MAX_AT_ONCE, thread_name_prefix="grammar-checks")
         self._compilers = threading.local()
 
@@ -64,40 +75,104 @@ class GrammarChecks:
             raise InvalidRequest(f"{told}: at most {MAX_GRAMMAR_CHARS} are read", param=param)
         try:
             async with asyncio.timeout(WAIT_S):
-                wrong = await asyncio.shield(self._wrong(grammar))
+                wrong = await self._wrong(grammar)
         except TimeoutError:
-            told = f"'{param}' was not compiled within {WAIT_S:g} s, for others were before it: come again"
+            told = f"'{param}' was not compiled within {WAIT_S:g} s: come again"
+            raise Overloaded(told, param=param, retry_after_s=WAIT_S) from None
+        except _Ended as ended:
+            told = f"'{param}' was not compiled, for what compiles it was ended ({ended}): come again"
             raise Overloaded(told, param=param, retry_after_s=WAIT_S) from None
         if wrong:
             raise InvalidRequest(f"'{param}' cannot be enforced: {wrong}", param=param)
 
-    def _wrong(self, grammar: str) -> asyncio.Future[str]:
+    def close(self) -> None:
+        """Its threads end with what they do, and their processes with them. Nobody may ask any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _wrong(self, grammar: str) -> str:
         encoded = grammar.encode("utf-8", "surrogatepass")
         name = hashlib.blake2b(encoded, digest_size=16).digest()
-        found = self._found.get(name)
-        if found is None or (found.done() and found.exception() is not None):
-            found = asyncio.get_running_loop().run_in_executor(self._threads, self._compiled, encoded)
-            self._found[name] = found
-            if len(self._found) > MAX_CHECKED:
-                self._found.popitem(last=False)
-        return found
+        if (wrong := self._found.get(name)) is not None:
+            return wrong
+        asked = self._asked.get(name)
+        if asked is None:
+            asked = self._asked[name] = _Asked(asyncio.create_task(self._find(name, encoded)))
+        asked.num_waiting += 1
+        try:
+            return await asyncio.shield(asked.found)
+        finally:
+            asked.num_waiting -= 1
+            if not asked.num_waiting and not asked.has_turn:
+                asked.found.cancel()
+                self._asked.pop(name, None)
+
+    async def _find(self, name: bytes, encoded: bytes) -> str:
+        async with self._turn:
+            self._asked[name].has_turn = True
+            try:
+                wrong = await asyncio.get_running_loop().run_in_executor(self._threads, self._compiled, encoded)
+            finally:
+                del self._asked[name]
+        self._found[name] = wrong
+        if len(self._found) > MAX_CHECKED:
+            self._found.popitem(last=False)
+        return wrong
 
     def _compiled(self, encoded: bytes) -> str:
-        """On a thread: what is wrong, "" if nothing is."""
+        """On a thread: what is wrong, "" if nothing is. Raises _Ended and TimeoutError where that is not certain."""
+        with contextlib.suppress(_Ended):
+            return self._ask(encoded)
+        try:
+            return self._ask(encoded)  # by a new process, which has died of nothing before
+        except _Ended as ended:
+            if ended.is_from_outside:
+                raise
+            return ended.blame()
+
+    def _ask(self, encoded: bytes) -> str:
         compiler: _Compiler | None = getattr(self._compilers, "one", None)
         if compiler is None:
             compiler = self._compilers.one = _Compiler()
         try:
             return _in_our_words(compiler.ask(encoded))
-        except _Died as died:
+        except (_Ended, TimeoutError) as error:
             del self._compilers.one
-            return died.told
+            if isinstance(error, _Ended) and error.code == -signal.SIGPROF:
+                return error.blame()
+            raise
 
 
-class _Died(Exception):
-    def __init__(self, told: str) -> None:
-        super().__init__(told)
-        self.told = told
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A grammar that is being checked. It is dropped when nobody waits for it and it has not got its turn."""
+
+    found: asyncio.Task[str]
+    num_waiting: int = 0
+    has_turn: bool = False
+
+
+class _Ended(Exception):
+    """The process has, with this return code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"return code {code}")
+        self.code = code
+
+    @property
+    def is_from_outside(self) -> bool:
+        """By somebody who may end any process, such as the kernel that needs memory."""
+        return self.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+
+    def blame(self) -> str:
+        """What of the grammar did that."""
+        match -self.code:
+            case signal.SIGPROF:
+                return f"compiling it takes more than {CPU_S:g} s: intersect, nest or repeat fewer patterns"
+            case signal.SIGSEGV | signal.SIGBUS:
+                return "it is nested too deeply to be compiled: nest fewer patterns"
+            case signal.SIGABRT:
+                return "compiling it takes too much memory: intersect, nest or repeat fewer patterns"
+        return f"compiling it ended the process ({self}): make it simpler"
 
 
 class _Compiler:
@@ -105,40 +180,41 @@ class _Compiler:
 
     def __init__(self) -> None:
         self._ours, theirs = socket.socketpair()
+        self._ours.settimeout(WAIT_S)
         with theirs:
             command = [sys.executable, "-P", str(Path(compiling.__file__))]
             devnull = subprocess.DEVNULL
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=devnull, stderr=devnull)
         weakref.finalize(self, _end, self._process, self._ours)
-        if self._read() != b"":
-            raise RuntimeError(f"the process that checks grammars does not start: {command}")
+        try:
+            self._read()
+        except OSError as error:
+            raise RuntimeError(f"the process that checks grammars does not start: {command}") from error
 
     def ask(self, grammar: bytes) -> str:
-        """Raises _Died with what the grammar has done to it."""
-        with contextlib.suppress(OSError):  # if it has died, reading says so
+        """Raises _Ended; TimeoutError where it had to be, for it said nothing."""
+        try:
             self._ours.sendall(compiling.HEAD.pack(len(grammar), round(CPU_S * 1000)) + grammar)
-        told = self._read()
-        if told is not None:
-            return told.decode("utf-8", "replace")
-        _end(self._process, self._ours)
-        log.warning(
-            "a grammar of %d bytes ended the process that compiled it: %s", len(grammar), self._process.returncode
-        )
-        if self._process.returncode == -signal.SIGPROF:
-            raise _Died(f"compiling it takes more than {CPU_S:g} s: intersect, nest or repeat fewer patterns")
-        raise _Died("compiling it takes too much memory: intersect, nest or repeat fewer patterns")
+            return self._read().decode("utf-8", "replace")
+        except TimeoutError:
+            log.warning("a process has not compiled a grammar of %d bytes in %g s: it is ended", len(grammar), WAIT_S)
+            self._process.kill()
+            _end(self._process, self._ours)
+            raise
+        except OSError:
+            _end(self._process, self._ours)
+            code = self._process.returncode
+            log.warning("the process that compiled a grammar of %d bytes has ended: return code %d", len(grammar), code)
+            raise _Ended(code) from None
 
-    def _read(self) -> bytes | None:
-        """An answer; None when it has died."""
+    def _read(self) -> bytes:
+        """An answer. Raises OSError when it has died."""
         parts = bytearray()
         missing = compiling.ANSWER.size
         while len(parts) < missing:
-            try:
-                part = self._ours.recv(missing - len(parts))
-            except OSError:
-                return None
+            part = self._ours.recv(missing - len(parts))
             if not part:
-                return None
+                raise ConnectionResetError
             parts += part
             if len(parts) == compiling.ANSWER.size:
                 missing += compiling.ANSWER.unpack(parts)[0]

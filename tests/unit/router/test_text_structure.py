@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
+import threading
 from subprocess import Popen
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 
-from protos.errors import InvalidRequest
+from protos.errors import BatonError, InvalidRequest, Overloaded
 from router.text import checks
 from router.text.checks import GrammarChecks
 from router.text.structure import choice_grammar, json_grammar, regex_grammar
@@ -33,40 +35,137 @@ async def test_what_is_wrong_is_told_in_few_words() -> None:
     assert len(failed.value.message) < 2000
 
 
-async def test_a_grammar_that_takes_long_is_ended_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of intersections the library counts the work as one, and does not stop."""
-    monkeypatch.setattr(checks, "CPU_S", 0.1)
-    rules = [f"A{i}: (A{i + 1} & /.*[{chr(97 + i % 26)}{i % 10}].*/)" for i in range(150)]
-    checking = GrammarChecks()
-    grammars = ["\n".join([f"start: A{i}", *rules, "A150: /.*/"]) for i in range(2)]
-    asked = [checking.check(grammar, param="grammar") for grammar in grammars]
-    ended, *_, fine = await asyncio.gather(
-        *asked, *(checking.check(f'start: "{name}"', param="grammar") for name in "ab"), return_exceptions=True
-    )
-    assert fine is None
-    assert isinstance(ended, InvalidRequest)
-    assert "takes more than 0.1 s" in ended.message
-    with pytest.raises(InvalidRequest, match="takes more than"):
-        await checking.check(grammars[0], param="grammar")
+Processes = list[Any]
 
 
-async def test_one_that_ends_its_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    """Those that were started to compile; one at a time does."""
+    made: Processes = []
     monkeypatch.setattr(checks, "MAX_AT_ONCE", 1)
-    made: list[Any] = []
     monkeypatch.setattr(
         checks.subprocess, "Popen", lambda *args, **options: made.append(Popen(*args, **options)) or made[-1]
     )
+    return made
+
+
+class Held:
+    """Holds up whoever compiles `grammar` until `go_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, grammar: str) -> None:
+        self.asked: list[str] = []
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        compile_it = checks._Compiler.ask
+
+        def ask(compiler: Any, encoded: bytes) -> str:
+            self.asked.append(encoded.decode())
+            self.begun.set()
+            assert self.asked[-1] != grammar or self.go_on.wait(60)
+            return compile_it(compiler, encoded)
+
+        monkeypatch.setattr(checks._Compiler, "ask", ask)
+
+
+async def test_a_grammar_that_takes_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of intersections the library counts the work as one, and does not stop."""
+    monkeypatch.setattr(checks, "CPU_S", 0.1)
+    rules = [f"A{i}: (A{i + 1} & /.*[{chr(97 + i % 26)}{i % 10}].*/)" for i in range(150)]
+    grammar = "\n".join(["start: A0", *rules, "A150: /.*/"])
+    checking = GrammarChecks()
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s"):
+            await checking.check(grammar, param="grammar")
+
+
+async def test_a_grammar_that_takes_long_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, checking = Held(monkeypatch, 'start: "a"'), GrammarChecks()
+    slow = [asyncio.create_task(checking.check('start: "a"', param="grammar")) for _ in range(2)]
+    assert await asyncio.to_thread(held.begun.wait, 60)
+    for _ in range(2):
+        await checking.check('start: "b"', param="grammar")
+    assert not any(one.done() for one in slow)
+    held.go_on.set()
+    await asyncio.gather(*slow)
+    assert sorted(held.asked) == ['start: "a"', 'start: "b"'], "each of them once"
+
+
+async def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyPatch, processes: Processes) -> None:
+    held, checking = Held(monkeypatch, 'start: "a"'), GrammarChecks()
+    slow, *gone, shared, kept = (
+        asyncio.create_task(checking.check(f'start: "{name}"', param="grammar")) for name in "abcdd"
+    )
+    assert await asyncio.to_thread(held.begun.wait, 60)
+    for one in (*gone, shared):
+        one.cancel()
+    await asyncio.wait([*gone, shared])
+    held.go_on.set()
+    await asyncio.gather(slow, kept)
+    await checking.check('start: "b"', param="grammar")
+    assert held.asked == [f'start: "{name}"' for name in "adb"]
+    checking.close()
+    processes[0].wait(60)
+
+
+async def test_whose_process_was_ended_is_compiled_by_another(processes: Processes) -> None:
     checking = GrammarChecks()
     await checking.check('start: "a"', param="grammar")
-    made[0].kill()
-    made[0].wait()
-    with pytest.raises(InvalidRequest, match="too much memory"):
-        await checking.check('start: "b"', param="grammar")
-    await checking.check('start: "c"', param="grammar")
+    processes[0].kill()
+    processes[0].wait()
+    await checking.check('start: "b"', param="grammar")
+    assert len(processes) == 2
     del checking
     gc.collect()
-    assert len(made) == 2
-    made[1].wait(60)  # it ends with who asks it
+    processes[1].wait(60)  # it ends with who asks it
+
+
+@pytest.mark.parametrize(
+    ("sent", "error", "told"),
+    [
+        (signal.SIGKILL, Overloaded, "return code -9"),
+        (signal.SIGABRT, InvalidRequest, "too much memory"),
+        (signal.SIGSEGV, InvalidRequest, "too deeply"),
+    ],
+)
+async def test_one_that_ends_every_process_is_refused(
+    monkeypatch: pytest.MonkeyPatch, processes: Processes, sent: signal.Signals, error: type[BatonError], told: str
+) -> None:
+    """For good where that was its own doing, for now where it may have been the host's."""
+    checking, ask = GrammarChecks(), checks._Compiler.ask
+
+    def dying(compiler: Any, encoded: bytes) -> str:
+        compiler._process.send_signal(sent)
+        compiler._process.wait()
+        return ask(compiler, encoded)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checks._Compiler, "ask", dying)
+        with pytest.raises(error, match=told):
+            await checking.check('start: "a"', param="grammar")
+    assert len(processes) == 2
+    again = checking.check('start: "a"', param="grammar")
+    if error is InvalidRequest:
+        with pytest.raises(error, match=told):
+            await again
+    else:
+        await again
+
+
+async def test_a_process_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch, processes: Processes) -> None:
+    checking = GrammarChecks()
+    await checking.check('start: "a"', param="grammar")
+    processes[0].send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(checks._Compiler, "_read", silent)
+        with pytest.raises(Overloaded, match="come again"):
+            await checking.check('start: "b"', param="grammar")
+    assert processes[0].wait(60) == -signal.SIGKILL
+    await checking.check('start: "b"', param="grammar")
+
+
+def silent(compiler: Any) -> bytes:
+    """As if the time had passed."""
+    assert compiler._ours.gettimeout() == checks.WAIT_S
+    raise TimeoutError
 
 
 async def test_definitions_that_lead_from_one_to_the_next_end_no_process() -> None:
