@@ -78,6 +78,7 @@ class Chooser:
             num_decided=self._num_decided,
             session=journal.job.session or hashes[:1].packed.hex(),
             answer_tokens=fleet.predictor.answer_tokens,
+            within_s=journal.first_due_s - now,
             block_bytes=fleet.block_bytes,
             lanes=fleet.predictor.lanes,
         )

@@ -30,6 +30,7 @@ from router.policies.candidates import Candidates
 from router.prefix.index import Match
 
 LEAST_RETRY_S = 0.1
+HEADROOM = 0.02  # of a bound: what comes out on the edge of it is late one time in two
 TOO_LATE = "no worker could begin with this request within its max_ttft_ms"
 
 
@@ -193,7 +194,8 @@ class Admission:
             return None
         reading_s = self._reading_s(turn.job, now)
         # It comes as much later than computed as others did lately.
-        if reading_s is None or now + reading_s + self._overrun.of(reading_s, now=now) <= entry.deadline_s:
+        latest_s = entry.deadline_s - HEADROOM * (turn.job.max_ttft_s or 0.0)
+        if reading_s is None or now + reading_s + self._overrun.of(reading_s, now=now) <= latest_s:
             return None
         self.refused.late += 1
         return self._overloaded(TOO_LATE, entry)

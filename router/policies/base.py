@@ -8,6 +8,7 @@ A score is a cost: the lowest total wins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -35,8 +36,9 @@ class RequestView:
     the prompt, and what was answered before the request had to move. `num_decided` decisions came before this one.
 
     Requests of one `session` are turns of one conversation: the client's word for it, or how the prompt begins. An
-    answer is expected to have `answer_tokens`. The KV of a block has `block_bytes`; `lanes` are the seconds that KV of
-    so many bytes is awaited from a reader by a writer, for pairs that have been measured.
+    answer is expected to have `answer_tokens`, and its first one is wanted within `within_s`. The KV of a block has
+    `block_bytes`; `lanes` are the seconds that KV of so many bytes is awaited from a reader by a writer, for pairs that
+    have been measured.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class RequestView:
     num_decided: int = 0
     session: str = ""
     answer_tokens: float = 64.0
+    within_s: float = math.inf
     block_bytes: int = 0
     lanes: Mapping[str, Mapping[str, Line]] = field(default_factory=dict)
 

@@ -5,8 +5,8 @@ predicted time to the first token.
 `displaced` is what computing costs others: those queued behind it, and those whose cached blocks its own blocks evict.
 `imbalance` keeps the work that readers are sent near their mean.
 Writing: `decode` is what the answer takes, and what it adds to the answers beside it; `shortage` the wait for blocks.
-Beyond an objective a second counts `LATE` times more (`late_ttft`, `late_tpot`), as long as somebody can keep it: what
-is late everywhere goes where it costs least.
+Beyond an objective a second counts `LATE` times more (`late_ttft`, `late_tpot`), and beyond what the request itself
+allows `OVERDUE` times, as long as somebody can keep it: what is late everywhere goes where it costs least.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ DISPLACED = 5.0  # seconds that others lose by a second of computing
 GUARD = 0.2  # by this share above its pool's mean, a worker's cache attracts nothing any more
 SETTLING = 4.0  # requests of this size
 LATE = 4.0
+OVERDUE = 1000.0  # who was let in with a bound is answered within it
 TOLERANCE = 0.05  # costs are predictions: what differs less is equal
 
 
@@ -51,7 +52,7 @@ def reading(objectives: Objectives) -> Rank:
             compute=compute,
             displaced=compute * DISPLACED,
             imbalance=line.each_s * view.num_tokens * (1 + DISPLACED) * (above * above),
-            late_ttft=_late(first_s, objectives.ttft_s) * LATE,
+            late_ttft=_late(first_s, objectives.ttft_s) * LATE + _late(first_s, view.within_s) * OVERDUE,
         )
 
     return rank
