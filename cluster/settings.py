@@ -76,11 +76,15 @@ def setting(text: str) -> Table:
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """Both, table by table; where both say something, `over` is right."""
+    """Both, table by table; where both say something, `over` is right. What stands where a table belongs stays there,
+    for `make_config` to refuse."""
     merged = dict(under)
     for name, value in over.items():
-        below = merged.get(name)
-        merged[name] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        below = merged.get(name, {})
+        if not isinstance(value, Mapping):
+            merged[name] = value
+        elif isinstance(below, Mapping):
+            merged[name] = merge(below, value)
     return merged
 
 

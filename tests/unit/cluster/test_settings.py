@@ -93,6 +93,14 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert (config.worker.tp, config.worker.block_size, config.worker.prefill_chunk) == (4, 32, 128)
 
 
+@pytest.mark.parametrize("table", ["worker", "lanes", "tls", "pools"])
+def test_flags_do_not_hide_a_value_where_a_table_belongs(tmp_path: Path, table: str) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(f"{table} = 3\n")
+    with pytest.raises(Misconfigured, match=f"{table} = 3: it is a table"):
+        settings(file, {"model": "b", table: {"anything": None}}, [])
+
+
 def test_pools_on_the_command_line_replace_those_of_the_file() -> None:
     file = {"model": "m", "pools": {"prefill": 4, "decode": 4}}
     colocated = make_config(merge(file, {"pools": pools(None, None, colocated=True, workers=3)}))
