@@ -32,7 +32,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.overload import FORMAT, Curve, Point, plot, point_of, table
-from benchmarks.router import gateway
+from benchmarks.router import gateway, worker_process
 from cluster.bench.client import CompletionClient
 from cluster.bench.hardware import find_hardware, find_versions
 from cluster.bench.http import Endpoint
@@ -132,21 +132,13 @@ def running(flags: str) -> Iterator[str]:
 def paced(count: int) -> Iterator[str]:
     """The URL of a `baton gateway` before so many workers that wait instead of computing."""
     with ExitStack() as stack:
-        addresses = [stack.enter_context(_paced_worker(f"paced-{number}")) for number in range(count)]
+        addresses = [
+            stack.enter_context(worker_process("benchmarks.paced_worker", "--name", f"paced-{number}"))
+            for number in range(count)
+        ]
         further = [word for address in addresses[1:] for word in ("--worker", address)]
         url, _ = stack.enter_context(gateway(addresses[0], *further))
         yield url
-
-
-@contextmanager
-def _paced_worker(name: str) -> Iterator[str]:
-    program = [sys.executable, "-m", "benchmarks.paced_worker", "--name", name]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip()
-        finally:
-            process.kill()
 
 
 async def measure(

@@ -16,24 +16,20 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import grpc
 import uvloop
 
-from benchmarks.stub_worker import LAYOUT, TOKENS, Stub
-from protos import worker_pb2_grpc
+from benchmarks.stub_worker import LAYOUT, TOKENS, Stub, serve
 from protos.values import (
     FinishReason,
     GenerateRequest,
     KVEvents,
-    LaneAddress,
     SequenceUpdate,
     StepMessage,
     WorkerInfo,
     WorkerLoad,
-    WorkerRole,
 )
 from protos.wire import from_proto, to_proto
 
@@ -168,21 +164,10 @@ class Paced(Stub):
         self._name = name
         self._pace = pace
 
-    async def Describe(self, request: Any, context: Any) -> Any:
-        return to_proto(
-            WorkerInfo(
-                worker_id=self._name,
-                incarnation=1,
-                role=WorkerRole.COLOCATED,
-                model="demo",
-                address=self.address,
-                layout=LAYOUT,
-                lane=LaneAddress(worker_id=self._name, incarnation=1, host="127.0.0.1", port=0),
-                max_model_len=2**20,
-                vocab_size=2**17,
-                num_blocks=self._pace.num_blocks,
-            )
-        )
+    def info(self) -> WorkerInfo:
+        stub = super().info()
+        lane = replace(stub.lane, worker_id=self._name)
+        return replace(stub, worker_id=self._name, lane=lane, num_blocks=self._pace.num_blocks, reads_further=False)
 
     async def Stream(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         engine, arrived, greeted = Engine(self._pace), asyncio.Event(), asyncio.Event()
@@ -223,16 +208,7 @@ class Paced(Stub):
                 await reading
 
 
-async def serve(name: str) -> None:
-    paced, server = Paced(name, Pace()), grpc.aio.server()
-    worker_pb2_grpc.add_WorkerServicer_to_server(paced, server)
-    paced.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    print(paced.address, flush=True)
-    await server.wait_for_termination()
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", default="paced-0")
-    uvloop.run(serve(parser.parse_args().name))
+    uvloop.run(serve(Paced(parser.parse_args().name, Pace())))

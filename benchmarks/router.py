@@ -75,9 +75,9 @@ def cpu_s(pid: int) -> float:
 
 
 @contextmanager
-def stub_worker(step_ms: float) -> Iterator[str]:
-    command = [sys.executable, "-m", "benchmarks.stub_worker", "--step-ms", str(step_ms)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def worker_process(module: str, *flags: str) -> Iterator[str]:
+    """The address of one that computes nothing: a process of its own that prints it first."""
+    with subprocess.Popen([sys.executable, "-m", module, *flags], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield process.stdout.readline().strip()
@@ -254,7 +254,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="Needs matplotlib.")
     args = parser.parse_args()
     at_once = [int(count) for count in args.num_streams.split(",")]
-    with stub_worker(args.step_ms) as worker, gateway(worker) as (url, pid):
+    stub = worker_process("benchmarks.stub_worker", "--step-ms", str(args.step_ms))
+    with stub as worker, gateway(worker) as (url, pid):
         if args.pin:
             pin(pid)
         figures = uvloop.run(

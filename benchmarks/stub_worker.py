@@ -44,23 +44,23 @@ class Stub(worker_pb2_grpc.WorkerServicer):
         self._step_s = step_s
         self.address = ""
 
-    async def Describe(self, request: Any, context: Any) -> Any:
-        lane = LaneAddress(worker_id="stub", incarnation=1, host="127.0.0.1", port=0)
-        return to_proto(
-            WorkerInfo(
-                worker_id="stub",
-                incarnation=1,
-                role=WorkerRole.COLOCATED,
-                model="demo",
-                address=self.address,
-                layout=LAYOUT,
-                lane=lane,
-                max_model_len=2**20,
-                vocab_size=2**17,
-                num_blocks=10**6,
-                reads_further=True,
-            )
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(
+            worker_id="stub",
+            incarnation=1,
+            role=WorkerRole.COLOCATED,
+            model="demo",
+            address=self.address,
+            layout=LAYOUT,
+            lane=LaneAddress(worker_id="stub", incarnation=1, host="127.0.0.1", port=0),
+            max_model_len=2**20,
+            vocab_size=2**17,
+            num_blocks=10**6,
+            reads_further=True,
         )
+
+    async def Describe(self, request: Any, context: Any) -> Any:
+        return to_proto(self.info())
 
     async def Health(self, request: Any, context: Any) -> Any:
         return to_proto(Health(healthy=True))
@@ -160,11 +160,10 @@ class Running:
         return replace(LOAD, step=self._step, num_running=len(self._begun))
 
 
-async def serve(step_s: float) -> None:
-    stub, server = Stub(step_s), grpc.aio.server(options=[("grpc.max_receive_message_length", 64 * 2**20)])
+async def serve(stub: Stub) -> None:
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 * 2**20)])
     worker_pb2_grpc.add_WorkerServicer_to_server(stub, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    stub.address = f"127.0.0.1:{port}"
+    stub.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     print(stub.address, flush=True)
     await server.wait_for_termination()
@@ -173,4 +172,4 @@ async def serve(step_s: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--step-ms", type=float, default=20.0)
-    uvloop.run(serve(parser.parse_args().step_ms / 1000))
+    uvloop.run(serve(Stub(parser.parse_args().step_ms / 1000)))
