@@ -11,6 +11,7 @@ allows `OVERDUE` times, as long as somebody can keep it: what is late everywhere
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,9 @@ def reading(objectives: Objectives) -> Rank:
         line, first_s = candidates.reading, ttft_s(view, candidates)
         compute = line.each_s * num_uncached(view, candidates)
         above = _excess(view, candidates) / GUARD
+        late = _late(first_s, objectives.ttft_s) * LATE
+        if view.within_s < math.inf:
+            late = late + _late(first_s, view.within_s) * OVERDUE
         return scores(
             candidates,
             overhead=line.fixed_s,
@@ -52,7 +56,7 @@ def reading(objectives: Objectives) -> Rank:
             compute=compute,
             displaced=compute * DISPLACED,
             imbalance=line.each_s * view.num_tokens * (1 + DISPLACED) * (above * above),
-            late_ttft=_late(first_s, objectives.ttft_s) * LATE + _late(first_s, view.within_s) * OVERDUE,
+            late_ttft=late,
         )
 
     return rank

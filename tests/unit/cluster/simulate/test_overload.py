@@ -26,7 +26,7 @@ def test_where_writing_is_scarce_three_times_the_load_costs_no_goodput() -> None
 
 
 def test_workers_that_do_both_are_kept_even_only_within_what_requests_allow() -> None:
-    """Evenness sent one in ten to a worker that could not begin in time, where another could have."""
+    """To be even is no reason to send a request to a worker that cannot begin in time, where another can."""
     full, flooded = at(2, 1.0, 3.0, capacity=60.0)
     assert flooded.goodput >= full.goodput
     assert flooded.late <= 0.05 * flooded.admitted
