@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from router.policies.slo import GUARD
+
 RECENT_S = 300.0  # after which work counts half
 RECENT_EACH = 80  # or after so many newer requests for each worker: the busier a pool, the sooner it is even again
-ABOVE = 0.2  # as much as the guard of the policy `slo` allows
 
 
 class Recent:
@@ -27,12 +28,12 @@ class Recent:
 
     def of(self, worker_id: str, *, now: float) -> tuple[float, float]:
         """A worker's, and at which time of the clock it counted as much. A newcomer counts as if it had had so much
-        less than the others that these are `ABOVE` their mean: it is not owed what they did before it came, and what
-        they have cached does not keep everything away from it."""
+        less than the others that these are `GUARD` above their mean: it is not owed what they did before it came, and
+        what they have cached does not keep everything away from it."""
         if worker_id not in self._given:
             at = self.clock(now)
             others = [work * kept(at - was) for work, was in self._given.values()]
-            share = max(0.0, 1 - (len(others) + 1) * ABOVE / (1 + ABOVE))
+            share = max(0.0, 1 - (len(others) + 1) * GUARD / (1 + GUARD))
             self._given[worker_id] = (share * sum(others) / len(others) if others else 0.0, at)
         return self._given[worker_id]
 
