@@ -50,15 +50,18 @@ def _wait(
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Returns when the incarnation is gone. Raises DeadlineExceeded."""
-    deadline = clock() + timeout_s
+    deadline, moved = clock() + timeout_s, ""
     while True:
         worker = _worker(client, worker_id)
-        gone = worker is None or _incarnation(worker) != incarnation or worker["state"] in ("lost", "joining")
+        own = worker is not None and _incarnation(worker) == incarnation
+        gone = not own or worker is None or worker["state"] in ("lost", "joining")
+        if own and worker is not None:
+            moved = _moved(worker["load"])
         if gone and not replaced:
-            tell(f"{worker_id} has left")
+            tell(f"{worker_id} has left{moved}")
             return
-        if worker is not None and _incarnation(worker) != incarnation and worker["state"] == "ready":
-            tell(f"{worker_id} has been replaced")
+        if worker is not None and not own and worker["state"] == "ready":
+            tell(f"{worker_id} has been replaced{moved}")
             return
         told = f"{worker_id} has left, its successor is on its way" if gone or worker is None else _progress(worker)
         tell(told)
@@ -82,6 +85,13 @@ def _worker(client: httpx.Client, worker_id: str) -> Worker | None:
 def _incarnation(worker: Worker) -> int:
     """0 of a worker that was never met."""
     return int(worker["info"]["incarnation"]) if worker["info"] else 0
+
+
+def _moved(load: Mapping[str, Any]) -> str:
+    """How many went on elsewhere, from the last thing a worker said; nothing if some were still running then: what
+    became of them it did not come to say."""
+    is_last = not load["num_running"] + load["num_waiting"]
+    return f": {load['num_moved']} moved on" if is_last and load["num_moved"] else ""
 
 
 def _progress(worker: Worker) -> str:

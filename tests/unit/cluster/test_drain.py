@@ -58,6 +58,21 @@ async def test_it_waits_until_the_worker_is_gone_and_says_how_far_it_is(gone: Wo
     assert lines == ["decode-0 is draining: 2 running, 0 waiting, 3 moved on", "decode-0 has left"]
 
 
+@pytest.mark.parametrize(
+    ("gone", "flags", "told"),
+    [
+        (replace(LOST, load=WorkerLoad(num_moved=5)), (), "decode-0 has left: 5 moved on"),
+        (replace(LOST, load=WorkerLoad(num_running=2)), (), "decode-0 has left"),  # it said no more
+        (replace(LOST, load=WorkerLoad(num_moved=5)), ("--replaced",), "decode-0 has been replaced: 5 moved on"),
+    ],
+)
+async def test_what_moved_on_after_the_last_look_is_told_at_the_end(
+    gone: Worker, flags: tuple[str, ...], told: str
+) -> None:
+    result = await drain(Changing(READY, BUSY, gone, NEXT), "decode-0", *flags)
+    assert result.stdout.splitlines()[-1] == told
+
+
 async def test_a_rolling_restart_waits_for_the_successor() -> None:
     result = await drain(Changing(READY, BUSY, LOST, None, LOST, NEXT), "decode-0", "--replaced")
     assert result.exit_code == 0, result.output
