@@ -56,7 +56,8 @@ def calibrate(points: Sequence[Measured]) -> Calibrated:
     )
     is_step = columns[:, 0] > 0
     fitted, predicted, used = _fitted(columns, seconds, is_step)
-    error, worst = _errors(predicted[is_step & used], seconds[is_step & used])
+    tells = len(np.unique(columns[is_step & used], axis=0)) > np.count_nonzero(fitted)
+    error, worst = _errors(predicted[is_step & used], seconds[is_step & used]) if tells else (None, None)
     single = is_step & np.array([not point.several and not point.num_requests for point in points])
     excess = (seconds - predicted)[single & ~used]
     stalls = _quantiles(excess) if len(excess) >= LEAST_STALLS else ()

@@ -80,7 +80,7 @@ class Calibrated:
     as that many quantiles whose mean is 1; none where that is not known. So many times in a second of steps something
     else had their core, `stalls_s` long. `error` is the mean of
     |predicted / measured - 1| over the points it was fitted to, or over groups of points that are alike, `worst` the
-    largest."""
+    largest; None where there are no more points than fitted coefficients, which any model would meet."""
 
     base_s: float
     row_s: float
@@ -92,8 +92,8 @@ class Calibrated:
     stalls_s: tuple[float, ...] = ()
     stalls_per_s: float = 0.0
     num_points: int = 0
-    error: float = 0.0
-    worst: float = 0.0
+    error: float | None = None
+    worst: float | None = None
 
     def step_s(self, step: Step) -> float:
         return (
@@ -119,11 +119,14 @@ class Calibrated:
         return self.stalls_per_s * float(np.mean(self.stalls_s)) if self.stalls_s else 0.0
 
     def __str__(self) -> str:
-        return (
-            f"calibrated on {self.num_points} steps: off by {self.error:.1%} on average, {self.worst:.1%} at most; "
-            f"single ones scatter by {self.spread:.0%}, stalls take {self.stalled:.0%}; a request takes "
-            f"{self.request_s * 1000:.1f} ms beside them"
-        )
+        steps = f"{self.num_points} step{'' if self.num_points == 1 else 's'}"
+        if self.error is None or self.worst is None:
+            off = "how far off it is cannot be told from so few: measure more, of different sizes"
+        else:
+            off = f"off by {self.error:.1%} on average, {self.worst:.1%} at most"
+        scatter = f"; single ones scatter by {self.spread:.0%}, stalls take {self.stalled:.0%}" if self.ratios else ""
+        rest = f"; a request takes {self.request_s * 1000:.1f} ms beside them" if self.request_s else ""
+        return f"calibrated on {steps}: {off}{scatter}{rest}"
 
 
 class Chance:

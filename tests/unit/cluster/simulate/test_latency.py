@@ -65,6 +65,7 @@ def test_a_calibration_finds_the_coefficients_and_says_how_well_it_fits() -> Non
     first_tokens = [Measured(step=one.step, seconds=one.seconds + truth.request_s, num_requests=1) for one in points]
     found = calibrate([*points, *first_tokens])
     assert found.request_s == pytest.approx(truth.request_s)
+    assert found.error is not None
     assert found.error < 1e-6
     assert [found.step_s(step) for step in steps] == pytest.approx([truth.step_s(step) for step in steps])
 
@@ -81,6 +82,7 @@ def test_a_calibration_is_right_on_average_whatever_single_steps_scatter_by_and_
     found = calibrate([*(Measured(step=a, seconds=b) for a, b in zip(steps, seconds, strict=True)), *rests])
     assert [found.step_s(step) for step in steps] == pytest.approx([truth.step_s(step) for step in steps], rel=0.08)
     assert found.request_s == pytest.approx(0.006, rel=0.05)
+    assert found.error is not None
     assert found.error < 0.08, "what single steps scatter by is no error"
     assert found.spread == pytest.approx(0.51, abs=0.05)
     chance = found.chance("a device")
@@ -99,7 +101,16 @@ def test_no_coefficient_is_negative_however_noisy_the_steps() -> None:
     falling = [Measured(step=step, seconds=0.01 / step.num_rows) for step in steps]
     found = calibrate(falling)
     assert min(found.base_s, found.row_s, found.token_s, found.read_s, found.attended_s) >= 0
+    assert found.error is not None
+    assert found.worst is not None
     assert found.worst > found.error > 0
+
+
+def test_a_fit_that_could_not_miss_does_not_say_that_it_is_right() -> None:
+    one = Measured(step=step_of([(100, 100)]), seconds=0.01)
+    assert calibrate([one]).error is None
+    assert "cannot be told" in str(calibrate([one] * 3))
+    assert "calibrated on 1 step:" in str(calibrate([one]))
 
 
 def test_measured_steps_are_read_from_a_file_and_mistakes_are_named(tmp_path: Path) -> None:
