@@ -44,10 +44,10 @@ OF_WORKERS = (Kind.KILL, Kind.PAUSE, Kind.SLOW, Kind.RESET, Kind.DRAIN, Kind.CLO
 OF_LANES = (Kind.LANE_STALL, Kind.LANE_CUT, Kind.LANE_SLOW)
 OF_STORES = (Kind.STORE_AWAY, Kind.STORE_LOST)
 OF_EVENTS = (Kind.EVENTS_DROP, Kind.EVENTS_DELAY, Kind.EVENTS_DOUBLE, Kind.EVENTS_SWAP)
+LASTING = (Kind.PAUSE, Kind.SLOW, Kind.LANE_STALL, Kind.LANE_SLOW, *OF_EVENTS, *OF_STORES)
+MEASURED = (Kind.SLOW, Kind.LANE_SLOW, Kind.ABORTS, Kind.CLOCK_SKEW)
 STORE = "redis"
-_TEXT = re.compile(
-    r"(?P<at>{n}) (?P<kind>[a-z-]+) (?P<target>\S+)( for (?P<for>{n}))?( by (?P<by>{n}))?".format(n=r"\d+(?:\.\d*)?")
-)
+DURATION_S, AMOUNT = 1.0, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,29 +57,62 @@ class Fault:
     at_s: float
     kind: Kind
     target: str
-    duration_s: float = 1.0
-    amount: float = 10.0
+    duration_s: float = DURATION_S
+    amount: float = AMOUNT
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Raises Misconfigured."""
-        found = _TEXT.fullmatch(text.strip())
-        if found is None or found["kind"] not in set(Kind):
-            raise Misconfigured(
-                f"--fault {text!r}: write it as 'AT KIND TARGET [for SECONDS] [by AMOUNT]', KIND one of "
-                f"{', '.join(Kind)}",
-                param="fault",
-            )
+        """Raises Misconfigured, which says at which word it went wrong."""
+        words = text.split()
+        for place, (name, is_right, wanted) in enumerate(_WORDS):
+            if place >= len(words):
+                raise _unread(text, f"{name} is missing at its end: {wanted}")
+            if not is_right(words[place]):
+                raise _unread(text, f"its word {place + 1}, {words[place]!r}, is no {name}: {wanted}")
+        numbers: dict[str, float] = {}
+        for place in range(len(_WORDS), len(words), 2):
+            name, number = words[place], words[place + 1] if place + 1 < len(words) else ""
+            if name not in _NUMBERS or name in numbers:
+                raise _unread(text, f"its word {place + 1}, {name!r}, is not expected there: 'for' or 'by', each once")
+            if not _is_number(number):
+                said = f"is followed by {number!r}" if number else "is its last word"
+                raise _unread(text, f"its word {place + 1}, {name!r}, {said}: give {_NUMBERS[name]}")
+            numbers[name] = float(number)
         return cls(
-            at_s=float(found["at"]),
-            kind=Kind(found["kind"]),
-            target=found["target"],
-            duration_s=float(found["for"] or 1.0),
-            amount=float(found["by"] or 10.0),
+            at_s=float(words[0]),
+            kind=Kind(words[1]),
+            target=words[2],
+            duration_s=numbers.get("for", DURATION_S),
+            amount=numbers.get("by", AMOUNT),
         )
 
+    @property
+    def what(self) -> str:
+        """All but its time, without what means nothing to its kind."""
+        lasts = f" for {self.duration_s:.10g}" if self.kind in LASTING else ""
+        return f"{self.kind} {self.target}{lasts}{f' by {self.amount:.10g}' if self.kind in MEASURED else ''}"
+
     def __str__(self) -> str:
-        return f"{self.at_s:g} {self.kind} {self.target} for {self.duration_s:g} by {self.amount:g}"
+        return f"{self.at_s:.10g} {self.what}"
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"\d+(\.\d*)?", word) is not None
+
+
+_WORDS = (
+    ("AT", _is_number, "seconds since the load began, such as 12.5"),
+    ("KIND", set(Kind).__contains__, f"one of {', '.join(Kind)}"),
+    ("TARGET", bool, "decode-0, a lane prefill-0>decode-0, the place of a gateway, redis or clients"),
+)
+_NUMBERS = {"for": "a number of seconds", "by": "a number"}
+
+
+def _unread(text: str, why: str) -> Misconfigured:
+    return Misconfigured(
+        f"--fault {text!r}: {why}. Write 'AT KIND TARGET [for SECONDS] [by AMOUNT]', such as '12.5 kill decode-0'",
+        param="fault",
+    )
 
 
 def drawn(
@@ -102,13 +135,16 @@ def drawn(
             target = STORE
         else:
             kind, target = Kind.ABORTS, "clients"
+        at_s = round(rng.uniform(0.0, until_s), 3)
+        duration_s = round(rng.choice((0.05, 0.5, 2.0, 8.0)) * rng.uniform(0.5, 1.5), 3)
+        amount = round(rng.uniform(0.1, 1.0) if kind is Kind.ABORTS else rng.uniform(2.0, 50.0), 2)
         faults.append(
             Fault(
-                at_s=round(rng.uniform(0.0, until_s), 3),
+                at_s=at_s,
                 kind=kind,
                 target=target,
-                duration_s=round(rng.choice((0.05, 0.5, 2.0, 8.0)) * rng.uniform(0.5, 1.5), 3),
-                amount=round(rng.uniform(0.1, 1.0) if kind is Kind.ABORTS else rng.uniform(2.0, 50.0), 2),
+                duration_s=duration_s if kind in LASTING else DURATION_S,
+                amount=amount if kind in MEASURED else AMOUNT,
             )
         )
     return sorted(faults, key=lambda fault: (fault.at_s, str(fault)))

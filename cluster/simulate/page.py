@@ -39,8 +39,9 @@ text {{ font: 11px system-ui, sans-serif; fill: #6b7280 }}
 def page(outcome: Outcome, summary: Summary, *, command: str, latency: str = "") -> str:
     """One page that needs nothing else. `latency` says where steps' times are from, if not from a roofline."""
     samples = outcome.samples
+    marks = [(fault.at_s, fault.what) for fault in summary.faults if not fault.passed_over]
     plots = [
-        _plot("Sequences running", "s", _by_role(samples, lambda sample: sample.num_running)),
+        _plot("Sequences running", "s", _by_role(samples, lambda sample: sample.num_running), marks=marks),
         _plot(
             "Requests waiting, on workers by pool and at the gateways",
             "s",
@@ -48,8 +49,9 @@ def page(outcome: Outcome, summary: Summary, *, command: str, latency: str = "")
                 **_by_role(samples, lambda sample: sample.num_waiting),
                 "gateways": [(one.at_s, float(one.num_queued)) for one in samples if one.role == samples[0].role],
             },
+            marks=marks,
         ),
-        _plot("KV blocks in use, %", "s", _by_role(samples, lambda sample: 100 * sample.blocks_used)),
+        _plot("KV blocks in use, %", "s", _by_role(samples, lambda sample: 100 * sample.blocks_used), marks=marks),
     ]
     for title, name in (("Time to first token", "ttft_s"), ("Time per token", "tpot_s"), ("End to end", "e2e_s")):
         plots.append(_plot(f"{title}: share of requests, %", "ms, log", _distribution(outcome.records, name), log=True))
@@ -83,7 +85,10 @@ def _distribution(records: Sequence[Record], name: str) -> dict[str, Line]:
     return {"": [(1000 * values[i], 100 * (i + 1) / len(values)) for i in range(0, len(values), step)]}
 
 
-def _plot(title: str, unit: str, lines: Mapping[str, Line], *, log: bool = False) -> str:
+def _plot(
+    title: str, unit: str, lines: Mapping[str, Line], *, log: bool = False, marks: Sequence[tuple[float, str]] = ()
+) -> str:
+    """`marks`: what happened, and where across."""
     points = [point for line in lines.values() for point in line]
     if not points:
         return ""
@@ -104,6 +109,7 @@ def _plot(title: str, unit: str, lines: Mapping[str, Line], *, log: bool = False
         parts.append(f'<text x="{MARGIN - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{_number(y)}</text>')
         parts.append(f'<text x="{across(x):.1f}" y="{HEIGHT - 12}" text-anchor="middle">{_number(x)}</text>')
     parts.append(f'<text x="{WIDTH - 12}" y="{HEIGHT - 1}" text-anchor="end">{escape(unit)}</text>')
+    parts += [_mark(across(at), told) for at, told in marks if low <= at <= high]
     for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
         path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
@@ -111,6 +117,14 @@ def _plot(title: str, unit: str, lines: Mapping[str, Line], *, log: bool = False
             place = MARGIN + 8 + 110 * list(lines).index(name)
             parts.append(f'<text x="{place}" y="14" style="fill:{colour}">{escape(name)}</text>')
     return f"<h2>{escape(title)}</h2>\n" + "\n".join(parts) + "\n</svg>"
+
+
+def _mark(x: float, told: str) -> str:
+    return (
+        f'<g class="fault"><title>{escape(told)}</title>'
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="{HEIGHT - 30}" stroke="#111827" stroke-dasharray="3 3"/>'
+        f'<text transform="translate({x + 3:.1f} 24) rotate(90)">{escape(told)}</text></g>'
+    )
 
 
 def _log_share(x: float, low: float, high: float) -> float:

@@ -14,6 +14,10 @@ from cluster.bench.table import report_table
 from cluster.simulate.deployment import Served
 from cluster.simulate.latency import Latency, step_of
 from cluster.simulate.simulation import Outcome
+from cluster.simulate.trouble import Happened
+
+MAX_FAULTS = 12
+"""The table shows so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,7 @@ class Summary:
     transfer_waited: float
     fingerprint: str
     num_events: int
+    faults: Sequence[Happened] = ()
 
 
 def summarise(outcome: Outcome, objective: Objective) -> Summary:
@@ -80,6 +85,7 @@ def summarise(outcome: Outcome, objective: Objective) -> Summary:
         transfer_waited=transfers.waited_s / (transfers.answers_s or 1.0),
         fingerprint=outcome.fingerprint,
         num_events=outcome.num_events,
+        faults=outcome.faults,
     )
 
 
@@ -167,7 +173,21 @@ def summary_table(summary: Summary) -> RenderableType:
         f"output {costs.per_million_output:.3f}",
     )
     facts.add_row("event log", f"{summary.num_events:,} events, {summary.fingerprint}")
-    return Group(report_table(summary.report), Text(), pools, Text(), facts)
+    parts: list[RenderableType] = [report_table(summary.report), Text(), pools, Text(), facts]
+    return Group(*parts, Text(), _fault_table(summary.faults)) if summary.faults else Group(*parts)
+
+
+def _fault_table(faults: Sequence[Happened]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("s", justify="right")
+    num_passed = sum(fault.passed_over for fault in faults)
+    passed = f", {num_passed} passed over: the target was not there" if num_passed else ""
+    table.add_column(f"{len(faults):,} fault{'s' if len(faults) > 1 else ''}{passed}")
+    for fault in faults[:MAX_FAULTS]:
+        table.add_row(f"{fault.at_s:,.2f}", f"{fault.what}{' (passed over)' if fault.passed_over else ''}")
+    if len(faults) > MAX_FAULTS:
+        table.add_row("", f"and {len(faults) - MAX_FAULTS:,} more: --json FILE has them all")
+    return table
 
 
 def _tiers(hits: Hits) -> str:

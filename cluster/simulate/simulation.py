@@ -17,7 +17,7 @@ from cluster.simulate.deployment import Deployment, Served
 from cluster.simulate.faults import Fault
 from cluster.simulate.invariants import Invariants
 from cluster.simulate.timeline import Sample, Timeline
-from cluster.simulate.trouble import Trouble
+from cluster.simulate.trouble import Happened, Trouble
 from cluster.simulate.workload import Session
 
 NUM_SAMPLES = 150
@@ -40,6 +40,7 @@ class Outcome:
     num_handed_over: int
     transfer_bytes: int
     transfers: Transfers
+    faults: Sequence[Happened] = ()
 
 
 def simulate(
@@ -58,7 +59,10 @@ def simulate(
         deployment = Deployment(config, chronicle, untroubled=not faults)
         clients = Clients(deployment, chronicle, seed=config.seed)
         invariants = Invariants(deployment, clients)
-        await deployment.start()
+        try:
+            await deployment.start()
+        finally:  # also what a cluster that does not start has done
+            chronicle.begin()
         gc.freeze()
         start_s = loop.time()
         loop.after = invariants.after_event
@@ -87,6 +91,7 @@ def simulate(
             num_handed_over=clients.num_handed_over,
             transfer_bytes=deployment.lanes.num_bytes,
             transfers=clients.transfers,
+            faults=trouble.happened,
         )
 
     with collecting_in_bulk():

@@ -5,21 +5,36 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.simulate.client import Clients
 from cluster.simulate.deployment import Deployment
-from cluster.simulate.faults import OF_EVENTS, STORE, Fault, Kind
+from cluster.simulate.faults import OF_EVENTS, OF_WORKERS, STORE, Fault, Kind
 from cluster.simulate.worker import SimulatedWorker
 from protos.errors import Misconfigured
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happened:
+    """`passed_over`: nobody was there whom it could have befallen, such as a worker that had ended."""
+
+    at_s: float
+    kind: Kind
+    target: str
+    what: str
+    passed_over: bool
+
+
 class Trouble:
-    """`run` until every fault has begun and ended. A fault of a worker that is not there at the time is passed over."""
+    """`run` until every fault has begun and ended. A fault of a worker that is not there at the time is passed over.
+    `happened` lists them all, with seconds since `run`."""
 
     def __init__(self, deployment: Deployment, clients: Clients, *, seed: int) -> None:
         self._deployment = deployment
         self._clients = clients
+        self.happened: list[Happened] = []
+        self._start_s = 0.0
         self._rng = random.Random(f"{seed} trouble")
         self._loop = asyncio.get_running_loop()
 
@@ -29,10 +44,10 @@ class Trouble:
             self._check(fault)
 
     async def run(self, faults: Sequence[Fault]) -> None:
-        start_s = self._loop.time()
+        self._start_s = self._loop.time()
         async with asyncio.TaskGroup() as group:
             for fault in faults:
-                await self._until(start_s + fault.at_s)
+                await self._until(self._start_s + fault.at_s)
                 group.create_task(self._happen(fault), name=f"fault {fault}")
 
     async def _until(self, due_s: float) -> None:
@@ -64,8 +79,25 @@ class Trouble:
                 param="fault",
             )
 
+    def _can(self, fault: Fault) -> bool:
+        """Is somebody there whom it befalls?"""
+        workers = self._deployment.workers
+        if fault.kind is Kind.LANE_CUT:
+            return all(worker_id in workers for worker_id in fault.target.split(">"))
+        if fault.kind not in (*OF_WORKERS, *OF_EVENTS):
+            return True
+        worker = workers.get(fault.target)
+        return worker is not None and worker.alive and not (fault.kind is Kind.PAUSE and worker.frozen)
+
     async def _happen(self, fault: Fault) -> None:
-        self._deployment.chronicle.note("fault", fault.target, what=fault.kind)
+        can = self._can(fault)
+        at_s = self._loop.time() - self._start_s
+        self.happened.append(
+            Happened(at_s=at_s, kind=fault.kind, target=fault.target, what=fault.what, passed_over=not can)
+        )
+        self._deployment.chronicle.note("fault" if can else "fault passed over", fault.target, what=fault.kind)
+        if not can:
+            return
         match fault.kind:
             case Kind.GATEWAY_RESTART:
                 await self._deployment.restart_gateway(int(fault.target))
@@ -78,9 +110,7 @@ class Trouble:
             case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
                 await self._lane(fault, *fault.target.split(">"))
             case _:
-                worker = self._deployment.workers.get(fault.target)
-                if worker is not None and worker.alive:
-                    await self._worker(fault, worker)
+                await self._worker(fault, self._deployment.workers[fault.target])
 
     async def _worker(self, fault: Fault, worker: SimulatedWorker) -> None:
         match fault.kind:
@@ -93,10 +123,9 @@ class Trouble:
             case Kind.CLOCK_SKEW:
                 worker.jump(fault.amount)
             case Kind.PAUSE:
-                if not worker.frozen:
-                    worker.freeze()
-                    await asyncio.sleep(fault.duration_s)
-                    worker.thaw()
+                worker.freeze()
+                await asyncio.sleep(fault.duration_s)
+                worker.thaw()
             case Kind.SLOW:
                 worker.slow(fault.amount)
                 await asyncio.sleep(fault.duration_s)
@@ -119,9 +148,8 @@ class Trouble:
                 await asyncio.sleep(fault.duration_s)
                 lanes.condition(source, destination).slowness = 1.0
             case _:
-                ends = [self._deployment.workers.get(worker_id) for worker_id in (source, destination)]
-                if ends[0] is not None and ends[1] is not None:
-                    lanes.cut(ends[0].info.lane, ends[1].info.lane)
+                workers = self._deployment.workers
+                lanes.cut(workers[source].info.lane, workers[destination].info.lane)
 
     async def _store(self, fault: Fault) -> None:
         store = self._deployment.store

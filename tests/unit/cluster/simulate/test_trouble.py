@@ -132,10 +132,38 @@ def test_a_fault_that_is_written_down_can_be_read() -> None:
     assert {fault.kind for fault in faults} == set(Kind)
 
 
-@pytest.mark.parametrize("text", ["kill decode-0", "1 melt decode-0", "1 kill decode-0 with 3", "1.2.3 kill decode-0"])
-def test_a_fault_that_cannot_be_read_is_named(text: str) -> None:
-    with pytest.raises(Misconfigured, match="AT KIND TARGET"):
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("kill decode-0", "its word 1, 'kill', is no AT"),
+        ("1.2.3 kill decode-0", "its word 1, '1.2.3', is no AT"),
+        ("1 melt decode-0", "its word 2, 'melt', is no KIND"),
+        ("1 kill", "TARGET is missing"),
+        ("1 kill decode-0 with 3", "its word 4, 'with'"),
+        ("1 pause decode-0 for 3 for 4", "its word 6, 'for'"),
+        ("1 pause decode-0 for long", "its word 4, 'for', is followed by 'long'"),
+        ("1 pause decode-0 for", "its word 4, 'for', is its last"),
+    ],
+)
+def test_a_fault_that_cannot_be_read_is_named_with_the_place(text: str, place: str) -> None:
+    with pytest.raises(Misconfigured, match="AT KIND TARGET") as told:
         Fault.parse(text)
+    assert f"--fault {text!r}: {place}" in str(told.value)
+
+
+def test_the_report_lists_the_faults_that_happened_by_the_clock_of_the_event_log() -> None:
+    """The load, and everybody's clock, begins at 0: workers have started before."""
+    outcome, lines = run("0.5 kill decode-0", "0.75 pause decode-0 for 2", "1 aborts clients by 0.1")
+    assert [(one.at_s, one.what, one.passed_over) for one in outcome.faults] == [
+        (pytest.approx(0.5), "kill decode-0", False),
+        (pytest.approx(0.75), "pause decode-0 for 2", True),
+        (pytest.approx(1.0), "aborts clients by 0.1", False),
+    ]
+    noted = [line.split() for line in lines if " fault " in line]
+    assert [(line[0], line[-1]) for line in noted] == [
+        ("0.500000000", "what=kill"), ("0.750000000", "what=pause"), ("1.000000000", "what=aborts"),
+    ]  # fmt: skip
+    assert lines[0].startswith("-"), "the workers' start"
 
 
 @pytest.mark.parametrize(

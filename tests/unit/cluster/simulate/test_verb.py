@@ -66,9 +66,15 @@ def test_a_sweep_finds_the_cheapest_cluster_that_is_good_enough(tmp_path: Path) 
     assert len(json.loads(file.read_text())["runs"]) == 4
 
 
-def test_faults_can_be_written_down_and_drawn() -> None:
-    told = answer(*SMALL, "--fault", "0.5 kill decode-0", "--faults", "3", "--audit-every", "50")
-    assert "requests completed" in told
+def test_faults_can_be_written_down_and_drawn_and_are_in_the_report(tmp_path: Path) -> None:
+    figures, page = tmp_path / "run.json", tmp_path / "run.html"
+    faults = "--fault", "0.5 kill decode-0", "--faults", "3", "--audit-every", "50"
+    told = answer(*SMALL, *faults, "--json", str(figures), "--html", str(page))
+    assert "4 faults" in told
+    assert "kill decode-0" in told
+    (run,) = json.loads(figures.read_text())["runs"]
+    assert len(run["figures"]["faults"]) == 4
+    assert page.read_text().count("<title>kill decode-0</title>") >= 3, "in each plot over time"
 
 
 def test_a_soak_says_how_it_went_and_one_of_its_seeds_can_be_seen_again() -> None:
