@@ -142,6 +142,8 @@ def bench(
     )  # fmt: skip
     objective = Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms))
     items = shape.items()
+    check_writable(json_file)
+    check_writable(profile, "profile")
     target = find_target(url, model, api_key)
     items, num_left_out = fitting(items, target.model.max_model_len)
     prompts = Prompts(seed=shape.prompt_seed, vocab_size=vocab_size or target.vocab_size)
@@ -152,7 +154,6 @@ def bench(
             temperature=temperature,
         )  # fmt: skip
 
-    check_writable(json_file)
     records, dialect = asyncio.run(_measure(items, make_client, shape.at_once, profiling(profile, url, admin_key)))
     report = make_report(records, objective)
     _tell(target, dialect, records, num_left_out, num_asked=len(items))
@@ -264,13 +265,13 @@ class _Ran:
         }
 
 
-def check_writable(path: Path | None) -> None:
+def check_writable(path: Path | None, flag: str = "json") -> None:
     """Before a long run, whose figures would be lost. Raises Misconfigured."""
     try:
         if path is not None:
             path.open("ab").close()
     except OSError as error:
-        raise Misconfigured(f"--json {path}: {error.strerror}", param="json") from error
+        raise Misconfigured(f"--{flag} {path}: {error.strerror}", param=flag) from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -51,9 +51,9 @@ class Lengths:
     @classmethod
     def parse(cls, text: str, *, param: str) -> Lengths:
         """From "256" or "100:200". Raises Misconfigured."""
-        low, _, high = text.partition(":")
+        low, colon, high = text.partition(":")
         try:
-            made = cls(low=int(low), high=int(high or low))
+            made = cls(low=int(low), high=int(high if colon else low))
         except ValueError:
             made = cls(low=0, high=0)
         if not 1 <= made.low <= made.high:
@@ -129,7 +129,8 @@ def _traced(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
                 before = line["timestamp"]
                 yield line
     except (OSError, UnicodeDecodeError) as error:
-        raise Misconfigured(f"--trace {path}: {error}", param="trace") from error
+        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text: {error}"
+        raise Misconfigured(f"--trace {path}: {why}", param="trace") from error
 
 
 def _checked(text: str, where: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster import flags
 from cluster.bench.report import Objective
-from cluster.bench.verb import write_json
+from cluster.bench.verb import check_writable, write_json
 from cluster.bench.workload import Lengths
 from cluster.config import ClusterConfig, PoolsConfig
 from cluster.simulate import soak as soaking
@@ -41,6 +41,7 @@ FORMAT = "baton-simulation/1"
 
 
 def simulate(
+    context: typer.Context,
     trace: Annotated[Path | None, typer.Option(help="Requests to replay, in Mooncake's format.")] = None,
     workload: Annotated[str, typer.Option(help=f"Without a trace: {', '.join(GENERATED)}.")] = "poisson",
     num_requests: Annotated[int | None, typer.Option("--requests", min=1, help="Default: 1000, or all.")] = None,
@@ -56,21 +57,23 @@ def simulate(
     decode: Annotated[str, typer.Option(help="Decode workers; 1:8 to sweep.")] = "1",
     policy: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}; several, with commas, to sweep.")] = None,
     host_kv_gib: flags.HostKv = None,
-    gateways: Annotated[int, typer.Option(help="Gateways, which share the requests.")] = 1,
+    gateways: Annotated[int, typer.Option(min=1, help="Gateways, which share the requests.")] = 1,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
     calibration: Annotated[list[Path] | None, typer.Option(help="Bench profile, figures or steps. Repeatable.")] = None,
-    ttft_ms: Annotated[float | None, typer.Option(help="Objective: first token within.")] = None,
-    tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token.")] = None,
+    ttft_ms: Annotated[float | None, typer.Option(min=0, help="Objective: first token within.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(min=0, help="Objective: time per further token.")] = None,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
-    usd_per_gpu_hour: Annotated[float | None, typer.Option(help="Default: an example price of the GPU.")] = None,
+    usd_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="Default: an example price of the GPU.")] = None,
     fault: Annotated[list[str] | None, typer.Option(help=r"'AT KIND TARGET \[for S] \[by N]'. Repeatable.")] = None,
-    faults: Annotated[int, typer.Option(help="So many random faults.")] = 0,
-    audit_every: Annotated[int, typer.Option(help="Events between looks at all invariants; 0: at the end.")] = 0,
+    faults: Annotated[int, typer.Option(min=0, help="So many random faults.")] = 0,
+    audit_every: Annotated[int, typer.Option(min=0, help="Events between looks at all invariants; 0: at the end.")] = 0,
     single_step: Annotated[bool, typer.Option("--single-step", help="Without leaps: the same, slower.")] = False,
     seed: Annotated[int, typer.Option(help="Of load, faults and the order of ties.")] = 0,
     sweep_all: Annotated[bool, typer.Option("--sweep", help="Every combination; the cheapest that is good.")] = False,
-    soak: Annotated[int, typer.Option(help="Run so many random clusters in random trouble instead.")] = 0,
+    soak: Annotated[
+        int | None, typer.Option(min=1, help="Run so many random clusters in random trouble instead.")
+    ] = None,
     replay: Annotated[int | None, typer.Option(help="Run one of them again, by its seed.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this file.")] = None,
@@ -79,9 +82,21 @@ def simulate(
     """Run the production code in virtual time: size a cluster, tune a policy, look for faults."""
     logging.getLogger("baton").setLevel(logging.ERROR)  # a simulated worker's end is no news to a terminal
     if replay is not None:
+        _refuse_others(
+            context, "--replay SEED runs one of --soak's clusters, as its seed made it", {"replay", "events"}
+        )
+        check_writable(events, "events")
         return _replay(replay, events)
-    if soak:
+    if soak is not None:
+        _refuse_others(context, "--soak N makes its clusters, loads and faults itself", {"soak", "seed"})
         return _soak(range(seed, seed + soak))
+    if sweep_all:
+        _refuse_others(context, "--sweep runs many clusters", _all_but(context, {"html_file", "events"}))
+    if trace is not None:
+        made = {"workload", "rate", "input_len", "output_len"}
+        _refuse_others(context, "--trace FILE says what is asked, and when", _all_but(context, made))
+    for path, flag in ((json_file, "json"), (html_file, "html"), (events, "events")):
+        check_writable(path, flag)
     load = Load(
         num_requests=num_requests or 1000, rate=rate, seed=seed,
         prompts=Lengths.parse(input_len, param="input-len"), outputs=Lengths.parse(output_len, param="output-len"),
@@ -96,10 +111,28 @@ def simulate(
         else generated(workload, load),
         faults=[Fault.parse(text) for text in fault or ()], num_faults=faults,
     )  # fmt: skip
-    every = _choices(prefill, decode, tp, policy or scene.settings.router.policy)
+    every = _choices(prefill, decode, tp, scene.settings.router.policy if policy is None else policy)
     if sweep_all:
         return _sweep(scene, every, attainment, json_file)
     _once(scene, every, json_file, html_file, events)
+
+
+def _refuse_others(context: typer.Context, why: str, taken: Collection[str]) -> None:
+    """Raises Misconfigured for flags that would be dropped."""
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name is not None
+        and parameter.name not in taken
+        and (source := context.get_parameter_source(parameter.name)) is not None
+        and source.name == "COMMANDLINE"
+    ]
+    if given:
+        raise Misconfigured(f"{why}: leave {', '.join(given)} out", param=given[0].lstrip("-"))
+
+
+def _all_but(context: typer.Context, names: Collection[str]) -> list[str]:
+    return [one.name for one in context.command.params if one.name is not None and one.name not in names]
 
 
 def _settings(file: Path | None, further: Sequence[str], host_kv_gib: float | None) -> ClusterConfig:
@@ -107,12 +140,16 @@ def _settings(file: Path | None, further: Sequence[str], host_kv_gib: float | No
 
 
 def _choices(prefill: str, decode: str, tp: str, policy: str) -> list[Choice]:
-    return choices(
+    """Raises Misconfigured."""
+    every = choices(
         prefill=numbers(prefill, param="prefill"),
         decode=numbers(decode, param="decode"),
         tp=numbers(tp, param="tp"),
-        policies=policy.split(","),
+        policies=list(dict.fromkeys(policy.split(","))),
     )
+    if not every:
+        raise Misconfigured(f"--decode {decode}: somebody must write the answers, so give at least 1", param="decode")
+    return every
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +212,9 @@ def _once(
 ) -> None:
     """Raises Misconfigured for several choices."""
     if len(every) != 1:
-        raise Misconfigured(f"{len(every)} clusters are asked for: give one of each, or --sweep", param="sweep")
+        raise Misconfigured(
+            f"{len(every)} clusters are asked for: give one number of each, or --sweep to compare them", param="sweep"
+        )
     choice = every[0]
     config = scene.config(choice)
     sessions, num_left_out = fitting(scene.sessions, _longest(config))

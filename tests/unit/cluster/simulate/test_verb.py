@@ -94,9 +94,18 @@ def test_a_soak_says_how_it_went_and_one_of_its_seeds_can_be_seen_again() -> Non
         (("--sweep",), "--ttft-ms"),
         (("--fault", "now"), "--fault"),
         (("--policy", "dice"), "dice"),
+        (("--policy", ""), "no policy ''"),
+        (("--decode", "0"), "--decode 0"),
+        (("--input-len", "5:"), "--input-len 5:"),
+        (("--trace", "none"), "leave --rate, --input-len, --output-len out"),
+        (("--soak", "3", "--replay", "1"), "leave --requests, --rate, --input-len, --output-len, --soak out"),
+        (("--sweep", "--ttft-ms", "5", "--html", "x.html"), "leave --html out"),
+        (("--html", "no/such/folder"), "--html no/such/folder"),
+        (("--events", "no/such/folder"), "--events no/such/folder"),
     ],
 )
 def test_mistakes_are_named_with_their_flag(arguments: tuple[str, ...], named: str) -> None:
     result = call(*SMALL, *arguments)
     assert isinstance(result.exception, Misconfigured)
     assert named in str(result.exception)
+    assert not result.stdout, "it has run"
