@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import IntEnum, StrEnum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -73,12 +73,25 @@ def to_submit(request: values.GenerateRequest, number: int) -> worker_pb2.ToWork
 
 
 def from_proto(kind: type[Value], message: Any) -> Value:
-    """The value a message stands for. Raises ValueError where an enum's value is unknown."""
+    """The value a message stands for. Raises ValueError where an enum's value is unknown. A value stays one."""
+    if type(message) is kind:
+        return message
     key: Any = kind
     if key is values.SequenceUpdate:
         update: Value = _decode_update(message)
         return update
     return kind(**{name: decode(message) for name, decode in _decoders(key)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """What values are on a channel. One that carries them as they are, within a process, has another than protobuf."""
+
+    value: Callable[[Any], Any] = to_proto
+    submit: Callable[[values.GenerateRequest, int], Any] = to_submit
+
+
+PROTOBUF = Encoding()
 
 
 def error_info(error: BaseException) -> values.ErrorInfo:

@@ -39,7 +39,7 @@ from protos.values import (
     WorkerInfo,
     WorkerStats,
 )
-from protos.wire import from_proto, raised, to_proto, to_submit
+from protos.wire import PROTOBUF, Encoding, from_proto, raised, to_proto
 from router.generation import Tap
 from router.shortcut import Board, Shortcut
 
@@ -231,7 +231,8 @@ class Updates:
 
 class WorkerClient:
     """Talks to the worker at `address` (host:port). Control calls raise the worker's typed error, or WorkerLost.
-    `on_loss` is called when the connection is lost, or given up."""
+    `encoding` is that of messages that are many or large. `on_loss` is called when the connection is lost, or given up.
+    """
 
     def __init__(
         self,
@@ -240,9 +241,11 @@ class WorkerClient:
         connect_timeout_s: float,
         control_timeout_s: float,
         open_channel: OpenChannel = open_channel,
+        encoding: Encoding = PROTOBUF,
         on_loss: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
+        self._encoding = encoding
         self._on_loss = on_loss
         self._connect_timeout_s = connect_timeout_s
         self._control_timeout_s = control_timeout_s
@@ -306,7 +309,7 @@ class WorkerClient:
             updates.fail(WorkerLost(self._lost.message))
             return updates
         self._open[request.request_id] = self._numbered[updates.number] = updates
-        self._outbox.put_nowait(to_submit(request, updates.number))
+        self._outbox.put_nowait(self._encoding.submit(request, updates.number))
         return updates
 
     def release(self, request_id: str) -> None:
@@ -344,7 +347,9 @@ class WorkerClient:
 
     async def reserve(self, request: ReserveRequest) -> Ticket:
         """Blocks for one request. Cancelled while under way, it gives the blocks back as soon as they are known."""
-        call = asyncio.create_task(self._call(self._stub.Reserve, to_proto(request), self._control_timeout_s))
+        call = asyncio.create_task(
+            self._call(self._stub.Reserve, self._encoding.value(request), self._control_timeout_s)
+        )
         try:
             return from_proto(Ticket, await asyncio.shield(call))
         except asyncio.CancelledError:
@@ -354,7 +359,7 @@ class WorkerClient:
 
     async def renew(self, request: ReserveRequest) -> None:
         """Asks again for what `reserve` got, which renews its lease. Cancelled, it leaves the reservation alone."""
-        await self._call(self._stub.Reserve, to_proto(request), self._control_timeout_s)
+        await self._call(self._stub.Reserve, self._encoding.value(request), self._control_timeout_s)
 
     async def share(self, request: ShareRequest) -> int:
         """Has cached blocks pushed to a ticket: how many of its blocks they are."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from kvtransfer.reshard import require_compatible
 from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
 from protos.values import BlockHash, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
+from protos.wire import PROTOBUF, Encoding
 from router.client import OpenChannel, WorkerClient, open_channel
 from router.config import RouterConfig
 from router.host_metrics import HostTotals
@@ -61,12 +62,14 @@ class Fleet:
         config: RouterConfig,
         gateway_id: str,
         open_channel: OpenChannel = open_channel,
+        encoding: Encoding = PROTOBUF,
         peers: Peers | None = None,
         observe: Observe | None = None,
     ) -> None:
         self.index = index
         self._config = config
         self._open_channel = open_channel
+        self._encoding = encoding
         self.gateway_id = gateway_id
         self._peers = peers
         self._feed = Feed(index, gateway_id=gateway_id, peers=peers, observe=observe)
@@ -289,6 +292,7 @@ class Fleet:
             connect_timeout_s=config.connect_timeout_s,
             control_timeout_s=config.control_timeout_s,
             open_channel=self._open_channel,
+            encoding=self._encoding,
             on_loss=member.changed,
         )
         watch: asyncio.Task[None] | None = None

@@ -18,7 +18,7 @@ from cluster.simulate.config import SimulationConfig
 from cluster.simulate.device import Tally
 from cluster.simulate.gaps import Gaps
 from cluster.simulate.lanes import Lanes
-from cluster.simulate.network import Network
+from cluster.simulate.network import VALUES, Network
 from cluster.simulate.store import Client, Server
 from cluster.simulate.worker import SimulatedWorker
 from cluster.supervisor import Supervisor
@@ -56,6 +56,7 @@ class Gateway:
             config=config.router,
             gateway_id=name,
             open_channel=network.open_channel,
+            encoding=VALUES,
             peers=self.shared,
         )
         policy = policy_of(config.router)
@@ -290,4 +291,5 @@ class Deployment:
             connect_timeout_s=HEALTH_TIMEOUT_S,
             control_timeout_s=HEALTH_TIMEOUT_S,
             open_channel=self.network.open_channel,
+            encoding=VALUES,
         )

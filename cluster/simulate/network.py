@@ -4,7 +4,8 @@
                      ▲                                                               │
                      └────────────────────────── Pipe ◀───────────────────────────────┘
 
-Messages are the protobuf objects that would have been serialised. What a broken connection looks like to both sides,
+Messages are what would have been serialised: protobuf objects, or, where they are many or large, the values themselves
+(`VALUES`), which nobody changes. What a broken connection looks like to both sides,
 and how long it takes them to notice, is gRPC's with our keepalive (`router.client.CHANNEL_OPTIONS`).
 """
 
@@ -14,10 +15,13 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import grpc
+
+from protos.values import GenerateRequest
+from protos.wire import Encoding
 
 KEEPALIVE_S = 2.5
 """After so long without a sign of life a connection is given up, by both sides."""
@@ -34,6 +38,30 @@ class Wire:
     delay_s: float = 0.0002
     jitter_s: float = 0.0
     loss: float = 0.0
+
+
+class Submitted:
+    """`ToWorker` with a request, as far as `workers.rpc.server.WorkerServicer` and `WorkerClient` use it."""
+
+    __slots__ = ("submit",)
+    further = ()
+
+    def __init__(self, request: GenerateRequest, number: int) -> None:
+        self.submit = replace(request, number=number)
+
+    def WhichOneof(self, group: str) -> str:
+        return "submit"
+
+    def ByteSize(self) -> int:
+        """Of its tokens: nearly all there is."""
+        return 4 * (len(self.submit.prompt_ids) + len(self.submit.output_ids))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+VALUES = Encoding(value=_itself, submit=Submitted)
 
 
 class Network:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from cluster.simulate.client import Clients
 from cluster.simulate.deployment import Deployment
 from cluster.simulate.faults import OF_EVENTS, OF_WORKERS, STORE, Fault, Kind
 from cluster.simulate.worker import SimulatedWorker
 from protos.errors import Misconfigured
+from protos.values import KVEvents, StepMessage
+
+Events = tuple[KVEvents, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,36 +175,32 @@ class EventTrouble:
     """
 
     def __init__(self, kind: Kind) -> None:
-        self._spoil: Callable[[list[Any]], list[Any]] = {
+        self._spoil: Callable[[Events], Events] = {
             Kind.EVENTS_DROP: self._drop,
             Kind.EVENTS_DOUBLE: self._double,
             Kind.EVENTS_DELAY: self._delay,
             Kind.EVENTS_SWAP: self._swap,
         }[kind]
-        self._kept: list[Any] = []
+        self._kept: Events = ()
 
-    def __call__(self, message: Any) -> Any:
-        """Changes a `FromWorker`."""
-        events = self._spoil(list(message.events))
-        del message.events[:]
-        message.events.extend(events)
-        return message
+    def __call__(self, message: StepMessage) -> StepMessage:
+        return replace(message, events=self._spoil(message.events))
 
-    def _drop(self, events: list[Any]) -> list[Any]:
-        return []
+    def _drop(self, events: Events) -> Events:
+        return ()
 
-    def _double(self, events: list[Any]) -> list[Any]:
+    def _double(self, events: Events) -> Events:
         return events + events
 
-    def _delay(self, events: list[Any]) -> list[Any]:
+    def _delay(self, events: Events) -> Events:
         """Each message's events come with the next message."""
         events, self._kept = self._kept, events
         return events
 
-    def _swap(self, events: list[Any]) -> list[Any]:
+    def _swap(self, events: Events) -> Events:
         """Every second message's events come before those of the first."""
         if not self._kept:
             self._kept = events
-            return []
-        kept, self._kept = self._kept, []
+            return ()
+        kept, self._kept = self._kept, ()
         return events + kept

@@ -12,7 +12,7 @@ from cluster.simulate.device import Device
 from cluster.simulate.gaps import Gaps
 from cluster.simulate.lanes import Lanes
 from cluster.simulate.latency import Latency
-from cluster.simulate.network import Network, Port
+from cluster.simulate.network import VALUES, Network, Port
 from cluster.simulate.tier import HostMemory
 from cluster.simulate.turns import EngineTurns
 from decode_pool.config import DecodeConfig
@@ -95,6 +95,7 @@ class SimulatedWorker:
             clock=self.clock,
             stats=self._stats,
             reserve=reservations(self.role.incoming, self.engine),
+            encoding=VALUES,
         )
         self.turns = EngineTurns(
             self.engine,

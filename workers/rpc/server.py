@@ -32,7 +32,7 @@ from protos.values import (
     WorkerLoad,
     WorkerStats,
 )
-from protos.wire import error_info, from_proto, to_proto
+from protos.wire import PROTOBUF, Encoding, error_info, from_proto, to_proto
 from workers.engine.engine import Engine
 from workers.rpc.loop import Turns
 
@@ -97,7 +97,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         reserve: Reserve | None = None,
         leave: Callable[[], None] = lambda: None,
         wall_clock: Callable[[], float] = time.time,
+        encoding: Encoding = PROTOBUF,
     ) -> None:
+        self._encoding = encoding
         self._info = info
         self._engine = engine
         self._clock = clock
@@ -153,7 +155,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         try:
             while (message := await stream.queue.get()) is not None:
                 with self._engine.timeline.span("encode", num_rows=len(message.updates)):
-                    encoded = to_proto(message)
+                    encoded = self._encoding.value(message)
                 yield encoded
         finally:
             reader.cancel()
@@ -266,7 +268,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             was_owned = asked.request_id in self._owners
             self._own_reservation(asked)
             try:
-                return to_proto(await self.loop.call(lambda: reserve(asked, self._clock())))
+                return self._encoding.value(await self.loop.call(lambda: reserve(asked, self._clock())))
             except Exception:
                 if not was_owned:  # else it is a renewal that came too late: the request lives on
                     self._disown(asked.request_id)
