@@ -118,6 +118,7 @@ class Moves:
                 if move is None and here.worker.drains and _now() >= again_s:
                     move = self._begin(journal, here)
         finally:
+            here.updates.tap = None  # it knows where the sequence is: no circle is left for the collector
             if move is not None:
                 move.end()
             if left is not None:

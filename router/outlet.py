@@ -92,6 +92,11 @@ class Outlet:
         if self._on_lost is not None:
             self._on_lost()
 
+    def leave(self) -> None:
+        """The scope, once the response is over: no circle is left for the collector."""
+        if self._cycle.response_complete:
+            self._cycle.scope["extensions"].pop(_EXTENSION, None)
+
     def write(self, chunk: bytes) -> bool:
         """False, and nothing is written, before the head and after the end, on a connection that closes, and while the
         client reads too slowly: then `send` has to wait for it. An empty chunk only asks: it would be the end."""
@@ -146,6 +151,11 @@ class HttpProtocol(Intake):
         super().connection_lost(exc)
         for outlet in self._outlets:
             outlet.lost()
+
+    def on_response_complete(self) -> None:
+        for outlet in self._outlets:
+            outlet.leave()
+        super().on_response_complete()
 
     def on_headers_complete(self) -> None:
         before = self.cycle

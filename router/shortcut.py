@@ -182,6 +182,7 @@ class Shortcut:
             assert self._exit is not None
             self._exit.take_back(held.raw, rest.raw)
         self.settle()
+        self._owner = self._note = None  # they know us: no circle is left for the collector
 
     def settle(self) -> None:
         """What it has taken since the last time is noted."""

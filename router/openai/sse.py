@@ -81,6 +81,7 @@ class Voice:
         """Whatever waits is forgotten."""
         if self._way.shortcut is not None:
             self._way.shortcut.end()
+            self._way.shortcut = None  # it knows us: no circle is left for the collector
         self._held.clear()
 
     def say(self, index: int, text: str, num_tokens: int, now: float) -> bool:
@@ -217,6 +218,8 @@ class EventStream(Response):
         self._track = track
         self._keep_alive_s = keep_alive_s
         self._started = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._commenting: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error: BaseException | None = None
@@ -253,36 +256,34 @@ class EventStream(Response):
     @contextmanager
     def _kept_alive(self, send: Send) -> Iterator[None]:
         """Most answers are shorter than `keep_alive_s`: until then there is a timer, and no task."""
-        loop, way = asyncio.get_running_loop(), self._way
-        way.sent_s = loop.time()
-        timer: asyncio.TimerHandle | None = None
-        commenting: asyncio.Task[None] | None = None
-
-        async def comment() -> None:
-            await self._begin(send)
-            way.sent_s = loop.time()
-            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
-
-        def look() -> None:
-            nonlocal timer, commenting
-            if way.shortcut is not None:  # which says only now what it has sent, and must not write beside the comment
-                way.shortcut.interrupt()
-            due_s = way.sent_s + self._keep_alive_s
-            if loop.time() >= due_s:
-                due_s = loop.time() + self._keep_alive_s
-                if commenting is None or commenting.done():
-                    commenting = loop.create_task(comment())
-            timer = loop.call_at(due_s, look)
-
+        loop = asyncio.get_running_loop()
+        self._way.sent_s = loop.time()
         if self._keep_alive_s < inf:
-            timer = loop.call_at(way.sent_s + self._keep_alive_s, look)
+            self._timer = loop.call_at(self._way.sent_s + self._keep_alive_s, self._look, loop, send)
         try:
             yield
         finally:
-            if timer is not None:
-                timer.cancel()
-            if commenting is not None:
-                commenting.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None  # it knows us: no circle is left for the collector
+            if self._commenting is not None:
+                self._commenting.cancel()
+
+    def _look(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
+        way, now = self._way, loop.time()
+        if way.shortcut is not None:  # which says only now what it has sent, and must not write beside the comment
+            way.shortcut.interrupt()
+        due_s = way.sent_s + self._keep_alive_s
+        if now >= due_s:
+            due_s = now + self._keep_alive_s
+            if self._commenting is None or self._commenting.done():
+                self._commenting = loop.create_task(self._comment(loop, send))
+        self._timer = loop.call_at(due_s, self._look, loop, send)
+
+    async def _comment(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
+        await self._begin(send)
+        self._way.sent_s = loop.time()
+        await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
     async def _begin(self, send: Send) -> None:
         if not self._started:
