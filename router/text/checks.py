@@ -27,10 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from llguidance import LLParserLimits
-
 from protos.errors import InvalidRequest, Overloaded
 from router.text import compiling
+from router.text.schema_faults import explained
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +41,6 @@ MAX_AT_ONCE = 4
 CPU_S = 1.0
 WAIT_S = 10.0
 """Whoever has waited so long is to come again. A process that has not answered for so long is ended."""
-
-_LIMITS = LLParserLimits()
-_TOO_MUCH_TO_READ = (
-    f"its patterns take more than {_LIMITS.initial_lexer_fuel:,} steps to read (initial_lexer_fuel): make them "
-    "simpler, or bound their repetitions"
-)
-_FIXES = {
-    "fuel exhausted": _TOO_MUCH_TO_READ,
-    "initial_lexer_fuel": _TOO_MUCH_TO_READ,
-    "too many expressions": f"its patterns unfold into more than {_LIMITS.step_lexer_fuel:,} parts at one token "
-    "(step_lexer_fuel): bound their repetitions",
-    "max_grammar_size": f"it has more than {_LIMITS.max_grammar_size:,} symbols (max_grammar_size): give fewer rules "
-    "or properties",
-}
 
 
 class GrammarChecks:
@@ -134,12 +119,13 @@ class GrammarChecks:
         if compiler is None:
             compiler = self._compilers.one = _Compiler()
         try:
-            return _in_our_words(compiler.ask(encoded))
+            told = compiler.ask(encoded)
         except (_Ended, TimeoutError) as error:
             del self._compilers.one
             if isinstance(error, _Ended) and error.code == -signal.SIGPROF:
                 return error.blame()
             raise
+        return explained(told, encoded.decode("utf-8", "surrogatepass"))
 
 
 @dataclass(slots=True, eq=False)
@@ -229,8 +215,3 @@ def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _in_our_words(told: str) -> str:
-    told = told.replace("<non-verbose/>", "").strip()
-    return next((fix for sign, fix in _FIXES.items() if sign in told), told)

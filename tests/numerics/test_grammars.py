@@ -215,7 +215,7 @@ def test_a_grammar_that_unfolds_too_far_is_told_the_limit(served: tuple[Path, An
     [end] = updates
     assert end.finish_reason is FinishReason.ERROR
     assert end.error is not None
-    assert "more than 2000 rules are possible at one place (max_items_in_row)" in end.error.message
+    assert "more than 2,000 rules are possible at one place (max_items_in_row)" in end.error.message
 
 
 def test_every_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from protos.errors import InvalidRequest
+from protos.grammars import in_our_words
 from protos.threads import DeepThreads
 from workers.engine.batch import Sample
 from workers.grammar.base import Mask, without
@@ -35,29 +36,10 @@ log = logging.getLogger(__name__)
 
 MAX_COMPILED = 64
 MAX_COMPILED_CHARS = 2**20
-MAX_TOLD_CHARS = 1000
 PATIENCE_S = 0.005
 """So long a step waits for all its masks together, and no longer. What takes longer than that is slow."""
 
 _LIMITS = LLParserLimits(verbose_errors=False)  # an error would quote the state of the parser
-_FIXES = {
-    "Too many items": (
-        f"choosing a token takes more than {_LIMITS.step_max_items} steps of parsing (step_max_items): write runs of "
-        "characters as a terminal, such as /[a-z]+/, rather than as rules of single ones"
-    ),
-    "Current row has": (
-        f"more than {_LIMITS.max_items_in_row} rules are possible at one place (max_items_in_row): make it less "
-        "ambiguous, or nest and repeat fewer of them"
-    ),
-    "too many expressions": (
-        f"its regular expressions unfold into more than {_LIMITS.step_lexer_fuel} parts at one token "
-        "(step_lexer_fuel): bound their repetitions"
-    ),
-    "too many states": (
-        f"its regular expressions have more than {_LIMITS.max_lexer_states} states (max_lexer_states): bound their "
-        "repetitions"
-    ),
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -211,7 +193,9 @@ class GuidanceGrammars:
         self._take(matcher, fresh)
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32) if not matcher.is_error() else None
         if mask is None or matcher.is_error() or not mask.any():
-            raise InvalidRequest(f"the answer cannot follow its grammar: {_why(matcher)}", param="grammar")
+            raise InvalidRequest(
+                f"the answer cannot follow its grammar: {in_our_words(matcher.get_error())}", param="grammar"
+            )
         standing.slow = time.perf_counter() - start_s > PATIENCE_S * max(1, len(fresh))
         return mask
 
@@ -230,7 +214,9 @@ class GuidanceGrammars:
         assert self._tokenizer is not None
         matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise InvalidRequest(f"the grammar cannot be compiled: {_why(matcher)}", param="grammar")
+            raise InvalidRequest(
+                f"the grammar cannot be compiled: {in_our_words(matcher.get_error())}", param="grammar"
+            )
         return matcher
 
     def _read(self) -> LLTokenizer:
@@ -240,9 +226,3 @@ class GuidanceGrammars:
         except (OSError, ValueError) as error:
             log.warning("answers cannot be constrained: %s: %s", self._path, error)
             raise InvalidRequest(f"this worker cannot constrain answers: {error}", param="grammar") from error
-
-
-def _why(matcher: LLMatcher) -> str:
-    """What has happened, and what to do about it."""
-    told = matcher.get_error().replace("<non-verbose/>", "").strip()
-    return next((fix for sign, fix in _FIXES.items() if sign in told), told[:MAX_TOLD_CHARS])

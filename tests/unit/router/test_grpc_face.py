@@ -151,7 +151,7 @@ async def test_an_answers_form_reaches_the_workers(form: dict[str, str], grammar
             {"sampling": pb.Sampling(json_schema='{"type": "thing"}')},
             InvalidRequest,
             grpc.StatusCode.INVALID_ARGUMENT,
-            "'json_schema' cannot be enforced: Invalid type: thing",
+            "'json_schema' cannot be enforced: #/type = \"thing\": there is no such type",
         ),
         ({"text": None}, InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, "'prompt' is missing"),
         ({"text": "word " * 1000}, ContextLengthExceeded, grpc.StatusCode.INVALID_ARGUMENT, "maximum context length"),

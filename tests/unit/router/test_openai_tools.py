@@ -168,12 +168,21 @@ def schema(content: Any, **changes: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": content} | changes}
 
 
+AT = {"type": "object", "properties": {"at": {"not": {}}}}
+STRICT_NOT = {"type": "function", "function": {"name": "save", "strict": True, "parameters": AT}}
+
+
 @pytest.mark.parametrize(
     ("options", "param", "told"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing required"),
-        ({"response_format": schema({"type": "thing"})}, "response_format", "cannot be enforced: Invalid type: thing"),
-        ({"response_format": schema({"not": {}})}, "response_format", 'Unimplemented keys: \\["not"\\]'),
+        ({"response_format": schema({"type": "thing"})}, "response_format", 'enforced: #/type = "thing"'),
+        ({"response_format": schema({"not": {}})}, "response_format", '#/not: .* "strict": false'),
+        (
+            {"tools": [NOW, STRICT_NOT], "tool_choice": "required"},
+            "tools",
+            "#/properties/at/not in what save takes: this keyword",
+        ),
         ({"response_format": schema({"$ref": "http://x/y"})}, "response_format", "cannot be enforced"),
         ({"response_format": schema({"enum": ["x" * 140_000]})}, "response_format", "at most 131072 are read"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "leave one of them out"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import signal
 import threading
 from subprocess import Popen
@@ -27,6 +28,36 @@ async def test_what_no_worker_can_compile_is_refused_here() -> None:
     rules = [f"A{i}: (A{i + 1} & /.*{i}x.*/)" for i in range(20)]
     with pytest.raises(InvalidRequest, match=r"cannot be enforced.*fuel"):
         await GrammarChecks().check("\n".join(["start: A0", *rules, "A20: /.*/"]), param="grammar")
+
+
+async def test_what_is_wrong_with_a_schema_is_told_with_its_place() -> None:
+    checking = GrammarChecks()
+    asked: list[tuple[dict[str, Any], str]] = [
+        ({"type": "string", "minLength": 5, "maxLength": 2}, "#/minLength = 5: more than maxLength, which is 2"),
+        ({"type": "string", "const": 1}, "no value has all that it asks for"),
+    ]
+    for wrong, told in {
+        '{"type": ["string", "nul"]}': '#/properties/a~1b/type = ["string", "nul"]: there is no such type: give one of',
+        '{"oneOf": [{"type": "number"}, {"type": "integer"}]}': "#/properties/a~1b/oneOf: ",
+        '{"items": {"not": {}}}': "#/properties/a~1b/items/not: this keyword cannot be enforced: leave it out",
+        '{"anyOf": [{"type": "null"}, 5]}': "#/properties/a~1b/anyOf/1 = 5: that is no schema",
+        '{"required": [1]}': "#/properties/a~1b/required = [1]: give strings",
+        '{"minimum": "1"}': '#/properties/a~1b/minimum = "1": give a number',
+        '{"enum": 5}': "#/properties/a~1b/enum = 5: give a list",
+        '{"type": "string", "pattern": "("}': '#/properties/a~1b/pattern = "(": it cannot be read',
+        '{"format": "day", "type": "string"}': '#/properties/a~1b/format = "day": this format cannot',
+        '{"$ref": "#/$defs/c"}': '#/properties/a~1b/$ref = "#/$defs/c": there is nothing',
+        '{"$ref": "http://c/d"}': '#/properties/a~1b/$ref = "http://c/d": schemas elsewhere',
+        '{"type": "string", "const": 1}': "#/required = [\"a/b\"]: nothing can be its 'a/b'",
+    }.items():
+        asked.append(
+            ({"type": "object", "properties": {"not": {}, "a/b": json.loads(wrong)}, "required": ["a/b"]}, told)
+        )
+    for schema, told in asked:
+        with pytest.raises(InvalidRequest) as failed:
+            await checking.check(json_grammar(schema), param="json")
+        assert told in failed.value.message
+    checking.close()
 
 
 async def test_what_is_wrong_is_told_in_few_words() -> None:

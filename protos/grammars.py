@@ -1,0 +1,45 @@
+"""What llguidance says of a grammar, in our words: what has happened, and what to do about it. A grammar goes from the
+gateway, which tries it, to workers, which follow it, and both may find it wrong."""
+
+from __future__ import annotations
+
+from llguidance import LLParserLimits
+
+MAX_TOLD_CHARS = 1000
+"""Of the library's own words: it may quote all of the grammar."""
+
+_LIMITS = LLParserLimits()
+_TOO_MUCH_TO_READ = (
+    f"its patterns take more than {_LIMITS.initial_lexer_fuel:,} steps to read (initial_lexer_fuel): make them "
+    "simpler, or bound their repetitions"
+)
+_FIXES = {
+    "fuel exhausted": _TOO_MUCH_TO_READ,
+    "initial_lexer_fuel": _TOO_MUCH_TO_READ,
+    "max_grammar_size": (
+        f"it has more than {_LIMITS.max_grammar_size:,} symbols (max_grammar_size): give fewer rules or properties"
+    ),
+    "too many expressions": (
+        f"its patterns unfold into more than {_LIMITS.step_lexer_fuel:,} parts at one token (step_lexer_fuel): bound "
+        "their repetitions"
+    ),
+    "too many states": (
+        f"its patterns have more than {_LIMITS.max_lexer_states:,} states (max_lexer_states): bound their repetitions"
+    ),
+    "Too many items": (
+        f"choosing a token takes more than {_LIMITS.step_max_items:,} steps of parsing (step_max_items): write runs of "
+        "characters as a terminal, such as /[a-z]+/, rather than as rules of single ones"
+    ),
+    "Current row has": (
+        f"more than {_LIMITS.max_items_in_row:,} rules are possible at one place (max_items_in_row): make it less "
+        "ambiguous, or nest and repeat fewer of them"
+    ),
+    "incompatible types": "no value has all that it asks for (type, const, enum, allOf): let them agree",
+    "NoExtensionBias": "what it describes leads only back to itself, and no text is ever whole: give it an end",
+}
+
+
+def in_our_words(told: str) -> str:
+    """The library's, cut, for what we have no words for."""
+    told = told.replace("<non-verbose/>", "").strip()
+    return next((fix for sign, fix in _FIXES.items() if sign in told), told[:MAX_TOLD_CHARS])
