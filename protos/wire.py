@@ -2,7 +2,8 @@
 
 A value and its message have the same field names, so one table-driven codec serves them all; the few fields whose
 shapes differ (packed hashes, the event union, bias pairs) have an entry in `_SPECIAL`.
-Decoders are built once per class. Only the hot one, `SequenceUpdate` (every token passes through it), is written out.
+Decoders are built once per class. Only the hot ones are written out: `SequenceUpdate`, which tokens pass through, and
+what every step of a worker brings, since a process that sleeps between steps finds whatever it runs in no cache.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import IntEnum, StrEnum
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
@@ -77,9 +79,9 @@ def from_proto(kind: type[Value], message: Any) -> Value:
     if type(message) is kind:
         return message
     key: Any = kind
-    if key is values.SequenceUpdate:
-        update: Value = _decode_update(message)
-        return update
+    if (written := _WRITTEN.get(key)) is not None:
+        decoded: Value = written(message)
+        return decoded
     return kind(**{name: decode(message) for name, decode in _decoders(key)})
 
 
@@ -153,6 +155,37 @@ def _decode_update(message: Any) -> Any:
         num_cached_tokens=message.num_cached_tokens,
         num_prompt_computed=message.num_prompt_computed,
     )
+
+
+def _decode_step(message: Any) -> values.StepMessage:
+    updates, events = message.updates, message.events
+    return values.StepMessage(
+        updates=tuple([_decode_update(update) for update in updates]) if updates else (),
+        events=tuple([from_proto(values.KVEvents, one) for one in events]) if events else (),
+        load=_decode_load(message.load) if message.HasField("load") else None,
+        numbers=tuple(message.numbers[:]),
+        token_ids=tuple(message.token_ids[:]),
+    )
+
+
+_LOAD = tuple(field.name for field in fields(values.WorkerLoad) if field.name not in ("lanes", "host"))
+_load_of = attrgetter(*_LOAD)
+
+
+def _decode_load(message: Any) -> values.WorkerLoad:
+    lanes = message.lanes
+    return values.WorkerLoad(
+        **dict(zip(_LOAD, _load_of(message), strict=True)),
+        lanes=tuple([from_proto(values.LaneLoad, lane) for lane in lanes]) if lanes else (),
+        host=from_proto(values.HostLoad, message.host) if message.HasField("host") else None,
+    )
+
+
+_WRITTEN: dict[type, Decode] = {
+    values.SequenceUpdate: _decode_update,
+    values.StepMessage: _decode_step,
+    values.WorkerLoad: _decode_load,
+}
 
 
 _EVENTS: dict[type, str] = {values.BlockStored: "stored", values.BlockRemoved: "removed", values.Cleared: "cleared"}
