@@ -6,7 +6,7 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -71,9 +71,7 @@ def simulate(
     single_step: Annotated[bool, typer.Option("--single-step", help="Without leaps: the same, slower.")] = False,
     seed: Annotated[int, typer.Option(help="Of load, faults and the order of ties.")] = 0,
     sweep_all: Annotated[bool, typer.Option("--sweep", help="Every combination; the cheapest that is good.")] = False,
-    soak: Annotated[
-        int | None, typer.Option(min=1, help="Run so many random clusters in random trouble instead.")
-    ] = None,
+    soak: Annotated[int | None, typer.Option(min=1, help="So many random clusters in random trouble.")] = None,
     replay: Annotated[int | None, typer.Option(help="Run one of them again, by its seed.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this file.")] = None,
@@ -81,30 +79,18 @@ def simulate(
 ) -> None:
     """Run the production code in virtual time: size a cluster, tune a policy, look for faults."""
     logging.getLogger("baton").setLevel(logging.ERROR)  # a simulated worker's end is no news to a terminal
+    _check(context, {"json": json_file, "html": html_file, "events": events})
     if replay is not None:
-        _refuse_others(
-            context, "--replay SEED runs one of --soak's clusters, as its seed made it", {"replay", "events"}
-        )
-        check_writable(events, "events")
         return _replay(replay, events)
     if soak is not None:
-        _refuse_others(context, "--soak N makes its clusters, loads and faults itself", {"soak", "seed"})
         return _soak(range(seed, seed + soak))
-    if sweep_all:
-        _refuse_others(context, "--sweep runs many clusters", _all_but(context, {"html_file", "events"}))
-    if trace is not None:
-        made = {"workload", "rate", "input_len", "output_len"}
-        _refuse_others(context, "--trace FILE says what is asked, and when", _all_but(context, made))
-    for path, flag in ((json_file, "json"), (html_file, "html"), (events, "events")):
-        check_writable(path, flag)
     load = Load(
         num_requests=num_requests or 1000, rate=rate, seed=seed,
         prompts=Lengths.parse(input_len, param="input-len"), outputs=Lengths.parse(output_len, param="output-len"),
     )  # fmt: skip
     scene = _Scene(
         gpu=gpu, model=model, gateways=gateways, leaping=not single_step, seed=seed, audit_every=audit_every,
-        settings=_settings(file, further or (), host_kv_gib),
-        latency=calibrate([one for path in calibration for one in read_points(path)]) if calibration else None,
+        settings=_settings(file, further or (), host_kv_gib), latency=_latency(calibration or ()),
         usd_per_gpu_hour=gpu_of(gpu).usd_per_hour if usd_per_gpu_hour is None else usd_per_gpu_hour,
         objective=Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms)),
         sessions=recorded(trace, limit=num_requests, speed=trace_speed, scale=trace_scale) if trace
@@ -115,6 +101,28 @@ def simulate(
     if sweep_all:
         return _sweep(scene, every, attainment, json_file)
     _once(scene, every, json_file, html_file, events)
+
+
+def _latency(files: Sequence[Path]) -> Calibrated | None:
+    """Raises Misconfigured."""
+    return calibrate([one for path in files for one in read_points(path)]) if files else None
+
+
+def _check(context: typer.Context, files: Mapping[str, Path | None]) -> None:
+    """Raises Misconfigured for flags that would be dropped, and for files that could not be written at the end."""
+    every = [one.name for one in context.command.params if one.name is not None]
+    if context.params["replay"] is not None:
+        why = "--replay SEED runs one of --soak's clusters, as its seed made it"
+        _refuse_others(context, why, {"replay", "events"})
+    elif context.params["soak"] is not None:
+        _refuse_others(context, "--soak N makes its clusters, loads and faults itself", {"soak", "seed"})
+    elif context.params["sweep_all"]:
+        _refuse_others(context, "--sweep runs many clusters", {*every} - {"html_file", "events"})
+    if context.params["trace"] is not None:
+        made = {"workload", "rate", "input_len", "output_len"}
+        _refuse_others(context, "--trace FILE says what is asked, and when", {*every} - made)
+    for flag, path in files.items():
+        check_writable(path, flag)
 
 
 def _refuse_others(context: typer.Context, why: str, taken: Collection[str]) -> None:
@@ -129,10 +137,6 @@ def _refuse_others(context: typer.Context, why: str, taken: Collection[str]) -> 
     ]
     if given:
         raise Misconfigured(f"{why}: leave {', '.join(given)} out", param=given[0].lstrip("-"))
-
-
-def _all_but(context: typer.Context, names: Collection[str]) -> list[str]:
-    return [one.name for one in context.command.params if one.name is not None and one.name not in names]
 
 
 def _settings(file: Path | None, further: Sequence[str], host_kv_gib: float | None) -> ClusterConfig:
