@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from cluster.huge_pages import gather
+
 YOUNG = 10_000
 """Objects that are looked at together: more than some thirty requests have under way. A request leaves no circle behind
 (`tests/unit/router/test_tap.py`), so that below this nothing is ever looked at; with 2,000 it was 8 % of a request."""
@@ -15,9 +17,10 @@ BULK = 50_000
 
 
 def collect_rarely() -> None:
-    """Once everything is loaded, on the event loop that serves."""
+    """Once everything is loaded, on the event loop that serves. What is there stays: it is gathered on huge pages."""
     gc.collect()
     gc.freeze()
+    gather()
     gc.set_threshold(YOUNG, 10, 10)
     # The loop keeps a list of all asynchronous generators that run, for its end: a request has ten, and ends each.
     sys.set_asyncgen_hooks(firstiter=None)

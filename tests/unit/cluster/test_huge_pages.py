@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster.huge_pages import HUGE, gather, private
+
+
+@contextmanager
+def memory(num_bytes: int) -> Iterator[tuple[mmap.mmap, int]]:
+    """With its address."""
+    with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as found:
+        held = ctypes.c_char.from_buffer(found)
+        yield found, ctypes.addressof(held)
+        del held
+
+
+def test_what_is_gathered_stays_what_it_was_and_what_is_empty_is_left() -> None:
+    with memory(4 * HUGE) as (full, at), memory(4 * HUGE) as (empty, elsewhere):
+        full[:] = told = bytes(range(256)) * (4 * HUGE // 256)
+        empty[2 * HUGE] = 1
+        assert gather([(at, at + 4 * HUGE)]) in (0, 3 * HUGE, 4 * HUGE)  # 0 before Linux 6.1
+        assert full[:] == told
+        assert gather([(elsewhere, elsewhere + 4 * HUGE)]) == 0
+
+
+def test_only_private_memory_of_no_file_is_looked_at(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "1000-2000 rw-p 00000000 00:00 0 \n"
+        "3000-4000 rw-p 00000000 00:00 0                          [heap]\n"
+        "5000-6000 rw-p 00000000 00:00 0                          [stack]\n"
+        "7000-8000 rw-s 00000000 00:01 42                         /dev/zero (deleted)\n"
+        "9000-a000 r-xp 00000000 fe:00 99                         /usr/lib/libc.so.6\n"
+    )
+    assert list(private(maps)) == [(0x1000, 0x2000), (0x3000, 0x4000)]
+    assert list(private(tmp_path / "none")) == []
