@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cluster.config import ClusterConfig
 from protos.errors import Misconfigured
+from router.admission.tenants import read_roster
 from workers.memory import free_ram_bytes
 from workers.models.config import ModelConfig, check_parallel, read_config
 
@@ -37,6 +38,14 @@ def check_feasible(
         raise Misconfigured("device is cuda: this machine has no NVIDIA GPU; --device cpu needs none", param="device")
     if config.worker.device == "cpu" or not has_gpu:
         _check_ram(config, model, free_bytes())
+
+
+def check_files(config: ClusterConfig) -> None:
+    """Raises Misconfigured for tenants or certificates that cannot be read, or are none."""
+    config.tls.check()
+    config.peers.check()
+    if config.router.tenants:
+        read_roster(Path(config.router.tenants))
 
 
 def _check_host_tier(config: ClusterConfig, free: int) -> None:

@@ -73,6 +73,7 @@ def worker(
 async def run_worker(config: ClusterConfig, orders: Orders, console: Console) -> None:
     """Until a signal. Raises the BatonError that the worker ends with."""
     config.check_model()
+    config.peers.check()
     stop, rank = Stop(), Rank()
     rank.start(orders)
     await stop.before(_tell(rank))

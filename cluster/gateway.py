@@ -15,6 +15,7 @@ from cluster import flags
 from cluster.collecting import collect_rarely
 from cluster.config import ClusterConfig
 from cluster.discovery import Discovery, StaticDiscovery
+from cluster.feasible import check_files
 from cluster.log import LogFormat
 from cluster.sockets import check_free, listen
 from cluster.stopping import Stop, stopping
@@ -65,6 +66,7 @@ async def run_gateway(
     """Serves until a signal; whether it was stopped in order. Raises BatonError."""
     config.check_model()
     check_discovery(config, addresses)
+    check_files(config)
     stop = Stop()
     router = config.router
     listening = listen(router.host, router.port)

@@ -105,7 +105,12 @@ def no_answer(client: httpx.Client, error: httpx.HTTPError) -> Unavailable:
                 f"the certificate of {client.base_url} is not trusted: name the file of its authority in the "
                 f"environment variable SSL_CERT_FILE ({error})"
             )
+        if "SSL" in str(error):
+            return Unavailable(f"{client.base_url} answers, but not with TLS: write --url http://... ({error})")
         return Unavailable(
             f"no cluster answers at {client.base_url}: start one with `baton up`, or name another with --url"
         )
-    return Unavailable(f"{client.base_url} broke the answer off: {error}")
+    hint = ""
+    if isinstance(error, httpx.RemoteProtocolError) and client.base_url.scheme == "http":
+        hint = " (where it speaks TLS, write --url https://...; the port of gRPC is not that of HTTP)"
+    return Unavailable(f"{client.base_url} broke the answer off: {error}{hint}")

@@ -20,7 +20,7 @@ from rich.markup import escape
 from cluster import flags
 from cluster.config import ClusterConfig
 from cluster.discovery import DirectAnnouncer
-from cluster.feasible import check_feasible
+from cluster.feasible import check_feasible, check_files
 from cluster.gateway import open_faces
 from cluster.log import LogFormat
 from cluster.pools import Pools
@@ -109,6 +109,7 @@ async def run_deployment(config: ClusterConfig, console: Console, log_format: Lo
     """Serves until a signal; whether it was stopped in order. Raises BatonError."""
     config.check_model()
     check_feasible(config)
+    check_files(config)
     stop = Stop()
     router = config.router
     listening = listen(router.host, router.port)
@@ -191,7 +192,7 @@ def up(
 ) -> None:
     """Serves the demo model that ships with Baton until Ctrl-C: `baton serve` with nothing to choose."""
     chosen = {name: value for name, value in locals().items() if name != "served_name"}
-    serve(model=DEMO["model"], served_name=served_name or DEMO["served_name"], **chosen)
+    serve(model=DEMO["model"], served_name=DEMO["served_name"] if served_name is None else served_name, **chosen)
 
 
 def _run(config: ClusterConfig, console: Console, log_format: LogFormat) -> None:

@@ -11,7 +11,6 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from decode_pool.config import DecodeConfig
 from kvtransfer.config import LaneConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import Misconfigured
+from protos.hints import nearest
 from protos.tls import FaceTls, PeerTls
 from protos.values import WorkerRole
 from router.config import RouterConfig
@@ -98,6 +98,11 @@ def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
     faces = {name: top[name] for name in ("host", "port", "grpc_port") if name in top}
     if faces.get("port") == 0:
         faces.setdefault("grpc_port", 0)  # whoever takes any free port does not want a certain one beside it
+    if top.get("served_name") == "":
+        raise Misconfigured(
+            "served_name is '': give what clients call the model, or leave it out for its folder's name",
+            param="served_name",
+        )
     name = worker.served_name or Path(model).resolve().name
     return ClusterConfig(
         worker=worker,
@@ -174,8 +179,8 @@ def _table(table: str, given: Any) -> Table:
 
 
 def _suggestion(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
+    near = nearest(name, known)
+    return f"did you mean {near!r}?" if near else f"there are {', '.join(sorted(known))}"
 
 
 def _checked(name: str, value: Any, wanted: Any) -> Any:
@@ -186,8 +191,8 @@ def _checked(name: str, value: Any, wanted: Any) -> Any:
         options = typing.get_args(wanted)
         if value in options:
             return value
-        near = get_close_matches(str(value), options, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(options)}"
+        near = nearest(str(value), options)
+        hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(options)}"
         raise Misconfigured(f"{name} = {value!r}: {hint}", param=name)
     if wanted is float and type(value) is int:
         return float(value)

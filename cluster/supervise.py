@@ -86,6 +86,7 @@ def _touch(file: Path) -> None:
 async def _run(config: ClusterConfig, console: Console) -> bool:
     if not config.discovery:
         raise Misconfigured("nobody would find these workers: give --discovery redis://host:port", param="discovery")
+    config.peers.check()
     from cluster.redis_discovery import RedisAnnouncer, connect
 
     stop, bars = Stop(), Bars(console)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,21 @@ from protos.errors import Misconfigured
 WORKER_NAME = "baton-worker"
 """What every worker's certificate is for (a DNS name of its subjectAltName). Workers come and go at changing addresses,
 so the name is one for all, and an address is not looked at."""
+
+_REFUSALS = {
+    "WRONG_VERSION_NUMBER": "it does not speak TLS: start it with [peers] too, or leave [peers] out here",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not of the authority in peers.ca: both sides need the same one",
+    "Hostname Verification": f"its certificate is not for the name {WORKER_NAME}: issue it for that (subjectAltName)",
+    "failed to connect to all addresses.*Socket closed": (
+        "it hung up at once: with [peers] it takes only callers who show a certificate of its peers.ca, so give ca, "
+        "cert and key here, of the same authority"
+    ),
+}
+
+
+def why_refused(told: str) -> str:
+    """What is wrong with certificates, and whose, where that is what gRPC tells; else ""."""
+    return next((why for sign, why in _REFUSALS.items() if re.search(sign, told)), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +49,17 @@ class PeerTls:
             raise Misconfigured(
                 f"peers: {missing[0]} is missing: give ca, cert and key, or none of them", param=f"peers.{missing[0]}"
             )
+
+    def check(self) -> None:
+        """Raises Misconfigured for files that cannot be read, or are no certificates and no key."""
+        if not self.ca:
+            return
+        _check_pair("peers", self.cert, self.key)
+        _read("peers.ca", self.ca)
+        try:
+            ssl.create_default_context(cafile=self.ca)
+        except ssl.SSLError as error:
+            raise Misconfigured(f"peers.ca: {self.ca} has no certificate (PEM): {error}", param="peers.ca") from error
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """What a worker listens with: it asks for its callers' certificates. Raises Misconfigured."""
@@ -71,18 +98,8 @@ class FaceTls:
 
     def check(self) -> None:
         """Raises Misconfigured for files that cannot be read, or are no certificate and its key."""
-        if not self.cert:
-            return
-        _read("tls.cert", self.cert)
-        _read("tls.key", self.key)
-        try:
-            # Without a password OpenSSL would ask the terminal for that of an encrypted key.
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.cert, self.key, password="")
-        except ssl.SSLError as error:
-            raise Misconfigured(
-                f"tls: {self.cert} and {self.key} are no certificate and its key (PEM, without a password): {error}",
-                param="tls",
-            ) from error
+        if self.cert:
+            _check_pair("tls", self.cert, self.key)
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """Raises Misconfigured."""
@@ -96,6 +113,18 @@ def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCreden
     if credentials is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, credentials)
+
+
+def _check_pair(table: str, cert: str, key: str) -> None:
+    _read(f"{table}.cert", cert)
+    _read(f"{table}.key", key)
+    try:
+        # Without a password OpenSSL would ask the terminal for that of an encrypted key.
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        raise Misconfigured(
+            f"{table}: {cert} and {key} are no certificate and its key (PEM, without a password): {error}", param=table
+        ) from error
 
 
 def _read(setting: str, path: str) -> bytes:

@@ -23,7 +23,7 @@ import grpc
 from protos import worker_pb2, worker_pb2_grpc
 from protos.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, WorkerLost
 from protos.status import error_of, peer_error
-from protos.tls import WORKER_NAME, PeerTls
+from protos.tls import WORKER_NAME, PeerTls, why_refused
 from protos.values import (
     FinishReason,
     GenerateRequest,
@@ -448,4 +448,7 @@ class WorkerClient:
             return error
         if isinstance(error, DeadlineExceeded):
             return WorkerLost(f"the worker at {self.address} did not answer in time")
-        return WorkerLost(f"the worker at {self.address} cannot be reached: {error.message}")
+        why = why_refused(error.message)
+        return WorkerLost(
+            f"the worker at {self.address} cannot be reached: {f'{why} ({error.message})' if why else error.message}"
+        )

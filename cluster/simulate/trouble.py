@@ -12,6 +12,7 @@ from cluster.simulate.deployment import Deployment
 from cluster.simulate.faults import OF_EVENTS, OF_WORKERS, STORE, Fault, Kind
 from cluster.simulate.worker import SimulatedWorker
 from protos.errors import Misconfigured
+from protos.hints import listed
 from protos.values import KVEvents, StepMessage
 
 Events = tuple[KVEvents, ...]
@@ -75,7 +76,7 @@ class Trouble:
                 wrong = fault.target not in known
         if wrong:
             raise Misconfigured(
-                f"--fault {fault}: {fault.target} does not exist: there are {', '.join(sorted(known))}, lanes such as "
+                f"--fault {fault}: {fault.target} does not exist: there are {listed(sorted(known))}, lanes such as "
                 f"prefill-0>decode-0, gateways 0 to {len(deployment.gateways) - 1}, and with "
                 f"--set index=redis://any the store {STORE}",
                 param="fault",

@@ -22,11 +22,11 @@ import secrets
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from protos.errors import InvalidRequest, Misconfigured
+from protos.hints import nearest
 
 ANONYMOUS = ""
 KEY_PREFIX = "sk-baton-"
@@ -200,6 +200,6 @@ def _hashes(where: str, given: Any) -> list[str]:
 def _known(found: Mapping[str, Any], known: set[str], where: str) -> None:
     for name in found:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
+            near = nearest(name, sorted(known))
+            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(sorted(known))}"
             raise Misconfigured(f"tenants: there is no setting {name!r} {where}: {hint}", param=name)

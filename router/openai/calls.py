@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos.errors import InvalidRequest
+from protos.hints import listed
 from protos.values import FinishReason
 from router.gateway import Gateway
 from router.openai.schema import ChatBody
@@ -107,9 +108,9 @@ def _form(gateway: Gateway) -> ToolFormat:
 def _named(functions: Sequence[Function], name: str) -> Function:
     found = next((one for one in functions if one.name == name), None)
     if found is None:
-        known = ", ".join(one.name for one in functions[:10])
         raise InvalidRequest(
-            f"'tool_choice' names the function '{name[:100]}': the tools are {known}", param="tool_choice"
+            f"'tool_choice' names the function '{name[:100]}': the tools are {listed([one.name for one in functions])}",
+            param="tool_choice",
         )
     return found
 

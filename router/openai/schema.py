@@ -5,7 +5,6 @@ Types are checked here; ranges, which gRPC shares, in `router.text.asking`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -17,6 +16,7 @@ from pydantic.fields import FieldInfo
 from starlette.requests import ClientDisconnect, Request
 
 from protos.errors import Cancelled, InvalidRequest, UnsupportedMediaType
+from protos.hints import nearest
 from router.openai.body import TOO_DEEP, Body, FirstWrong, at_most, whole_ids
 from router.openai.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
 from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS, MESSAGE_REFUSALS, Harmless, without_harmless
@@ -383,8 +383,8 @@ def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
     path, known = _path(first["loc"], kind)
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])[:MAX_NAME_CHARS]
-        close = difflib.get_close_matches(name, [*known.model_fields, *_REFUSALS.get(known, {})], n=1)
-        hint = f" Did you mean '{close[0]}'?" if close else ""
+        close = nearest(name, [*known.model_fields, *_REFUSALS.get(known, {})])
+        hint = f" Did you mean '{close}'?" if close else ""
         if (form := name.removeprefix("guided_")) in StructuredOutputs.forms():
             hint = f" It is 'structured_outputs' now: {{\"{form}\": ...}}."
         return InvalidRequest(f"Unknown parameter: '{path}'.{hint}", param=path)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 from protos.errors import Misconfigured
+from protos.hints import nearest
 from router.config import RouterConfig
 from router.policies import affinity, basic, longest_prefix, prefix_aware, slo
 from router.policies.base import Policy
@@ -41,6 +40,6 @@ def policy_of(config: RouterConfig, name: str = "") -> Policy:
     if name in RANKS:
         read, write = RANKS[name]
         return pair(name, read=read, write=write, short=short)
-    near = get_close_matches(name, NAMES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(NAMES)}"
+    near = nearest(name, NAMES)
+    hint = f"did you mean {near}?" if near else f"choose one of {', '.join(NAMES)}"
     raise Misconfigured(f"router: there is no policy {name!r}: {hint}", param="policy")

@@ -79,6 +79,29 @@ def test_a_taken_port_is_named_before_anything_starts(
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("router.tenants={wrong}", "tenants: there is no setting 'tenant' at the top: did you mean 'tenants'?"),
+        ("router.tenants={wrong}.not", "No such file"),
+        ("tls.cert={wrong}", "tls: key is missing"),
+        ("peers.ca={wrong}", "peers: cert is missing"),
+    ],
+)
+def test_files_that_are_wrong_are_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, setting: str, told: str
+) -> None:
+    monkeypatch.setattr("cluster.serve.listen", lambda host, port: pytest.fail("it starts"))
+    (tmp_path / "wrong.toml").write_text("tenant = 3")
+    given = setting.format(wrong=tmp_path / "wrong.toml")
+    assert told in refused(monkeypatch, capsys, "up", "--set", given)
+
+
+def test_a_model_must_be_called_something(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in (("up",), ("serve", "--model", DEMO["model"])):
+        assert "served_name is ''" in refused(monkeypatch, capsys, *verb, "--served-name", "")
+
+
 def test_a_gateway_needs_a_way_to_find_workers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli import main, make_app
-from cluster.remote import get_json
+from cluster.remote import get_json, open_client
 from cluster.status import status_tables
 from protos.errors import BatonError
 from protos.values import (
@@ -164,6 +164,12 @@ def test_a_cluster_with_keys_says_how_to_give_one() -> None:
     client = httpx.Client(transport=httpx.MockTransport(refuse), base_url="http://gateway")
     with client, pytest.raises(BatonError, match=r"You gave no key.*--api-key.*BATON_ADMIN_KEY"):
         get_json(client, "/admin/status")
+
+
+async def test_a_server_that_does_not_speak_tls_is_not_said_to_be_away() -> None:
+    async with serving(make_gateway(Scripted(saying("hi")))) as url:
+        with open_client(url.replace("http:", "https:")) as client, pytest.raises(BatonError, match="but not with TLS"):
+            await asyncio.to_thread(get_json, client, "/admin/status")
 
 
 def test_an_empty_cluster_is_one_line() -> None:

@@ -1,0 +1,41 @@
+"""What an error says of names: which one is meant, where one is really near, and which ones there are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+MAX_LISTED = 10
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one that was most likely meant: no more than one letter of four is wrong, missing, too many, or swapped with
+    the next. Case, and what stands between words, do not count. None if none is as near."""
+    plain = _plain(name)
+    allowed = max(1, len(plain) // 4) if len(plain) > 2 else 0
+    as_long = [one for one in known if abs(len(_plain(one)) - len(plain)) <= allowed]
+    far, near = min(((_distance(plain, _plain(one)), one) for one in as_long), default=(allowed + 1, ""))
+    return near if far <= allowed else None
+
+
+def listed(names: Collection[str], most: int = MAX_LISTED) -> str:
+    """All, or the first and how many more there are."""
+    first = [one for one, _ in zip(names, range(most), strict=False)]
+    left = len(names) - len(first)
+    return ", ".join(first) + (f" and {left} more" if left else "")
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def _distance(one: str, other: str) -> int:
+    """Of Damerau and Levenshtein, no letter being touched twice (optimal string alignment)."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, a in enumerate(one):
+        last, before, row = before, row, [i + 1]
+        for j, b in enumerate(other):
+            row.append(min(before[j] + (a != b), before[j + 1] + 1, row[j] + 1))
+            if i and j and a == other[j - 1] and b == one[i - 1]:
+                row[-1] = min(row[-1], last[j - 1] + 1)
+    return row[-1]
