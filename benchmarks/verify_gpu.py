@@ -55,7 +55,12 @@ CHECKS = (
     _tests("ranks", "ranks meet over NCCL, also in a captured graph", "tests/gpu/test_ranks_nccl.py"),
     _tests("moving", "sequences move and prefixes are pulled between GPU workers", "tests/gpu/test_moving_cuda.py"),
     _tests("lanes", "lanes over CUDA IPC, NCCL and host memory", "tests/gpu/test_lanes_cuda.py"),
-    _tests("overlap", "KV travels while more is computed: a profile shows it", "tests/gpu/test_kv_overlap_cuda.py"),
+    _tests(
+        "overlap",
+        "KV travels while more is computed: a profile shows it",
+        "tests/gpu/test_kv_overlap_cuda.py",
+        "tests/gpu/test_kv_payloads.py",
+    ),
     _tests("dead-peer", "a lane over NCCL outlives a peer that is killed", "tests/gpu/test_nccl_peers.py"),
     _measures("gpu-engine", "decode, prefill, transformers beside", "-m", "benchmarks.gpu_engine", limit_s=480.0),
     _measures("gpu-kernels", "each kernel beside its floor", "-m", "benchmarks.gpu_kernels", limit_s=240.0),

@@ -36,8 +36,8 @@ LEAST_CALM = 3
 class EngineTurns:
     """`workers.rpc.loop.Turns`. `publish` is called with each step's message when the step is over.
 
-    `move` lands the KV that has come and sends what can be sent: may a request begin, or end, by it? Frozen, it takes
-    no turn and no call. The engine's clock is `skew_s` ahead. `quiet_until` says until when, by the engine's clock, its
+    `move` lands the KV that has come and sends what can be sent: may a request begin, or end, by it? `go_on` does so as
+    an engine does that waits for its device. Frozen, it takes no turn and no call. The engine's clock is `skew_s` ahead. `quiet_until` says until when, by the engine's clock, its
     role certainly does nothing unless something comes from outside; without it there are no leaps. `gaps` hears of all
     tokens that are told of, and when the steps that made them were over. `num_turns` grows with whatever changes the
     engine. One that leaps and `withholds` tells of an answer's first tokens, and of the others with its end: nobody
@@ -51,6 +51,7 @@ class EngineTurns:
         *,
         publish: Callable[[StepMessage], None],
         move: Callable[[float], bool],
+        go_on: Callable[[float], None],
         stall_s: float = 60.0,
         skew_s: float = 0.0,
         quiet_until: Callable[[], float] | None = None,
@@ -61,6 +62,7 @@ class EngineTurns:
         self._device = device
         self._publish = publish
         self._move = move
+        self._go_on = go_on
         self._turning = False
         self.skew_s = skew_s
         self._quiet_until = quiet_until
@@ -73,6 +75,7 @@ class EngineTurns:
         self._made: list[tuple[list[str], Sequence[float]]] = []  # whose tokens they brought, and when they were over
         self._gaps = gaps
         self._busy = False
+        self._reads = False  # does the step that is waited for read a prompt?
         self._ahead_s: Sequence[float] = ()  # when the steps of a leap are over
         self._num_calm = 0
         self._num_rows = 0
@@ -114,16 +117,19 @@ class EngineTurns:
         self._num_calm = 0
 
     def attend(self) -> None:
-        """KV has come or has left. During a step it waits for the next turn. Otherwise it is moved on at once: there is
-        a turn, or a leap ends, only if a request may begin, or end, by it: of the rest no gateway is told."""
-        if self._stopped or self._frozen or self._busy:
+        """KV has come or has left. During a step that only decodes it waits for the next turn. Otherwise it is moved on
+        at once: there is a turn, or a leap ends, only if a request may begin, or end, by it: of the rest no gateway is
+        told."""
+        if self._stopped or self._frozen or (self._busy and not self._reads):
             return
         if self._turning:
             self._loop.call_soon(self.attend)
             return
         self.num_turns += 1
         now = self._loop.time()
-        if self._move(now + self.skew_s):
+        if self._busy:
+            self._go_on(now + self.skew_s)
+        elif self._move(now + self.skew_s):
             self._rouse()
         elif not self._ahead_s and (self._timer is None or self._timer.when() > now):
             self._disarm()
@@ -229,8 +235,9 @@ class EngineTurns:
         state is the one after the step; until that is over nobody looks."""
         engine, device = self._engine, self._device
         device.now_s = start_s
-        num_steps = engine.num_steps
+        num_steps, before = engine.num_steps, device.last if engine.num_in_flight else None
         updates = engine.step(start_s + self.skew_s)
+        self._reads = (before or device.last).reads_prompts
         self._note(updates, (device.now_s,))
         return device.now_s if engine.num_steps != num_steps or engine.num_in_flight else None
 
@@ -349,7 +356,7 @@ class EngineTurns:
         if num_over < len(ahead_s):
             self._tell()
             self._note(self._engine.repeat(1), ahead_s[num_over : num_over + 1])
-            self._busy = True
+            self._busy, self._reads = True, False
             self._disarm()
             self._arm(ahead_s[num_over])
 

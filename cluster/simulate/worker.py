@@ -102,6 +102,7 @@ class SimulatedWorker:
             self.device,
             publish=self.servicer.publish,
             move=self._move,
+            go_on=self._go_on,
             stall_s=spec.stall_s,
             skew_s=skew_s,
             quiet_until=self._quiet_until if spec.leaping else None,
@@ -251,6 +252,10 @@ class SimulatedWorker:
         if not self._mover.is_sending():
             return settled
         return self.role.outgoing.send(now) or settled
+
+    def _go_on(self, now: float) -> None:
+        if self.role.is_behind():
+            self.role.go_on(now, self.engine.num_in_flight)
 
     def _ring(self) -> None:
         self.turns.attend()

@@ -27,10 +27,48 @@ def test_payloads_are_those_of_a_cpu(cut: Cut) -> None:
     for device in ("cpu", "cuda"):
         storage = KVStorage(LAYOUT, num_blocks=6, device=device)
         storage.data.copy_(values)
-        with storage.aside():
+        with storage.aside(None):
             payload = storage.read(cut, lambda num_bytes, device=device: memory(device, num_bytes))
         storage.rejoin()
         storage.data.zero_()  # waits for what was read aside
         payloads.append(payload.cpu())
         storage.write(WHOLE, storage.read(WHOLE, lambda num_bytes, device=device: memory(device, num_bytes)))
     assert torch.equal(*payloads)
+
+
+def test_what_was_written_before_a_step_is_read_while_the_step_is_computed() -> None:
+    storage = KVStorage(LAYOUT, num_blocks=6, device="cuda")
+    values = torch.randn(3, 2, 6, 4, 16, 64, device="cuda").bfloat16()
+    storage.data.copy_(values)
+    storage.mark()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # the step under way: about a second
+    step = torch.cuda.Event()
+    step.record()
+    storage.mark()
+    with storage.aside(1):
+        payload = storage.read(WHOLE, lambda num_bytes: memory("cuda", num_bytes))
+        read = torch.cuda.Event()
+        read.record()
+    read.synchronize()
+    assert not step.query(), "the read waited for the step"
+    storage.rejoin()
+    torch.cuda.synchronize()
+    assert torch.equal(
+        payload.view(torch.bfloat16), storage.read(WHOLE, lambda n: memory("cuda", n)).view(torch.bfloat16)
+    )
+
+
+def test_what_something_else_has_written_is_waited_for() -> None:
+    """KV that has arrived is queued behind the step under way: who reads it waits for both."""
+    storage = KVStorage(LAYOUT, num_blocks=6, device="cuda")
+    payload = storage.read(WHOLE, lambda num_bytes: memory("cuda", num_bytes)) + 1.0
+    for _ in range(2):
+        storage.mark()
+    torch.cuda._sleep(500_000_000)
+    storage.write(WHOLE, payload)
+    with storage.aside(1):
+        seen = storage.read(WHOLE, lambda num_bytes: memory("cuda", num_bytes))
+    storage.rejoin()
+    torch.cuda.synchronize()
+    assert torch.equal(seen, payload)

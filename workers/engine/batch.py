@@ -85,6 +85,10 @@ class Batch:
         return sum(row.num_tokens for row in self.rows)
 
     @property
+    def reads_prompts(self) -> bool:
+        return any(row.num_tokens > 1 for row in self.rows)
+
+    @property
     def num_read(self) -> int:
         """Positions of KV, each once a row."""
         return sum(row.stop for row in self.rows)
@@ -131,6 +135,15 @@ class Pending(Protocol):
     def fetch(self) -> StepOutput:
         """Waits for the step's end. Called once, from the engine's thread, in the order of the launches. Raises what
         `Runner.run` raises."""
+        ...
+
+
+@runtime_checkable
+class Awaited(Protocol):
+    """A step under way on a device that computes by itself."""
+
+    def is_over(self) -> bool:
+        """Would `fetch` return at once?"""
         ...
 
 

@@ -144,6 +144,7 @@ def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:
         least=rank.group.least,
         aside=rank.storage.aside,
         rejoin=rank.storage.rejoin,
+        mark=rank.storage.mark,
         follows_layers=True,
         **ends,
     )

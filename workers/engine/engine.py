@@ -9,6 +9,7 @@ Not thread-safe: one thread owns an engine, its role and its blocks, and calls e
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -26,11 +27,14 @@ from protos.values import (
     WorkerLoad,
 )
 from protos.wire import error_info
-from workers.engine.batch import Batch, Pending, Pipeline, Repeating, Runner, StepOutput, Timed, pipeline
+from workers.engine.batch import Awaited, Batch, Pending, Pipeline, Repeating, Runner, StepOutput, Timed, pipeline
 from workers.engine.scheduler import Scheduler
 from workers.engine.timeline import Timeline
 from workers.grammar.base import Grammars
 from workers.kv.blocks import BlockPool
+
+LOOK_S = 0.0002
+"""How often KV that is behind is looked after while a step is waited for."""
 
 
 class Pace:
@@ -288,7 +292,7 @@ class Engine:
         self._scheduler.assert_idle()
 
     def _tick(self, now: float) -> list[SequenceUpdate]:
-        tick = self._role.tick(now)
+        tick = self._role.tick(now, len(self._in_flight))
         updates = [
             SequenceUpdate(request_id=request_id, finish_reason=FinishReason.MOVED)
             for request_id in tick.moved
@@ -319,6 +323,7 @@ class Engine:
         """Its time counts from when the step before it was over."""
         step = self.num_steps + 1
         with self.timeline.span("fetch", launched.batch, step=step):
+            self._wait(launched)
             output = launched.pending.fetch()
         start_s, self._fetched_s = max(launched.start_s, self._fetched_s), self._clock()
         self._pace.observe(launched.batch, self._fetched_s - start_s)
@@ -329,6 +334,16 @@ class Engine:
             self.timeline.add("device", start_s, end_s, launched.batch, step=step, depth=len(self._in_flight))
         self.num_steps = step
         return output
+
+    def _wait(self, launched: _Launched) -> None:
+        """KV that found no room on its lane goes on its way while the device computes: a step that reads a prompt takes
+        longer than what a lane has staged. Others are not looked at so often, lest it costs them time."""
+        pending, role = launched.pending, self._role
+        if not isinstance(pending, Awaited) or not launched.batch.reads_prompts:
+            return
+        while role.is_behind() and not pending.is_over():
+            role.go_on(self._clock(), 1 + len(self._in_flight))
+            time.sleep(LOOK_S)
 
     def _begin(self, request: GenerateRequest) -> None:
         """Its grammar is compiled from now on: it is admitted when its first token can be chosen."""

@@ -82,7 +82,19 @@ class Role(Protocol):
         """A request the engine does not know was aborted: gives back what was reserved for it. Was there anything?"""
         ...
 
-    def tick(self, now: float) -> Tick: ...
+    def tick(self, now: float, num_in_flight: int) -> Tick:
+        """What has come of all that moves, and is to move on now. Steps in flight, of which there are so many, write
+        nothing that has been computed."""
+        ...
+
+    def is_behind(self) -> bool:
+        """Would `go_on` have something to move, now or soon?"""
+        ...
+
+    def go_on(self, now: float, num_in_flight: int) -> None:
+        """While the engine waits for a step that its device computes: moves on what had been computed before it. The
+        next `tick` tells what comes of it."""
+        ...
 
     def launching(self, batch: Batch, now: float) -> None:
         """The batch is launched next. A role that moves KV may have it watched while it is computed."""
@@ -121,8 +133,14 @@ class Colocated:
     def withdraw(self, request_id: str) -> bool:
         return False
 
-    def tick(self, now: float) -> Tick:
+    def tick(self, now: float, num_in_flight: int) -> Tick:
         return Tick()
+
+    def is_behind(self) -> bool:
+        return False
+
+    def go_on(self, now: float, num_in_flight: int) -> None:
+        pass
 
     def launching(self, batch: Batch, now: float) -> None:
         pass

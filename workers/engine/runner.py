@@ -31,7 +31,7 @@ from workers.engine.penalties import NONE
 from workers.engine.sampler import Drawn, sample
 from workers.engine.timeline import Timeline
 from workers.grammar.base import Grammars, Mask
-from workers.kernels.staging import to_device
+from workers.kernels.staging import Queued, to_device
 from workers.models.decoder import Decoder, ModelInputs
 
 
@@ -190,8 +190,14 @@ class Sampling:
         if self._scored and samples:
             logits_RV = logits_RV.index_select(0, to_device(np.array(positions), logits_RV.device))
         self.drawn: Drawn | None = sample(logits_RV, samples, latest_R, masks) if samples else None
+        self._queued = Queued(logits_RV.device)
+
+    def is_over(self) -> bool:
+        return self._queued.is_over()
 
     def fetch(self) -> StepOutput:
+        """Also of a step that samples nothing: how long it took counts, and KV that is told of must be there."""
+        self._queued.wait()
         drawn = iter(self.drawn.fetch() if self.drawn is not None else ())
         rows = [next(drawn) if row.sample is not None else RowOutput() for row in self._batch.rows]
         for index, error in self._failed.items():

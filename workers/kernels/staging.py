@@ -24,6 +24,23 @@ def overwrite(target: torch.Tensor, array: np.ndarray) -> None:
     target.copy_(_pinned(array, target.device), non_blocking=True)
 
 
+class Queued:
+    """All that is queued on a device's current stream now."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._end: Any = None
+        if torch.device(device).type == "cuda":
+            self._end = _cuda.Event()
+            self._end.record()
+
+    def is_over(self) -> bool:
+        return self._end is None or bool(self._end.query())
+
+    def wait(self) -> None:
+        if self._end is not None:
+            self._end.synchronize()
+
+
 class Landing:
     """Tensors of one device on their way to the host, as they are when all that is queued before is done."""
 
@@ -36,7 +53,7 @@ class Landing:
             self._landed.record()
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """On the host. The only place in which a step waits for its device."""
+        """On the host."""
         if self._landed is not None:
             self._landed.synchronize()
         return self._tensors

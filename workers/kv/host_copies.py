@@ -145,6 +145,7 @@ class CudaCopies:
         done = self._unsettled.pop(load_id)
         _cuda.current_stream().wait_event(done)
         self._out.wait_event(done)
+        self._storage.touch()
 
     def _pieces(self, block_ids: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         assert len(block_ids) == len(slots)

@@ -52,8 +52,9 @@ class Dock(Generic[Payload]):
     """One rank's end of its worker's lanes. `least` gives, for each of some numbers, the least over all ranks.
 
     `sender` serves a worker that pushes, `receiver` one that is pushed to; a worker may have either or both. Within
-    `aside` the blocks are read without holding the computation up, until `rejoin` lets it write into blocks again.
-    `follows_layers` says that whoever computes calls `after_layer`.
+    `aside` the blocks are read without holding the computation up, until `rejoin` lets it write into blocks again;
+    `mark` hears of each step that has written its last layer. `follows_layers` says that whoever computes calls
+    `after_layer`.
     """
 
     OPERATIONS = ("open", "push", "arm", "look", "land", "drop", "forget", "expect", "cancel", "part_to", "part_from")
@@ -68,8 +69,9 @@ class Dock(Generic[Payload]):
         sender: Sender[Payload] | None = None,
         receiver: Receiver[Payload] | None = None,
         least: Callable[[Sequence[int]], Sequence[int]] = _alone,
-        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        aside: Callable[[int | None], AbstractContextManager[Any]] = nullcontext,
         rejoin: Callable[[], None] = _nothing,
+        mark: Callable[[], None] = _nothing,
         follows_layers: bool = False,
     ) -> None:
         self.blocks = blocks
@@ -80,6 +82,7 @@ class Dock(Generic[Payload]):
         self._least = least
         self._aside = aside
         self._rejoin = rejoin
+        self._mark = mark
         self.follows_layers = follows_layers
         self.timeline = Timeline(time.monotonic)
         self._sources: dict[str, KVLayout] = {}  # by peer name
@@ -89,8 +92,9 @@ class Dock(Generic[Payload]):
     def open(self, ticket: Ticket) -> None:
         self.sending().open(ticket)
 
-    def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
-        self._offer(ticket, chunk, block_ids)
+    def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int], num_in_flight: int | None = None) -> None:
+        """Of what was written before the last `num_in_flight` steps, if given, for which nobody waits then."""
+        self._offer(ticket, chunk, block_ids, num_in_flight)
         self._rejoin()
 
     def arm(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
@@ -99,6 +103,8 @@ class Dock(Generic[Payload]):
 
     def after_layer(self, layer: int) -> None:
         """A step has written the KV of a layer, or will have before anything that is asked of the device now."""
+        if layer == self.layout.num_layers - 1:
+            self._mark()
         if not self._armed:
             return
         due = [armed for armed in self._armed if armed[1].layers(self.layout.num_layers).stop <= layer + 1]
@@ -173,13 +179,13 @@ class Dock(Generic[Payload]):
         assert self.receiver is not None, "a worker without a receiver was asked to land"
         return self.receiver
 
-    def _offer(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
+    def _offer(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int], num_in_flight: int | None = None) -> None:
         cut = cut_out(self.layout, self._rank, ticket, chunk, block_ids)
         if not cut.pieces:
             return  # other ranks have copies of this one's heads, and send them
         sender = self.sending()
         kv = self._piece(peer_name(ticket.destination), chunk, chunk.num_bytes(ticket.layout) // self.layout.tp)
-        with self._aside(), self.timeline.span("KV gather", kv=kv):
+        with self._aside(num_in_flight), self.timeline.span("KV gather", kv=kv):
             sender.offer(ticket, chunk, self.blocks.read(cut, sender.stage))
 
     def show(self, name: str, event: Sent | Arrived, peer: str, hidden_s: float = 0.0) -> None:
@@ -236,10 +242,11 @@ class Mover:
         """May a chunk be pushed now, or is the lane's staging full at rank 0? The other ranks' are much the same."""
         return self._dock.sending().can_offer(ticket)
 
-    def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
-        """Copies the blocks and sends them to the ticket's destination. They may be freed once this returns."""
-        self._tell("push", ticket, chunk, tuple(block_ids))
-        self._dock.push(ticket, chunk, block_ids)
+    def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int], num_in_flight: int | None = None) -> None:
+        """Copies the blocks and sends them to the ticket's destination. They may be freed once this returns. The steps
+        in flight do not write them, if it is said how many there are: then nobody waits for those."""
+        self._tell("push", ticket, chunk, tuple(block_ids), num_in_flight)
+        self._dock.push(ticket, chunk, block_ids, num_in_flight)
 
     @property
     def follows_layers(self) -> bool:

@@ -63,6 +63,7 @@ class Push:
     complete: bool = False
     moves: bool = False
     completed_s: float | None = None
+    known: tuple[int, bool] = (0, False)  # tokens computed, and whether these are all, when the last step was planned
 
     def hidden_s(self, event: Sent) -> float:
         """How long a chunk has travelled while its prompt was still computed."""
@@ -217,28 +218,35 @@ class Outgoing:
         self._stop(push)
         return True
 
-    def send(self, now: float) -> bool:
+    def send(self, now: float, num_in_flight: int | None = None) -> bool:
         """Pushes what can be pushed. Did a push end, or fail, so that a tick has something to tell or blocks are free?
-        The engine's blocks are read here, and where `launching` arms a step for it."""
+        The engine's blocks are read here, in `go_on`, and where `launching` arms a step for it. The steps in flight do
+        not write what has been computed, if it is said how many there are."""
         num_pushes = len(self._pushes)
         for push in (*self._pushes.values(), *self._leaving.values()):
             if push.complete and push.completed_s is None:
                 push.completed_s = now
-        for event in self._mover.poll_sent():
-            if isinstance(event, Sent):
-                self._sent(event, now)
-            else:
-                self._lost(event)
+        self._hear_sent(now)
         for push in tuple(self._pushes.values()):
             if push.session.expired(now):
                 self._fail(push, f"the lease of {push.session.ticket.lease_s:g} s is over and nothing has moved")
             else:
-                self._advance(push, now)
+                self._advance(push, now, num_in_flight)
         return len(self._pushes) < num_pushes or bool(self._moved)
 
-    def tick(self, now: float) -> Tick:
+    def is_behind(self) -> bool:
+        """Would `go_on` push something, now or once a lane has room?"""
+        return any(_next_chunk(push) is not None for push in self._pushes.values())
+
+    def go_on(self, now: float, num_in_flight: int) -> None:
+        """While a step is waited for: pushes what had been computed before it. The next tick tells what comes of it."""
+        self._hear_sent(now)
+        for push in self._pushes.values():
+            self._offer(push, now, num_in_flight)
+
+    def tick(self, now: float, num_in_flight: int | None = None) -> Tick:
         """Sends, and tells what has come of it."""
-        self.send(now)
+        self.send(now, num_in_flight)
         self._mover.destinations.tend(now, self._live_destinations)
         tick = Tick(
             released=tuple(self._released),
@@ -292,11 +300,19 @@ class Outgoing:
     def _live_destinations(self) -> set[str]:
         return {peer_name(push.session.ticket.destination) for push in self._pushes.values()}
 
-    def _advance(self, push: Push, now: float) -> None:
+    def _hear_sent(self, now: float) -> None:
+        for event in self._mover.poll_sent():
+            if isinstance(event, Sent):
+                self._sent(event, now)
+            else:
+                self._lost(event)
+
+    def _advance(self, push: Push, now: float, num_in_flight: int | None) -> None:
         session, source = push.session, push.source
         if isinstance(source, Shared):
             push.complete = source.complete
-        self._offer(push, now)
+        push.known = (source.num_computed, push.complete)
+        self._offer(push, now, num_in_flight)
         if push.moves and not push.complete and session.is_full(source.num_computed - 1):
             self._fail(push, "the sequence has outgrown the room there is for it")
             return
@@ -305,18 +321,20 @@ class Outgoing:
             session.settle(source.num_computed)
             self._moved.append(push.request_id)
             self._num_moved += 1
-            self._offer(push, now)
+            push.known = (source.num_computed, True)
+            self._offer(push, now, num_in_flight)
         if push.complete and session.all_offered:
             self._leave(push)
             self._let_go(push)
 
-    def _offer(self, push: Push, now: float) -> None:
+    def _offer(self, push: Push, now: float, num_in_flight: int | None) -> None:
         session = push.session
         while self._mover.can_push(session.ticket):
-            chunk = session.next_chunk(push.source.num_computed, complete=push.complete)
+            chunk = _next_chunk(push)
             if chunk is None:
                 break
-            self._mover.push(session.ticket, chunk, _blocks_of(push, chunk, self._layout.block_size))
+            held = _blocks_of(push, chunk, self._layout.block_size)
+            self._mover.push(session.ticket, chunk, held, num_in_flight)
             session.offered(chunk, now)
 
     def _sent(self, event: Sent, now: float) -> None:
@@ -374,6 +392,11 @@ class Outgoing:
 
     def _push_of(self, request: Request) -> Push | None:
         return next((push for push in self._pushes.values() if push.source is request), None)
+
+
+def _next_chunk(push: Push) -> Chunk | None:
+    num_computed, complete = push.known
+    return push.session.next_chunk(num_computed, complete=complete)
 
 
 def _blocks_of(push: Push, chunk: Chunk, block_size: int) -> Sequence[int]:

@@ -49,10 +49,17 @@ class MovingRole:
     def withdraw(self, request_id: str) -> bool:
         return self.incoming.withdraw(request_id) | self.outgoing.withdraw(request_id)
 
-    def tick(self, now: float) -> Tick:
+    def tick(self, now: float, num_in_flight: int) -> Tick:
         failed = self.incoming.tick(now)
-        tick = self.outgoing.tick(now)
+        tick = self.outgoing.tick(now, num_in_flight)
         return replace(tick, failed=(*failed, *tick.failed)) if failed else tick
+
+    def is_behind(self) -> bool:
+        return self.outgoing.is_behind()
+
+    def go_on(self, now: float, num_in_flight: int) -> None:
+        self.incoming.receive(now)
+        self.outgoing.go_on(now, num_in_flight)
 
     def busy(self) -> bool:
         return self.incoming.busy() or self.outgoing.busy() or self._mover.busy()

@@ -5,6 +5,7 @@ Legend: L layers, NB blocks, K key/value heads of this rank, BS positions of a b
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from workers.kernels.cpu.memory import roomy_zeros
 from workers.kernels.staging import to_device
 
 _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
+
+MAX_MARKS = 4  # steps that reads aside can tell apart: more than are ever in flight
 
 DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -40,6 +43,7 @@ class KVStorage:
         on_host = torch.device(device).type == "cpu"
         self.data = roomy_zeros(*shape, dtype=dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
         self._aside = _cuda.Stream(device) if self.data.is_cuda else None
+        self._marks: deque[Any] = deque(maxlen=MAX_MARKS)
 
     @property
     def block_bytes(self) -> int:
@@ -67,6 +71,7 @@ class KVStorage:
         expected = (*self.data.shape[:2], len(block_ids), *self.data.shape[3:])
         assert payload.shape == expected, f"payload {tuple(payload.shape)} does not fit {expected}"
         assert payload.dtype == self.data.dtype, f"payload is {payload.dtype}, the cache {self.data.dtype}"
+        self.touch()
         self._kernels.scatter(self.data, self._ids(block_ids), payload.to(self.data.device))
 
     def read(self, cut: Cut, stage: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -80,17 +85,33 @@ class KVStorage:
         """Puts the payload of a cut into this cache's blocks."""
         assert payload.dtype == self.data.dtype, f"payload is {payload.dtype}, the cache {self.data.dtype}"
         assert payload.numel() == self._num_elements(cut), f"payload of {payload.numel()} does not fit {cut}"
+        self.touch()
         for part, view, rows in self._pieces(cut, payload):
             self._kernels.scatter(view, rows, part)
 
+    def mark(self) -> None:
+        """A step has written, or queued, all its keys and values."""
+        if self._aside is not None:
+            event = _cuda.Event()
+            event.record()
+            self._marks.append(event)
+
+    def touch(self) -> None:
+        """Something else than a step has written, or queued, blocks: who reads from here on must come after it."""
+        self._marks.clear()
+
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """On CUDA, reads go on a stream of their own beside the computation, after all that is queued there now.
-        Until `rejoin` the computation does not wait for them."""
+    def aside(self, num_in_flight: int | None = None) -> Iterator[None]:
+        """On CUDA, reads go on a stream of their own beside the computation, after all that is queued there now; or,
+        where nothing of it is read, not after the last `num_in_flight` steps. Until `rejoin` the computation does not
+        wait for them."""
         if self._aside is None:
             yield
             return
-        self._aside.wait_stream(_cuda.current_stream())
+        if num_in_flight is not None and num_in_flight < len(self._marks):
+            self._aside.wait_event(self._marks[-1 - num_in_flight])
+        else:
+            self._aside.wait_stream(_cuda.current_stream())
         with _cuda.stream(self._aside):
             yield
 

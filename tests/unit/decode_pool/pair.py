@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from decode_pool.config import DecodeConfig
@@ -24,6 +25,7 @@ from protos.values import (
 )
 from tests.unit.workers.harness import ToyCopies
 from workers.config import SchedulerConfig
+from workers.engine.batch import Batch, InTurn, Pending, StepOutput
 from workers.engine.engine import Engine
 from workers.engine.role import Role
 from workers.engine.scheduler import Scheduler
@@ -82,8 +84,29 @@ class Post:
             deliver()
 
 
+class _Aside:
+    """A pipeline whose steps are over when `looked` says so, though all is computed at once."""
+
+    def __init__(self, runner: ToyRunner, looked: Callable[[], bool]) -> None:
+        self._in_turn = InTurn(runner)
+        self._looked = looked
+
+    def launch(self, batch: Batch) -> _UnderWay:
+        return _UnderWay(self._in_turn.launch(batch), self._looked)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    done: Pending
+    is_over: Callable[[], bool]
+
+    def fetch(self) -> StepOutput:
+        return self.done.fetch()
+
+
 class Side:
-    """One worker: everything but the network and the thread. `host_slots`: blocks that its host keeps."""
+    """One worker: everything but the network and the thread. `host_slots`: blocks that its host keeps. Where there is
+    `looked`, a device computes its steps, and that says whether the one under way is over."""
 
     def __init__(
         self,
@@ -93,6 +116,7 @@ class Side:
         *,
         depth: int = 0,
         host_slots: int = 0,
+        looked: Callable[[], bool] | None = None,
         **config: Any,
     ) -> None:
         log = EventLog(incarnation=1)
@@ -103,7 +127,8 @@ class Side:
         role = make_role(self)
         settings = SchedulerConfig(**({"max_model_len": 1000, "vocab_size": VOCAB} | config))
         self.scheduler = Scheduler(settings, self.pool, role)
-        self.engine = Engine(self.scheduler, self.runner, events=log, clock=lambda: 0.0, depth=depth)
+        runner = self.runner if looked is None else _Aside(self.runner, looked)
+        self.engine = Engine(self.scheduler, runner, events=log, clock=lambda: 0.0, depth=depth)
         self.tokens: dict[str, tuple[int, ...]] = defaultdict(tuple)
         self.ended: dict[str, FinishReason] = {}
         self.errors: dict[str, ErrorInfo] = {}
@@ -133,6 +158,7 @@ class Pair:
         headroom: float = 0.0,
         follows_layers: bool = False,
         depth: int = 0,
+        looked: Callable[[], bool] | None = None,
         **config: Any,
     ) -> None:
         self.follows_layers = follows_layers
@@ -149,7 +175,7 @@ class Pair:
             config = DecodeConfig(headroom=headroom)
             return DecodeRole(self.mover(side, DECODE), side.pool, LAYOUT, config, chunk_bytes=chunk_bytes)
 
-        self.prefill = Side(PREFILL_WEIGHT, num_blocks, prefill_role, depth=depth, **config)
+        self.prefill = Side(PREFILL_WEIGHT, num_blocks, prefill_role, depth=depth, looked=looked, **config)
         self.decode = Side(DECODE_WEIGHT, decode_blocks or num_blocks, decode_role, depth=depth)
 
     def mover(self, side: Side, address: LaneAddress) -> Mover:

@@ -120,7 +120,7 @@ def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
         def can_push(self, ticket: Ticket) -> bool:
             return True
 
-        def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
+        def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int], num_in_flight: int | None) -> None:
             pushed.append((chunk.first_block, chunk.num_blocks, list(block_ids)))
 
         def poll_sent(self) -> Sequence[Any]:

@@ -94,6 +94,46 @@ def test_a_full_lane_holds_the_blocks_until_there_is_room() -> None:
     assert pair.text("r") == expected(prompt(24))
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_kv_goes_on_its_way_while_a_step_reads_another_prompt(depth: int) -> None:
+    """A lane's staging holds less than a long step brings: it is filled again as it empties, not once a step."""
+    looks = 0
+
+    def looked() -> bool:
+        nonlocal looks
+        looks += 1
+        pair.post.deliver(1)
+        return looks % 10 == 0
+
+    pair = Pair(staged_blocks=2, chunk_blocks=2, depth=depth, looked=looked)
+    pair.post.holding = True
+    ticket = pair.start("r", prompt(24))
+    pair.step(1 + depth)
+    other = pair.start("other", prompt(40, seed=2))
+    pair.step(1 + depth)
+    assert pair.post.num_carried == 3, "all that was computed before the step, in spite of a full lane"
+    for request_id, prompt_ids, its in (("r", prompt(24), ticket), ("other", prompt(40, seed=2), other)):
+        pair.answer(request_id, prompt_ids, its)
+    pair.finish()
+    assert pair.text("r") == expected(prompt(24))
+    assert pair.text("other") == expected(prompt(40, seed=2))
+
+
+def test_a_step_that_decodes_is_not_looked_at() -> None:
+    """It is short, and looking costs it time."""
+    looks: list[None] = []
+    pair = Pair(staged_blocks=2, chunk_blocks=2, looked=lambda: looks.append(None) is None)
+    pair.read("here", prompt(8), None, max_tokens=20)
+    pair.step()
+    pair.post.holding = True
+    pair.start("r", prompt(24, seed=2))
+    pair.step()
+    looks.clear()
+    pair.step(3)
+    assert not looks
+    pair.finish()
+
+
 def test_a_slow_lane_does_not_hold_up_other_prompts() -> None:
     pair = Pair(staged_blocks=1)
     pair.post.holding = True

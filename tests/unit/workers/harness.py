@@ -204,7 +204,7 @@ class Handing(Colocated):
     def forget(self, request: Request) -> None:
         self.forgotten.append(request.request_id)
 
-    def tick(self, now: float) -> Tick:
+    def tick(self, now: float, num_in_flight: int) -> Tick:
         tick, self.next_tick = self.next_tick, Tick()
         return tick
 

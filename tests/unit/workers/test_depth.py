@@ -53,7 +53,7 @@ class Sorting(Handing):
             return Disposition.HOLD
         return Disposition.RELEASE if name == "release" else Disposition.KEEP
 
-    def tick(self, now: float) -> Tick:
+    def tick(self, now: float, num_in_flight: int) -> Tick:
         self.due.append([])
         return Tick(released=self.due.pop(0))
 

@@ -331,7 +331,7 @@ class Chaos(Adopting):
             self.held[request.request_id] = float("inf")
         return disposition
 
-    def tick(self, now: float) -> Tick:
+    def tick(self, now: float, num_in_flight: int) -> Tick:
         due = [request_id for request_id, until_s in self.held.items() if until_s <= now]
         self.held = {
             request_id: min(until_s, now + 2) for request_id, until_s in self.held.items() if request_id not in due
