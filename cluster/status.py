@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.remote import DEFAULT_URL, AdminKey, get_json, open_client
+from protos.hints import counted
 
 POOLS = ("prefill", "decode", "colocated")
 STYLES = {
@@ -57,7 +58,7 @@ def kv_tables(told: Mapping[str, Any]) -> RenderableType:
     silent = [worker_id for worker_id, one in held if one is None]
     reserved, oldest = _bytes(told["num_bytes_reserved"]), _duration(told["oldest_s"])
     parts: list[RenderableType] = [
-        Text(f"{told['num_tickets']:,} tickets, {reserved} reserved, the oldest for {oldest}"),
+        Text(f"{counted(told['num_tickets'], 'ticket')}, {reserved} reserved, the oldest for {oldest}"),
         *([Text(f"no answer from {', '.join(silent)}", "red")] if silent else []),
     ]
     for table in (_tickets(held), _lanes(held), _tiers(held)):

@@ -18,6 +18,7 @@ from cluster.pools import Pools
 from cluster.progress import Bars
 from cluster.stopping import Stop, stopping
 from protos.errors import Misconfigured
+from protos.hints import counted
 
 log = logging.getLogger("baton.cluster")
 
@@ -107,7 +108,7 @@ async def _serve(workers: Pools, announcer: Announcer, bars: Bars) -> None:
         await workers.prepare()
         await workers.start(announcer)
         await workers.ready()
-    log.info("%d workers serve", len(workers.plans))
+    log.info("serving with %s", counted(len(workers.plans), "worker"))
     await workers.wait()
 
 

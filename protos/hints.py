@@ -1,4 +1,4 @@
-"""What an error says of names: which one is meant, where one is really near, and which ones there are."""
+"""How errors and logs tell of names and numbers: which one is meant, if one is near, which ones there are, how many."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def listed(names: Collection[str], most: int = MAX_LISTED) -> str:
     first = [one for one, _ in zip(names, range(most), strict=False)]
     left = len(names) - len(first)
     return ", ".join(first) + (f" and {left} more" if left else "")
+
+
+def counted(num: int, noun: str) -> str:
+    """1 thread, 2 threads."""
+    return f"{num:,} {noun}{'' if num == 1 else 's'}"
 
 
 def _plain(name: str) -> str:

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from protos.hints import counted
+
 log = logging.getLogger("baton.worker")
 
 SYSFS = Path("/sys/devices/system")
@@ -130,7 +132,8 @@ def claim_cores(num_threads: int, asked: str, rank: int = 0) -> Cores:
             "threads are not bound to cores: each rank needs %d of its own, and not enough are free", num_threads,
         )  # fmt: skip
     if mine.cpus:
-        log.info("%d threads are bound to CPUs %s", num_threads, ", ".join(map(str, mine.cpus)))
+        cpus = ", ".join(map(str, mine.cpus))
+        log.info("%s bound to CPU%s %s", counted(num_threads, "thread"), "s" if len(mine.cpus) > 1 else "", cpus)
     return mine
 
 

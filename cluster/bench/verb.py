@@ -40,6 +40,7 @@ from cluster.bench.workload import (
 )
 from cluster.remote import DEFAULT_URL, ServedModel, find_model, get_json, open_client
 from protos.errors import BatonError, Misconfigured
+from protos.hints import counted
 
 DEFAULT_REQUESTS = 64
 DEFAULT_CONCURRENCY = 8
@@ -227,8 +228,8 @@ def _tell(target: Target, dialect: Dialect, records: Sequence[Record], num_left_
     if dialect.given_up:
         errors.print(f"The server refused {', '.join(dialect.given_up)}: see docs/benchmarking.md", style="yellow")
     if num_left_out:
-        told = f"{num_left_out} requests left out: longer than the context of {target.model.max_model_len} tokens"
-        errors.print(told, style="yellow")
+        why = f"longer than the context of {target.model.max_model_len} tokens"
+        errors.print(f"{counted(num_left_out, 'request')} left out: {why}", style="yellow")
     if len(records) < num_asked:
         errors.print(f"stopped early: {len(records)} of {num_asked} requests had ended", style="yellow")
     shown: dict[str, str] = {}

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from cluster.simulate.shapes import Gpu, Model
+from protos.hints import counted
 
 _WORD = 2**64 - 1
 
@@ -119,7 +120,7 @@ class Calibrated:
         return self.stalls_per_s * float(np.mean(self.stalls_s)) if self.stalls_s else 0.0
 
     def __str__(self) -> str:
-        steps = f"{self.num_points} step{'' if self.num_points == 1 else 's'}"
+        steps = counted(self.num_points, "step")
         if self.error is None or self.worst is None:
             off = "how far off it is cannot be told from so few: measure more, of different sizes"
         else:

@@ -15,6 +15,7 @@ from cluster.simulate.deployment import Served
 from cluster.simulate.latency import Latency, step_of
 from cluster.simulate.simulation import Outcome
 from cluster.simulate.trouble import Happened
+from protos.hints import counted
 
 MAX_FAULTS = 12
 """The table shows so many."""
@@ -182,7 +183,7 @@ def _fault_table(faults: Sequence[Happened]) -> Table:
     table.add_column("s", justify="right")
     num_passed = sum(fault.passed_over for fault in faults)
     passed = f", {num_passed} passed over: the target was not there" if num_passed else ""
-    table.add_column(f"{len(faults):,} fault{'s' if len(faults) > 1 else ''}{passed}")
+    table.add_column(counted(len(faults), "fault") + passed)
     for fault in faults[:MAX_FAULTS]:
         table.add_row(f"{fault.at_s:,.2f}", f"{fault.what}{' (passed over)' if fault.passed_over else ''}")
     if len(faults) > MAX_FAULTS:

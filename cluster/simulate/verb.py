@@ -34,6 +34,7 @@ from cluster.simulate.sweep import Choice, Trial, cheapest, choices, numbers, sw
 from cluster.simulate.workload import GENERATED, Load, Session, fitting, generated, recorded
 from cluster.status import PIPED_COLUMNS
 from protos.errors import Misconfigured
+from protos.hints import counted
 from router.policies.registry import NAMES
 from router.prefix.registry import MEMORY
 
@@ -226,7 +227,7 @@ def _once(
     if scene.latency is not None:
         errors.print(str(scene.latency))
     if num_left_out:
-        errors.print(f"{num_left_out} sessions left out: longer than a worker can hold", style="yellow")
+        errors.print(f"{counted(num_left_out, 'session')} left out: longer than a worker can hold", style="yellow")
     start_s = time.perf_counter()
     with events.open("w", encoding="utf-8") if events is not None else nullcontext() as log:
         outcome = run_simulation(
@@ -286,7 +287,7 @@ def _soak(seeds: range) -> None:
                 num_broken += 1
                 errors.print(f"{soaking.trial(seed).replay}: {soaking.reason(error)}", style="red", highlight=False)
             bar.update(row, advance=1, description=f"{num_broken} broken" if num_broken else "")
-    Console().print(f"{len(seeds)} clusters in trouble, {num_broken} with a broken invariant")
+    Console().print(f"{counted(len(seeds), 'cluster')} in trouble, {num_broken} with a broken invariant")
     if num_broken:
         raise typer.Exit(1)
 

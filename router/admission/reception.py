@@ -11,6 +11,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter
 
 from protos.errors import Forbidden, Misconfigured, RateLimited, Unauthenticated
+from protos.hints import counted
 from router.admission.limits import LocalLimits, TenantLimits
 from router.admission.tenants import NOBODY, Roster, Tenant, read_roster
 
@@ -121,7 +122,7 @@ class Reception:
             self._stale.inc()
             log.error("the tenants stay as they were: %s", error.message)
             return
-        log.info("%d tenants were read anew from %s", len(self.roster.tenants), self._path.name)
+        log.info("read anew from %s: %s", self._path.name, counted(len(self.roster.tenants), "tenant"))
         self._changed(self.roster)
 
     def _stamp(self) -> tuple[int, int, int] | None:

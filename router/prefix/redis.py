@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from redis.exceptions import RedisError
 
+from protos.hints import counted
 from protos.values import BlockHash, BlockStored, KVEvent, KVEvents
 from router.prefix.feed import Feed
 from router.prefix.index import Match, PrefixIndex
@@ -202,7 +203,9 @@ class RedisPrefixIndex:
     def _over(self) -> None:
         assert self._feed is not None
         if self.trouble:
-            log.info("the prefix index is shared through Redis: %d workers known", len(self._feed.worker_ids))
+            log.info(
+                "the prefix index is shared through Redis: %s known", counted(len(self._feed.worker_ids), "worker")
+            )
         self.trouble = ""
         self._warmed.set()
 

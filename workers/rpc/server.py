@@ -15,6 +15,7 @@ import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from protos.errors import BatonError, InvalidRequest, Unavailable
+from protos.hints import counted
 from protos.status import abort_with
 from protos.values import (
     FinishReason,
@@ -76,7 +77,7 @@ class GatewayStream:
         if self.queue.qsize() < MAX_BACKLOG_MESSAGES:
             self.queue.put_nowait(message)
             return True
-        log.warning("gateway %s has left %d messages unread: cut off", self.gateway_id, self.queue.qsize())
+        log.warning("gateway %s has left %s unread: cut off", self.gateway_id, counted(self.queue.qsize(), "message"))
         while not self.queue.empty():
             self.queue.get_nowait()
         self.queue.put_nowait(None)
@@ -251,7 +252,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._streams.pop(stream, None)
         orphans = tuple(stream.request_ids)
         if orphans:
-            log.warning("gateway %s went away: aborting its %d requests", stream.gateway_id, len(orphans))
+            log.warning("gateway %s went away: aborting its %s", stream.gateway_id, counted(len(orphans), "request"))
             self._abort(orphans)
 
     # -- control -------------------------------------------------------------------------------------------------------

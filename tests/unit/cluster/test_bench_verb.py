@@ -89,7 +89,7 @@ async def test_a_trace_and_what_of_it_does_not_fit(tmp_path: Path) -> None:
     result = await bench("--trace", str(trace), "--trace-scale", "0.1", "--trace-speed", "10")
     assert result.exit_code == 0, result.output
     assert ["requests", "completed", "2", "of", "2"] in rows(result)
-    assert "1 requests left out: longer than the context of 256 tokens" in result.stderr
+    assert "1 request left out: longer than the context of 256 tokens" in result.stderr
 
 
 async def test_failures_are_counted_shown_and_told_by_the_exit_code() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protos.hints import listed, nearest
+from protos.hints import counted, listed, nearest
 
 KNOWN = ("stop", "seed", "tp", "n", "max_tokens", "presence_penalty", "temperature", "block_size", "num_blocks", "cuda")
 
@@ -24,3 +24,7 @@ def test_a_name_is_meant_only_if_it_is_near(name: str, meant: str | None) -> Non
 def test_a_long_list_says_how_much_longer_it_is() -> None:
     assert listed(["a", "b"], 2) == "a, b"
     assert listed(["a", "b", "c", "d"], 2) == "a, b and 2 more"
+
+
+def test_one_is_told_as_one() -> None:
+    assert [counted(num, "thread") for num in (0, 1, 1200)] == ["0 threads", "1 thread", "1,200 threads"]
