@@ -1,4 +1,4 @@
-"""`baton key`: a new API key, shown once, and the lines that let it in."""
+"""`baton key`: a new API key on stdout, once, and the lines that let it in on stderr."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def key(
     tenant: Annotated[str, typer.Argument(metavar="[TENANT]", help="Whose key it will be.")] = "",
     admin: Annotated[bool, typer.Option("--admin", help="A key for /admin, of no tenant.")] = False,
 ) -> None:
-    """Make an API key. Baton keeps none: the file of tenants holds its hash, and this is the only time it is shown."""
+    """Make an API key: stdout gets the key and nothing else, stderr the lines with its hash for the file of tenants.
+    Baton keeps no key: this is the only time it is shown."""
     if admin == bool(tenant):
         raise Misconfigured("key: name a tenant, or say --admin: a key is one or the other", param="tenant")
     if tenant and not is_name(tenant):

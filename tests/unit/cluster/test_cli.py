@@ -17,6 +17,7 @@ from cluster import entry
 from cluster.cli import VERBS, main, make_app
 from cluster.serve import DEMO
 from cluster.sockets import example
+from router.admission.tenants import read_roster
 
 
 def run(*arguments: str) -> str:
@@ -123,6 +124,18 @@ def test_the_request_to_try_leaves_room_for_a_key_and_an_authority() -> None:
     assert example("http://h:1", "m", has_chat=False).startswith("curl http://h:1/v1/completions -H 'content-type")
     told = example("https://h:1", "m", has_chat=True, asks_for_keys=True)
     assert told.startswith("curl --cacert CA.pem https://h:1/v1/chat/completions -H 'authorization: Bearer YOUR_KEY' ")
+
+
+def test_a_key_goes_to_stdout_and_what_lets_it_in_to_stderr(tmp_path: Path) -> None:
+    made = [CliRunner().invoke(make_app(["key"]), ["key", whose]) for whose in ("--admin", "acme.eu")]
+    (tmp_path / "tenants.toml").write_text("".join(one.stderr for one in made))
+    roster = read_roster(tmp_path / "tenants.toml")
+    admin, own = (one.stdout.removesuffix("\n") for one in made)
+    assert roster.is_admin(admin)
+    assert not roster.is_admin(own)
+    tenant = roster.tenant_of(own)
+    assert tenant is not None
+    assert tenant.name == "acme.eu"
 
 
 def test_ctrl_c_while_the_command_is_imported_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
