@@ -14,12 +14,13 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import TypeVar
 
 from cluster.simulate.device import Device
 from cluster.simulate.gaps import Gaps
-from protos.values import Health, KVEvents, SequenceUpdate, StepMessage
+from protos.values import Health, KVEvents, SequenceUpdate, StepMessage, WorkerLoad
 from workers.engine.engine import Engine
 from workers.rpc.loop import IDLE_TICK_S
 from workers.rpc.progress import Progress
@@ -33,15 +34,18 @@ LEAST_CALM = 3
 (`router.member.STEPS_TO_SHOW`), and has heard of all that began."""
 
 
+_BUT_STEP = attrgetter(*(field.name for field in fields(WorkerLoad) if field.name != "step"))
+
+
 class EngineTurns:
     """`workers.rpc.loop.Turns`. `publish` is called with each step's message when the step is over.
 
     `move` lands the KV that has come and sends what can be sent: may a request begin, or end, by it? `go_on` does so as
-    an engine does that waits for its device. Frozen, it takes no turn and no call. The engine's clock is `skew_s` ahead. `quiet_until` says until when, by the engine's clock, its
-    role certainly does nothing unless something comes from outside; without it there are no leaps. `gaps` hears of all
-    tokens that are told of, and when the steps that made them were over. `num_turns` grows with whatever changes the
-    engine. One that leaps and `withholds` tells of an answer's first tokens, and of the others with its end: nobody
-    decides by them.
+    an engine does that waits for its device. Frozen, it takes no turn and no call. The engine's clock is `skew_s`
+    ahead. `quiet_until` says until when, by the engine's clock, its role certainly does nothing unless something comes
+    from outside; without it there are no leaps. `gaps` hears of all tokens that are told of, and when the steps that
+    made them were over. `num_turns` grows with whatever changes the engine. One that leaps and `withholds` tells of an
+    answer's first tokens, and of the others with its end: nobody decides by them.
     """
 
     def __init__(
@@ -131,8 +135,7 @@ class EngineTurns:
             self._go_on(now + self.skew_s)
         elif self._move(now + self.skew_s):
             self._rouse()
-        elif not self._ahead_s and (self._timer is None or self._timer.when() > now):
-            self._disarm()
+        elif not self._ahead_s and self._timer is None:
             self._rest()
 
     def _rouse(self) -> None:
@@ -283,7 +286,7 @@ class EngineTurns:
     def _say(self, events: KVEvents | None) -> None:
         """What gateways decide by, if it is another than they know."""
         load = self._engine.load()
-        if events or replace(load, step=self._told.step) != self._told:
+        if events or _BUT_STEP(load) != _BUT_STEP(self._told):
             self._told = load
             self._publish(StepMessage(events=(events,) if events else (), load=load))
 

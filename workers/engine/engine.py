@@ -256,7 +256,7 @@ class Engine:
         self.draining = True
 
     def load(self) -> WorkerLoad:
-        load = WorkerLoad(
+        return WorkerLoad(
             step=self.num_steps,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -267,8 +267,8 @@ class Engine:
             decode_step_s=self._pace.told_step_s,
             draining=self.draining,
             host=self.pool.host.load() if self.pool.host is not None else None,
+            **self._role.load(),
         )
-        return self._role.load(load)
 
     def events_since(self, hello: Hello) -> KVEvents:
         """What a gateway has missed: the events themselves, or a snapshot if they are no longer kept."""

@@ -198,9 +198,7 @@ class Loads:
         host.copies.settle(load.load_id)
         host.unpin(load.slots)
         if load.num_clears == self._pool.num_clears:
-            parents = (load.parent, *load.hashes[:-1])
-            for block_id, block_hash, parent in zip(load.block_ids, load.hashes, parents, strict=True):
-                self._pool.seal(block_id, block_hash, parent)
+            self._pool.seal_chain(load.block_ids, load.hashes, load.parent)
         request = load.request
         if request is None:
             self._pool.release(load.held)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from protos.errors import BatonError, InvalidRequest
-from protos.values import BlockHash, GenerateRequest, Ticket, WorkerLoad
+from protos.values import BlockHash, GenerateRequest, LaneLoad, Ticket
 from workers.engine.batch import Batch
 from workers.engine.loading import Load
 from workers.engine.request import Request
@@ -42,6 +42,19 @@ class Tick:
     stayed: Sequence[tuple[str, BatonError]] = ()
     released: Sequence[str] = ()
     failed: Sequence[tuple[str, BatonError]] = ()
+
+
+class Moving(TypedDict, total=False):
+    """Of a `WorkerLoad`: its tickets and transfers."""
+
+    num_tickets: int
+    transfer_bytes: int
+    transfer_s: float
+    transfer_hidden_s: float
+    num_pulled_tokens: int
+    num_failed_pulls: int
+    num_moved: int
+    lanes: tuple[LaneLoad, ...]
 
 
 class Role(Protocol):
@@ -104,8 +117,8 @@ class Role(Protocol):
         """Is anything moving, so that the loop must keep ticking although nothing runs?"""
         ...
 
-    def load(self, load: WorkerLoad) -> WorkerLoad:
-        """The engine's load with the tickets and transfers that only the role knows of."""
+    def load(self) -> Moving:
+        """Of the worker's load, what only the role knows of."""
         ...
 
 
@@ -148,5 +161,5 @@ class Colocated:
     def busy(self) -> bool:
         return False
 
-    def load(self, load: WorkerLoad) -> WorkerLoad:
-        return load
+    def load(self) -> Moving:
+        return {}

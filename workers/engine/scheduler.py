@@ -436,12 +436,10 @@ class Scheduler:
             return
         if num_full > len(request.hashes):
             self._extend_hashes(request)
-        for index in range(request.num_sealed, num_full):
-            block_hash = request.hashes[index]
-            self.pool.seal(request.block_ids[index], block_hash, request.hashes[index - 1] if index else b"")
-            if self._promised.get(block_hash) is request:
-                del self._promised[block_hash]
-        request.num_sealed = num_full
+        start, request.num_sealed = request.num_sealed, num_full
+        hashes = request.hashes[start:num_full]
+        self.pool.seal_chain(request.block_ids[start:num_full], hashes, request.hashes[start - 1] if start else b"")
+        self._unpromise(request, hashes)
 
     def _extend_hashes(self, request: Request) -> None:
         size, known = self.pool.block_size, len(request.hashes)

@@ -99,10 +99,8 @@ class BlockPool:
         if num_evicted and self.host is not None:
             self.host.keep(leaving(self._evictable, self._sealed, num_evicted, self.host))
         self._num_evicted += num_evicted
-        for _ in range(num_evicted):
-            block_id, _ = self._evictable.popitem(last=False)
-            self._unseal(block_id)
-            self._free.append(block_id)
+        if num_evicted:
+            self._evict(num_evicted)
         block_ids = [self._free.pop() for _ in range(num_blocks)]
         for block_id in block_ids:
             self._refs[block_id] = 1
@@ -113,13 +111,23 @@ class BlockPool:
 
         If another block has the hash already that one stays the cached one, and this one is plain memory.
         """
-        assert self._refs[block_id] > 0, f"block {block_id} was sealed by nobody who holds it"
-        if block_hash in self._by_hash:
-            return
-        assert block_id not in self._sealed, f"block {block_id} was sealed twice, with different hashes"
-        self._by_hash[block_hash] = block_id
-        self._sealed[block_id] = (block_hash, parent)
-        self._record(BlockStored(hashes=(block_hash,), parent=parent))
+        self.seal_chain((block_id,), (block_hash,), parent)
+
+    def seal_chain(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], parent: BlockHash = b"") -> None:
+        """The same of blocks that follow one another, the first of them on `parent`."""
+        begun, fresh = parent, list[BlockHash]()
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            assert self._refs[block_id] > 0, f"block {block_id} was sealed by nobody who holds it"
+            if block_hash not in self._by_hash:
+                assert block_id not in self._sealed, f"block {block_id} was sealed twice, with different hashes"
+                self._by_hash[block_hash] = block_id
+                self._sealed[block_id] = (block_hash, parent)
+                fresh.append(block_hash)
+            else:
+                self._stored(fresh, begun)
+                begun, fresh = block_hash, []
+            parent = block_hash
+        self._stored(fresh, begun)
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Gives back one reference to each block of a sequence, given in its order: its tail is evicted first."""
@@ -201,10 +209,20 @@ class BlockPool:
         if self.host is not None:
             self.host.assert_idle()
 
-    def _unseal(self, block_id: int) -> None:
-        block_hash, _ = self._sealed.pop(block_id)
-        del self._by_hash[block_hash]
-        self._record(BlockRemoved(hashes=(block_hash,)))
+    def _stored(self, hashes: Sequence[BlockHash], parent: BlockHash) -> None:
+        if hashes:
+            self._record(BlockStored(hashes=tuple(hashes), parent=parent))
+
+    def _evict(self, num_blocks: int) -> None:
+        """The least recently used."""
+        removed: list[BlockHash] = []
+        for _ in range(num_blocks):
+            block_id, _ = self._evictable.popitem(last=False)
+            block_hash, _ = self._sealed.pop(block_id)
+            del self._by_hash[block_hash]
+            removed.append(block_hash)
+            self._free.append(block_id)
+        self._record(BlockRemoved(hashes=tuple(removed)))
 
 
 def _chains(parents: Mapping[BlockHash, BlockHash], tier: Tier) -> tuple[BlockStored, ...]:

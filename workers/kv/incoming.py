@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvtransfer.hashing import chain_hashes
 from kvtransfer.ledger import Ledger, Reservation, TicketState
@@ -26,9 +26,10 @@ from protos.errors import (
     TransferFailed,
     WorkerDraining,
 )
-from protos.values import KVLayout, ReserveRequest, Ticket, TicketStats, WorkerLoad
+from protos.values import KVLayout, ReserveRequest, Ticket, TicketStats
 from workers.engine.engine import Engine
 from workers.engine.request import Request
+from workers.engine.role import Moving
 from workers.engine.scheduler import no_key
 from workers.kv.blocks import BlockPool
 from workers.kv.mover import Mover
@@ -244,16 +245,15 @@ class Incoming:
         """Also while a ticket is out: its lease must be able to end."""
         return bool(len(self.ledger) or self._failed)
 
-    def load(self, load: WorkerLoad) -> WorkerLoad:
-        return replace(
-            load,
-            num_tickets=load.num_tickets + len(self.ledger),
-            transfer_bytes=load.transfer_bytes + self._num_bytes,
-            transfer_s=load.transfer_s + self._busy_s,
-            num_pulled_tokens=self._num_pulled_tokens,
-            num_failed_pulls=self._num_failed_pulls,
-            lanes=self._mover.lane_loads(),
-        )
+    def load(self) -> Moving:
+        return {
+            "num_tickets": len(self.ledger),
+            "transfer_bytes": self._num_bytes,
+            "transfer_s": self._busy_s,
+            "num_pulled_tokens": self._num_pulled_tokens,
+            "num_failed_pulls": self._num_failed_pulls,
+            "lanes": self._mover.lane_loads(),
+        }
 
     def stats(self, now: float) -> tuple[TicketStats, ...]:
         return self.ledger.stats(now)

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvtransfer.reshard import covering, require_compatible
 from kvtransfer.session import Session
 from kvtransfer.transport import Chunk, LaneLost, Sent, peer_name
 from protos.errors import BatonError, InvalidRequest, TransferFailed
-from protos.values import BlockHash, KVLayout, Ticket, TicketStats, WorkerLoad
+from protos.values import BlockHash, KVLayout, Ticket, TicketStats
 from workers.engine.batch import Batch
 from workers.engine.loading import Load
 from workers.engine.request import Request, State
-from workers.engine.role import Tick
+from workers.engine.role import Moving, Tick
 from workers.kv.blocks import BlockPool
 from workers.kv.mover import Mover
 
@@ -278,15 +278,14 @@ class Outgoing:
     def busy(self) -> bool:
         return bool(self._pushes or self._moved or self._released or self._failed or self._stayed)
 
-    def load(self, load: WorkerLoad) -> WorkerLoad:
-        return replace(
-            load,
-            num_tickets=load.num_tickets + len(self._pushes),
-            transfer_bytes=load.transfer_bytes + self._num_bytes,
-            transfer_s=load.transfer_s + self._busy_s,
-            transfer_hidden_s=self._hidden_s,
-            num_moved=self._num_moved,
-        )
+    def load(self) -> Moving:
+        return {
+            "num_tickets": len(self._pushes),
+            "transfer_bytes": self._num_bytes,
+            "transfer_s": self._busy_s,
+            "transfer_hidden_s": self._hidden_s,
+            "num_moved": self._num_moved,
+        }
 
     def stats(self, now: float) -> tuple[TicketStats, ...]:
         return tuple(push_stats(push, now) for push in self._pushes.values())

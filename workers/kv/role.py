@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvtransfer.ledger import Ledger
-from protos.values import BlockHash, ReserveRequest, Ticket, TicketStats, WorkerLoad
+from protos.values import BlockHash, ReserveRequest, Ticket, TicketStats
 from workers.engine.loading import Load
 from workers.engine.request import Request
-from workers.engine.role import Tick
+from workers.engine.role import Moving, Tick
 from workers.kv.incoming import Incoming
 from workers.kv.mover import Mover
 from workers.kv.outgoing import Outgoing
@@ -64,5 +64,11 @@ class MovingRole:
     def busy(self) -> bool:
         return self.incoming.busy() or self.outgoing.busy() or self._mover.busy()
 
-    def load(self, load: WorkerLoad) -> WorkerLoad:
-        return self.outgoing.load(self.incoming.load(load))
+    def load(self) -> Moving:
+        come, gone = self.incoming.load(), self.outgoing.load()
+        both: Moving = {
+            "num_tickets": come["num_tickets"] + gone["num_tickets"],
+            "transfer_bytes": come["transfer_bytes"] + gone["transfer_bytes"],
+            "transfer_s": come["transfer_s"] + gone["transfer_s"],
+        }
+        return {**come, **gone, **both}
