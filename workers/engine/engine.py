@@ -339,7 +339,7 @@ class Engine:
         """KV that found no room on its lane goes on its way while the device computes: a step that reads a prompt takes
         longer than what a lane has staged. Others are not looked at so often, lest it costs them time."""
         pending, role = launched.pending, self._role
-        if not isinstance(pending, Awaited) or not launched.batch.reads_prompts:
+        if not launched.batch.reads_prompts or not isinstance(pending, Awaited):
             return
         while role.is_behind() and not pending.is_over():
             role.go_on(self._clock(), 1 + len(self._in_flight))
