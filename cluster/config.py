@@ -13,6 +13,7 @@ from decode_pool.config import DecodeConfig
 from kvtransfer.config import LaneConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import BadCheckpoint, Misconfigured
+from protos.hints import counted
 from protos.tls import FaceTls, PeerTls
 from protos.values import WorkerRole
 from router.config import RouterConfig
@@ -49,8 +50,8 @@ class PoolsConfig:
                 raise Misconfigured(f"pools: {name} = {value}: give a number from 0 to {MAX_WORKERS}", param=name)
         if self.colocated and (self.prefill or self.decode):
             raise Misconfigured(
-                f"pools: {self.colocated} colocated workers and {self.prefill or 0} + {self.decode or 0} of prefill "
-                "and decode: a cluster has either the former or the latter",
+                f"pools: {counted(self.colocated, 'colocated worker')} and {self.prefill or 0} + {self.decode or 0} of "
+                "prefill and decode: a cluster has either the former or the latter",
                 param="colocated",
             )
         if not self.colocated and self.decode == 0:

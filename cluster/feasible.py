@@ -12,6 +12,7 @@ from protos.errors import Misconfigured
 from router.admission.tenants import read_roster
 from workers.memory import free_ram_bytes
 from workers.models.config import ModelConfig, check_parallel, read_config
+from workers.models.weights import check_weights
 
 RANK_BYTES = 200 * 2**20
 """A rank's process before it has read a weight, at the least: interpreter, torch, gRPC and Ray (240 MiB measured)."""
@@ -32,6 +33,7 @@ def check_feasible(
             check_parallel(model, tp, "tp" if tp == config.worker.tp else f"{role}_tp")
     if config.ray.address:
         return
+    check_weights(Path(config.worker.model))
     _check_host_tier(config, free_bytes())
     has_gpu = any(devices.glob("nvidia[0-9]*"))
     if config.worker.device == "cuda" and not has_gpu:

@@ -15,6 +15,7 @@ from cluster import flags
 from cluster.config import ClusterConfig
 from cluster.log import LogFormat
 from cluster.rank import Ended, Loading, Orders, Rank, Serving
+from cluster.sockets import listen
 from cluster.stopping import Stop
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
@@ -74,6 +75,7 @@ async def run_worker(config: ClusterConfig, orders: Orders, console: Console) ->
     """Until a signal. Raises the BatonError that the worker ends with."""
     config.check_model()
     config.peers.check()
+    listen(orders.seat.host, orders.port).close()  # said here, and not after the weights have been read
     stop, rank = Stop(), Rank()
     rank.start(orders)
     await stop.before(_tell(rank))

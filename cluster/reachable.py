@@ -24,8 +24,15 @@ async def check_answers(address: str) -> None:
     except TimeoutError:
         raise no_ray(named, f"no answer within {TIMEOUT_S:g} s") from None
     except OSError as error:
-        raise no_ray(named, os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)) from error
+        raise no_ray(named, reason_of(error)) from error
     writer.close()
+
+
+def reason_of(error: OSError) -> str:
+    """In words alone: neither Python's numbers nor the addresses that were tried."""
+    if error.errno is None or error.errno <= 0:  # a name that is not known, or several addresses
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
 
 
 def no_ray(address: str, reason: str) -> Misconfigured:

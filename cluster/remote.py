@@ -33,7 +33,7 @@ def root_of(url: str) -> str:
         parts = httpx.URL(url)
     except httpx.InvalidURL:
         parts = httpx.URL("")
-    if parts.scheme not in ("http", "https") or not parts.host:
+    if parts.scheme not in ("http", "https") or not parts.host or not 0 < (parts.port or 1) < 65536:
         raise Misconfigured(f"--url {url}: give a server's root, such as {DEFAULT_URL}", param="url")
     return url.rstrip("/").removesuffix("/v1")
 
@@ -107,8 +107,9 @@ def no_answer(client: httpx.Client, error: httpx.HTTPError) -> Unavailable:
             )
         if "SSL" in str(error):
             return Unavailable(f"{client.base_url} answers, but not with TLS: write --url http://... ({error})")
+        why = "" if "refused" in str(error) else f" ({str(error).partition('] ')[2] or error})"
         return Unavailable(
-            f"no cluster answers at {client.base_url}: start one with `baton up`, or name another with --url"
+            f"no cluster answers at {client.base_url}{why}: start one with `baton up`, or name another with --url"
         )
     hint = ""
     if isinstance(error, httpx.RemoteProtocolError) and client.base_url.scheme == "http":

@@ -74,4 +74,5 @@ def _unusable(host: str, port: int, flag: str, error: OSError) -> Misconfigured:
         )
     if error.errno == errno.EACCES:
         return Misconfigured(f"port {port} is reserved for root: choose one above 1023 with {flag}", param=flag[2:])
-    return Misconfigured(f"cannot listen on {host}:{port}: {error.strerror}; see --host and {flag}", param="host")
+    why = str(error.strerror).partition(" (while")[0]  # asyncio and socket repeat the address
+    return Misconfigured(f"cannot listen on {host}:{port}: {why}; see --host and {flag}", param="host")

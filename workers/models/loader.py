@@ -9,22 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from workers.kernels.base import kernels_for
 from workers.models.config import read_config
 from workers.models.decoder import Decoder
-from workers.models.fields import Fields
 from workers.models.layers.slots import Place, Slot
+from workers.models.weights import open_weights, weight_files
 from workers.parallel.group import Solo, TensorParallel
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -60,32 +57,11 @@ def _open_checkpoint(folder: Path) -> Iterator[Mapping[str, Any]]:
     """Every tensor of the checkpoint by name, as a slice that is read only when indexed."""
     with ExitStack() as files:
         tensors: dict[str, Any] = {}
-        for name in _files(folder):
-            try:
-                file = files.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
-            except FileNotFoundError:
-                raise BadCheckpoint(f"{folder / name} is missing: download the checkpoint's shard again") from None
-            except (SafetensorError, OSError) as error:
-                raise BadCheckpoint(f"{folder / name} is truncated or damaged ({error}): download it again") from error
+        for name in weight_files(folder):
+            file = files.enter_context(open_weights(folder / name, framework="pt"))
             stored: list[str] = file.keys()
             tensors |= {key: file.get_slice(key) for key in stored}
         yield tensors
-
-
-def _files(folder: Path) -> list[str]:
-    if (folder / _INDEX).exists():
-        shards = Fields.of_file(folder / _INDEX).raw("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
-            raise BadCheckpoint(f"{folder / _INDEX}: 'weight_map' must map tensor names to file names beside it")
-        return sorted(set(shards.values()))
-    if (folder / _SINGLE).exists():
-        return [_SINGLE]
-    if pickles := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
-        raise BadCheckpoint(
-            f"{folder} holds pickled weights only ({pickles[0]}), which can run code when read: convert them with "
-            "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
-        )
-    raise BadCheckpoint(f"{folder} holds neither {_SINGLE} nor {_INDEX}: give a Hugging Face checkpoint folder")
 
 
 def _check(folder: Path, slots: list[Slot], tensors: Mapping[str, Any], tied: bool) -> None:

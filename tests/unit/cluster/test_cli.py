@@ -115,6 +115,14 @@ def test_pools_need_somebody_to_find_them(monkeypatch: pytest.MonkeyPatch, capsy
     assert "--discovery" in refused(monkeypatch, capsys, "pools", "--model", "m")
 
 
+def test_a_worker_that_cannot_listen_says_so_before_it_reads_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cluster.foreground.Rank.start", lambda rank, orders: pytest.fail("it starts"))
+    said = refused(monkeypatch, capsys, "worker", "--model", DEMO["model"], "--host", "192.0.2.1")
+    assert "cannot listen on 192.0.2.1:0: Cannot assign requested address;" in said
+
+
 def test_one_process_is_one_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(monkeypatch, capsys, "worker", "--model", "m", "--set", "worker.tp=2")
     assert "one process is one rank" in said

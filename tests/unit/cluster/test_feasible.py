@@ -34,6 +34,17 @@ def test_ranks_must_be_able_to_share_the_model(tmp_path: Path) -> None:
     assert refused(tmp_path, worker={"tp": 2}, pools={"prefill_tp": 4}) == ""
 
 
+def test_weights_must_be_there_and_whole(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((Path(DEMO["model"]) / name).read_bytes())
+    assert "holds neither model.safetensors" in refused(tmp_path, model=str(tmp_path))
+    whole = (Path(DEMO["model"]) / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1])
+    assert "is truncated or damaged" in refused(tmp_path, model=str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    assert refused(tmp_path, model=str(tmp_path)) == ""
+
+
 def test_workers_must_fit_into_memory(tmp_path: Path) -> None:
     assert refused(tmp_path, pools={"decode": 2}) == ""
     told = refused(tmp_path, pools={"prefill": 1, "decode": 500})

@@ -183,6 +183,8 @@ def test_an_empty_cluster_is_one_line() -> None:
     ("url", "told", "code"),
     [
         ("http://127.0.0.1:{port}", "no cluster answers at http://127.0.0.1:{port}: start one with `baton up`", 1),
+        ("http://no.such.host.invalid", "no cluster answers at http://no.such.host.invalid (", 1),
+        ("http://127.0.0.1:{port}9", "give a server's root", 2),
         ("127.0.0.1:{port}", "give a server's root", 2),
         ("ftp://127.0.0.1:{port}", "give a server's root", 2),
     ],
