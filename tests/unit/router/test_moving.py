@@ -97,7 +97,11 @@ async def test_the_sequence_goes_on_elsewhere_and_no_token_is_lost_or_doubled(
     await client.until(lambda: not any(w.running or w.tickets for w in cluster.workers.values()))
 
 
-async def test_with_nowhere_to_go_it_finishes_where_it_is(make: Callable[..., Cluster]) -> None:
+async def test_with_nowhere_to_go_it_finishes_where_it_is(
+    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.moving.PAUSE_S", 0.0)
+    caplog.set_level("INFO", logger="baton.router")
     cluster = make()
     await cluster.add("c0")
     client = Client(cluster)
@@ -106,7 +110,8 @@ async def test_with_nowhere_to_go_it_finishes_where_it_is(make: Callable[..., Cl
     go(cluster)
     assert await client.done() == EXPECTED
     assert cluster.generate.moves.num_moved == 0
-    assert cluster.generate.moves.num_stayed >= 1
+    assert cluster.generate.moves.num_stayed > 1
+    assert caplog.text.count("stays at c0 for now") == 1, "tried again and again, and said once"
 
 
 async def test_with_no_room_elsewhere_it_finishes_where_it_is(make: Callable[..., Cluster]) -> None:
