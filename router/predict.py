@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -288,7 +288,7 @@ class Predictor:
             standing,
             _columns([self._pools[one][0].line(READING) for one in _ROLES], pools),
             _columns([self._pools[one][1].line(STEPPING) for one in _ROLES], pools),
-            np.array([self._pools[one][1].known for one in _ROLES])[pools],
+            np.array([float(self._pools[one][1].known) for one in _ROLES])[pools],
         )
         priors, reading, stepping, receiving = found
         self._offer(worker_ids, np.array(priors).T)
@@ -322,7 +322,7 @@ class Predictor:
             reads, writes = self._pools[role]
             read, step = reads.line(READING), writes.line(STEPPING)
             prior, reading, stepping, receiving = self._expected(
-                standing, (read.fixed_s, read.each_s), (step.fixed_s, step.each_s), writes.known
+                standing, (read.fixed_s, read.each_s), (step.fixed_s, step.each_s), float(writes.known)
             )
             if standing.awaits_fit:
                 fitted = self._receiving[worker_id].line(lane)
@@ -340,16 +340,16 @@ class Predictor:
         standing: Standing[Numbers],
         read: tuple[Numbers, Numbers],
         step: tuple[Numbers, Numbers],
-        known: bool | NDArray[np.bool_],
+        known: Numbers,
     ) -> tuple[Sequence[Numbers], tuple[Numbers, Numbers], tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
         """The priors, and the lines of reading, stepping and receiving: of one worker as numbers, or of many as arrays
-        of them, to the same bits. `read` and `step` are the lines of its pool; is the latter `known`?"""
+        of them, to the same bits. `read` and `step` are the lines of its pool; is the latter `known` (0: no)?"""
         running, read_s, step_s, lane_s = standing.num_running, standing.read_s, standing.step_s, standing.lane_s
         reading_ratio, stepping_ratio = standing.reading_ratio, standing.stepping_ratio
         (step_fixed_s, step_each_s), lane = step, self._all_lanes.line(RECEIVING)
         read_each_s = _where(read_s == read_s, read_s, read[1])
         # What an idle worker took long ago must not keep it idle for ever.
-        as_pool = ((running == 0) & known) | (step_s == 0)
+        as_pool = ((running == 0) & (known != 0)) | (step_s == 0)
         own_step_s = step_s - step_each_s * running
         own_fixed_s = _where(own_step_s > 0.0, own_step_s, 0.0)
         steps: tuple[Numbers, Numbers] = (_where(as_pool, step_fixed_s, own_fixed_s), step_each_s)
@@ -512,7 +512,11 @@ def _columns(lines: Sequence[Line], pools: Places) -> tuple[Floats, Floats]:
     return np.array([line.fixed_s for line in lines])[pools], np.array([line.each_s for line in lines])[pools]
 
 
-def _where(condition: Any, one: Any, other: Any) -> Any:
+@overload
+def _where(condition: NDArray[np.bool_], one: Floats | float, other: Floats | float) -> Floats: ...
+@overload
+def _where(condition: bool, one: float, other: float) -> float: ...
+def _where(condition: bool | NDArray[np.bool_], one: Floats | float, other: Floats | float) -> Floats | float:
     """Of numbers as of arrays."""
     if isinstance(condition, np.ndarray):
         return np.where(condition, one, other)
