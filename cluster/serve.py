@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster import flags
+from cluster.collecting import collect_rarely
 from cluster.config import ClusterConfig
 from cluster.discovery import DirectAnnouncer
 from cluster.feasible import check_feasible, check_files
@@ -62,6 +63,7 @@ class Deployment:
                 await preparing
             finally:
                 preparing.cancel()
+            collect_rarely()
             await self._pools.start(DirectAnnouncer(front.fleet))
             await self._pools.ready()
             await front.ready()
