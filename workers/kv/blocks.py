@@ -56,7 +56,8 @@ class BlockPool:
         self._free = list(_ids(num_blocks))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._by_hash: dict[BlockHash, int] = {}
-        self._sealed: dict[int, tuple[BlockHash, BlockHash]] = {}  # block -> (its hash, its parent's)
+        self._hashes: list[BlockHash | None] = [None] * num_blocks  # of sealed blocks
+        self._parents: list[BlockHash] = [b""] * num_blocks  # of those
 
     @property
     def num_free(self) -> int:
@@ -119,9 +120,9 @@ class BlockPool:
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             assert self._refs[block_id] > 0, f"block {block_id} was sealed by nobody who holds it"
             if block_hash not in self._by_hash:
-                assert block_id not in self._sealed, f"block {block_id} was sealed twice, with different hashes"
+                assert self._hashes[block_id] is None, f"block {block_id} was sealed twice, with different hashes"
                 self._by_hash[block_hash] = block_id
-                self._sealed[block_id] = (block_hash, parent)
+                self._hashes[block_id], self._parents[block_id] = block_hash, parent
                 fresh.append(block_hash)
             else:
                 self._stored(fresh, begun)
@@ -135,7 +136,7 @@ class BlockPool:
             assert self._refs[block_id] > 0, f"block {block_id} was released by nobody who holds it"
             self._refs[block_id] -= 1
             if self._refs[block_id] == 0:
-                if block_id in self._sealed:
+                if self._hashes[block_id] is not None:
                     self._evictable[block_id] = None
                 else:
                     self._free.append(block_id)
@@ -145,7 +146,8 @@ class BlockPool:
         self._free.extend(self._evictable)
         self._evictable.clear()
         self._by_hash.clear()
-        self._sealed.clear()
+        self._hashes = [None] * self.num_blocks
+        self._parents = [b""] * self.num_blocks
         if self.host is not None:
             self.host.clear()
         self.num_clears += 1
@@ -153,7 +155,7 @@ class BlockPool:
 
     def snapshot(self) -> tuple[BlockStored, ...]:
         """All cached blocks of each tier as chains, every parent before its children."""
-        chains = _chains(dict(self._sealed.values()), Tier.DEVICE)
+        chains = _chains(dict(map(self._sealed, self._by_hash.values())), Tier.DEVICE)
         return chains if self.host is None else chains + _chains(self.host.entries(), Tier.HOST)
 
     def hit(self, num_tokens: int) -> None:
@@ -173,8 +175,7 @@ class BlockPool:
 
     def hash_of(self, block_id: int) -> BlockHash | None:
         """The hash of a sealed block."""
-        sealed = self._sealed.get(block_id)
-        return sealed[0] if sealed else None
+        return self._hashes[block_id]
 
     def num_references(self, block_id: int) -> int:
         return self._refs[block_id]
@@ -195,9 +196,10 @@ class BlockPool:
         assert not free & evictable
         assert not referenced & (free | evictable), "a block is held and handed out"
         assert len(free) + len(evictable) + len(referenced) == self.num_blocks, "a block is lost"
-        assert not free & self._sealed.keys(), "a sealed block is free"
-        assert evictable <= self._sealed.keys(), "an evictable block has no hash"
-        assert {block_hash: block_id for block_id, (block_hash, _) in self._sealed.items()} == self._by_hash
+        sealed = {block_id for block_id, block_hash in enumerate(self._hashes) if block_hash is not None}
+        assert not free & sealed, "a sealed block is free"
+        assert evictable <= sealed, "an evictable block has no hash"
+        assert {self._hashes[block_id]: block_id for block_id in sealed} == self._by_hash
         if self.host is not None:
             self.host.check_integrity()
 
@@ -209,6 +211,12 @@ class BlockPool:
         if self.host is not None:
             self.host.assert_idle()
 
+    def _sealed(self, block_id: int) -> tuple[BlockHash, BlockHash]:
+        """The hash of a sealed block, and its parent's."""
+        block_hash = self._hashes[block_id]
+        assert block_hash is not None
+        return block_hash, self._parents[block_id]
+
     def _stored(self, hashes: Sequence[BlockHash], parent: BlockHash) -> None:
         if hashes:
             self._record(BlockStored(hashes=tuple(hashes), parent=parent))
@@ -218,7 +226,8 @@ class BlockPool:
         removed: list[BlockHash] = []
         for _ in range(num_blocks):
             block_id, _ = self._evictable.popitem(last=False)
-            block_hash, _ = self._sealed.pop(block_id)
+            block_hash, _ = self._sealed(block_id)
+            self._hashes[block_id], self._parents[block_id] = None, b""
             del self._by_hash[block_hash]
             removed.append(block_hash)
             self._free.append(block_id)

@@ -252,14 +252,14 @@ class HostPool:
 
 
 def leaving(
-    evictable: Iterable[int], sealed: Mapping[int, tuple[BlockHash, BlockHash]], num_evicted: int, host: HostPool
+    evictable: Iterable[int], sealed: Callable[[int], tuple[BlockHash, BlockHash]], num_evicted: int, host: HostPool
 ) -> list[tuple[int, BlockHash, BlockHash]]:
     """What to copy before the first `num_evicted` of the evictable blocks are evicted: those of them that the host has
     not, and if there are any, some that come next."""
     order = iter(evictable)
-    leave = [(block_id, *sealed[block_id]) for block_id in islice(order, num_evicted)]
+    leave = [(block_id, *sealed(block_id)) for block_id in islice(order, num_evicted)]
     missing = [block for block in leave if block[1] not in host]
     if missing:
-        ahead = [(block_id, *sealed[block_id]) for block_id in islice(order, host.num_ahead)]
+        ahead = [(block_id, *sealed(block_id)) for block_id in islice(order, host.num_ahead)]
         missing += [block for block in ahead if block[1] not in host]
     return missing
