@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +25,14 @@ from protos.values import WorkerLoad, WorkerRole
 from router.policies.base import Line
 from router.policies.candidates import LINES, Floats, Lines, Places
 from router.recent import Recent, kept
-from router.standing import Numbers, Standing
+from router.speeds import Speeds, slowness
+from router.standing import Numbers, Standing, where
 
 HALF_LIFE_S = 300.0
 HALF_COUNT = 32
 TRUST = 2.0  # observations that outweigh what was believed before them
-SURE = 8.0  # observations after which an outlier is known as one
+SURE = 8.0  # observations after which an outlier is known as one, and a pool well enough to tell its workers apart
+DOUBT = 1.5  # errors of its mean by which a worker must differ from its pool to be believed to
 OUTLIER = 4.0  # mean errors off the line
 
 # Of a cluster that nothing is known of: neither a laptop nor the largest card, and wrong for a few requests only.
@@ -115,7 +117,7 @@ class Fit:
     def observe(self, amount: float, seconds: float, *, prior: Line, now: float) -> None:
         """What was expected, and counts as predicted, is what `line(prior)` says before this."""
         self._age(now)
-        seconds = self.errors.heard(seconds, self.line(prior)(amount), sure=self._weight >= SURE)
+        seconds = self.errors.heard(seconds, self.line(prior)(amount), sure=self.sure)
         self._weight += 1
         self._x += amount
         self._y += seconds
@@ -127,6 +129,11 @@ class Fit:
     def known(self) -> bool:
         """Has anything been observed?"""
         return self._weight > 0
+
+    @property
+    def sure(self) -> bool:
+        """Has so much been observed lately that what is far off is an exception?"""
+        return self._weight >= SURE
 
     def line(self, prior: Line) -> Line:
         """Neither part is negative. The prior's observations are of amounts as seen so far."""
@@ -145,8 +152,9 @@ class Fit:
         spread = weight * xx - x * x
         each = (weight * xy - x * y) / spread if spread > 0 else 0.0
         fixed = (y - each * x) / weight
-        if each < 0:
-            return Line(fixed_s=y / weight)
+        if each < 0:  # amounts have told nothing: as was believed of them, as many times longer as all took
+            ratio = y / (weight * prior(x / weight)) if prior(x / weight) > 0 else 0.0
+            return Line(fixed_s=prior.fixed_s * ratio, each_s=prior.each_s * ratio)
         if fixed < 0:
             return Line(each_s=xy / xx)
         return Line(fixed_s=fixed, each_s=each)
@@ -162,25 +170,32 @@ class Fit:
 
 
 class Pace:
-    """How many times longer one worker takes than `line` says, lately. One number is learned from few observations, so
-    that workers of one kind do not seem different by chance: then all that is cheap would go to one of them."""
+    """How many times longer one worker takes than `line` says, lately. One number is learned from few observations, and
+    none is believed that could be chance: then all that is cheap would go to one worker of several of one kind, and a
+    conversation would leave the prefix it has."""
 
     def __init__(self) -> None:
         self.errors = Judge()
-        self._weight = self._took_s = self._expected_s = 0.0
+        self._weight = self._took_s = self._expected_s = self._off_s = 0.0
         self._observed_s = 0.0
 
-    def observe(self, amount: float, seconds: float, *, line: Line, now: float) -> None:
-        """What was expected, and counts as predicted, is what `of(line)` says before this."""
+    def observe(self, amount: float, seconds: float, *, line: Line, now: float, learn: bool = True) -> None:
+        """What was expected, and counts as predicted, is what `of(line)` says before this. Nothing is learned from it
+        about the worker while its pool's line is still off itself."""
+        if not learn:
+            self.errors.heard(seconds, self.of(line)(amount), sure=False)
+            return
         keep = _share_kept(now - self._observed_s)
         self._observed_s = now
-        self._weight, self._took_s, self._expected_s = (
-            self._weight * keep, self._took_s * keep, self._expected_s * keep,
-        )  # fmt: skip
+        self._weight *= keep
+        self._took_s *= keep
+        self._expected_s *= keep
+        self._off_s *= keep
         seconds = self.errors.heard(seconds, self.of(line)(amount), sure=self._weight >= SURE)
         self._weight += 1
         self._took_s += seconds
         self._expected_s += line(amount)
+        self._off_s += abs(seconds - self._mean * line(amount))
 
     def of(self, line: Line) -> Line:
         ratio = self.ratio
@@ -188,9 +203,16 @@ class Pace:
 
     @property
     def ratio(self) -> float:
-        """1 while nothing has been observed."""
+        """1 while nothing has been observed, or what was may as well be chance."""
         if not self._expected_s:
             return 1.0
+        above, error = self._mean - 1, self._off_s / self._expected_s / math.sqrt(self._weight)
+        if abs(above) <= DOUBT * error:
+            return 1.0
+        return 1 + above * (1 - (DOUBT * error / above) ** 2)  # Breiman's garrote: what is certain is kept whole
+
+    @property
+    def _mean(self) -> float:
         believed_s = TRUST * self._expected_s / self._weight
         return max(0.0, self._took_s + believed_s) / (self._expected_s + believed_s)
 
@@ -240,8 +262,7 @@ class Predictor:
         self._fits_of_lanes: dict[str, dict[str, Fit]] = {}
         self._lanes: dict[str, dict[str, Line]] = {}
         self._recent = {role: Recent() for role in WorkerRole}
-        self._speeds: dict[str, float] = {}  # tokens a second that colocated workers read
-        self._mean_speed: float | None = None
+        self._speeds = {role: Speeds() for role in WorkerRole}
         self._changed: dict[str, None] = {}
         self.answer_tokens = 64.0
 
@@ -249,9 +270,8 @@ class Predictor:
 
     def standing(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> Standing[float]:
         """It stays as it is while its load does and `changed` does not name it."""
-        speed, colocated = load.prefill_tokens_per_s, role is WorkerRole.COLOCATED
-        if colocated and speed and self._speeds.get(worker_id) != speed:
-            self._speeds[worker_id], self._mean_speed = speed, None
+        colocated = role is WorkerRole.COLOCATED
+        self._speeds[role].tell(worker_id, load.prefill_tokens_per_s)
         reading, stepping = self._reading.get(worker_id), None if colocated else self._stepping.get(worker_id)
         lane = Line(each_s=load.transfer_s / load.transfer_bytes) if load.transfer_bytes else None
         receiving = self._receiving.get(worker_id)
@@ -260,14 +280,13 @@ class Predictor:
         return Standing(
             _ROLES.index(role),
             load.num_running,
-            1 / speed if speed else np.nan,
+            self._speeds[role].of(worker_id),
             load.decode_step_s,
             lane.each_s if lane is not None else np.nan,
             loading.fixed_s,
             loading.each_s,
             reading.ratio if reading is not None else 1.0,
             stepping.ratio if stepping is not None else 1.0,
-            self._speeds.get(worker_id, np.nan) if colocated else np.nan,
             receiving is not None and lane is None,
             fitted.fixed_s if fitted is not None else np.nan,
             fitted.each_s if fitted is not None else np.nan,
@@ -288,6 +307,7 @@ class Predictor:
             standing,
             _columns([self._pools[one][0].line(READING) for one in _ROLES], pools),
             _columns([self._pools[one][1].line(STEPPING) for one in _ROLES], pools),
+            np.array([self._speeds[one].mean for one in _ROLES])[pools],
             np.array([float(self._pools[one][1].known) for one in _ROLES])[pools],
         )
         priors, reading, stepping, receiving = found
@@ -321,9 +341,9 @@ class Predictor:
             role = _ROLES[int(standing.role)]
             reads, writes = self._pools[role]
             read, step = reads.line(READING), writes.line(STEPPING)
-            prior, reading, stepping, receiving = self._expected(
-                standing, (read.fixed_s, read.each_s), (step.fixed_s, step.each_s), float(writes.known)
-            )
+            lines, known = ((read.fixed_s, read.each_s), (step.fixed_s, step.each_s)), float(writes.known)
+            found = self._expected(standing, *lines, self._speeds[role].mean, known)
+            prior, reading, stepping, receiving = found
             if standing.awaits_fit:
                 fitted = self._receiving[worker_id].line(lane)
                 receiving = fitted.fixed_s, fitted.each_s
@@ -340,31 +360,35 @@ class Predictor:
         standing: Standing[Numbers],
         read: tuple[Numbers, Numbers],
         step: tuple[Numbers, Numbers],
+        speed: Numbers,
         known: Numbers,
     ) -> tuple[Sequence[Numbers], tuple[Numbers, Numbers], tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
         """The priors, and the lines of reading, stepping and receiving: of one worker as numbers, or of many as arrays
-        of them, to the same bits. `read` and `step` are the lines of its pool; is the latter `known` (0: no)?"""
-        running, read_s, step_s, lane_s = standing.num_running, standing.read_s, standing.step_s, standing.lane_s
+        of them, to the same bits. `read` and `step` are the lines of its pool; is the latter `known` (0: no)? `speed`
+        is what its workers have told on average, 0 if none has."""
+        running, step_s, lane_s = standing.num_running, standing.step_s, standing.lane_s
         reading_ratio, stepping_ratio = standing.reading_ratio, standing.stepping_ratio
         (step_fixed_s, step_each_s), lane = step, self._all_lanes.line(RECEIVING)
-        read_each_s = _where(read_s == read_s, read_s, read[1])
+        slower = slowness(standing.read_speed, speed)
+        read_each_s = where(speed > 0, slower / where(speed > 0, speed, 1.0), read[1])
         # What an idle worker took long ago must not keep it idle for ever.
         as_pool = ((running == 0) & (known != 0)) | (step_s == 0)
         own_step_s = step_s - step_each_s * running
-        own_fixed_s = _where(own_step_s > 0.0, own_step_s, 0.0)
-        steps: tuple[Numbers, Numbers] = (_where(as_pool, step_fixed_s, own_fixed_s), step_each_s)
+        own_fixed_s = where(own_step_s > 0.0, own_step_s, 0.0)
+        steps: tuple[Numbers, Numbers] = (where(as_pool, step_fixed_s, own_fixed_s), step_each_s)
         colocated = standing.role == _COLOCATED
         if np.any(colocated) if isinstance(colocated, np.ndarray) else colocated:
-            own_speed = standing.own_speed
-            slowness = _where(own_speed == own_speed, self._speed_of_all() / own_speed, 1.0)
+            # Steps in which prompts are read are long for as long as there are prompts, and whoever writes there meets
+            # its neighbours' wherever it goes: what one worker's steps took tells where prompts went, not where to send
+            # the next one. So of colocated workers the pool's line counts, by how fast each reads.
             steps = (
-                _where(colocated, step_fixed_s * slowness, steps[0]),
-                _where(colocated, step_each_s * slowness, steps[1]),
+                where(colocated, step_fixed_s * slower, steps[0]),
+                where(colocated, step_each_s * slower, steps[1]),
             )
         own_lane = lane_s == lane_s
-        prior_fixed_s, prior_each_s = _where(own_lane, 0.0, lane.fixed_s), _where(own_lane, lane_s, lane.each_s)
-        fixed_s = _where(own_lane, standing.fitted_fixed_s, lane.fixed_s)
-        each_s = _where(own_lane, standing.fitted_each_s, lane.each_s)
+        prior_fixed_s, prior_each_s = where(own_lane, 0.0, lane.fixed_s), where(own_lane, lane_s, lane.each_s)
+        fixed_s = where(own_lane, standing.fitted_fixed_s, lane.fixed_s)
+        each_s = where(own_lane, standing.fitted_each_s, lane.each_s)
         return (
             (read[0], read_each_s, steps[0], steps[1], prior_fixed_s, prior_each_s),
             (read[0] * reading_ratio, read_each_s * reading_ratio),
@@ -411,11 +435,11 @@ class Predictor:
     ) -> None:
         """A first token came so long after its decision; until then the worker had so many tokens to read. `on_idle`:
         it had no other request when it was given this one."""
+        pool = self._pools[role][0]
         if (prior := self._prior(worker_id)) is not None:
             pace = self._reading.setdefault(worker_id, Pace())
-            pace.observe(num_tokens, seconds, line=prior.reading, now=now)
+            pace.observe(num_tokens, seconds, line=prior.reading, now=now, learn=pool.sure)
             self._changed[worker_id] = None
-        pool = self._pools[role][0]
         pool.observe(num_tokens, seconds, prior=READING, now=now)
         if on_idle:  # others' steps are no part of what comes to everybody
             pooled_s = pool.line(READING).each_s
@@ -426,11 +450,12 @@ class Predictor:
         self, worker_id: str, role: WorkerRole, *, num_sequences: float, num_tokens: int, seconds: float, now: float
     ) -> None:
         """The tokens of an answer, written among so many sequences, were so many seconds apart."""
+        pool = self._pools[role][1]
         if (prior := self._prior(worker_id)) is not None:
             pace = self._stepping.setdefault(worker_id, Pace())
-            pace.observe(num_sequences, seconds, line=prior.stepping, now=now)
+            pace.observe(num_sequences, seconds, line=prior.stepping, now=now, learn=pool.sure)
             self._changed[worker_id] = None
-        self._pools[role][1].observe(num_sequences, seconds, prior=STEPPING, now=now)
+        pool.observe(num_sequences, seconds, prior=STEPPING, now=now)
         self.answer_tokens += (num_tokens - self.answer_tokens) / HALF_COUNT
 
     def saw_transfer(self, reader: str, writer: str, *, num_bytes: float, seconds: float, now: float) -> None:
@@ -452,10 +477,9 @@ class Predictor:
         self._priors.pop(worker_id, None)
         self._offered[1].pop(worker_id, None)
         self._changed.pop(worker_id, None)
-        if self._speeds.pop(worker_id, None) is not None:
-            self._mean_speed = None
-        for recent in self._recent.values():
-            recent.forget(worker_id)
+        for role in WorkerRole:
+            self._recent[role].forget(worker_id)
+            self._speeds[role].forget(worker_id)
         for known in (self._fits_of_lanes, self._lanes):
             known.pop(worker_id, None)
             for reader in [reader for reader, lanes in known.items() if lanes.pop(worker_id, None) and not lanes]:
@@ -471,14 +495,6 @@ class Predictor:
         if role is not WorkerRole.COLOCATED or not each_s:
             return 0.0
         return self.answer_tokens * stepping.line(STEPPING).each_s * beside / each_s
-
-    def _speed_of_all(self) -> float:
-        """Steps in which prompts are read are long for as long as there are prompts, and whoever writes there meets its
-        neighbours' wherever it goes: what one worker's steps took tells where prompts went, not where to send the next
-        one. So of colocated workers the pool's line counts, by how fast each reads against this mean."""
-        if self._mean_speed is None:
-            self._mean_speed = sum(self._speeds.values()) / len(self._speeds) if self._speeds else 1.0
-        return self._mean_speed
 
     def _offer(self, worker_ids: Sequence[str], priors: _Priors) -> None:
         before, places, old = self._offered
@@ -510,17 +526,6 @@ class _Prior(NamedTuple):
 def _columns(lines: Sequence[Line], pools: Places) -> tuple[Floats, Floats]:
     """For each worker its pool's line."""
     return np.array([line.fixed_s for line in lines])[pools], np.array([line.each_s for line in lines])[pools]
-
-
-@overload
-def _where(condition: NDArray[np.bool_], one: Floats | float, other: Floats | float) -> Floats: ...
-@overload
-def _where(condition: bool, one: float, other: float) -> float: ...
-def _where(condition: bool | NDArray[np.bool_], one: Floats | float, other: Floats | float) -> Floats | float:
-    """Of numbers as of arrays."""
-    if isinstance(condition, np.ndarray):
-        return np.where(condition, one, other)
-    return one if condition else other
 
 
 def _load_line(load: WorkerLoad) -> Line:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from router.policies.candidates import Floats
 
@@ -17,14 +20,13 @@ class Standing(NamedTuple, Generic[Numbers]):
 
     role: Numbers  # its place among all
     num_running: Numbers
-    read_s: Numbers  # a token, as the worker measures it
+    read_speed: Numbers  # tokens a second, as the worker measures it; 0 before
     step_s: Numbers
     lane_s: Numbers  # a byte, as the worker measures it
     load_fixed_s: Numbers
     load_each_s: Numbers
     reading_ratio: Numbers  # how many times longer than expected it takes
     stepping_ratio: Numbers
-    own_speed: Numbers  # of a colocated worker
     awaits_fit: Numbers  # has received, and measured nothing itself: then all lanes' line is what is believed
     fitted_fixed_s: Numbers
     fitted_each_s: Numbers
@@ -33,3 +35,14 @@ class Standing(NamedTuple, Generic[Numbers]):
 
 
 NOTHING_KNOWN: Standing[float] = Standing(*[math.nan] * len(Standing._fields))
+
+
+@overload
+def where(condition: NDArray[np.bool_], one: Floats | float, other: Floats | float) -> Floats: ...
+@overload
+def where(condition: bool, one: float, other: float) -> float: ...
+def where(condition: bool | NDArray[np.bool_], one: Floats | float, other: Floats | float) -> Floats | float:
+    """Of numbers as of arrays."""
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, one, other)
+    return one if condition else other

@@ -357,9 +357,14 @@ Rank = Callable[[RequestView, Candidates], Scores]
 """Scores the candidates of one pool; it may leave some out, never all of them."""
 
 
-def cheapest(totals: Floats, view: RequestView, *, slack: float = 0.0) -> int:
-    """The place of the lowest. Equals take turns, so that an idle pool fills all of its caches. Equal are totals that
-    exceed the lowest by no more than `slack`."""
+def cheapest(totals: Floats, view: RequestView, *, slack: float = 0.0, among: Candidates | None = None) -> int:
+    """The place of the lowest. Equals, which exceed the lowest by no more than `slack`, take turns, so that an idle
+    pool fills all of its caches. Of those that stand `among` candidates and have as many requests as one another it is
+    the one that has most of this request cached: a conversation keeps its own."""
     equals = np.flatnonzero(totals <= totals.min() + slack)
+    if among is not None and len(equals) > 1:
+        requests, cached = among.num_requests[equals], among.num_cached_tokens[equals]
+        if requests.min() == requests.max():
+            equals = equals[cached == cached.max()]
     following = int(np.searchsorted(equals, view.num_decided % len(totals)))
     return int(equals[following % len(equals)])

@@ -4,7 +4,8 @@
                                           writing(d) + reading by p + KV from p to d, the best p      else
 
 d works alone when it serves both halves anyway, when there is no prefill worker, or when so little of the prompt is
-missing on it that handing KV over would not pay (conditional disaggregation).
+missing on it that handing KV over would not pay (conditional disaggregation): where seconds are compared, unless it
+would by them. Or whoever lacks more of a prompt would be offered a reader, and would be preferred for that.
 """
 
 from __future__ import annotations
@@ -94,15 +95,19 @@ def pair(
             writers = writers.take(writing.places)
         if reading is None:
             alone = np.ones(len(writers), dtype=np.bool_)
-            chosen = _all_alone(read(view, writers), len(writers))
+            chosen = _all_alone(_spread(read(view, writers), len(writers)))
         else:
-            alone = writers.crew.colocated | short(view, writers)
-            chosen = _handed_over(view, reading, writers, between, tolerance)
+            colocated, is_short = writers.crew.colocated, short(view, writers)
+            alone = colocated | is_short
+            chosen = _handed_over(view, reading, readers, writers, between, tolerance)
             if alone.any():
-                chosen = _or_alone(chosen, alone, read(view, writers))
+                own = _spread(read(view, writers), len(writers))
+                if chosen.transfer is not None:
+                    alone = colocated | is_short & (own <= (1 + tolerance) * (chosen.cost + chosen.transfer))
+                chosen = _or_alone(chosen, alone, own)
         costs = writing.totals if chosen.transfer is None else writing.totals + _or_none(chosen.transfer)
         totals = costs + chosen.cost
-        place = cheapest(_evened(totals, chosen.cost, tolerance), view)
+        place = cheapest(_evened(totals, chosen.cost, tolerance), view, among=writers if tolerance else None)
         reader = int(chosen.place[place])
         return Decision(
             policy=name,
@@ -116,13 +121,18 @@ def pair(
 
 
 def _handed_over(
-    view: RequestView, reading: Scores, writers: Candidates, between: Between | None, tolerance: float
+    view: RequestView,
+    reading: Scores,
+    readers: Candidates,
+    writers: Candidates,
+    between: Between | None,
+    tolerance: float,
 ) -> _Reading:
     """For each writer the cheapest of the near readers with their ways to it; the best reader unless another is better
     by what counts as equal."""
     count = len(writers)
     slack = tolerance * float(reading.totals.min())
-    best = cheapest(reading.totals, view, slack=slack)
+    best = cheapest(reading.totals, view, slack=slack, among=_ranked(reading, readers) if tolerance else None)
     if between is None:
         return _Reading(readers=reading, place=np.full(count, best), cost=np.full(count, reading.totals[best]))
     near = reading.cheapest(NEAR_READERS)
@@ -140,17 +150,22 @@ def _handed_over(
     return _Reading(readers=reading, place=near[rows], cost=readings[rows], transfer=handing[rows, columns])
 
 
-def _all_alone(own: Scores, count: int) -> _Reading:
+def _ranked(scores: Scores, candidates: Candidates) -> Candidates:
+    """Those that a rank has not left out."""
+    return candidates if len(scores) == len(candidates) else candidates.take(scores.places)
+
+
+def _all_alone(own: Floats) -> _Reading:
     """`own` is what reading costs each."""
-    return _Reading(readers=None, place=np.full(count, -1), cost=_spread(own, count))
+    return _Reading(readers=None, place=np.full(len(own), -1), cost=own)
 
 
-def _or_alone(chosen: _Reading, alone: NDArray[np.bool_], own: Scores) -> _Reading:
+def _or_alone(chosen: _Reading, alone: NDArray[np.bool_], own: Floats) -> _Reading:
     """With those reading themselves who work alone."""
     return _Reading(
         readers=chosen.readers,
         place=np.where(alone, -1, chosen.place),
-        cost=np.where(alone, _spread(own, len(alone)), chosen.cost),
+        cost=np.where(alone, own, chosen.cost),
         transfer=None if chosen.transfer is None else np.where(alone, np.nan, chosen.transfer),
     )
 

@@ -63,10 +63,29 @@ def test_a_worker_is_as_much_slower_as_it_was_and_a_stall_teaches_little() -> No
         assert pace.of(TRUE)(amount) == pytest.approx(3 * TRUE(amount), rel=0.35)
 
 
-def test_one_observation_moves_a_belief_but_does_not_replace_it() -> None:
-    pace = Pace()
+def test_one_observation_may_be_chance_and_several_that_agree_are_not() -> None:
+    pace, odd = Pace(), random.Random(0)
     pace.observe(1000, 10 * TRUE(1000), line=TRUE, now=0.0)
-    assert pace.of(TRUE)(1000) == pytest.approx(4 * TRUE(1000))
+    assert pace.ratio == 1.0
+    for number in range(10):
+        pace.observe(1000, 10 * TRUE(1000), line=TRUE, now=float(number))
+    assert pace.ratio == pytest.approx(10, rel=0.3)
+    of_a_kind = [Pace() for _ in range(20)]
+    for number in range(12):
+        for each in of_a_kind:
+            each.observe(1000, TRUE(1000) * odd.uniform(0.5, 1.5), line=TRUE, now=float(number))
+    alike = [each.ratio for each in of_a_kind].count(1.0)
+    assert alike > len(of_a_kind) / 2, "workers of one kind seldom look different by chance"
+
+
+def test_amounts_that_tell_nothing_leave_what_was_believed_of_them() -> None:
+    """Short prompts that happened to take longer than long ones do not make reading free."""
+    fit = Fit()
+    for number in range(20):
+        fit.observe(100 + 50 * number, 0.5 - number / 100, prior=READING, now=float(number))
+    line = fit.line(READING)
+    assert line(600) == pytest.approx(0.4, rel=0.15)
+    assert line.each_s / line.fixed_s == pytest.approx(READING.each_s / READING.fixed_s)
 
 
 def test_no_part_of_a_line_is_negative() -> None:
@@ -89,6 +108,19 @@ def test_a_worker_that_nobody_has_measured_counts_as_its_pool() -> None:
     own = WorkerLoad(prefill_tokens_per_s=10_000.0)
     assert predictor.expect("p2", PREFILL, own, now=50.0).reading.each_s == pytest.approx(1e-4)
     assert predictor.expect("d0", DECODE, WorkerLoad(), now=50.0).reading == READING
+
+
+@pytest.mark.parametrize(("told", "each_s"), [(9_000.0, 1 / 10_500), (12_000.0, 1 / 10_500), (1_000.0, 1 / 1_000)])
+def test_speeds_that_workers_tell_differ_by_chance_unless_they_are_far_apart(told: float, each_s: float) -> None:
+    """They are measured on whatever there was to read: a few tokens of a prompt, or all of a long one."""
+    predictor = Predictor()
+    others = {9_000.0: (12_000.0,), 12_000.0: (9_000.0,), 1_000.0: (12_000.0, 12_000.0)}[told]
+    for number, speed in enumerate(others):
+        predictor.expect(f"p{number}", PREFILL, WorkerLoad(prefill_tokens_per_s=speed), now=0.0)
+    known = predictor.expect("p", PREFILL, WorkerLoad(prefill_tokens_per_s=told), now=0.0).reading
+    assert known.each_s == pytest.approx(each_s)
+    new = predictor.expect("new", PREFILL, WorkerLoad(), now=0.0).reading
+    assert new.each_s == pytest.approx((len(others) + 1) / (sum(others) + told)), "it counts as its pool"
 
 
 def test_a_load_takes_as_long_as_the_worker_says_that_loads_have_taken() -> None:
@@ -181,8 +213,8 @@ def test_steps_that_read_prompts_do_not_make_a_colocated_worker_seem_slow() -> N
     predictor = Predictor()
     reading = WorkerLoad(num_running=9, decode_step_s=0.13, prefill_tokens_per_s=20_000.0)
     writing = WorkerLoad(num_running=9, decode_step_s=0.02, prefill_tokens_per_s=20_000.0)
-    halved = WorkerLoad(num_running=9, decode_step_s=0.05, prefill_tokens_per_s=10_000.0)
-    loads = {"c0": reading, "c1": writing, "c2": halved}
+    slow = WorkerLoad(num_running=9, decode_step_s=0.05, prefill_tokens_per_s=5_000.0)
+    loads = {"c0": reading, "c1": writing, "c2": slow}
     for number in range(8):
         for name, load in loads.items():
             predictor.expect(name, WorkerRole.COLOCATED, load, now=float(number))
@@ -198,7 +230,7 @@ def test_steps_that_read_prompts_do_not_make_a_colocated_worker_seem_slow() -> N
         predictor.expect(name, WorkerRole.COLOCATED, load, now=8.0).stepping(10) for name, load in loads.items()
     )
     assert first == pytest.approx(second)
-    assert third == pytest.approx(2 * first), "one that reads half as fast steps half as fast"
+    assert third == pytest.approx(3 * first), "one that reads a third as fast as all on average steps a third as fast"
 
 
 def test_what_comes_to_every_first_token_is_known_after_a_few_and_forgotten_without_any() -> None:

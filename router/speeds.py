@@ -1,0 +1,58 @@
+"""How fast workers read prompts, by their own word, and which of them are slower than their pool by more than chance.
+
+What a worker tells is an average over its latest steps, with what any step costs in it: it seems slow to whoever reads
+the rest of prompts that it has cached, or has met a stall. So only what is far from the pool's mean is a difference.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from router.policies.candidates import Floats
+from router.standing import Numbers
+
+ALIKE = 2.0  # times as fast as another, within which workers are of one kind: the router learns what differs less
+
+
+class Speeds:
+    """Of one pool's workers, in tokens a second."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+        self._mean: float | None = 0.0
+
+    def tell(self, worker_id: str, speed: float) -> None:
+        """0 is none yet."""
+        if speed and self._told.get(worker_id) != speed:
+            self._told[worker_id], self._mean = speed, None
+
+    def of(self, worker_id: str) -> float:
+        """What it told last, 0 if it never has."""
+        return self._told.get(worker_id, 0.0)
+
+    @property
+    def mean(self) -> float:
+        """Of those that have told theirs; 0 if nobody has."""
+        if self._mean is None:
+            self._mean = sum(self._told.values()) / len(self._told) if self._told else 0.0
+        return self._mean
+
+    def forget(self, worker_id: str) -> None:
+        if self._told.pop(worker_id, None) is not None:
+            self._mean = None
+
+
+def slowness(speed: Numbers, mean: Numbers) -> Numbers:
+    """How many times slower than the mean, of numbers as of arrays: 1 of those like it, and of those unknown (0)."""
+    if isinstance(speed, np.ndarray):
+        known = speed > 0
+        times = np.where(known, mean, 1.0) / np.where(known, speed, 1.0)
+        return np.where((times >= ALIKE) | (times * ALIKE <= 1), times, 1.0)
+    ratio = mean / speed if speed else 1.0
+    return ratio if ratio >= ALIKE or ratio * ALIKE <= 1 else 1.0
+
+
+def slowness_among(speeds: Floats) -> Floats:
+    """Of each, against the mean of those known."""
+    known = speeds[speeds > 0].tolist()
+    return slowness(speeds, np.full(len(speeds), sum(known) / len(known) if known else 0.0))

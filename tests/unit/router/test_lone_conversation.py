@@ -1,0 +1,135 @@
+"""One client and one conversation over idle workers of one kind: its turns stay where its prefix is.
+
+Policy, predictor and the workers' own measure of their pace are the real ones; how long things take, with noise and
+stalls as on a busy machine, and what is cached are made up.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from protos.values import WorkerLoad, WorkerRole
+from router.config import RouterConfig
+from router.policies.base import Candidate, Decision, RequestView
+from router.policies.costs import num_uncached
+from router.policies.registry import policy_of
+from router.predict import Predictor
+from workers.engine.batch import Batch, Row
+from workers.engine.engine import Pace
+
+BLOCK_SIZE, BLOCK_BYTES = 16, 49_152
+ANSWER = 30
+
+
+class Worker:
+    def __init__(self, name: str, role: WorkerRole) -> None:
+        self.name, self.role = name, role
+        self.num_cached = 0
+        self.pace = Pace()
+        self.is_cold = True
+
+    def load(self) -> WorkerLoad:
+        pace = self.pace
+        return WorkerLoad(prefill_tokens_per_s=pace.prefill_tokens_per_s, decode_step_s=pace.told_step_s)
+
+
+class Town:
+    """Idle workers, and how long what they do takes."""
+
+    def __init__(self, seed: int, **pools: WorkerRole) -> None:
+        self.workers = [Worker(f"{pool}{number}", role) for pool, role in pools.items() for number in range(2)]
+        self.predictor = Predictor()
+        self.now = 0.0
+        self._policy = policy_of(RouterConfig(model_path=Path("m"), model_name="m"))
+        self._draw = random.Random(seed)
+        self._num_decided = 0
+
+    def candidates(self, num_tokens: int) -> Sequence[Candidate]:
+        found = []
+        for worker in self.workers:
+            load = worker.load()
+            known = self.predictor.expect(worker.name, worker.role, load, now=self.now)
+            found.append(
+                Candidate(
+                    worker_id=worker.name, role=worker.role,
+                    num_cached_tokens=min(worker.num_cached // BLOCK_SIZE * BLOCK_SIZE, num_tokens - 1),
+                    num_free_blocks=9000, num_blocks=9000,
+                    prefill_tokens_per_s=load.prefill_tokens_per_s, decode_step_s=load.decode_step_s,
+                    reading=known.reading, loading=known.loading, stepping=known.stepping, receiving=known.receiving,
+                    recent_tokens=known.recent_tokens,
+                )
+            )  # fmt: skip
+        return found
+
+    def turn(self, num_tokens: int) -> tuple[Decision, Sequence[Candidate]]:
+        """A request is decided on, answered and learned from."""
+        predictor, offered = self.predictor, self.candidates(num_tokens)
+        view = RequestView(
+            request_id="r", num_tokens=num_tokens, block_size=BLOCK_SIZE, num_decided=self._num_decided,
+            answer_tokens=predictor.answer_tokens, block_bytes=BLOCK_BYTES, lanes=predictor.lanes,
+        )  # fmt: skip
+        decision = self._policy(view, offered)
+        self._num_decided += 1
+        by_name = {worker.name: worker for worker in self.workers}
+        reader, writer = by_name[decision.prefill or decision.decode], by_name[decision.decode]
+        read = next(one for one in offered if one.worker_id == reader.name)
+        num_read = num_uncached(view, read)
+        predictor.routed(reader.name, reader.role, num_read, beside=0, now=self.now)
+        step_s = self._noisy(0.002 + 7e-5 * num_read)
+        first_s = self._noisy(0.006) + step_s + (self._draw.uniform(0.05, 1.0) if reader.is_cold else 0.0)
+        reader.is_cold = False
+        reader.pace.observe(Batch(rows=(_row(num_read),)), step_s)
+        self.now += first_s
+        predictor.saw_first_token(
+            reader.name, reader.role, num_tokens=num_read, seconds=first_s, now=self.now, on_idle=True
+        )
+        if reader is not writer:
+            seconds = self._noisy(0.004)
+            self.now += seconds
+            predictor.saw_transfer(
+                reader.name, writer.name, num_bytes=num_read * BLOCK_BYTES / BLOCK_SIZE, seconds=seconds, now=self.now
+            )
+        token_s = 0.002 * (1 + num_tokens / 2000) * self._draw.lognormvariate(0, 0.1)
+        writer.pace.decoded(token_s)
+        self.now += token_s * ANSWER
+        predictor.saw_answer(
+            writer.name, writer.role, num_sequences=1, num_tokens=ANSWER, seconds=token_s, now=self.now
+        )
+        reader.num_cached, writer.num_cached = num_tokens, num_tokens + ANSWER - 1
+        self.now += self._draw.uniform(0.2, 2.0)
+        return decision, offered
+
+    def _noisy(self, seconds: float) -> float:
+        stall = self._draw.uniform(5, 20) if self._draw.random() < 0.02 else 1.0
+        return seconds * self._draw.lognormvariate(0, 0.3) * stall
+
+
+def _row(num_tokens: int) -> Row:
+    return Row(request_id="r", token_ids=(1,) * num_tokens, start=0, block_ids=())
+
+
+@pytest.mark.parametrize(
+    "pools",
+    [{"c": WorkerRole.COLOCATED}, {"p": WorkerRole.PREFILL, "d": WorkerRole.DECODE}],
+    ids=["colocated", "two pools"],
+)
+def test_the_turns_of_a_lone_conversation_stay_with_the_workers_that_have_its_prefix(
+    pools: dict[str, WorkerRole],
+) -> None:
+    away = num_turns = 0
+    for seed in range(8):
+        town, num_tokens = Town(seed, **pools), 0
+        for _ in range(40):
+            num_tokens += 20
+            decision, offered = town.turn(num_tokens)
+            cached = {one.worker_id: one.num_cached_tokens for one in offered}
+            for chosen in filter(None, (decision.prefill, decision.decode)):
+                rivals = [one.worker_id for one in offered if one.worker_id[0] == chosen[0]]
+                away += any(cached[one] > cached[chosen] for one in rivals)
+            num_tokens += ANSWER
+            num_turns += 1
+    assert away <= num_turns // 100
