@@ -71,7 +71,7 @@ class HandsOver(Colocated):
         self._held.append(request.request_id)
         return Disposition.HOLD
 
-    def tick(self, now: float) -> Tick:
+    def tick(self, now: float, num_in_flight: int) -> Tick:
         failed = tuple((request_id, TransferFailed("the lane is gone")) for request_id in self._held)
         self._held.clear()
         return Tick(failed=failed)
