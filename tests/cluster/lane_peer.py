@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -132,4 +133,5 @@ def push(rank: int, tp: int, size: int, port: int, tp_there: int, size_there: in
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"send": send, "receive": receive, "push": push}[sys.argv[1]](*map(int, sys.argv[2:]))
+    parts: dict[str, Callable[..., None]] = {"send": send, "receive": receive, "push": push}
+    parts[sys.argv[1]](*map(int, sys.argv[2:]))

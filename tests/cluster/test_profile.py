@@ -55,7 +55,7 @@ def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def is_device(event: dict[str, Any]) -> bool:
-    return event["ph"] == "X" and event["name"] == "device"
+    return bool(event["ph"] == "X" and event["name"] == "device")
 
 
 def check_nesting(spans: list[dict[str, Any]]) -> None:

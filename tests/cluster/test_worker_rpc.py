@@ -198,7 +198,7 @@ async def test_a_stream_must_begin_with_hello(worker: Worker) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await stub.Stream(sending()).read()
     assert type(error_of(failed.value)) is InvalidRequest
-    await channel.close()
+    await channel.close(None)
 
 
 async def test_only_a_worker_that_receives_kv_can_be_reserved_on(worker: Worker) -> None:

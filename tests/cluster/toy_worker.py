@@ -151,7 +151,7 @@ class Gateway:
 
     async def close(self) -> None:
         self._call.cancel()
-        await self.channel.close()
+        await self.channel.close(None)
 
 
 async def idle(gateway: Gateway) -> None:

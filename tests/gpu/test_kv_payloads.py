@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -28,11 +30,11 @@ def test_payloads_are_those_of_a_cpu(cut: Cut) -> None:
         storage = KVStorage(LAYOUT, num_blocks=6, device=device)
         storage.data.copy_(values)
         with storage.aside(None):
-            payload = storage.read(cut, lambda num_bytes, device=device: memory(device, num_bytes))
+            payload = storage.read(cut, partial(memory, device))
         storage.rejoin()
         storage.data.zero_()  # waits for what was read aside
         payloads.append(payload.cpu())
-        storage.write(WHOLE, storage.read(WHOLE, lambda num_bytes, device=device: memory(device, num_bytes)))
+        storage.write(WHOLE, storage.read(WHOLE, partial(memory, device)))
     assert torch.equal(*payloads)
 
 

@@ -99,7 +99,7 @@ class BadNetwork:
 
     def _read(self, device: int) -> list[tuple[float, int, bytes]]:
         other = self._devices[1 - self._devices.index(device)]
-        packets = []
+        packets: list[tuple[float, int, bytes]] = []
         try:
             while len(packets) < 64:
                 packet = os.read(device, 2 * _MTU)

@@ -37,7 +37,8 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def under(grammar: str, max_tokens: int = 80, **changes: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "grammar": grammar} | changes))
+    asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens, "grammar": grammar}
+    return SamplingParams(**(asked | changes))
 
 
 @torch.no_grad()

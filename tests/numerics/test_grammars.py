@@ -88,7 +88,13 @@ def test_every_answer_that_ends_fits_its_schema(served: tuple[Path, Any]) -> Non
     folder, _ = served
     rng = random.Random(7)
     schemas = [random_schema(rng) for _ in range(24)]
-    changes = [{}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 1.3}, {"logit_bias": ((200, 100.0),)}]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"repetition_penalty": 1.3},
+        {"logit_bias": ((200, 100.0),)},
+    ]
     asked = [
         under(json_grammar(schema), 300, temperature=1.5, seed=i, min_tokens=i % 9, **changes[i % len(changes)])
         for i, schema in enumerate(schemas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from workers.attention.base import AttentionInputs, CosSin
 from workers.config import WorkerConfig
 from workers.engine.batch import Batch, Row, Sample
 from workers.engine.runner import TorchRunner
-from workers.grammar.base import Grammars, Mask
+from workers.grammar.base import Mask
 from workers.kernels import reference
 from workers.models.config import read_config
 from workers.models.decoder import Decoder
@@ -30,9 +31,8 @@ PLENTY, SCARCE = 2 * NUM_TOKENS // 16, NUM_TOKENS // 16 // 2
 
 
 def config_of(folder: Path, **settings: Any) -> WorkerConfig:
-    return WorkerConfig(
-        **({"model": str(folder), "device": "cpu", "prefill_chunk": 16, "num_blocks": PLENTY} | settings)
-    )
+    own: dict[str, Any] = {"model": str(folder), "device": "cpu", "prefill_chunk": 16, "num_blocks": PLENTY}
+    return WorkerConfig(**(own | settings))
 
 
 @pytest.mark.parametrize("num_blocks", [PLENTY, SCARCE], ids=["plenty", "scarce"])
@@ -93,8 +93,20 @@ class Valueless:
         return torch.empty_like(q_TND)
 
 
-class Everything(Grammars):
-    """A grammar that allows it."""
+class Everything:
+    """`Grammars` of which each allows it."""
+
+    listener: Callable[[], None] = print
+
+    def begin(self, request_id: str, grammar: str, output_ids: tuple[int, ...]) -> None: ...
+
+    def late(self) -> Collection[str]:
+        return ()
+
+    def release(self, request_ids: Collection[str]) -> None: ...
+
+    def __len__(self) -> int:
+        return 0
 
     def allowed(self, request_id: str, sample: Sample) -> Mask:
         return np.full(VOCAB_SIZE // 32, -1, dtype=np.int32)

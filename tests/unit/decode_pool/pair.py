@@ -198,7 +198,12 @@ class Pair:
         return role
 
     def reserve(self, request_id: str, prompt_ids: tuple[int, ...], **changes: Any) -> Ticket:
-        asked = {"generation": 1, "lease_s": LEASE_S, "source": PREFILL, "source_layout": LAYOUT} | changes
+        asked: dict[str, Any] = {
+            "generation": 1,
+            "lease_s": LEASE_S,
+            "source": PREFILL,
+            "source_layout": LAYOUT,
+        } | changes
         request = ReserveRequest(request_id=request_id, prompt_ids=prompt_ids, **asked)
         ticket = self.decode_role.reserve(request, self.now)
         self.check()

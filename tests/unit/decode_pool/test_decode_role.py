@@ -12,7 +12,7 @@ from protos.errors import (
     TransferCorrupted,
     TransferFailed,
 )
-from protos.values import FinishReason
+from protos.values import FinishReason, Ticket
 from tests.unit.decode_pool.pair import (
     DECODE,
     LEASE_S,
@@ -270,7 +270,7 @@ def test_whatever_happens_nothing_is_kept_and_no_answer_is_wrong(actions: list[t
     pair = Pair(num_blocks=24, chunk_blocks=1, staged_blocks=2)
     pair.post.holding = True
     prompts = [prompt(3 + 5 * number, seed=number % 2) for number in range(5)]
-    tickets = {}
+    tickets: dict[str, Ticket] = {}
     handed_over = set()
     attempts = 0
     for action, number in actions:

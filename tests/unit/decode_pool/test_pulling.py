@@ -51,12 +51,12 @@ class Pulling(Pool):
         asked = ShareRequest(ticket=ticket, hashes=tuple(chain_hashes(SHARED, SIZE)))
         return self.old.engine.share(asked, self.now)
 
-    def read(self, pull: Ticket | None, **sampling: int) -> None:
+    def read(self, pull: Ticket | None, **sampling: Any) -> None:
         request = GenerateRequest(
             request_id="r",
             prompt_ids=PROMPT,
             sampling=replace(GREEDY, **sampling),
-            pull=pull,  # type: ignore[arg-type]
+            pull=pull,
         )
         self.new.engine.submit(request, self.now)
 
@@ -120,7 +120,9 @@ def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
         def can_push(self, ticket: Ticket) -> bool:
             return True
 
-        def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int], num_in_flight: int | None) -> None:
+        def push(
+            self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int], num_in_flight: int | None = None
+        ) -> None:
             pushed.append((chunk.first_block, chunk.num_blocks, list(block_ids)))
 
         def poll_sent(self) -> Sequence[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_an_abort_that_overtakes_its_reservation_leaves_nothing_behind() -> None
         ("device", "cuda"),
     ],
 )
-def test_another_layout_is_refused_by_field(field: str, value: object) -> None:
+def test_another_layout_is_refused_by_field(field: str, value: Any) -> None:
     pair = Pair()
     with pytest.raises(IncompatibleWorkers, match=rf"p0 to worker d0: {field} is {value!r} there and") as error:
         pair.reserve("r", prompt(4), source_layout=replace(LAYOUT, **{field: value}))

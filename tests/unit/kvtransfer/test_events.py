@@ -59,7 +59,8 @@ class TestLog:
         log = EventLog(incarnation=7)
         hosted = [BlockStored(hashes=(h(n),), parent=h(n - 1), tier=Tier.HOST) for n in (2, 3)]
         dropped = [BlockRemoved(hashes=(h(n),), tier=Tier.HOST) for n in (2, 3)]
-        for event in (stored(1), *hosted, removed(5), *dropped):
+        events_of: list[KVEvent] = [stored(1), *hosted, removed(5), *dropped]
+        for event in events_of:
             log.record(event)
         events = log.since(7, 0)
         assert events is not None

@@ -377,6 +377,9 @@ class Life(worker_pb2_grpc.WorkerServicer):
     def alive(self) -> bool:
         return self.worker.incarnation == self.incarnation
 
+    async def Profile(self, request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "it records nothing")
+
     async def Stream(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         gateway: asyncio.Queue[StepMessage] = asyncio.Queue()
         reader = asyncio.create_task(self._read(messages, gateway))

@@ -27,8 +27,8 @@ class Says:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def __call__(self, asked: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
-        self.asked.append(asked)
+    async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
+        self.asked.append(job)
         await self.gate.wait()
         for token_id in self.token_ids[:-1]:
             yield TokenDelta(token_ids=(token_id,))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -49,15 +51,20 @@ async def test_what_comes_to_every_first_token_is_learned_of_idle_workers_alone(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, seen = make(), list[bool]()
-    monkeypatch.setattr(
-        cluster.fleet.predictor, "saw_first_token", lambda *_, on_idle=False, **__: seen.append(on_idle)
-    )
+
+    def saw(*_: Any, on_idle: bool, **__: Any) -> None:
+        seen.append(on_idle)
+
+    def has_seen(num: int) -> bool:
+        return len(seen) == num
+
+    monkeypatch.setattr(cluster.fleet.predictor, "saw_first_token", saw)
     await cluster.add("c0")
     cluster["c0"].pause_after = 1
     async with asyncio.TaskGroup() as asking:
         for number in range(3):
             asking.create_task(collect(cluster, job(f"r{number}")))
-            await cluster.until(lambda count=number + 1: len(seen) == count)
+            await cluster.until(partial(has_seen, number + 1))
         cluster["c0"].go()
     assert seen == [True, False, False]
 

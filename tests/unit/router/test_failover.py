@@ -59,7 +59,7 @@ class Answers:
 
     async def _ask(self, number: int) -> list[dict[str, Any]]:
         kind, stream = ASKED[number]
-        body = {
+        body: dict[str, Any] = {
             "model": "tiny",
             "prompt": list(range(100 + number // 2, 112 + number // 2)),
             "max_tokens": 16,

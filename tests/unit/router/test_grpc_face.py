@@ -113,7 +113,7 @@ async def test_a_call_whose_request_does_not_come_is_ended(method: str) -> None:
         yield request()
 
     async with calling(body_timeout_s=0.05) as (channel, generate):
-        kind = channel.stream_stream if method == "Generate" else channel.stream_unary
+        kind: Any = channel.stream_stream if method == "Generate" else channel.stream_unary
         call = kind(f"/{SERVICE}/{method}", pb.GenerateRequest.SerializeToString)(silent(), timeout=60)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await (call.read() if method == "Generate" else call)
@@ -136,7 +136,7 @@ async def test_a_stop_string_ends_the_job() -> None:
         ({"grammar": 'start: "a"'}, 'start: "a"'),
     ],
 )
-async def test_an_answers_form_reaches_the_workers(form: dict[str, str], grammar: str) -> None:
+async def test_an_answers_form_reaches_the_workers(form: dict[str, Any], grammar: str) -> None:
     async with calling() as (channel, generate):
         await pb_grpc.InferenceStub(channel).Complete(request(sampling=pb.Sampling(**form)))
     assert generate.jobs[0].sampling.grammar == grammar

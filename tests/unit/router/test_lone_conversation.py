@@ -77,7 +77,7 @@ class Town:
         by_name = {worker.name: worker for worker in self.workers}
         reader, writer = by_name[decision.prefill or decision.decode], by_name[decision.decode]
         read = next(one for one in offered if one.worker_id == reader.name)
-        num_read = num_uncached(view, read)
+        num_read = int(num_uncached(view, read))
         predictor.routed(reader.name, reader.role, num_read, beside=0, now=self.now)
         step_s = self._noisy(0.002 + 7e-5 * num_read)
         first_s = self._noisy(0.006) + step_s + (self._draw.uniform(0.05, 1.0) if reader.is_cold else 0.0)

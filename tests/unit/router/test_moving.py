@@ -162,11 +162,11 @@ async def test_a_worker_that_dies_while_its_sequence_leaves_costs_a_pause(make: 
     client = Client(cluster)
     first = await client.paused()
     second = other(cluster, first)
-    cluster[second].reserving = asyncio.Event()
+    reserving = cluster[second].reserving = asyncio.Event()
     drain(cluster, first)
     await cluster[second].until(lambda: bool(cluster[second].reserved))
     await cluster[first].die()
-    cluster[second].reserving.set()
+    reserving.set()
     go(cluster)
     assert await client.done() == EXPECTED
     assert cluster.generate.num_resumed == 1
@@ -181,12 +181,12 @@ async def test_a_client_that_leaves_while_its_sequence_moves_leaves_nothing_behi
     client = Client(cluster)
     first = await client.paused()
     second = other(cluster, first)
-    cluster[second].reserving = asyncio.Event()
+    reserving = cluster[second].reserving = asyncio.Event()
     drain(cluster, first)
     await cluster[second].until(lambda: bool(cluster[second].reserved))
     client.reading.cancel()
     await asyncio.wait([client.reading])
-    cluster[second].reserving.set()
+    reserving.set()
     await cluster[first].until(lambda: not cluster[first].running)
     await cluster[second].until(lambda: bool(cluster[second].aborted) and not cluster[second].tickets)
     assert not cluster[first].moved

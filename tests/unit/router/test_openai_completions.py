@@ -89,7 +89,7 @@ async def test_of_best_of_the_likeliest_are_told(worst: float | None) -> None:
         likely = [worst, -1.0, -2.0][place % 3]
         if likely is None:
             return [replace(one, logprobs=()) for one in said]
-        score = {"logprob": likely}
+        score: dict[str, Any] = {"logprob": likely}
         return [
             replace(one, logprobs=tuple(replace(each, chosen=replace(each.chosen, **score)) for each in one.logprobs))
             for one in said

@@ -43,7 +43,8 @@ TOOLED: dict[str, Any] = {"template": HERMES, "tool_format": ToolFormat.HERMES}
 
 
 async def ask(client: openai.AsyncOpenAI, **options: Any) -> Any:
-    return await client.chat.completions.create(**({"model": "tiny", "messages": HELLO, "max_tokens": 200} | options))
+    asked: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 200}
+    return await client.chat.completions.create(**(asked | options))
 
 
 def fits(grammar: str, text: str) -> bool:
@@ -55,13 +56,15 @@ def fits(grammar: str, text: str) -> bool:
 async def test_calls_are_read_and_a_streams_deltas_join_to_them() -> None:
     async with talking(saying(CALLS, at_once=3), card=ROOMY, **TOOLED) as (client, generate):
         whole = await ask(client, tools=[WEATHER, NOW])
-        async with client.chat.completions.stream(model="tiny", messages=HELLO, tools=[WEATHER, NOW]) as events:
+        asked: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": [WEATHER, NOW]}
+        async with client.chat.completions.stream(**asked) as events:
             kinds = [event.type async for event in events]
             joined = (await events.get_final_completion()).choices[0]
     [choice] = whole.choices
     assert choice.finish_reason == joined.finish_reason == "tool_calls"
     assert choice.message.content == joined.message.content == "Let me look."
     for calls in (choice.message.tool_calls, joined.message.tool_calls):
+        assert calls is not None
         assert [(one.type, one.function.name) for one in calls] == [("function", "weather"), ("function", "now")]
         assert [json.loads(one.function.arguments) for one in calls] == [{"city": 'Paris "x"'}, {}]
         assert len({one.id for one in calls}) == 2

@@ -269,7 +269,7 @@ def test_a_long_answer_that_all_would_write_alike_does_not_hide_who_reads_soones
 
 def test_readers_that_seem_alike_take_turns_whatever_their_lanes() -> None:
     lanes = {"p0": {"d0": Line(each_s=1e-9)}, "p1": {"d0": Line(each_s=1.01e-9)}}
-    seen = {"lanes": lanes, "block_bytes": 2**16}
+    seen: dict[str, Any] = {"lanes": lanes, "block_bytes": 2**16}
     near = [known("p0"), known("p1", reading=Line(fixed_s=0.0101, each_s=1e-4)), known("d0")]
     assert {policy("slo")(view(num_decided=number, **seen), near).prefill for number in range(2)} == {"p0", "p1"}
 

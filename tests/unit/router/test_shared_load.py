@@ -45,7 +45,7 @@ async def test_what_one_process_gives_to_a_worker_and_what_fails_there_counts_fo
         cluster.fleet.tell_siblings, cluster.fleet.tell_failure = end.tell, end.tell_failure
     heard = asyncio.Event()
     take = there.fleet.given_elsewhere
-    ends[1]._take = lambda *told: (take(*told), heard.set())  # type: ignore[func-returns-value]
+    ends[1]._take = lambda *told: (take(*told), heard.set())  # type: ignore[assignment]
 
     here["c0"].pause_after = 0
     asking = asyncio.create_task(collect(here, job()))
@@ -58,7 +58,7 @@ async def test_what_one_process_gives_to_a_worker_and_what_fails_there_counts_fo
 
     blamed = asyncio.Event()
     blame = there.fleet.blame_elsewhere
-    ends[1]._blame = lambda *told: (blame(*told), blamed.set())  # type: ignore[func-returns-value]
+    ends[1]._blame = lambda *told: (blame(*told), blamed.set())  # type: ignore[assignment]
     there.fleet.blame_elsewhere("c1", 2, MAX_FAILURES - 1)
     assert queued(there.fleet) == {"c0": 0, "c1": 0}
     here.fleet.blame(["c1"])

@@ -116,7 +116,7 @@ def test_prompts_equal_those_of_transformers(
 
 
 async def test_tools_are_shown_as_transformers_shows_them() -> None:
-    conversation = [USER, CALLED, TOOL]
+    conversation: list[dict[str, Any]] = [USER, CALLED, TOOL]
     expected = theirs(TOOLED, conversation, tools=TOOLS)
     assert '"name": "f", "parameters"' in expected
     template = ChatTemplate(TOOLED, named_tokens=TOKENS)

@@ -74,9 +74,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     """Those that were started to compile; one at a time does."""
     made: Processes = []
     monkeypatch.setattr(checks, "MAX_AT_ONCE", 1)
-    monkeypatch.setattr(
-        checks.subprocess, "Popen", lambda *args, **options: made.append(Popen(*args, **options)) or made[-1]
-    )
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **options: made.append(Popen(*args, **options)) or made[-1])
     return made
 
 

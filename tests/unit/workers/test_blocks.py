@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,14 +12,14 @@ from protos.values import BlockRemoved, BlockStored, Cleared, KVEvent
 from workers.kv.blocks import BlockPool
 
 
-def seal_all(pool: BlockPool, block_ids: list[int], hashes: list[bytes]) -> None:
+def seal_all(pool: BlockPool, block_ids: list[int], hashes: Sequence[bytes]) -> None:
     parent = b""
     for block_id, block_hash in zip(block_ids, hashes, strict=True):
         pool.seal(block_id, block_hash, parent)
         parent = block_hash
 
 
-def cached(pool: BlockPool, num_blocks: int, first_token: int = 0) -> list[bytes]:
+def cached(pool: BlockPool, num_blocks: int, first_token: int = 0) -> Sequence[bytes]:
     """Leaves a prefix of so many blocks in the cache."""
     size = pool.block_size
     hashes = chain_hashes(range(first_token, first_token + num_blocks * size), size)

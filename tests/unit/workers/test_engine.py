@@ -109,7 +109,7 @@ class TestSubmit:
     ("changes", "word"),
     [({"prefill_chunk": 0}, "prefill_chunk"), ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, "max_num_seqs")],
 )
-def test_settings_under_which_nothing_could_run_are_refused(changes: dict[str, int], word: str) -> None:
+def test_settings_under_which_nothing_could_run_are_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(Misconfigured, match=word):
         SchedulerConfig(**({"max_model_len": 100, "vocab_size": VOCAB} | changes))
 
@@ -312,6 +312,7 @@ class TestEvents:
         for message in (toy.engine.events_since(Hello(gateway_id="g")), toy.engine.drain_events()):
             assert message is not None
             assert message.snapshot
+        assert message is not None
         assert mirror(set(), message, cursor) == in_cache(toy)
 
 

@@ -88,6 +88,7 @@ class TestHits:
         )
         assert device.num_evicted > 0
         assert (host.tier, host.num_used, host.num_hit_tokens, host.num_loaded) == ("host", 0, 96, 24)
+        assert toy.pool.host is not None
         assert (host.num_blocks, host.num_cached) == (100, len(toy.pool.host.entries()))
 
     def test_tenants_do_not_share(self) -> None:

@@ -198,7 +198,7 @@ def test_masked_rows_choose_what_is_allowed_and_free_rows_do_not_change() -> Non
         bits = np.zeros(96, dtype=np.uint8)
         bits[[*ids, 70, 95]] = 1  # beyond the vocabulary: nothing
         masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
-    bound = {"grammar": "start: /x/", "logit_bias": ((5, 100.0),)}
+    bound: dict[str, Any] = {"grammar": "start: /x/", "logit_bias": ((5, 100.0),)}
     samples = [make(temperature=0.0), make(temperature=1.0, seed=3, **bound)]
     samples += [make(temperature=1.0, seed=4), make(temperature=0.0, ban=[64], **bound)]
     tokens = [row.token_id for row in begin(logits, samples, None, masks).fetch()]
@@ -230,7 +230,7 @@ def test_a_token_that_only_the_device_knows_is_penalised_to_the_bit(
     outputs: list[list[int]], repetition: float, frequency: float, presence: float
 ) -> None:
     """The last token of every other row is not among those told: it lies where the step before sampled it."""
-    penalties = {
+    penalties: dict[str, Any] = {
         "repetition_penalty": repetition,
         "frequency_penalty": frequency,
         "presence_penalty": presence,

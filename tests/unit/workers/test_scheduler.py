@@ -328,7 +328,7 @@ class TestEndings:
         assert self.serve(eos_ids=(self.TOKENS[3],), ignore_eos=True) == (self.TOKENS, FinishReason.LENGTH)
 
     def test_stop_token_ids_also_where_eos_is_ignored(self) -> None:
-        stop = {"stop_token_ids": (self.TOKENS[5],), "ignore_eos": True}
+        stop: dict[str, Any] = {"stop_token_ids": (self.TOKENS[5],), "ignore_eos": True}
         assert self.serve(eos_ids=(self.TOKENS[3],), **stop) == (self.TOKENS[:6], FinishReason.STOP)
 
     def test_a_stop_on_the_last_token_is_a_stop(self) -> None:
@@ -345,7 +345,7 @@ class TestEndings:
 
     def test_min_tokens_counts_from_the_start_of_the_answer(self) -> None:
         """The token at index min_tokens may be the last; one before it may not."""
-        last = {"eos_ids": (self.TOKENS[3],)}
+        last: dict[str, Any] = {"eos_ids": (self.TOKENS[3],)}
         assert self.serve(min_tokens=3, **last)[0] == self.TOKENS[:4]
         assert len(self.serve(min_tokens=4, **last)[0]) > 4
 

@@ -167,7 +167,7 @@ def test_leaps_save_messages() -> None:
 def test_a_long_prompts_kv_does_not_wait_for_the_steps_of_other_prompts() -> None:
     """4 GB of it, on a lane of 50 GB/s that stages 256 MiB, beside steps of 0.4 s: it waited for eight of them."""
     asked = [
-        Session(number=n, due_s=0.0, turns=(Turn(spans=(Span(key=(n,), num_tokens=30_000),), num_output=3),))
+        Session(number=n, due_s=0.0, turns=(Turn(spans=(Span(key=(n, 0), num_tokens=30_000),), num_output=3),))
         for n in range(3)
     ]
     outcome = simulate(town(prefill=1, decode=1, num_blocks=6000), asked)

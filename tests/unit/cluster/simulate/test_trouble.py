@@ -154,11 +154,10 @@ def test_a_fault_that_cannot_be_read_is_named_with_the_place(text: str, place: s
 def test_the_report_lists_the_faults_that_happened_by_the_clock_of_the_event_log() -> None:
     """The load, and everybody's clock, begins at 0: workers have started before."""
     outcome, lines = run("0.5 kill decode-0", "0.75 pause decode-0 for 2", "1 aborts clients by 0.1")
-    assert [(one.at_s, one.what, one.passed_over) for one in outcome.faults] == [
-        (pytest.approx(0.5), "kill decode-0", False),
-        (pytest.approx(0.75), "pause decode-0 for 2", True),
-        (pytest.approx(1.0), "aborts clients by 0.1", False),
-    ]
+    assert [one.at_s for one in outcome.faults] == pytest.approx([0.5, 0.75, 1.0])
+    assert [(one.what, one.passed_over) for one in outcome.faults] == [
+        ("kill decode-0", False), ("pause decode-0 for 2", True), ("aborts clients by 0.1", False),
+    ]  # fmt: skip
     noted = [line.split() for line in lines if " fault " in line]
     assert [(line[0], line[-1]) for line in noted] == [
         ("0.500000000", "what=kill"), ("0.750000000", "what=pause"), ("1.000000000", "what=aborts"),
