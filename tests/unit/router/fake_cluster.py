@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from protos.values import SamplingParams, WorkerRole
 from router.canary import by_one_worker
@@ -18,6 +21,7 @@ from router.policies.base import Candidate, Decision, RequestView
 from router.policies.registry import policy_of
 from router.prefix.memory import MemoryPrefixIndex
 from tests.unit.router.fake_worker import FakeWorker
+from tests.unit.router.scripted import make_gateway, serving
 
 ROLES = {"p": WorkerRole.PREFILL, "d": WorkerRole.DECODE, "c": WorkerRole.COLOCATED}
 PROMPT = tuple(range(100, 130))
@@ -93,3 +97,13 @@ async def collect(cluster: Cluster, asked: Job) -> list[TokenDelta]:
 
 def tokens(deltas: list[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
+
+
+@asynccontextmanager
+async def served(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway before it, over HTTP, and a client of that."""
+    async with (
+        serving(make_gateway(cluster.generate, fleet=cluster.fleet)) as url,
+        httpx.AsyncClient(base_url=url, verify=False) as client,
+    ):
+        yield client

@@ -258,6 +258,11 @@ class FakeWorker:
         self._events += events
         self.say()
 
+    def drain(self) -> None:
+        """Takes no more work, and says so."""
+        self.draining = True
+        self.say()
+
     def say(self, updates: list[tuple[Sequence, SequenceUpdate]] | None = None) -> None:
         """One step's message to each gateway."""
         self.load = replace(
@@ -431,8 +436,7 @@ class Life(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.AbortReply()
 
     async def Drain(self, request: Any, context: Any) -> Any:
-        self.worker.draining = True
-        self.worker.say()
+        self.worker.drain()
         return worker_pb2.DrainReply(num_running=len(self.worker.running))
 
     async def Stats(self, request: Any, context: Any) -> Any:

@@ -231,8 +231,7 @@ async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new(two_p
     two_pairs["d0"].pause_after = 1
     deltas = two_pairs.generate(job("old"))
     seen = [await anext(deltas), await anext(deltas)]
-    two_pairs["d0"].draining = True
-    two_pairs["d0"].say()
+    two_pairs["d0"].drain()
     await two_pairs.until_state("d0", WorkerState.DRAINING)
     for i in range(4):
         assert tokens(await collect(two_pairs, job(f"new{i}"))) == expected_tokens(PROMPT, 8)

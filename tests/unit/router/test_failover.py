@@ -7,8 +7,7 @@ or changed on the way to another worker changes all that follow.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
@@ -17,11 +16,8 @@ import orjson
 import pytest
 
 from protos.values import GenerateRequest, WorkerRole
-from router.dispatch import Dispatcher
-from router.policies.registry import policy_of
-from tests.unit.router.fake_cluster import Cluster
+from tests.unit.router.fake_cluster import Cluster, served
 from tests.unit.router.fake_worker import FakeWorker
-from tests.unit.router.scripted import make_gateway, serving
 
 FIRST_ID, NUM_IDS = 4, 380  # tokens that say something
 MADE_BEFORE = 5  # tokens of each answer when it happens
@@ -95,16 +91,6 @@ def whole(pieces: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@asynccontextmanager
-async def serving_all(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    generate = Dispatcher(fleet=cluster.fleet, policy=policy_of(cluster.config), config=cluster.config)
-    async with (
-        serving(make_gateway(generate, fleet=cluster.fleet)) as url,
-        httpx.AsyncClient(base_url=url, verify=False) as client,
-    ):
-        yield client
-
-
 def num_jobs() -> int:
     return sum(KINDS[kind].get("n", 1) for kind, _ in ASKED)
 
@@ -135,9 +121,8 @@ async def hangs(cluster: Cluster, worker_id: str) -> None:
 
 
 async def drains(cluster: Cluster, worker_id: str) -> None:
-    cluster[worker_id].draining = True
     cluster[worker_id].says_when_moving = 2
-    cluster[worker_id].say()
+    cluster[worker_id].drain()
 
 
 async def loses_kv(cluster: Cluster, worker_id: str) -> None:
@@ -168,7 +153,7 @@ async def test_every_kind_of_answer_is_the_undisturbed_one(
     cluster = make(kind=Remembering, local_prefill_tokens=0, health_period_s=0.02, max_kills=100)
     await cluster.add(*shape)
     role = cluster[victim].role
-    async with serving_all(cluster) as client:
+    async with served(cluster) as client:
         said = (await Answers(client, "?").all())["a stop string, whole"][0]["text"]
         stop = said[len(said) * 2 // 3 :][:3]
         undisturbed = await Answers(client, stop).all()

@@ -58,8 +58,7 @@ def _stands(worker: FakeWorker) -> bool:
 def drain(cluster: Cluster, worker_id: str) -> None:
     """It says so, and makes one token more: the router looks where to go when a token comes."""
     worker = cluster[worker_id]
-    worker.draining = True
-    worker.say()
+    worker.drain()
     worker.go(None if worker.pause_after is None else worker.pause_after + 1)
 
 

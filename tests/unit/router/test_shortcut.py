@@ -16,10 +16,9 @@ from router.client import Updates
 from router.generation import Tap
 from router.pace import Pace
 from router.shortcut import Board, Shortcut, Words, compiled
-from tests.unit.router.fake_cluster import Cluster
+from tests.unit.router.fake_cluster import Cluster, served
 from tests.unit.router.fake_worker import expected_tokens
 from tests.unit.router.scripted import byte_level
-from tests.unit.router.test_tap import served
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="needs a C compiler")
 

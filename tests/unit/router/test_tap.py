@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
-import httpx
 import orjson
 import pytest
 
 from protos.errors import Internal
 from protos.values import FinishReason, SequenceUpdate
 from router.client import Updates
-from router.dispatch import Dispatcher
 from router.generation import Tap
 from router.member import WorkerState
 from router.openai.sse import HOLE, EventStream, Voice, Way
 from router.outlet import Outlet
 from router.pace import Pace
-from router.policies.registry import policy_of
-from tests.unit.router.fake_cluster import PROMPT, Cluster, job
+from tests.unit.router.fake_cluster import PROMPT, Cluster, job, served
 from tests.unit.router.fake_worker import expected_tokens
-from tests.unit.router.scripted import byte_level, make_gateway, serving
+from tests.unit.router.scripted import byte_level
 
 
 class Reader:
@@ -96,8 +92,7 @@ async def test_a_sequence_that_is_tapped_still_leaves_a_worker_that_drains(two: 
     leaving.pause_after = 3
     reading = asyncio.create_task(reader.read(two))
     await reader.has(3)
-    leaving.draining = True
-    leaving.say()
+    leaving.drain()
     await two.until_state("c0", WorkerState.DRAINING)
     leaving.go(4)
     await leaving.until(lambda: bool(leaving.moved))
@@ -135,16 +130,6 @@ async def test_a_bug_in_a_tap_fails_its_own_request_alone() -> None:
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def served(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    generate = Dispatcher(fleet=cluster.fleet, policy=policy_of(cluster.config), config=cluster.config)
-    async with (
-        serving(make_gateway(generate, fleet=cluster.fleet)) as url,
-        httpx.AsyncClient(base_url=url, verify=False) as client,
-    ):
-        yield client
 
 
 @pytest.mark.parametrize(("path", "asked"), [
