@@ -6,7 +6,7 @@
 BIN     := .venv/bin
 RUNTIME := .venv/.installed
 DEV     := .venv/.installed-dev
-CODE    := cluster router workers prefill_pool decode_pool kvtransfer protos $(wildcard demo benchmarks)
+CODE    := cluster router workers prefill_pool decode_pool kvtransfer protos $(wildcard demo benchmarks) tests
 OUT     := .
 
 USABLE  := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
