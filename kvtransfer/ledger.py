@@ -104,9 +104,11 @@ class Tombstone:
 
 
 class Ledger:
-    """One destination's tickets. Not thread-safe: it has one owner, who also owns the pool the blocks come from."""
+    """One destination's tickets. Not thread-safe: it has one owner, who also owns the pool the blocks come from.
+    `num_changes` counts tickets that came and tickets that ended."""
 
     def __init__(self, *, max_tombstones: int = 4096) -> None:
+        self.num_changes = 0
         self._max_tombstones = max_tombstones
         self._live: dict[str, _Entry] = {}
         self._tombstones: OrderedDict[str, Tombstone] = OrderedDict()
@@ -151,6 +153,7 @@ class Ledger:
         ticket = reservation.ticket
         assert ticket.ticket_id not in self._live, f"ticket {ticket.ticket_id} is live already"
         self._tombstones.pop(ticket.ticket_id, None)
+        self.num_changes += 1
         self._live[ticket.ticket_id] = _Entry(reservation, reservation.reserved_s + ticket.lease_s)
 
     def settle(self, ticket_id: str, generation: int, num_blocks: int) -> tuple[int, ...]:
@@ -310,6 +313,7 @@ class Ledger:
         self, ticket_id: str, state: TicketState, reason: str, cause: type[TransferFailed] = TransferFailed
     ) -> Reservation:
         reservation = self._live.pop(ticket_id).reservation
+        self.num_changes += 1
         generation = reservation.ticket.generation
         self._bury(ticket_id, Tombstone(generation=generation, state=state, reason=reason, cause=cause))
         return reservation

@@ -110,8 +110,8 @@ class SimulatedWorker:
             withholds=withholds,
         )
         self.servicer.attach(self.turns)
-        self._tickets = (0, math.inf)
-        self._tickets_turn = 0
+        self._num_changes = 0
+        self._changes_turn = 0  # when tickets last came or ended
         self.port: Port | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -238,10 +238,10 @@ class SimulatedWorker:
         what follows from a ticket's end: whoever waited for it is told in the turn after."""
         if self.role.outgoing.busy() or self._mover.busy():
             return -math.inf
-        tickets = (len(self.role.ledger), self.role.ledger.next_deadline_s())
-        if tickets != self._tickets:
-            self._tickets, self._tickets_turn = tickets, self.turns.num_turns
-        return -math.inf if self._tickets_turn == self.turns.num_turns else tickets[1]
+        num_changes = self.role.ledger.num_changes
+        if num_changes != self._num_changes:
+            self._num_changes, self._changes_turn = num_changes, self.turns.num_turns
+        return -math.inf if self._changes_turn == self.turns.num_turns else self.role.ledger.next_deadline_s()
 
     def _move(self, now: float) -> bool:
         """Lands what has come, and offers what there is room for again. May a request begin, or end, by it?"""

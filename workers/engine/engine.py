@@ -95,7 +95,7 @@ class Pace:
 
     @property
     def told_step_s(self) -> float:
-        """`decode_step_s` to less than a hundredth: what hardly changes from step to step is not told with every one,
+        """`decode_step_s` to a sixtieth: what hardly changes from step to step is not told with every one,
         and whoever routes by it has nothing to work out anew."""
         return _rounded(self.decode_step_s)
 
@@ -406,6 +406,6 @@ class Engine:
 
 
 def _rounded(seconds: float) -> float:
-    """To eight binary digits."""
+    """To six binary digits."""
     mantissa, exponent = math.frexp(seconds)
-    return math.ldexp(round(mantissa * 256), exponent - 8)
+    return math.ldexp(round(mantissa * 64), exponent - 6)
