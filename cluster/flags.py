@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from cluster.config import ClusterConfig
 from cluster.log import LogFormat, set_up_log
 from cluster.settings import Table, make_config, merge, read_file, setting
+from protos.errors import Misconfigured
 from workers.config import Device, Dtype
 
 ConfigFile = Annotated[
@@ -78,6 +80,20 @@ def pools(prefill: int | None, decode: int | None, colocated: bool, workers: int
         return {"prefill": prefill or 0, "decode": decode or 0, "colocated": 1 if workers is None else workers}
     both = {"prefill": prefill, "decode": decode}
     return both | {"colocated": 0} if prefill is not None or decode is not None else both
+
+
+def refuse_others(context: typer.Context, why: str, taken: Collection[str]) -> None:
+    """Raises Misconfigured for flags that would be dropped."""
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name is not None
+        and parameter.name not in taken
+        and (source := context.get_parameter_source(parameter.name)) is not None
+        and source.name == "COMMANDLINE"
+    ]
+    if given:
+        raise Misconfigured(f"{why}: leave {', '.join(given)} out", param=given[0].lstrip("-"))
 
 
 def terminal(log_format: LogFormat) -> Console:

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from cluster import flags
 from cluster.bench.client import CompletionClient, Dialect
 from cluster.bench.hardware import find_hardware, find_versions
 from cluster.bench.http import Endpoint
@@ -109,6 +110,7 @@ class Target:
 
 
 def bench(
+    context: typer.Context,
     url: Annotated[str, typer.Option(help="The root of an OpenAI-compatible server.")] = DEFAULT_URL,
     model: Annotated[str, typer.Option(help="A served model; the first one if not given.")] = "",
     rate: Annotated[float | None, typer.Option(help="Requests a second, Poisson arrivals (open loop).")] = None,
@@ -136,6 +138,9 @@ def bench(
     ] = "",
 ) -> None:
     """Measure a running cluster, or any OpenAI-compatible server: TTFT, TPOT, ITL, E2E, throughput and goodput."""
+    if trace is not None:
+        every = {one.name for one in context.command.params if one.name is not None}
+        flags.refuse_others(context, "--trace FILE says how long requests are", every - {"input_len", "output_len"})
     shape = Shape(
         rate=rate, concurrency=concurrency, num_requests=num_requests, input_len=input_len, output_len=output_len,
         trace=trace, trace_scale=trace_scale, trace_speed=trace_speed, seed=seed,

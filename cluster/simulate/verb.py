@@ -6,7 +6,7 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -114,30 +114,16 @@ def _check(context: typer.Context, files: Mapping[str, Path | None]) -> None:
     every = [one.name for one in context.command.params if one.name is not None]
     if context.params["replay"] is not None:
         why = "--replay SEED runs one of --soak's clusters, as its seed made it"
-        _refuse_others(context, why, {"replay", "events"})
+        flags.refuse_others(context, why, {"replay", "events"})
     elif context.params["soak"] is not None:
-        _refuse_others(context, "--soak N makes its clusters, loads and faults itself", {"soak", "seed"})
+        flags.refuse_others(context, "--soak N makes its clusters, loads and faults itself", {"soak", "seed"})
     elif context.params["sweep_all"]:
-        _refuse_others(context, "--sweep runs many clusters", {*every} - {"html_file", "events"})
+        flags.refuse_others(context, "--sweep runs many clusters", {*every} - {"html_file", "events"})
     if context.params["trace"] is not None:
         made = {"workload", "rate", "input_len", "output_len"}
-        _refuse_others(context, "--trace FILE says what is asked, and when", {*every} - made)
+        flags.refuse_others(context, "--trace FILE says what is asked, and when", {*every} - made)
     for flag, path in files.items():
         check_writable(path, flag)
-
-
-def _refuse_others(context: typer.Context, why: str, taken: Collection[str]) -> None:
-    """Raises Misconfigured for flags that would be dropped."""
-    given = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name is not None
-        and parameter.name not in taken
-        and (source := context.get_parameter_source(parameter.name)) is not None
-        and source.name == "COMMANDLINE"
-    ]
-    if given:
-        raise Misconfigured(f"{why}: leave {', '.join(given)} out", param=given[0].lstrip("-"))
 
 
 def _settings(file: Path | None, further: Sequence[str], host_kv_gib: float | None) -> ClusterConfig:

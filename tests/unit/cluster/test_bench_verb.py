@@ -108,6 +108,7 @@ async def test_failures_are_counted_shown_and_told_by_the_exit_code() -> None:
         (["--rate", "1", "--concurrency", "1"], Misconfigured, "give one"),
         (["--concurrency", "0"], Misconfigured, "--concurrency 0"),
         (["--num-requests", "0"], Misconfigured, "--num-requests 0"),
+        (["--trace", "none", "--input-len", "5"], Misconfigured, "leave --input-len out"),
         (["--rate", "0"], Misconfigured, "--rate 0"),
         (["--input-len", "300"], Misconfigured, "context of 256"),
         (["--model", "other"], NotFound, "there is tiny"),
