@@ -129,6 +129,10 @@ _FAULTS = (
 )
 
 
+_PATTERN = '{"grammars":[{"name":"regex"'
+_OF_PATTERN = re.compile(r"regex parse error:\n(?s:.*?)error: ([^\n]*)|lookarounds not supported")
+
+
 def explained(told: str, grammar: str) -> str:
     """What the library says of a grammar, with the place in the schema that it means, if there is one."""
     try:
@@ -138,6 +142,9 @@ def explained(told: str, grammar: str) -> str:
 
 
 def _explained(told: str, grammar: str) -> str:
+    if grammar.startswith(_PATTERN) and (said := _OF_PATTERN.search(told)) is not None:
+        why = said[1] or "look-around, as \\b is, is not supported"
+        return f"it cannot be read as a pattern ({why}): correct it"
     schema, owner = _schema(told, grammar) if told else (None, "")
     for fault in _FAULTS if schema is not None else ():
         if (said := re.search(fault.said, told)) is not None:

@@ -60,6 +60,16 @@ async def test_what_is_wrong_with_a_schema_is_told_with_its_place() -> None:
     checking.close()
 
 
+async def test_what_is_wrong_with_a_pattern_is_told_without_the_grammar_that_is_made_of_it() -> None:
+    for pattern, why in {"a(": "unclosed group", r"a\b": "look-around, as \\b is", "(?=a)": "look-around"}.items():
+        with pytest.raises(
+            InvalidRequest, match="'regex' cannot be enforced: it cannot be read as a pattern"
+        ) as failed:
+            await GrammarChecks().check(regex_grammar(pattern), param="regex")
+        assert why in failed.value.message
+        assert "start:" not in failed.value.message
+
+
 async def test_what_is_wrong_is_told_in_few_words() -> None:
     with pytest.raises(InvalidRequest) as failed:
         await GrammarChecks().check(regex_grammar("(" * 50_000), param="regex")
