@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kvtransfer.config import LaneConfig
 from kvtransfer.transports.inproc import Exchange, Parcel
 from protos.values import LaneAddress
 
@@ -18,10 +19,12 @@ STALL_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cards:
-    """`rate`: bytes a second each way, of all cards of a worker together; `delay_s` of a message."""
+    """`rate`: bytes a second each way, of all cards of a worker together; `delay_s` of a message. Each lane stages
+    about `max_staged_bytes`, as `kvtransfer.config.LaneConfig` has it."""
 
     rate: float = 50e9
     delay_s: float = 20e-6
+    max_staged_bytes: int = LaneConfig().max_staged_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +51,7 @@ class Lanes:
     """`exchange` is where senders and receivers are made; lives on one event loop."""
 
     def __init__(self, cards: Cards) -> None:
-        self.exchange = Exchange(self._carry)
+        self.exchange = Exchange(self._carry, max_staged_bytes=cards.max_staged_bytes)
         self.num_bytes = 0
         self._cards = cards
         self._loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ from cluster.bench.workload import Lengths
 from cluster.config import PoolsConfig, SupervisionConfig
 from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, simulated_router
 from cluster.simulate.faults import Fault, drawn
+from cluster.simulate.lanes import Cards
 from cluster.simulate.network import Wire
 from cluster.simulate.simulation import Outcome, simulate
 from cluster.simulate.workload import Load, Session, agents, fitting, generated
@@ -106,6 +107,7 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
         spec=spec,
         router=router,
         supervision=SupervisionConfig(health_period_s=1.0, max_misses=2),
+        cards=Cards(max_staged_bytes=random.Random(f"{seed} staged").choice((1, 2**28))),
         wire=Wire(jitter_s=rng.choice((0.0, 0.005)), loss=rng.choice((0.0, 0.02))),
         num_gateways=rng.choice((1, 1, 2)),
         shared_index=random.Random(f"{seed} store").random() < 0.25,
