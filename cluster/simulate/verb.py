@@ -122,6 +122,8 @@ def _check(context: typer.Context, files: Mapping[str, Path | None]) -> None:
     if context.params["trace"] is not None:
         made = {"workload", "rate", "input_len", "output_len"}
         flags.refuse_others(context, "--trace FILE says what is asked, and when", {*every} - made)
+    else:
+        flags.refuse_others(context, "without --trace FILE", {*every} - {"trace_scale", "trace_speed"})
     for flag, path in files.items():
         check_writable(path, flag)
 

@@ -98,6 +98,7 @@ def test_a_soak_says_how_it_went_and_one_of_its_seeds_can_be_seen_again() -> Non
         (("--decode", "0"), "--decode 0"),
         (("--input-len", "5:"), "--input-len 5:"),
         (("--trace", "none"), "leave --rate, --input-len, --output-len out"),
+        (("--trace-speed", "2"), "without --trace FILE: leave --trace-speed out"),
         (("--soak", "3", "--replay", "1"), "leave --requests, --rate, --input-len, --output-len, --soak out"),
         (("--sweep", "--ttft-ms", "5", "--html", "x.html"), "leave --html out"),
         (("--html", "no/such/folder"), "--html no/such/folder"),
