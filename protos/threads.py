@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty
 from typing import ParamSpec, TypeVar
 
 STACK_BYTES = 256 * 2**20
@@ -21,6 +23,18 @@ class DeepThreads(ThreadPoolExecutor):
 
     def __init__(self, name: str, num: int = 1) -> None:
         super().__init__(max_workers=num, thread_name_prefix=name)
+        self._name, self._num = name, num
+
+    def successor(self) -> DeepThreads:
+        """As many others, which take over what waits here. What is being done is done to its end, and its thread ends
+        with it once nobody has these any more."""
+        other = DeepThreads(self._name, self._num)
+        with suppress(Empty):
+            while True:
+                other._work_queue.put(self._work_queue.get_nowait())
+        for _ in range(self._num):
+            other.submit(int)  # a thread begins with what is submitted, not with what waits
+        return other
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         with _starting:

@@ -224,6 +224,43 @@ def test_a_grammar_that_unfolds_too_far_is_told_the_limit(served: tuple[Path, An
     assert "more than 2,000 rules are possible at one place (max_items_in_row)" in end.error.message
 
 
+def test_a_mask_that_takes_too_long_ends_its_request_and_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are threads: the next ones have others. Who comes with the same grammar ends at once."""
+    write_tokenizer(tmp_path)
+    go_on, begun, ready, make = threading.Event(), threading.Semaphore(0), threading.Event(), GuidanceGrammars._mask
+
+    def hanging(self: GuidanceGrammars, standing: Any) -> Any:
+        if standing.grammar == endless:
+            begun.release()
+            assert go_on.wait(60)
+        return make(self, standing)
+
+    endless, short = regex_grammar("a+"), regex_grammar("b+")
+    monkeypatch.setattr(GuidanceGrammars, "_mask", hanging)
+    grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+    grammars.listener = ready.set
+    for name in "abc":
+        grammars.begin(name, endless, ())
+    for _ in "ab":
+        assert begun.acquire(timeout=60)
+    grammars.end_overdue(max_s=0.0)
+    for name in "ab":
+        assert name not in grammars.late()
+        with pytest.raises(InvalidRequest, match=r"more than 2 s of CPU time \(MAX_MASK_S\): make it less ambiguous"):
+            grammars.allowed(name, Sample(params=under(endless), index=0, output_ids=()))
+    while grammars.allowed("d", Sample(params=under(short), index=0, output_ids=())) is None:
+        ready.wait(30)
+        ready.clear()
+    while "c" in grammars.late():
+        ready.wait(30)
+        ready.clear()
+    go_on.set()
+    with pytest.raises(InvalidRequest, match="MAX_MASK_S"):
+        grammars.allowed("c", Sample(params=under(endless), index=0, output_ids=()))
+
+
 def test_every_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS, 1))

@@ -2,11 +2,13 @@
 
     engine's thread     begin                                                                      allowed
     other threads         └──▶ compiled ──▶ matcher of the request ──▶ takes tokens, makes a mask ──┘
+                                                                              └─ in MAX_MASK_S, or the request ends
 
 What a grammar costs shows only as it unfolds: a token of one of 50 characters took a tenth of a second, one of 6 kB
 half of one. So threads are of three kinds: for those that are new, for those whose last mask was made quickly, and for
 the others; whoever is quick waits for nobody who was slow. The library counts the work of a mask and gives up at a
-limit, and the interpreter's lock is given up meanwhile.
+limit, and the interpreter's lock is given up meanwhile. What it counts may take ten seconds of a core and more: so time
+is bounded as well. A thread cannot be ended: others take the place of those that one is stuck among.
 
 Matchers are kept until their requests end, and compiled grammars for whoever comes with the same one. Both are caches:
 what was dropped is made again from grammar and output, and says the same.
@@ -22,6 +24,8 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
+from weakref import ref
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -38,16 +42,34 @@ MAX_COMPILED = 64
 MAX_COMPILED_CHARS = 2**20
 PATIENCE_S = 0.005
 """So long a step waits for all its masks together, and no longer. What takes longer than that is slow."""
+MAX_MASK_S = 2.0
+"""Of a thread's own CPU time, for one mask: on a busy host a mask is not refused for what others do."""
+WATCH_S = 0.25
+_TOO_LONG = (
+    f"the answer cannot follow its grammar: choosing a token takes more than {MAX_MASK_S:g} s of CPU time (MAX_MASK_S)"
+    ": make it less ambiguous, so that a text can be read in one way only, and let fewer rules nest and repeat"
+)
 
 _LIMITS = LLParserLimits(verbose_errors=False)  # an error would quote the state of the parser
 
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
-    """A grammar's matcher at its beginning, to be copied. At no users it is not begun with any more."""
+    """A grammar's matcher at its beginning, to be copied. At no users it is not begun with any more. Copies share a
+    lock: once a mask is `endless`, others would wait for it, and end as well."""
 
     matcher: Future[LLMatcher]
     num_users: int = 0
+    endless: bool = False
+
+
+class _Making(NamedTuple):
+    """A mask that a thread has begun with: the clock of its CPU time, what that said, and whose thread it is."""
+
+    compiled: _Compiled
+    clock: int
+    since_s: float
+    pool: str
 
 
 @dataclass(slots=True, eq=False)
@@ -82,13 +104,15 @@ class GuidanceGrammars:
         self._standing: dict[str, _Standing] = {}
         self._late: set[str] = set()
         self._patience_s = PATIENCE_S
-        self._new, self._quick, self._slow = (
-            DeepThreads(f"grammars-{name}", num) for name, num in (("new", 2), ("quick", 2), ("slow", 1))
-        )
+        self._threads = {
+            name: DeepThreads(f"grammars-{name}", num) for name, num in (("new", 2), ("quick", 2), ("slow", 1))
+        }
+        self._making: dict[Future[Mask], _Making] = {}  # whoever takes one out of it says how it ended
+        self._watch: threading.Thread | None = None
         self._takers = threading.local()
         self._tokenizer: Future[LLTokenizer] | None = None
         if tokenizer.is_file() and self._eos_ids:
-            self._tokenizer = self._new.submit(self._read)
+            self._tokenizer = self._threads["new"].submit(self._read)
 
     def begin(self, request_id: str, grammar: str, output_ids: tuple[int, ...]) -> None:
         if not self._eos_ids:
@@ -102,7 +126,8 @@ class GuidanceGrammars:
         standing.output_ids, standing.made = output_ids, Future()
         if standing.slow:
             self._late.add(request_id)
-        (self._slow if standing.slow else self._quick).submit(self._make, standing, standing.made)
+        pool = "slow" if standing.slow else "quick"
+        self._threads[pool].submit(self._make, standing, standing.made, pool)
 
     def late(self) -> Collection[str]:
         self._patience_s = PATIENCE_S
@@ -139,7 +164,12 @@ class GuidanceGrammars:
         standing = self._standing[request_id] = _Standing(grammar=grammar, compiled=compiled, output_ids=output_ids)
         self._late.add(request_id)
         made = standing.made
-        compiled.matcher.add_done_callback(lambda matcher: self._new.submit(self._make, standing, made, matcher))
+        if self._watch is None:
+            self._watch = threading.Thread(target=_watch, args=(ref(self),), name="grammars-watch", daemon=True)
+            self._watch.start()
+        compiled.matcher.add_done_callback(
+            lambda matcher: self._threads["new"].submit(self._make, standing, made, "new", matcher)
+        )
 
     def _waited(self, made: Future[Mask]) -> bool:
         """Is it there before the step's patience is over?"""
@@ -161,7 +191,7 @@ class GuidanceGrammars:
     def _compile(self, grammar: str) -> _Compiled:
         found = self._compiled.pop(grammar, None)
         if found is None:
-            found = _Compiled(self._new.submit(self._matcher, grammar))
+            found = _Compiled(self._threads["new"].submit(self._matcher, grammar))
             self._num_chars += len(grammar)
         self._compiled[grammar] = found
         while len(self._compiled) > 1 and (len(self._compiled) > MAX_COMPILED or self._num_chars > MAX_COMPILED_CHARS):
@@ -170,21 +200,46 @@ class GuidanceGrammars:
 
     # -- on other threads ----------------------------------------------------------------------------------------------
 
-    def _make(self, standing: _Standing, made: Future[Mask], compiled: Future[LLMatcher] | None = None) -> None:
+    def _make(
+        self, standing: _Standing, made: Future[Mask], pool: str, compiled: Future[LLMatcher] | None = None
+    ) -> None:
         if not made.set_running_or_notify_cancel():
             return
+        mask, failure = None, None
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._making[made] = _Making(standing.compiled, clock, time.thread_time(), pool)
         try:
+            if standing.compiled.endless:
+                raise InvalidRequest(_TOO_LONG, param="grammar")
             if compiled is not None:
                 standing.matcher = compiled.result().deep_copy()
             mask = self._mask(standing)
         except InvalidRequest as error:
-            made.set_exception(error)
+            failure = error
         except BaseException as error:  # of the library, which is compiled: it costs one request
             log.exception("a grammar failed")
-            made.set_exception(InvalidRequest(f"the answer cannot follow its grammar: {error}", param="grammar"))
-        else:
+            failure = InvalidRequest(f"the answer cannot follow its grammar: {error}", param="grammar")
+        if self._making.pop(made, None) is None:
+            return  # too late
+        if mask is not None:
             made.set_result(mask)
+        else:
+            made.set_exception(failure)
         self.listener()
+
+    def end_overdue(self, max_s: float = MAX_MASK_S) -> None:
+        """Masks that a thread has spent so much on end their requests, and those that share their grammar."""
+        begun = list(self._making.items())
+        for _, making in begun:
+            if time.clock_gettime(making.clock) - making.since_s >= max_s:
+                making.compiled.endless = True
+        for made, making in begun:
+            if not making.compiled.endless or self._making.pop(made, None) is None:
+                continue
+            log.warning("a grammar's mask has taken %g s: its request ends", max_s)
+            self._threads[making.pool] = self._threads[making.pool].successor()
+            made.set_exception(InvalidRequest(_TOO_LONG, param="grammar"))
+            self.listener()
 
     def _mask(self, standing: _Standing) -> Mask:
         matcher, start_s = standing.matcher, time.perf_counter()
@@ -226,3 +281,11 @@ class GuidanceGrammars:
         except (OSError, ValueError) as error:
             log.warning("answers cannot be constrained: %s: %s", self._path, error)
             raise InvalidRequest(f"this worker cannot constrain answers: {error}", param="grammar") from error
+
+
+def _watch(watched: ref[GuidanceGrammars]) -> None:
+    """On a thread of its own, for as long as they are there."""
+    while (grammars := watched()) is not None:
+        grammars.end_overdue()
+        del grammars
+        time.sleep(WATCH_S)
