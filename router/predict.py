@@ -34,6 +34,7 @@ TRUST = 2.0  # observations that outweigh what was believed before them
 SURE = 8.0  # observations after which an outlier is known as one, and a pool well enough to tell its workers apart
 DOUBT = 1.5  # errors of its mean by which a worker must differ from its pool to be believed to
 OUTLIER = 4.0  # mean errors off the line
+FAR = 10.0  # times as long as believed: the most that one of the first observations says
 
 # Of a cluster that nothing is known of: neither a laptop nor the largest card, and wrong for a few requests only.
 READING = Line(fixed_s=0.005, each_s=1e-4)
@@ -117,7 +118,10 @@ class Fit:
     def observe(self, amount: float, seconds: float, *, prior: Line, now: float) -> None:
         """What was expected, and counts as predicted, is what `line(prior)` says before this."""
         self._age(now)
-        seconds = self.errors.heard(seconds, self.line(prior)(amount), sure=self.sure)
+        expected = self.line(prior)(amount)
+        seconds = self.errors.heard(seconds, expected, sure=self.sure)
+        if prior.fixed_s and not self.sure:
+            seconds = min(seconds, FAR * expected)  # memory is touched and code is loaded by the first
         self._weight += 1
         self._x += amount
         self._y += seconds

@@ -101,10 +101,12 @@ def pair(
             alone = colocated | is_short
             chosen = _handed_over(view, reading, readers, writers, between, tolerance)
             if alone.any():
-                own = _spread(read(view, writers), len(writers))
+                own = read(view, writers)
                 if chosen.transfer is not None:
-                    alone = colocated | is_short & (own <= (1 + tolerance) * (chosen.cost + chosen.transfer))
-                chosen = _or_alone(chosen, alone, own)
+                    handed = _unsteered(reading)[chosen.place] + chosen.transfer
+                    soon = _spread(own, len(writers), _unsteered(own)) <= (1 + tolerance) * handed
+                    alone = colocated | is_short & soon
+                chosen = _or_alone(chosen, alone, _spread(own, len(writers)))
         costs = writing.totals if chosen.transfer is None else writing.totals + _or_none(chosen.transfer)
         totals = costs + chosen.cost
         place = cheapest(_evened(totals, chosen.cost, tolerance), view, among=writers if tolerance else None)
@@ -170,11 +172,16 @@ def _or_alone(chosen: _Reading, alone: NDArray[np.bool_], own: Floats) -> _Readi
     )
 
 
-def _spread(own: Scores, count: int) -> Floats:
+def _spread(own: Scores, count: int, costs: Floats | None = None) -> Floats:
     """Whom the rank has left out reads nothing."""
     cost = np.full(count, NEVER)
-    cost[own.places] = own.totals
+    cost[own.places] = own.totals if costs is None else costs
     return cost
+
+
+def _unsteered(scores: Scores) -> Floats:
+    """Without what keeps a pool even: that says nothing about which of two pools should read."""
+    return scores.totals - dict(scores.terms).get("imbalance", 0.0)
 
 
 def _or_none(transfer: Floats) -> Floats:
