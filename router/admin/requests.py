@@ -27,7 +27,7 @@ def add(admin: APIRouter, gateway: Gateway) -> None:
     records, losses, siblings = gateway.routing.records, gateway.routing.losses, gateway.siblings
 
     def offset_s() -> float:
-        return gateway.wall_clock() - asyncio.get_running_loop().time()
+        return ahead_s(gateway.wall_clock, asyncio.get_running_loop().time)
 
     async def jobs(request: Request, name: str, view: Callable[[Record], Mapping[str, Any] | None]) -> Response:
         """Of this process and of its siblings: clients may call several requests alike."""
@@ -45,7 +45,8 @@ def add(admin: APIRouter, gateway: Gateway) -> None:
     @admin.get("/requests")
     async def recent(request: Request, limit: Annotated[str, Query()] = str(DEFAULT_COUNT)) -> Response:
         count = _count(limit)
-        latest = [summary(one, offset_s()) for one in records.recent(count)]
+        offset = offset_s()
+        latest = [summary(one, offset) for one in records.recent(count)]
         if told := await siblings.ask(request):
             latest += [one for reply in told.values() for one in reply["requests"]]
             latest.sort(key=lambda one: one["received_at"], reverse=True)
@@ -66,6 +67,13 @@ def add(admin: APIRouter, gateway: Gateway) -> None:
             replies = [views, *(reply["shadows"] for reply in told.values())]
             views = [shadows_together(same) for same in zip(*replies, strict=True)]
         return json_response({"shadows": views})
+
+
+def ahead_s(clock: Callable[[], float], other: Callable[[], float]) -> float:
+    """Of another one, by the reading of both that took least: whoever is interrupted between them is off by that."""
+    readings = [(other(), clock(), other()) for _ in range(3)]
+    begun, read, over = min(readings, key=lambda one: one[2] - one[0])
+    return read - (begun + over) / 2
 
 
 def _count(limit: str) -> int:
