@@ -24,7 +24,7 @@ Payload = npt.NDArray[np.int64]
 
 EMPTY = -1
 STRIDE = 1_000_003
-MODULUS = 2**31 - 1
+MODULUS = 65_521  # the largest prime of 16 bits: whoever keeps what blocks hold by the position keeps two bytes
 
 
 def toy_token(kv: Sequence[int], *, weight: int, vocab_size: int, sample: Sample, mask: Mask | None = None) -> int:

@@ -30,7 +30,7 @@ _NOTHING = RowOutput()
 class Payload:
     """A copy of some blocks on its way; `nbytes` is what real ones would weigh."""
 
-    content: Any  # int32 [units, positions of a unit]
+    content: Any  # uint16 [units, positions of a unit]
     nbytes: int
 
 
@@ -99,7 +99,7 @@ class Device:
         self._num_launched = 0
         self._free_s = 0.0
         self._output = StepOutput(rows=())
-        self._content = np.zeros((num_blocks, layout.block_size), dtype=np.int32)  # modulo `MODULUS`, as tokens are
+        self._content = np.zeros((num_blocks, layout.block_size), dtype=np.uint16)  # modulo `MODULUS`, as tokens are
         self._sums = array("q", bytes(8 * num_blocks))  # over a block's positions
         self._steps_s: list[float] = []  # foreseen
         self._frees_s: list[float] = []

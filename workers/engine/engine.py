@@ -109,7 +109,7 @@ class _Launched:
 
 class Engine:
     """`events` must be what the scheduler's pool records to. `clock` times the runner and, while it
-    records, `timeline`; nothing else.
+    records, `timeline`; and what moves while a step is waited for, so it must be that of `now`.
 
     `depth` steps are in flight when `step` returns, if there is enough to do: 0 for a runner that computes while it
     launches, 1 for a device that computes by itself. Tokens are the same at any depth. `grammars` are the runner's;

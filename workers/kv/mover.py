@@ -244,7 +244,8 @@ class Mover:
 
     def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int], num_in_flight: int | None = None) -> None:
         """Copies the blocks and sends them to the ticket's destination. They may be freed once this returns. The steps
-        in flight do not write them, if it is said how many there are: then nobody waits for those."""
+        in flight write nothing that has been computed, if it is said how many there are: then nobody waits for
+        those."""
         self._tell("push", ticket, chunk, tuple(block_ids), num_in_flight)
         self._dock.push(ticket, chunk, block_ids, num_in_flight)
 

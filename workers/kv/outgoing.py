@@ -394,8 +394,10 @@ class Outgoing:
 
 
 def _next_chunk(push: Push) -> Chunk | None:
+    """A plan made since may have preempted it: then it has less."""
     num_computed, complete = push.known
-    return push.session.next_chunk(num_computed, complete=complete)
+    num_left = push.source.num_computed
+    return push.session.next_chunk(min(num_computed, num_left), complete=complete and num_computed <= num_left)
 
 
 def _blocks_of(push: Push, chunk: Chunk, block_size: int) -> Sequence[int]:

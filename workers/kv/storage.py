@@ -15,13 +15,14 @@ import torch
 
 from kvtransfer.reshard import Cut, heads_of
 from protos.values import KVLayout
+from workers.config import MAX_STEPS_IN_FLIGHT
 from workers.kernels.base import kernels_for
 from workers.kernels.cpu.memory import roomy_zeros
 from workers.kernels.staging import to_device
 
 _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
-MAX_MARKS = 4  # steps that reads aside can tell apart: more than are ever in flight
+MAX_MARKS = MAX_STEPS_IN_FLIGHT + 2  # steps that reads aside can tell apart: one that is over, and all in flight
 
 DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -119,6 +119,25 @@ def test_kv_goes_on_its_way_while_a_step_reads_another_prompt(depth: int) -> Non
     assert pair.text("other") == expected(prompt(40, seed=2))
 
 
+def test_a_prompt_that_a_plan_has_preempted_is_not_pushed_while_its_step_is_waited_for() -> None:
+    """A tick knew of its blocks; the plan after it took them back."""
+    pair = Pair(num_blocks=16, staged_blocks=2, chunk_blocks=2)
+    pair.post.holding = True
+    pair.start("r", prompt(24))
+    pair.step()
+    pair.prefill_role.tick(pair.now, 0)
+    assert pair.prefill_role.is_behind(), "its lane is full"
+    [push] = pair.prefill_role.outgoing._pushes.values()
+    request = push.source
+    assert isinstance(request, Request)
+    block_ids, request.block_ids, request.num_computed = request.block_ids, [], 0
+    pair.post.deliver(1)
+    assert not pair.prefill_role.is_behind()
+    pair.prefill_role.go_on(pair.now, 0)
+    assert pair.post.num_carried == 1
+    request.block_ids, request.num_computed = block_ids, 24
+
+
 def test_a_step_that_decodes_is_not_looked_at() -> None:
     """It is short, and looking costs it time."""
     looks: list[None] = []
