@@ -76,7 +76,7 @@ class Moves:
         self._gates: WeakKeyDictionary[Member, asyncio.Semaphore] = WeakKeyDictionary()
         self.num_moved = 0
         self.num_stayed = 0
-        self._told = ""
+        self._told: set[tuple[str, type[BatonError]]] = set()  # why sequences stay, since the last that moved
 
     async def follow(
         self, journal: Journal, place: Place, rest_on: RestOn, tap: Tap | None = None
@@ -174,18 +174,16 @@ class Moves:
         here.updates.bequeath(updates)  # until the KV has come, the loss of the one is the other's as well
         move.end(adopted=True)
         self.num_moved += 1
-        self._told = ""
+        self._told.clear()
         journal.record.note(What.MOVED, _now(), source=here.worker.worker_id, worker=move.to.worker_id)
         log.info("%s goes on at %s as %s", here.request_id, move.to.worker_id, move.request_id)
         return Place(worker=move.to, request_id=move.request_id, updates=updates)
 
     def _stays(self, here: Place, move: _Move, error: BatonError) -> None:
         self.num_stayed += 1
-        is_news, self._told = (
-            self._told != error.message,
-            error.message,
-        )  # it is tried again and again, for each request
-        level = logging.INFO if is_news else logging.DEBUG
+        why = (here.worker.worker_id, type(error))  # it is tried again and again, for each request
+        level = logging.DEBUG if why in self._told else logging.INFO
+        self._told.add(why)
         log.log(level, "%s stays at %s for now: %s", here.request_id, here.worker.worker_id, error.message)
         move.end()
 

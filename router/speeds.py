@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.policies.candidates import Floats
 from router.standing import Numbers
 
 ALIKE = 2.0  # times as fast as another, within which workers are of one kind: the router learns what differs less
@@ -50,9 +49,3 @@ def slowness(speed: Numbers, mean: Numbers) -> Numbers:
         return np.where((times >= ALIKE) | (times * ALIKE <= 1), times, 1.0)
     ratio = mean / speed if speed else 1.0
     return ratio if ratio >= ALIKE or ratio * ALIKE <= 1 else 1.0
-
-
-def slowness_among(speeds: Floats) -> Floats:
-    """Of each, against the mean of those known."""
-    known = speeds[speeds > 0].tolist()
-    return slowness(speeds, np.full(len(speeds), sum(known) / len(known) if known else 0.0))

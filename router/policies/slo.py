@@ -19,7 +19,6 @@ import numpy as np
 from router.policies.base import RequestView
 from router.policies.candidates import Candidates, Floats, Rank, Scores, scores
 from router.policies.costs import load_s, num_off_device, num_uncached, tpot_s, ttft_s
-from router.speeds import slowness_among
 
 # Tried on Mooncake's synthetic trace (benchmarks/routing_trace.py): hits and time to the first token, 4 and 16 workers.
 DISPLACED = 5.0  # seconds that others lose by a second of computing
@@ -86,8 +85,11 @@ def _late(seconds: Floats, objective_s: float) -> Floats:
 
 
 def _excess(view: RequestView, candidates: Candidates) -> Floats:
-    """By which share each one's recent work, for its measured speed, is above its pool's mean; 0 for those below."""
-    work = candidates.recent_tokens * slowness_among(candidates.prefill_tokens_per_s)
+    """By which share each one's recent work, for the speed it is believed to have, is above its pool's mean; 0 for
+    those below."""
+    each_s = candidates.reading.each_s
+    mean_s = sum(each_s.tolist()) / len(each_s)
+    work = candidates.recent_tokens * each_s / mean_s if mean_s else candidates.recent_tokens
     mean = sum(work.tolist()) / len(work)
     settled = mean + SETTLING * view.num_tokens  # the first requests are no imbalance
     excess: Floats = np.maximum(0.0, work - mean) / settled

@@ -177,6 +177,16 @@ def known(worker_id: str, cached: int = 0, **kwargs: Any) -> Candidate:
     return worker(worker_id, cached, **{"reading": FAST, "stepping": STEADY} | kwargs)
 
 
+@pytest.mark.parametrize("others", [[], ["d1"]], ids=["the only pair", "one of two"])
+def test_a_short_remainder_is_handed_over_where_its_writer_has_much_to_read(others: list[str]) -> None:
+    """Also where there is but one pair: what is told of a decision is what it was."""
+    busy = [known(name, 960, queued_prefill_tokens=60_000) for name in ("d0", *others)]
+    decision = decide(known("p0"), *busy, name="slo")
+    assert (decision.prefill, decision.alone) == ("p0", None)
+    idle = [known(name, 960) for name in ("d0", *others)]
+    assert decide(known("p0"), *idle, name="slo").alone is Alone.SHORT_REMAINDER
+
+
 @pytest.mark.parametrize(
     ("why", "candidates", "expected"),
     [
