@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from cluster.remote import DEFAULT_URL, AdminKey, get_json, open_client
+from cluster.sheet import Sheet
 from protos.hints import counted
 
 POOLS = ("prefill", "decode", "colocated")
@@ -91,8 +91,19 @@ def _headline(status: Mapping[str, Any], url: str) -> Text:
     return Text.assemble((status["model"], "bold"), f" at {url} is ", ready)
 
 
-def _pools(workers: Sequence[Worker]) -> Table:
-    table = _table("Pools", "pool", "ready", "running", "waiting", "queued", "KV use", "tickets", "moved")
+def _pools(workers: Sequence[Worker]) -> Sheet:
+    table = _table(
+        "Pools",
+        "pool",
+        "ready",
+        "running",
+        "waiting",
+        "queued",
+        "KV use",
+        "tickets",
+        "moved",
+        spare=("moved", "tickets", "queued"),
+    )
     for pool in sorted({_pool(worker) for worker in workers}, key=_rank):
         members = [worker for worker in workers if _pool(worker) == pool]
         loads = [worker["load"] for worker in members if worker["state"] in ("ready", "draining")]
@@ -119,7 +130,7 @@ def _moved(loads: Sequence[Mapping[str, Any]]) -> str:
     return _bytes(sum(load["transfer_bytes"] for load in loads)) + hidden
 
 
-def _workers(workers: Sequence[Worker]) -> Table:
+def _workers(workers: Sequence[Worker]) -> Sheet:
     columns = (
         "worker",
         "state",
@@ -133,7 +144,9 @@ def _workers(workers: Sequence[Worker]) -> Table:
         "prefill\ntok/s",
         "step",
     )
-    table = _table("Workers", *columns)
+    table = _table(
+        "Workers", *columns, spare=("process", "cached", "step", "prefill\ntok/s", "address", "on", "waiting", "KV")
+    )
     for worker in workers:
         load, info = worker["load"], worker["info"] or {}
         reason = worker["reason"] if len(worker["reason"]) <= SHORT else ""
@@ -160,8 +173,10 @@ def _cached(worker: Worker) -> str:
     return f"{worker['num_cached_blocks']:,}{host}"
 
 
-def _lanes(held: Held) -> Table:
-    table = _table("Lanes", "worker", "peer", "over", "state", "moved", "speed", "idle")
+def _lanes(held: Held) -> Sheet:
+    table = _table(
+        "Lanes", "worker", "peer", "over", "state", "moved", "speed", "idle", spare=("idle", "speed", "moved")
+    )
     for worker_id, lane in _each(held, "lanes"):
         speed = f"{_bytes(lane['num_bytes'] / lane['busy_s'])}/s" if lane["busy_s"] else "-"
         moved, idle = _bytes(lane["num_bytes"]), _duration(lane["idle_s"])
@@ -174,8 +189,10 @@ def _lanes(held: Held) -> Table:
     return table
 
 
-def _tiers(held: Held) -> Table:
-    table = _table("Blocks", "worker", "tier", "in use", "cached", "hits", "evicted", "loaded")
+def _tiers(held: Held) -> Sheet:
+    table = _table(
+        "Blocks", "worker", "tier", "in use", "cached", "hits", "evicted", "loaded", spare=("loaded", "evicted")
+    )
     for worker_id, tier in _each(held, "tiers"):
         told = [f"{tier[name]:,}" for name in ("num_cached", "num_hit_tokens", "num_evicted", "num_loaded")]
         told[1] += " tokens"
@@ -183,8 +200,8 @@ def _tiers(held: Held) -> Table:
     return table
 
 
-def _tickets(held: Held) -> Table:
-    table = _table("Tickets", "worker", "ticket", "state", "way", "with", "age", "size")
+def _tickets(held: Held) -> Sheet:
+    table = _table("Tickets", "worker", "ticket", "state", "way", "with", "age", "size", spare=("way", "size", "age"))
     for worker_id, ticket in _each(held, "tickets"):
         name = f"{ticket['ticket_id']} (try {ticket['generation']})"
         age, size = _duration(ticket["age_s"]), _bytes(ticket["num_bytes"])
@@ -196,12 +213,9 @@ def _each(held: Held, what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     return ((worker_id, one) for worker_id, kv in held if kv is not None for one in kv[what])
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+def _table(title: str, *columns: str, spare: Sequence[str] = ()) -> Sheet:
     words = {"pool", "worker", "state", "address", "on", "peer", "over", "ticket", "way", "with", "tier"}
-    for column in columns:
-        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
-    return table
+    return Sheet(title, *columns, left=[*words], prose=("state", "over"), spare=spare)
 
 
 def _pool(worker: Worker) -> str:

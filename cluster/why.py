@@ -11,10 +11,10 @@ from urllib.parse import quote
 import httpx
 import typer
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from cluster.remote import DEFAULT_URL, AdminKey, no_answer, open_client, raise_for_error
+from cluster.sheet import Sheet
 
 PIPED_COLUMNS = 160
 RECENT = 20
@@ -63,8 +63,9 @@ def recent_table(requests: Sequence[View]) -> RenderableType:
     if not requests:
         return Text("No request has come to this gateway yet.")
     table = _table(
-        "Requests", "request", "state", "prompt", "cached", "output", "TTFT", "between tokens", "prefill", "decode"
-    )
+        "Requests", "request", "state", "prompt", "cached", "output", "TTFT", "between tokens", "prefill", "decode",
+        spare=("between tokens", "cached", "output", "prompt"),
+    )  # fmt: skip
     for one in requests:
         state = one["outcome"] or one["state"]
         table.add_row(
@@ -125,7 +126,7 @@ def _measured(measured: View) -> str:
     return ", ".join(f"{_seconds(measured[name])} {what}" for name, what in known if measured.get(name) is not None)
 
 
-def _costs(choice: View) -> Table:
+def _costs(choice: View) -> Sheet:
     """Every candidate's terms; the readers' and the writers' differ."""
     names = list(dict.fromkeys(name for one in choice["scores"] for name in _terms(one)))
     cached = {one["worker_id"]: _cached(one) for one in choice["candidates"]}
@@ -159,7 +160,7 @@ def _shadow(one: View) -> str:
     return f"{one['policy']} would have taken {way}: first token {one['ttft_difference_s']:+.3f} s"
 
 
-def _timeline(events: Sequence[View]) -> Table:
+def _timeline(events: Sequence[View]) -> Sheet:
     table = _table("", "at", "what", "")
     for event in events:
         more = ", ".join(
@@ -185,9 +186,6 @@ def _seconds(seconds: float | None) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
-    words = {"request", "state", "prefill", "decode", "worker", "role", "what", ""}
-    for column in columns:
-        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
-    return table
+def _table(title: str, *columns: str, spare: Sequence[str] = ()) -> Sheet:
+    words = {"request", "state", "prefill", "decode", "worker", "role", "what"}
+    return Sheet(title, *columns, left=[*words], prose=("",), spare=spare)

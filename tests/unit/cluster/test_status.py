@@ -157,6 +157,23 @@ async def test_nothing_is_shown_of_what_is_not_there() -> None:
     assert "Tickets" not in shown
 
 
+@pytest.mark.parametrize("width", [30, 60, 80, 120])
+async def test_a_narrow_terminal_breaks_no_name(width: int) -> None:
+    """What does not fit is left out, which is said, or told line by line."""
+    fleet = crew()
+    first, *others = fleet.workers
+    fleet.workers = (replace(first, address="10.120.130.140:45678", state="lost", reason="nobody there"), *others)
+    told = json.loads(await ask(fleet, "--json"))
+    out = io.StringIO()
+    Console(file=out, width=width).print(status_tables(told, "http://here"))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    words = {word for line in lines for word in line.split()}
+    assert words >= {"Workers", "prefill-0", "decode-9", "decode-11", "t-9", "gloo"}
+    assert ("10.120.130.140:45678" in words) == (width != 60)
+    assert ("shows" in words) == (width in (60, 80))
+
+
 def test_a_cluster_with_keys_says_how_to_give_one() -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         return httpx.Response(401, json={"error": {"code": "invalid_api_key", "message": "You gave no key"}})

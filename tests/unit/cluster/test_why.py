@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 
 import pytest
+from rich.console import Console
 
-from cluster.why import why
+from cluster.why import recent_table, why
 from kvtransfer.hashing import chain_hashes
 from protos.errors import Unavailable, UnknownRequest
 from protos.values import BlockRemoved, BlockStored, Tier
@@ -97,6 +99,18 @@ async def test_nothing_is_called_measured_that_was_not(capsys: pytest.CaptureFix
     assert "measured" not in first.partition("worker ")[0]
     assert "d1 alone" in second
     assert re.search(r"measured [\d.]+ m?s each", second)
+
+
+def test_a_narrow_terminal_breaks_no_name() -> None:
+    name = "req-0123456789abcdef0123456789abcdef"
+    one = {
+        "request_id": name, "state": "", "outcome": "length", "prompt_tokens": 12345, "cached_tokens": 1024,
+        "output_tokens": 256, "ttft_s": 0.1234, "tpot_s": 0.0123, "prefill": "prefill-0", "decode": "decode-10",
+    }  # fmt: skip
+    out = io.StringIO()
+    Console(file=out, width=80).print(recent_table([one]))
+    assert f"{name}  length  123.4 ms  prefill-0  decode-10" in " ".join(out.getvalue().split("\n")), out.getvalue()
+    assert "--json, also shows prompt" in out.getvalue()
 
 
 def test_where_nobody_answers_that_is_said() -> None:

@@ -1,0 +1,92 @@
+"""Tables that fit a terminal: names and figures are never broken; what does not fit is left out, and that is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+GAP = 2  # between columns
+PROSE = 16  # a column of prose is not made narrower than so much
+
+
+class Sheet:
+    """A table that is narrowed in this order: headers wrap at spaces, then prose does, then `spare` columns go, the
+    first named first, and at last every record is told line by line.
+
+    `left`: columns that are aligned left, not right; `prose`: those of which the text may wrap.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        *columns: str,
+        left: Sequence[str] = (),
+        prose: Sequence[str] = (),
+        spare: Sequence[str] = (),
+    ) -> None:
+        self._title = title
+        self._columns = columns
+        self._left, self._prose = frozenset((*left, *prose)), frozenset(prose)
+        self._spare = [name for name in spare if name in columns]
+        self._rows: list[tuple[Text, ...]] = []
+
+    @property
+    def row_count(self) -> int:
+        return len(self._rows)
+
+    def add_row(self, *cells: str | Text) -> None:
+        self._rows.append(tuple(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        for num_left_out in range(len(self._spare) + 1):
+            left_out = self._spare[:num_left_out]
+            places = [place for place, name in enumerate(self._columns) if name not in left_out]
+            widths = self._fit(places, options.max_width)
+            if widths is not None:
+                yield self._table(widths)
+                if left_out:
+                    told = ", ".join(" ".join(name.split()) for name in self._columns if name in left_out)
+                    yield Text(f"a wider terminal, or --json, also shows {told}", "dim")
+                return
+        yield from self._records()
+
+    def _fit(self, places: Sequence[int], room: int) -> Mapping[int, int] | None:
+        """The width of each column; None when they do not fit."""
+        cells = {place: max((row[place].cell_len for row in self._rows), default=0) for place in places}
+        headers = {place: [Text(line).cell_len for line in self._columns[place].split("\n")] for place in places}
+        words = {place: [Text(word).cell_len for word in self._columns[place].split()] for place in places}
+        room -= GAP * (len(places) - 1)
+        for told in (headers, words):
+            widths = {place: max(cells[place], *told[place], 0) for place in places}
+            excess = sum(widths.values()) - room
+            if excess <= 0:
+                return widths
+        for place in places:
+            if self._columns[place] in self._prose:
+                cut = max(0, min(excess, widths[place] - PROSE))
+                widths[place] -= cut
+                excess -= cut
+        return widths if excess <= 0 else None
+
+    def _table(self, widths: Mapping[int, int]) -> Table:
+        table = Table(
+            title=self._title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
+        )
+        for place, width in widths.items():
+            name = self._columns[place]
+            table.add_column(name, justify="left" if name in self._left else "right", overflow="fold", width=width)
+        for row in self._rows:
+            table.add_row(*(row[place] for place in widths))
+        return table
+
+    def _records(self) -> Iterator[RenderableType]:
+        if self._title:
+            yield Text(self._title, "bold")
+        for row in self._rows:
+            for place, (name, cell) in enumerate(zip(self._columns, row, strict=True)):
+                lead = "" if place == 0 else f"  {' '.join(name.split())} " if name else "  "
+                if cell.plain:
+                    yield Text.assemble((lead, "dim"), cell)
