@@ -42,6 +42,7 @@ def test_what_was_written_before_a_step_is_read_while_the_step_is_computed() -> 
     storage = KVStorage(LAYOUT, num_blocks=6, device="cuda")
     values = torch.randn(3, 2, 6, 4, 16, 64, device="cuda").bfloat16()
     storage.data.copy_(values)
+    storage.read(WHOLE, lambda num_bytes: memory("cuda", num_bytes))  # the kernel is compiled, and memory is there
     storage.mark()
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # the step under way: about a second
