@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from protos.errors import Misconfigured
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
@@ -78,6 +80,11 @@ class Objective:
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for flag, seconds in (("--ttft-ms", self.ttft_s), ("--tpot-ms", self.tpot_s)):
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise Misconfigured(f"{flag} {seconds * 1000:g}: give milliseconds, above 0", param=flag[2:])
 
     @property
     def given(self) -> bool:

@@ -272,10 +272,14 @@ class _Ran:
 
 
 def check_writable(path: Path | None, flag: str = "json") -> None:
-    """Before a long run, whose figures would be lost. Raises Misconfigured."""
+    """Before a long run, whose figures would be lost. Leaves no new file. Raises Misconfigured."""
+    if path is None:
+        return
+    was_there = path.exists()
     try:
-        if path is not None:
-            path.open("ab").close()
+        path.open("ab").close()
+        if not was_there:
+            path.unlink()
     except OSError as error:
         raise Misconfigured(f"--{flag} {path}: {error.strerror}", param=flag) from error
 

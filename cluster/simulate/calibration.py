@@ -154,10 +154,11 @@ def read_points(path: Path) -> list[Measured]:
             )
             for one in content
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{error}; " if isinstance(error, ValueError) else ""
         raise Misconfigured(
-            f"--calibration {path}: give a JSON list of steps with rows and seconds, or what baton bench wrote with "
-            f"--profile, or with --concurrency and --json ({error!r})",
+            f"--calibration {path}: {why}give a JSON list of steps with rows and seconds, or what baton bench wrote "
+            "with --profile, or with --concurrency and --json",
             param="calibration",
         ) from error
 

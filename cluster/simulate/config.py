@@ -86,6 +86,13 @@ def hardware_spec(
     card, shape = gpu_of(gpu), model_of(model)
     if tp < 1:
         raise Misconfigured(f"--tp {tp}: give at least 1", param="tp")
+    if not shape.splits(tp):
+        possible = ", ".join(str(one) for one in range(1, shape.heads + 1) if shape.splits(one))
+        raise Misconfigured(
+            f"--tp {tp}: it must divide the {shape.heads} heads of {model}, and divide its {shape.kv_heads} key/value "
+            f"heads or be a multiple of them: give one of {possible}",
+            param="tp",
+        )
     settings = settings or read_settings(None, ())
     worker = settings.worker
     share = worker.memory_fraction or MEMORY_SHARE

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -78,12 +78,16 @@ class Fault:
                 said = f"is followed by {number!r}" if number else "is its last word"
                 raise _unread(text, f"its word {place + 1}, {name!r}, {said}: give {_NUMBERS[name]}")
             numbers[name] = float(number)
+        kind = Kind(words[1])
+        amount = numbers.get("by", 1.0 if kind is Kind.ABORTS else AMOUNT)
+        if kind in _AMOUNTS and not _AMOUNTS[kind][0](amount):
+            raise _unread(text, f"{kind} by {amount:.10g} means nothing: give {_AMOUNTS[kind][1]}")
         return cls(
             at_s=float(words[0]),
-            kind=Kind(words[1]),
+            kind=kind,
             target=words[2],
             duration_s=numbers.get("for", DURATION_S),
-            amount=numbers.get("by", AMOUNT),
+            amount=amount,
         )
 
     @property
@@ -105,6 +109,12 @@ _WORDS = (
     ("KIND", set(Kind).__contains__, f"one of {', '.join(Kind)}"),
     ("TARGET", bool, "decode-0, a lane prefill-0>decode-0, the place of a gateway, redis or clients"),
 )
+_SLOWER = (lambda amount: amount >= 1, "how many times slower, at least 1")
+_AMOUNTS: dict[Kind, tuple[Callable[[float], bool], str]] = {
+    Kind.SLOW: _SLOWER,
+    Kind.LANE_SLOW: _SLOWER,
+    Kind.ABORTS: (lambda amount: 0 < amount <= 1, "the share of clients that leave, above 0 and at most 1"),
+}
 _NUMBERS = {"for": "a number of seconds", "by": "a number"}
 
 

@@ -112,6 +112,10 @@ class Model:
         """Of one token, all layers."""
         return 2.0 * 2 * self.layers * self.kv_heads * self.kv_width
 
+    def splits(self, tp: int) -> bool:
+        """Can so many ranks share its heads evenly?"""
+        return not self.heads % tp and (not self.kv_heads % tp or not tp % self.kv_heads)
+
     def layout(self, block_size: int) -> KVLayout:
         """Of all ranks together: a simulated worker is one rank, however many GPUs its device stands for."""
         return KVLayout(

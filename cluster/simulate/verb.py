@@ -6,11 +6,10 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -70,10 +69,10 @@ def simulate(
     faults: Annotated[int, typer.Option(min=0, help="So many random faults.")] = 0,
     audit_every: Annotated[int, typer.Option(min=0, help="Events between looks at all invariants; 0: at the end.")] = 0,
     single_step: Annotated[bool, typer.Option("--single-step", help="Without leaps: the same, slower.")] = False,
-    seed: Annotated[int, typer.Option(help="Of load, faults and the order of ties.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of load, faults and the order of ties.")] = 0,
     sweep_all: Annotated[bool, typer.Option("--sweep", help="Every combination; the cheapest that is good.")] = False,
     soak: Annotated[int | None, typer.Option(min=1, help="So many random clusters in random trouble.")] = None,
-    replay: Annotated[int | None, typer.Option(help="Run one of them again, by its seed.")] = None,
+    replay: Annotated[int | None, typer.Option(min=0, help="Run one of them again, by its seed.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this file.")] = None,
     events: Annotated[Path | None, typer.Option(help="Write the event log to this file.")] = None,
@@ -217,10 +216,8 @@ def _once(
     if num_left_out:
         errors.print(f"{counted(num_left_out, 'session')} left out: longer than a worker can hold", style="yellow")
     start_s = time.perf_counter()
-    with events.open("w", encoding="utf-8") if events is not None else nullcontext() as log:
-        outcome = run_simulation(
-            config, sessions, scene.schedule(config, sessions), write=log.write if log is not None else None
-        )
+    with _Log(events) as log:
+        outcome = run_simulation(config, sessions, scene.schedule(config, sessions), write=log.write)
     took_s = time.perf_counter() - start_s
     summary = summarise(outcome, scene.objective)
     Console().print(summary_table(summary))
@@ -285,11 +282,35 @@ def _replay(seed: int, events: Path | None) -> None:
     console = Console()
     for fault in trial.faults:
         console.print(f"fault: {fault}", highlight=False)
-    with events.open("w", encoding="utf-8") if events is not None else nullcontext() as log:
-        outcome = run_simulation(
-            trial.config, trial.sessions, trial.faults, write=log.write if log is not None else None
-        )
+    with _Log(events) as log:
+        outcome = run_simulation(trial.config, trial.sessions, trial.faults, write=log.write)
     console.print(summary_table(summarise(outcome, Objective())))
+
+
+class _Log:
+    """The file of the event log. It is opened with the first event: a run that never began leaves what was there."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    @property
+    def write(self) -> Callable[[str], object] | None:
+        """None where no log is wanted."""
+        return self._write if self._path is not None else None
+
+    def _write(self, text: str) -> None:
+        if self._file is None:
+            assert self._path is not None
+            self._file = self._path.open("w", encoding="utf-8")
+        self._file.write(text)
+
+    def __enter__(self) -> _Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def _document(command: str, trials: Sequence[Trial], calibrated: Calibrated | None) -> dict[str, Any]:

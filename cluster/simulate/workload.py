@@ -57,8 +57,8 @@ class Load:
     def __post_init__(self) -> None:
         if self.num_requests < 1:
             raise Misconfigured(f"--requests {self.num_requests}: give at least 1", param="requests")
-        if not self.rate > 0:
-            raise Misconfigured(f"--rate {self.rate}: give requests a second, above 0", param="rate")
+        if not 0 < self.rate < math.inf:
+            raise Misconfigured(f"--rate {self.rate}: give requests a second, above 0 and finite", param="rate")
 
 
 def recorded(path: Path, *, limit: int | None = None, speed: float = 1.0, scale: float = 1.0) -> list[Session]:

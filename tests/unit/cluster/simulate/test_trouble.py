@@ -143,6 +143,8 @@ def test_a_fault_that_is_written_down_can_be_read() -> None:
         ("1 pause decode-0 for 3 for 4", "its word 6, 'for'"),
         ("1 pause decode-0 for long", "its word 4, 'for', is followed by 'long'"),
         ("1 pause decode-0 for", "its word 4, 'for', is its last"),
+        ("1 aborts clients by 7", "aborts by 7 means nothing: give the share"),
+        ("1 slow decode-0 for 3 by 0", "slow by 0 means nothing: give how many times slower"),
     ],
 )
 def test_a_fault_that_cannot_be_read_is_named_with_the_place(text: str, place: str) -> None:

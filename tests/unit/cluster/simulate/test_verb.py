@@ -92,6 +92,9 @@ def test_a_soak_says_how_it_went_and_one_of_its_seeds_can_be_seen_again() -> Non
         (("--host-kv-gib", "1e-6"), "--host-kv-gib 1e-06"),
         (("--decode", "some"), "--decode some"),
         (("--sweep",), "--ttft-ms"),
+        (("--tp", "3"), "--tp 3: it must divide the 32 heads of llama-3-8b"),
+        (("--rate", "inf"), "--rate inf"),
+        (("--ttft-ms", "0"), "--ttft-ms 0"),
         (("--fault", "now"), "--fault"),
         (("--policy", "dice"), "dice"),
         (("--policy", ""), "no policy ''"),
@@ -110,3 +113,23 @@ def test_mistakes_are_named_with_their_flag(arguments: tuple[str, ...], named: s
     assert isinstance(result.exception, Misconfigured)
     assert named in str(result.exception)
     assert not result.stdout, "it has run"
+
+
+@pytest.mark.parametrize("flags", [("--seed", "-1"), ("--replay", "-1"), ("--soak", "2", "--seed", "-5")])
+def test_a_seed_is_not_negative(flags: tuple[str, ...]) -> None:
+    result = call(*flags)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{flags[-2]}'" in result.output
+
+
+def test_a_run_that_never_began_leaves_no_files_and_no_empty_ones(tmp_path: Path) -> None:
+    kept, lost = tmp_path / "kept.log", tmp_path / "lost.json"
+    kept.write_text("what an earlier run wrote")
+    wrong = tmp_path / "run.json"
+    wrong.write_text('{"runs": []}')
+    for flags in (("--calibration", str(wrong)), ("--decode", "1:3")):
+        result = call(*flags, "--events", str(kept), "--json", str(lost))
+        assert isinstance(result.exception, Misconfigured)
+        assert "KeyError" not in str(result.exception)
+    assert kept.read_text() == "what an earlier run wrote"
+    assert not lost.exists()
