@@ -54,7 +54,7 @@ def _wait(
     while True:
         worker = _worker(client, worker_id)
         own = worker is not None and _incarnation(worker) == incarnation
-        gone = not own or worker is None or worker["state"] in ("lost", "joining")
+        gone = not own or worker is None or worker["state"] in ("lost", "left", "joining")
         if own and worker is not None:
             moved = _moved(worker["load"])
         if gone and not replaced:

@@ -17,7 +17,7 @@ from protos.hints import counted
 
 POOLS = ("prefill", "decode", "colocated")
 STYLES = {
-    "ready": "green", "draining": "yellow", "joining": "yellow", "lost": "red", "incompatible": "red",
+    "ready": "green", "draining": "yellow", "joining": "yellow", "left": "yellow", "lost": "red", "incompatible": "red",
     "quarantined": "red", "stuck": "red",
 }  # fmt: skip
 

@@ -384,11 +384,9 @@ class Fleet:
                 return
 
     def _enter(self, member: Member, state: WorkerState, reason: str = "") -> None:
-        had_left = member.has_left
         if member.enter(state, reason):
-            if member.has_left:
-                if not had_left:
-                    log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address)
+            if member.state is WorkerState.LEFT:
+                log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address)
                 self._changed()
                 return
             log.log(

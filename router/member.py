@@ -3,6 +3,7 @@
 joining ──▶ ready ⇄ draining          ready: takes new work; draining: finishes what it has
    ▲          │
    └── lost ◀─┘   incompatible: answers, but cannot work with the rest; never routed to
+                  left: gone as it was told to, after draining, until its successor is met
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from router.breaker import Breaker
 from router.client import Updates, WorkerClient
 from router.policies.candidates import Figures
 
+SUCCEEDED = "as it was told to; its successor is due"
 STEPS_TO_SHOW = 2  # a step that was running when a request arrived says nothing of it; the one after that does
 
 
@@ -34,13 +36,14 @@ class WorkerState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     LOST = "lost"
+    LEFT = "left"
     INCOMPATIBLE = "incompatible"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """What can be said about a worker. `reason` tells why it is lost, incompatible or still joining. Of its cached
-    blocks, `num_host_blocks` are in host memory, some of them on the device as well."""
+    """What can be said about a worker. `reason` tells why it is lost, has left, is incompatible or still joining. Of
+    its cached blocks, `num_host_blocks` are in host memory, some of them on the device as well."""
 
     worker_id: str
     address: str
@@ -66,8 +69,7 @@ class Routed:
 class Member:
     """Identity of a worker across its connections and lives. The fleet changes its state, the dispatcher adds work.
 
-    `on_change` is called with it and None whenever anything may have changed that candidates are made of. `has_left`:
-    it is gone as it was told to, until it is met again.
+    `on_change` is called with it and None whenever anything may have changed that candidates are made of.
     """
 
     def __init__(self, worker_id: str, address: str) -> None:
@@ -80,7 +82,6 @@ class Member:
         self.client: WorkerClient | None = None
         self.breaker = Breaker()
         self.on_change: Callable[[Member, None], None] | None = None
-        self.has_left = False
         self._routed: dict[str, Routed] = {}
 
     def changed(self) -> None:
@@ -109,7 +110,8 @@ class Member:
     def connection(self) -> WorkerClient:
         """Raises WorkerLost when there is none."""
         if self.client is None:
-            raise WorkerLost(f"worker {self.worker_id} is {self.state}: {self.reason}")
+            what = "has" if self.state is WorkerState.LEFT else "is"
+            raise WorkerLost(f"worker {self.worker_id} {what} {self.state}: {self.reason}")
         return self.client
 
     def met(self, info: WorkerInfo, client: WorkerClient) -> None:
@@ -126,9 +128,10 @@ class Member:
         self.changed()
 
     def enter(self, state: WorkerState, reason: str = "") -> bool:
-        """Whether anything changed."""
+        """Whether anything changed. One that drained, and is not reached now, has left: so it was told."""
+        if state is WorkerState.LOST and self.state in (WorkerState.DRAINING, WorkerState.LEFT):
+            state, reason = WorkerState.LEFT, SUCCEEDED
         changed = (state, reason) != (self.state, self.reason)
-        self.has_left = state is WorkerState.LOST and (self.has_left or self.drains)
         self.state, self.reason = state, reason
         self.changed()
         return changed

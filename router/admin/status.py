@@ -9,7 +9,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from protos.errors import BatonError
+from protos.values import WorkerRole
 from router.gateway import Gateway
+from router.generation import WorkerView
 from router.openai.errors import json_response
 
 STATS_TIMEOUT_S = 2.0
@@ -31,10 +33,26 @@ def not_ready(gateway: Gateway) -> str:
         return "" if gateway.siblings.settled else gateway.siblings.trouble or "not every gateway process is ready yet"
     workers = gateway.fleet.status()
     away = [one for one in workers if one.state != "ready"]
-    told = [f"{one.worker_id} is {one.state}{f' ({one.reason})' if one.reason else ''}" for one in away]
+    told = [_said(one) for one in away]
     if workers and not away:
         told = ["no worker that writes answers has joined yet"]
     return "; ".join(told) or "no worker has joined yet"
+
+
+def no_readers(gateway: Gateway) -> str:
+    """Which pool is away although requests are served; "" when none is. Prefill workers never met are not known."""
+    if not gateway.fleet.ready():
+        return ""
+    readers = [one for one in gateway.fleet.status() if one.info is not None and one.info.role is WorkerRole.PREFILL]
+    if not readers or any(one.state == "ready" for one in readers):
+        return ""
+    told = "; ".join(_said(one) for one in readers)
+    return f"no prefill worker is ready ({told}): the others read prompts themselves meanwhile"
+
+
+def _said(worker: WorkerView) -> str:
+    what = "has" if worker.state == "left" else "is"
+    return f"{worker.worker_id} {what} {worker.state}{f' ({worker.reason})' if worker.reason else ''}"
 
 
 async def held(gateway: Gateway, worker_id: str) -> dict[str, Any] | None:

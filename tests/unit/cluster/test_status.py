@@ -141,6 +141,18 @@ async def test_a_cluster_that_cannot_serve_says_why() -> None:
     assert "not ready: decode-0 is joining (reads weights)" in await ask(fleet)
 
 
+async def test_who_was_told_to_leave_is_not_called_lost_and_a_pool_without_workers_is_named() -> None:
+    reason = "as it was told to; its successor is due"
+    fleet = Crew(Worker(worker_id="prefill-0", state="left", reason=reason, info=PREFILL))
+    async with serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url, httpx.AsyncClient() as client:
+        served = (await client.get(f"{url}/ready")).json()
+        fleet.is_ready = False
+        refused = (await client.get(f"{url}/ready")).json()
+    away = f"prefill-0 has left ({reason})"
+    assert served["degraded"] == f"no prefill worker is ready ({away}): the others read prompts themselves meanwhile"
+    assert (refused["reason"], refused["degraded"]) == (away, "")
+
+
 async def test_json_is_all_of_it() -> None:
     status: dict[str, Any] = json.loads(await ask(crew(), "--json"))
     assert status["ready"] is True
