@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from dataclasses import replace
@@ -47,6 +49,7 @@ class GrpcFace:
         """`port` 0 takes a free one; several processes may listen at one that `is_shared`. To be made on the event loop
         it shall run on."""
         self._address = f"{host}:{port}"
+        self._unshared = (host, port) if port and not is_shared else None
         self._credentials = tls.server_credentials() if tls is not None else None
         limits = [("grpc.max_receive_message_length", gateway.max_body_bytes), ("grpc.so_reuseport", int(is_shared))]
         self._server = grpc.aio.server(options=limits, interceptors=[_InTime(gateway.body_timeout_s)])
@@ -58,10 +61,14 @@ class GrpcFace:
     async def start(self) -> int:
         """Listens; returns the port. Raises Misconfigured when the address is taken or not ours."""
         try:
+            if self._unshared is not None:
+                _try(*self._unshared)
             port = listen(self._server, self._address, self._credentials)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
+            why = "the port is taken" if not isinstance(error, OSError) else error.strerror or error
             raise Misconfigured(
-                f"gRPC cannot listen on {self._address}: {error}; choose another --grpc-port"
+                f"gRPC cannot listen on {self._address}: {why}; choose another with --grpc-port (0: any free one)",
+                param="grpc-port",
             ) from error
         await self._server.start()
         return port
@@ -323,3 +330,14 @@ def _logprobs(entries: Iterable[Logprobs]) -> list[pb.Logprobs]:
 
 def _one(one: TokenLogprob) -> pb.TokenLogprob:
     return pb.TokenLogprob(token_id=one.token_id, logprob=one.logprob)
+
+
+def _try(host: str, port: int) -> None:
+    """Raises OSError when the port cannot be had; gRPC's core would write lines of its own."""
+    try:
+        with socket.create_server((host.strip("[]"), port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(error.errno, "the port is taken") from error
+        raise

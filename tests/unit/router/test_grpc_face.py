@@ -246,7 +246,8 @@ async def test_a_port_that_is_taken_is_named() -> None:
     face = GrpcFace(make_gateway(Scripted(saying(TEXT))), host="127.0.0.1", port=0)
     port = await face.start()
     other = GrpcFace(make_gateway(Scripted(saying(TEXT))), host="127.0.0.1", port=port)
-    with pytest.raises(Misconfigured, match=f"127.0.0.1:{port}"):
+    told = f"^gRPC cannot listen on 127.0.0.1:{port}: the port is taken; choose another with --grpc-port"
+    with pytest.raises(Misconfigured, match=told):
         await other.start()
     await other.stop()
     await face.stop()
