@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -43,8 +45,17 @@ def open_client(url: str, api_key: str = "") -> httpx.Client:
     (SSL_CERT_FILE, SSL_CERT_DIR) trusted."""
     root = root_of(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    trusted = ssl.create_default_context() if root.startswith("https:") else True
+    trusted = _authorities() if root.startswith("https:") else True
     return httpx.Client(base_url=root, headers=headers, timeout=_TIMEOUT, trust_env=False, verify=trusted)
+
+
+def _authorities() -> ssl.SSLContext:
+    """Raises Misconfigured for a file or folder that is not there, which OpenSSL passes over."""
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        where = os.environ.get(name, "")
+        if where and not any(Path(one).exists() for one in where.split(os.pathsep)):
+            raise Misconfigured(f"{name}={where}: that does not exist; name what is there, or unset it", param=name)
+    return ssl.create_default_context()
 
 
 def get_json(client: httpx.Client, path: str) -> Any:
@@ -80,10 +91,11 @@ def raise_for_error(response: httpx.Response) -> None:
 
 
 def _check_admitted(response: httpx.Response) -> None:
-    """Raises what an administrator's page says to a wrong key, with what to do about it."""
-    if response.status_code in (401, 403) and response.request.url.path.startswith("/admin"):
+    """Raises what a page says to a wrong key or none, with what to do about it."""
+    is_admin = response.request.url.path.startswith("/admin")
+    if response.status_code == 401 or (response.status_code == 403 and is_admin):
         error = error_of(response.text, response.status_code)
-        how = "here: --api-key, or the environment variable BATON_ADMIN_KEY"
+        how = f"here: --api-key, or the environment variable {'BATON_ADMIN_KEY' if is_admin else 'BATON_API_KEY'}"
         raise type(error)(f"{error.message.rstrip('.')}; {how}")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from protos.errors import Misconfigured
 
+TOP = ("port", "grpc_port")  # settings that are written outside [router]
 # Least and greatest value of every number, both allowed.
 RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
@@ -112,4 +113,5 @@ class RouterConfig:
         for name, (least, greatest) in RANGES.items():
             value = getattr(self, name)
             if not least <= value <= greatest:
-                raise Misconfigured(f"router: {name} = {value}: give a number from {least} to {greatest}", param=name)
+                where = "" if name in TOP else "router: "
+                raise Misconfigured(f"{where}{name} = {value}: give a number from {least} to {greatest}", param=name)

@@ -387,6 +387,8 @@ def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
         hint = f" Did you mean '{close}'?" if close else ""
         if (form := name.removeprefix("guided_")) in StructuredOutputs.forms():
             hint = f" It is 'structured_outputs' now: {{\"{form}\": ...}}."
+        if name == "response_format" and kind is CompletionBody:
+            hint = " Completions take 'structured_outputs': {\"json\": ...}."
         return InvalidRequest(f"Unknown parameter: '{path}'.{hint}", param=path)
     if first["type"] == "missing":
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)

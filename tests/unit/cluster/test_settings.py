@@ -52,6 +52,7 @@ def test_no_model_is_refused() -> None:
     ("tables", "said"),
     [
         ({"served_name": ""}, "served_name is '': give"),
+        ({"port": 99999}, "^port = 99999: give a number"),
         ({"worker": {"tpp": 2}}, r"no setting 'tpp' in \[worker\]: did you mean 'tp'\?"),
         ({"workers": {}}, r"no setting 'workers' at the top: did you mean 'worker'\?"),
         ({"prefill_chunk": 5}, r"no setting 'prefill_chunk' at the top: it belongs into \[worker\]"),

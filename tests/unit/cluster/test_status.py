@@ -14,9 +14,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli import main, make_app
-from cluster.remote import get_json, open_client
+from cluster.remote import find_model, get_json, open_client
 from cluster.status import status_tables
-from protos.errors import BatonError
+from protos.errors import BatonError, Misconfigured
 from protos.values import (
     KVLayout,
     LaneAddress,
@@ -191,8 +191,18 @@ def test_a_cluster_with_keys_says_how_to_give_one() -> None:
         return httpx.Response(401, json={"error": {"code": "invalid_api_key", "message": "You gave no key"}})
 
     client = httpx.Client(transport=httpx.MockTransport(refuse), base_url="http://gateway")
-    with client, pytest.raises(BatonError, match=r"You gave no key.*--api-key.*BATON_ADMIN_KEY"):
-        get_json(client, "/admin/status")
+    with client:
+        with pytest.raises(BatonError, match=r"You gave no key.*--api-key.*BATON_ADMIN_KEY"):
+            get_json(client, "/admin/status")
+        with pytest.raises(BatonError, match=r"You gave no key.*--api-key.*BATON_API_KEY"):
+            find_model(client)
+
+
+def test_a_file_of_authorities_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "nothere.pem")
+    with pytest.raises(Misconfigured, match=r"^SSL_CERT_FILE=nothere\.pem: that does not exist"):
+        open_client("https://127.0.0.1:8000")
+    open_client("http://127.0.0.1:8000").close()
 
 
 async def test_a_server_that_does_not_speak_tls_is_not_said_to_be_away() -> None:

@@ -185,6 +185,7 @@ async def test_vllms_extras() -> None:
     ("options", "told"),
     [
         ({"suffix": "x"}, "'suffix'"),
+        ({"extra_body": {"response_format": {}}}, "'response_format'.*Completions take 'structured_outputs'"),
         ({"best_of": 2, "n": 3}, "it must be at least n"),
         ({"logprobs": 30}, "between 0 and 20"),
         ({"prompt": [999]}, "'prompt' has the value 999"),
