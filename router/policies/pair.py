@@ -78,10 +78,9 @@ def pair(
             if (line := view.lanes.get(reader, {}).get(worker_id)) is not None
         }
         is_bound = role is WorkerRole.COLOCATED or not len(readers)
-        is_short = not is_bound and bool(short(view, writers[0]))
-        if is_short and between is not None:
+        alone = is_bound or bool(short(view, writers[0]))
+        if alone and not is_bound and between is not None:
             return None  # it would be handed over if that took less
-        alone = is_bound or is_short
         return Decision(
             policy=name,
             prefill=None if alone else readers.crew.worker_ids[0],
