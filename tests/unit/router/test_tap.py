@@ -189,7 +189,7 @@ async def test_an_answer_leaves_nothing_for_the_collector(two: Cluster, asked: d
     body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}], **asked}
 
     def alive() -> list[object]:
-        return [one for one in gc.get_objects() if isinstance(one, EventStream | Voice | Outlet)]
+        return [one for one in gc.get_objects() if issubclass(type(one), EventStream | Voice | Outlet)]
 
     async with served(two) as client:
         assert (await client.get("/health")).status_code == 200

@@ -17,8 +17,8 @@ def row(block_ids: tuple[int, ...], start: int = 0, sample: Sample | None = GREE
 
 
 def test_the_answer_can_be_computed_on_paper() -> None:
-    """One token, 4: its KV is (4 + 1) * 7919 + 0 = 39595; the weight adds 5 * 1000003."""
-    assert toy_tokens([4], 1, weight=5, vocab_size=997) == ((39595 + 5000015) % 997,)
+    """One token, 4: its KV is (4 + 1) * 7919 + 0 = 39595; the weight adds 5 * 1000003, and all is modulo 65521."""
+    assert toy_tokens([4], 1, weight=5, vocab_size=997) == ((39595 + 5000015) % 65521 % 997,)
 
 
 def test_a_runner_reads_its_kv_through_the_block_table() -> None:
