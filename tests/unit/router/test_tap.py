@@ -200,8 +200,9 @@ async def test_an_answer_leaves_nothing_for_the_collector(two: Cluster, asked: d
             for _ in range(3):
                 assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
             assert (await client.get("/health")).status_code == 200  # the connection knows its last request
-            # Tasks that told of the end may still have to end themselves.
-            await two.until(lambda: all(any(one is known for known in before) for one in alive()))
+            async with asyncio.timeout(20.0):
+                while any(all(one is not known for known in before) for one in alive()):  # noqa: ASYNC110 - tasks end
+                    await asyncio.sleep(0.01)
         finally:
             gc.enable()
 
