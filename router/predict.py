@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protos.values import WorkerLoad, WorkerRole
+from router.overhead import Overhead
 from router.policies.base import Line
 from router.policies.candidates import LINES, Floats, Lines, Places
 from router.recent import Recent, kept
@@ -221,36 +222,6 @@ class Pace:
         return max(0.0, self._took_s + believed_s) / (self._expected_s + believed_s)
 
 
-class Overhead:
-    """The least that lately came to a first token on an idle worker beside the reading of its prompt: steps, calls, the
-    gateway itself. It is not known (0) before `SURE` observations, nor once none has come for twice `PERIOD_S`."""
-
-    PERIOD_S = 60.0
-
-    def __init__(self) -> None:
-        self._least_s = self._before_s = math.inf  # in this period, and in the one before it
-        self._since_s = 0.0
-        self._num_observed = 0
-
-    def observe(self, seconds: float, *, now: float) -> None:
-        self._turn(now)
-        self._least_s = min(self._least_s, max(0.0, seconds))
-        self._num_observed += 1
-
-    def at(self, now: float) -> float:
-        self._turn(now)
-        least_s = min(self._least_s, self._before_s)
-        return least_s if self._num_observed >= SURE and least_s < math.inf else 0.0
-
-    def _turn(self, now: float) -> None:
-        if now < self._since_s + self.PERIOD_S:
-            return
-        self._before_s = self._least_s if now < self._since_s + 2 * self.PERIOD_S else math.inf
-        if self._before_s == math.inf:
-            self._num_observed = 0
-        self._least_s, self._since_s = math.inf, now
-
-
 class Predictor:
     """The fits of all workers and lanes. A worker that nobody has measured counts as its pool does."""
 
@@ -448,7 +419,7 @@ class Predictor:
         if on_idle:  # others' steps are no part of what comes to everybody
             pooled_s = pool.line(READING).each_s
             each_s = pooled_s if prior is None else max(prior.reading.each_s, pooled_s)
-            self._overheads[role].observe(seconds - num_tokens * each_s, now=now)
+            self._overheads[role].observe(seconds, reading_s=num_tokens * each_s, now=now)
 
     def saw_answer(
         self, worker_id: str, role: WorkerRole, *, num_sequences: float, num_tokens: int, seconds: float, now: float

@@ -22,7 +22,7 @@ from typing import Protocol
 from protos.errors import InvalidRequest, Overloaded
 from protos.values import BlockHash
 from router.admission.fair import Entry, FairQueue
-from router.admission.outlook import Overrun, Room, least_ttft_s, predicted_ttft_s, reading_speed
+from router.admission.outlook import Overrun, Room, least_ttft_s, nobody_here, predicted_ttft_s, reading_speed
 from router.admission.returning import Returning
 from router.config import RouterConfig
 from router.generation import Generate, Job, Tap, TokenDelta
@@ -176,8 +176,12 @@ class Admission:
             )
         num_ahead = self._line.tokens_ahead(entry)
         reading_s = predicted_ttft_s(candidates, num_tokens, num_ahead, overhead_s=overhead_s)
-        predicted_s = None if reading_s is None else reading_s + self._overrun.of(reading_s, now=now)
-        if predicted_s is None or predicted_s <= job.max_ttft_s:
+        if reading_s is None or (not num_ahead and nobody_here(candidates)):
+            return (
+                reading_s  # it could be met, for all that is known: there is nothing that coming later would be behind
+            )
+        predicted_s = reading_s + self._overrun.of(reading_s, now=now)
+        if predicted_s <= job.max_ttft_s:
             return reading_s
         self.refused.hopeless += 1
         raise Overloaded(

@@ -97,12 +97,19 @@ def predicted_ttft_s(
 
 
 def least_ttft_s(candidates: Candidates, num_tokens: int, *, overhead_s: float = 0.0) -> float | None:
-    """Seconds to the first token on the best reader if nothing else were to be done; None while a reader has not been
-    measured, which may be the fastest."""
+    """Seconds to the first token on the best reader if nothing else were to be done; None where nobody reads. A reader
+    that has not told its speed, for want of prompts that show it, may be the fastest: it may read at once."""
     readers = readers_of(candidates)
-    if not len(readers) or not readers.prefill_tokens_per_s.all():
+    if not len(readers):
         return None
+    if not readers.prefill_tokens_per_s.all():
+        return overhead_s
     return float(_idle_s(readers, num_tokens, overhead_s).min())
+
+
+def nobody_here(candidates: Candidates) -> bool:
+    """Has no worker any request?"""
+    return not (candidates.num_requests.any() or candidates.queued_prefill_tokens.any())
 
 
 def reading_speed(candidates: Candidates) -> float:

@@ -224,6 +224,26 @@ async def test_a_bound_below_what_comes_to_every_first_token_cannot_be_met() -> 
     assert not pool.given
     pool.finish("a")
     assert await run(gate, job("a", num_tokens=30, max_ttft_s=0.002))
+    pool.show(prefill_tokens_per_s=0.0, num_requests=0, num_waiting=0, queued_prefill_tokens=0)  # all were as short
+    with pytest.raises(InvalidRequest, match="about 2 ms"):
+        await run(gate, job("tiny", num_tokens=30, max_ttft_s=0.001))
+
+
+@pytest.mark.parametrize(("speed", "num_given"), [(SPEED, 0), (1e7, 20)])
+def test_with_nobody_else_here_nobody_is_told_to_come_again(speed: float, num_given: int) -> None:
+    """A bound that was missed a moment ago is refused for good or tried again: there is nothing to wait for."""
+
+    async def scenario() -> None:
+        pool = Pool()
+        gate = admission(pool)
+        for number in range(20):
+            pool.show(prefill_tokens_per_s=speed, num_waiting=0, num_requests=0, queued_prefill_tokens=0)
+            asyncio.get_running_loop().call_later(0.05, pool.finish, f"a{number}")
+            with suppress(InvalidRequest):
+                await run(gate, job(f"a{number}", num_tokens=10, max_ttft_s=0.001))
+        assert (len(pool.given), gate.refused.impossible) == (num_given, 20 - num_given)
+
+    run_virtually(scenario())
 
 
 async def test_a_prompt_is_hashed_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
