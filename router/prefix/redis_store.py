@@ -276,19 +276,26 @@ def num_blocks(event: KVEvent) -> int:
 
 
 def _entries(messages: Sequence[KVEvents]) -> Iterator[KVEvents]:
-    """The same events, in messages neither tiny nor huge."""
+    """The same events, each once, in messages neither tiny nor huge. One may begin with what was told before it; where
+    another gateway told of some in between, a new one begins."""
     gathered: list[KVEvent] = []
-    size, first_seq = 0, messages[0].first_seq
+    size, first_seq, incarnation = 0, messages[0].first_seq, messages[0].incarnation
     for message in messages:
-        for event in message.events:
+        next_seq = first_seq + len(gathered)
+        if message.first_seq > next_seq:
+            if gathered:
+                yield KVEvents(incarnation=incarnation, first_seq=first_seq, events=tuple(gathered))
+            first_seq = next_seq = message.first_seq
+            gathered, size = [], 0
+        for event in message.events[next_seq - message.first_seq :]:
             gathered.append(event)
             size += num_blocks(event)
             if size >= ENTRY_BLOCKS:
-                yield KVEvents(incarnation=message.incarnation, first_seq=first_seq, events=tuple(gathered))
+                yield KVEvents(incarnation=incarnation, first_seq=first_seq, events=tuple(gathered))
                 first_seq += len(gathered)
                 gathered, size = [], 0
     if gathered:
-        yield KVEvents(incarnation=messages[0].incarnation, first_seq=first_seq, events=tuple(gathered))
+        yield KVEvents(incarnation=incarnation, first_seq=first_seq, events=tuple(gathered))
 
 
 def _pieces(snapshot: KVEvents) -> Iterator[KVEvents]:

@@ -1,0 +1,31 @@
+"""What a gateway writes for the others: every event once, under its own number."""
+
+from __future__ import annotations
+
+from protos.values import BlockStored, KVEvent, KVEvents
+from router.prefix.redis_store import _entries
+
+EVENTS: tuple[KVEvent, ...] = tuple(BlockStored(hashes=(bytes([number]) * 16,)) for number in range(9))
+
+
+def said(first: int, stop: int) -> KVEvents:
+    return KVEvents(incarnation=3, first_seq=first, events=EVENTS[first:stop])
+
+
+def written(*messages: KVEvents) -> dict[int, KVEvent]:
+    """By number; each only once."""
+    numbered = [(entry.first_seq + i, event) for entry in _entries(messages) for i, event in enumerate(entry.events)]
+    assert len(numbered) == len(dict(numbered))
+    return dict(numbered)
+
+
+def test_what_a_worker_says_twice_is_written_once_and_moves_no_number() -> None:
+    """Doubled messages, and the answer to a gap that overlaps what came anyway."""
+    expected = dict(enumerate(EVENTS[:6]))
+    assert written(said(0, 2), said(0, 2), said(2, 6)) == expected
+    assert written(said(0, 4), said(2, 6)) == expected
+    assert written(said(0, 6), said(1, 3)) == expected
+
+
+def test_events_that_another_gateway_told_of_leave_their_numbers_free() -> None:
+    assert written(said(2, 4), said(6, 8)) == {number: EVENTS[number] for number in (2, 3, 6, 7)}
