@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from cluster.config import ClusterConfig
-from cluster.log import LogFormat, set_up_log
+from cluster.log import LogConsole, LogFormat, set_up_log
 from cluster.settings import Table, make_config, merge, read_file, setting
 from protos.errors import Misconfigured
 from workers.config import Device, Dtype
@@ -98,7 +98,7 @@ def refuse_others(context: typer.Context, why: str, taken: Collection[str]) -> N
 
 def terminal(log_format: LogFormat) -> Console:
     """stderr, with the log going there."""
-    console = Console(stderr=True, force_terminal=False if log_format is LogFormat.JSON else None)
+    console = LogConsole(stderr=True, force_terminal=False if log_format is LogFormat.JSON else None)
     set_up_log(console, log_format)
     return console
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 from datetime import UTC, datetime
 from enum import StrEnum
 
@@ -16,6 +18,21 @@ STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bo
 class LogFormat(StrEnum):
     TEXT = "text"
     JSON = "json"
+
+
+class LogConsole(Console):
+    """Where the log goes. Once nobody reads it any more, as in `baton up 2>&1 | head`, this is what a terminal that is
+    gone is: a hangup, which stops in order what serves. What is still said goes nowhere."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises nothing: whoever logs may be in the middle of stopping, and is no place to end at."""
+        if self.quiet:
+            return
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # for what the interpreter and libraries say there
+        os.close(nowhere)
+        signal.raise_signal(signal.SIGHUP)
 
 
 def set_up_log(console: Console, log_format: LogFormat, *, level: int = logging.INFO) -> None:
@@ -52,6 +69,8 @@ class JsonHandler(logging.Handler):
         try:
             self._console.file.write(json.dumps(_fields(record), ensure_ascii=False) + "\n")
             self._console.file.flush()
+        except BrokenPipeError:
+            self._console.on_broken_pipe()
         except (OSError, ValueError):
             self.handleError(record)
 

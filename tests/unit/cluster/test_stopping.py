@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
 
 import pytest
+from rich.console import Console
 
+from cluster.log import JsonHandler, LogConsole, TextHandler
 from cluster.stopping import SIGNALS, Stop
 
 
@@ -57,3 +60,21 @@ async def test_work_that_ends_by_itself_says_so_and_passes_its_error_on(stop: St
 
     with pytest.raises(ValueError, match="no"):
         await stop.before(fail())
+
+
+@pytest.mark.parametrize("handler", [TextHandler, JsonHandler])
+async def test_a_log_that_nobody_reads_any_more_stops_it_in_order(
+    stop: Stop, handler: type[TextHandler | JsonHandler]
+) -> None:
+    """`baton up 2>&1 | head`. Whoever logs notices nothing: it may be what ends the cluster."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as file:
+        to: Console = LogConsole(file=file)
+        log = handler(to)
+        for line in ("is ready", "stopping", "stopped"):
+            log.emit(logging.makeLogRecord({"msg": line, "levelno": logging.INFO}))
+        await stop.asked.wait()
+        await asyncio.sleep(0)
+        assert not stop.forced.is_set()
+        print("said by others", file=file, flush=True)
