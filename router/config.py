@@ -67,7 +67,7 @@ class RouterConfig:
     https://b.example", or "*") may ask from a browser.
 
     Calls of tools are read from answers as `tool_parser` says: "hermes", "llama3_json", "mistral", or "auto", as the
-    model's chat template shows them.
+    model's chat template shows them. With `disable_any_whitespace` JSON whose form a request binds has none.
 
     `tenants` is a file of tenants and the hashes of their keys (docs/operating.md); empty: no keys are asked for.
     """
@@ -103,6 +103,7 @@ class RouterConfig:
     max_backlog_s: float = 0.5
     tenants: str = ""
     tool_parser: str = "auto"
+    disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
         if self.tool_parser not in TOOL_PARSERS:

@@ -30,7 +30,8 @@ from router.text.tool_calls import ToolFormat
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
     """`wall_clock` gives seconds since 1970, for the `created` of answers and nothing else. `tool_format` is how the
-    model writes calls of tools, None where nobody knows."""
+    model writes calls of tools, None where nobody knows. With `disable_any_whitespace` JSON that a grammar binds has
+    none outside of strings."""
 
     card: ModelCard
     tokenizer: Tokenizer
@@ -48,6 +49,7 @@ class Gateway:
     cors_origins: tuple[str, ...] = ()
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     tool_format: ToolFormat | None = None
+    disable_any_whitespace: bool = False
     wall_clock: Callable[[], float] = time.time
 
     def ready(self) -> bool:
@@ -177,6 +179,7 @@ def open_gateway(
         tokenizer=tokenizer,
         template=template,
         tool_format=_tool_format(config.tool_parser, template),
+        disable_any_whitespace=config.disable_any_whitespace,
         generate=generate,
         fleet=fleet,
         metrics=metrics or RequestMetrics(),

@@ -199,7 +199,9 @@ class _Inference(pb_grpc.InferenceServicer):
         self._gateway.check_model(request.model)
         asked = _asked(request)
         if form := request.sampling.WhichOneof("form"):
-            asked = replace(asked, grammar=_grammar(request.sampling, form))
+            asked = replace(
+                asked, grammar=_grammar(request.sampling, form, compact=self._gateway.disable_any_whitespace)
+            )
             await self._gateway.grammars.check(asked.grammar, param=form)
         match request.WhichOneof("prompt"):
             case "tokens":
@@ -282,7 +284,7 @@ def _asked(request: pb.GenerateRequest) -> Asked:
     )
 
 
-def _grammar(sampling: pb.Sampling, form: str) -> str:
+def _grammar(sampling: pb.Sampling, form: str, *, compact: bool) -> str:
     match form:
         case "json_schema":
             try:
@@ -291,7 +293,7 @@ def _grammar(sampling: pb.Sampling, form: str) -> str:
                 raise InvalidRequest(f"'json_schema' is not valid JSON: {error}", param=form) from None
             if not isinstance(schema, dict):
                 raise InvalidRequest("'json_schema' must be a JSON object", param=form)
-            return json_grammar(schema)
+            return json_grammar(schema, compact=compact)
         case "regex":
             return regex_grammar(sampling.regex)
         case _:

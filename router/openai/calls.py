@@ -50,10 +50,10 @@ def tooling_of(body: ChatBody, gateway: Gateway) -> Tooling:
     if not body.tools and body.tool_choice not in (None, "none"):
         raise InvalidRequest("'tool_choice' is only allowed with tools: give some", param="tool_choice")
     if body.structured_outputs is not None:
-        return _structured(body, has_tools=choice != "none")
-    asked = body.response_format
+        return _structured(body, gateway, has_tools=choice != "none")
+    asked, compact = body.response_format, gateway.disable_any_whitespace
     if not body.tools or choice == "none":
-        return Tooling(grammar=asked.grammar() if asked is not None else "")
+        return Tooling(grammar=asked.grammar(compact=compact) if asked is not None else "")
     functions = [tool.to_function() for tool in body.tools]
     if len({one.name for one in functions}) != len(functions):
         raise InvalidRequest("'tools' has two functions of one name: give each its own", param="tools")
@@ -67,7 +67,7 @@ def tooling_of(body: ChatBody, gateway: Gateway) -> Tooling:
         asked_for = choice.allowed_tools
         functions = [_named(functions, one.function.name) for one in asked_for.tools]
         choice = asked_for.mode
-    grammar, param, instead = "", "tools", asked.rule() if asked is not None else ""
+    grammar, param, instead = "", "tools", asked.rule(compact=compact) if asked is not None else ""
     if choice == "required":
         grammar = calls_grammar(form, functions, parallel=parallel)
     elif instead:
@@ -83,7 +83,7 @@ def _loose(function: Function) -> Function:
     return Function(name=function.name, parameters={"type": "object"})
 
 
-def _structured(body: ChatBody, *, has_tools: bool) -> Tooling:
+def _structured(body: ChatBody, gateway: Gateway, *, has_tools: bool) -> Tooling:
     assert body.structured_outputs is not None
     asked = body.response_format
     other = "tools" if has_tools else "response_format" if asked is not None and asked.type != "text" else ""
@@ -91,7 +91,8 @@ def _structured(body: ChatBody, *, has_tools: bool) -> Tooling:
         raise InvalidRequest(
             f"'structured_outputs' and '{other}' exclude each other: give one of them", param="structured_outputs"
         )
-    return Tooling(grammar=body.structured_outputs.to_grammar(), param="structured_outputs")
+    grammar = body.structured_outputs.to_grammar(compact=gateway.disable_any_whitespace)
+    return Tooling(grammar=grammar, param="structured_outputs")
 
 
 def _form(gateway: Gateway) -> ToolFormat:

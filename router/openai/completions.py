@@ -33,7 +33,7 @@ async def completions(gateway: Gateway, request: Request, track: Track) -> Respo
     gateway.check_model(body.model)
     asked = with_bound(body.asked(), request)
     if body.structured_outputs is not None:
-        grammar = body.structured_outputs.to_grammar()
+        grammar = body.structured_outputs.to_grammar(compact=gateway.disable_any_whitespace)
         await gateway.grammars.check(grammar, param="structured_outputs")
         asked = replace(asked, grammar=grammar)
     prompts = await _prompts(gateway, body)

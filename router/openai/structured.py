@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+import orjson
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from protos.errors import InvalidRequest
 from router.openai.body import MAX_DEPTH, Body, FirstWrong, Schema, at_most
 from router.text.structure import MAX_CHOICES, choice_grammar, inline_json, json_grammar, regex_grammar
 
-_SCHEMA = f"a JSON Schema, nested at most {MAX_DEPTH} deep"
+_SCHEMA = f"a JSON Schema: an object nested at most {MAX_DEPTH} deep"
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def _read(schema: Any) -> Any:
+    """As vLLM, which takes a schema's text as well. Raises InvalidRequest."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return orjson.loads(schema)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(
+            f"'structured_outputs.json' is a text that is not JSON: {error}; give the JSON Schema itself, or its text",
+            param="structured_outputs.json",
+        ) from None
+
+
+_TEXT = {"type": "string", "contentMediaType": "application/json"}
+WrittenSchema = Annotated[Schema, BeforeValidator(_read), WithJsonSchema({"anyOf": [_ANY_OBJECT, _TEXT]})]
 
 
 class JsonSchema(Body):
@@ -48,22 +66,22 @@ class ResponseFormat(Body):
         schema = self.json_schema.schema_
         return _ANY_OBJECT if schema is None else schema, self.json_schema.strict is False
 
-    def grammar(self) -> str:
+    def grammar(self, *, compact: bool) -> str:
         """ "" for text. Raises InvalidRequest."""
         asked = self.schema_asked()
-        return json_grammar(asked[0], lenient=asked[1]) if asked is not None else ""
+        return json_grammar(asked[0], lenient=asked[1], compact=compact) if asked is not None else ""
 
-    def rule(self) -> str:
+    def rule(self, *, compact: bool) -> str:
         """The same, as a rule's right side."""
         asked = self.schema_asked()
-        return inline_json(asked[0], lenient=asked[1]) if asked is not None else ""
+        return inline_json(asked[0], lenient=asked[1], compact=compact) if asked is not None else ""
 
 
 _ONE = ("json", "regex", "choice", "grammar")
 
 
 def _exactly_one(schema: dict[str, Any]) -> None:
-    kinds = {"json": "object", "regex": "string", "choice": "array", "grammar": "string"}
+    kinds = {"json": ["object", "string"], "regex": "string", "choice": "array", "grammar": "string"}
     schema["oneOf"] = [{"required": [name], "properties": {name: {"type": kinds[name]}}} for name in _ONE]
 
 
@@ -72,25 +90,27 @@ class StructuredOutputs(Body):
 
     model_config = ConfigDict(json_schema_extra=_exactly_one)
 
-    json_: Schema | None = Field(default=None, alias="json", description=_SCHEMA)
+    json_: WrittenSchema | None = Field(default=None, alias="json", description=f"{_SCHEMA}, or its text")
     regex: str | None = Field(default=None, description="a regular expression")
     choice: Annotated[list[str] | None, FirstWrong(), at_most(MAX_CHOICES)] = Field(
         default=None, min_length=1, max_length=MAX_CHOICES, description=f"a list of 1 to {MAX_CHOICES} strings"
     )
     grammar: str | None = Field(default=None, min_length=1, description="a Lark grammar")
+    disable_any_whitespace: bool | None = Field(default=None, description="true or false")
 
     @staticmethod
     def forms() -> tuple[str, ...]:
         return _ONE
 
-    def to_grammar(self) -> str:
-        """Raises InvalidRequest."""
+    def to_grammar(self, *, compact: bool) -> str:
+        """`compact`: JSON has no white space where the request does not say whether. Raises InvalidRequest."""
         given = [one for one in (self.json_, self.regex, self.choice, self.grammar) if one is not None]
         if len(given) != 1:
             told = f"'structured_outputs' has {len(given)} of {', '.join(_ONE)}"
             raise InvalidRequest(f"{told}: give exactly one", param="structured_outputs")
         if self.json_ is not None:
-            return json_grammar(self.json_)
+            asked = self.disable_any_whitespace
+            return json_grammar(self.json_, compact=compact if asked is None else asked)
         if self.regex is not None:
             return regex_grammar(self.regex)
         return choice_grammar(self.choice) if self.choice is not None else self.grammar or ""

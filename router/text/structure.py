@@ -25,20 +25,21 @@ MAX_CHOICES = 1024
 _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,24}"
 
 
-def json_grammar(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-    """JSON that the schema accepts. A `lenient` grammar passes over keywords that cannot be enforced.
+def json_grammar(schema: Mapping[str, Any], *, lenient: bool = False, compact: bool = False) -> str:
+    """JSON that the schema accepts. A `lenient` grammar passes over keywords that cannot be enforced; a `compact` one
+    has no white space outside of strings.
 
     Raises InvalidRequest for a schema that cannot be read.
     """
     try:
-        return LLMatcher.grammar_from_json_schema(orjson.dumps(schema).decode(), overrides=_options(lenient))
+        return LLMatcher.grammar_from_json_schema(orjson.dumps(schema).decode(), overrides=_options(lenient, compact))
     except (TypeError, ValueError) as error:  # nested too deeply, mostly
         raise InvalidRequest(f"the JSON Schema cannot be read: {error}") from error
 
 
-def inline_json(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+def inline_json(schema: Mapping[str, Any], *, lenient: bool = False, compact: bool = False) -> str:
     """The same, as a rule's right side in a Lark grammar."""
-    return f"%json {orjson.dumps({**schema, 'x-guidance': _options(lenient)}).decode()}"
+    return f"%json {orjson.dumps({**schema, 'x-guidance': _options(lenient, compact)}).decode()}"
 
 
 def regex_grammar(regex: str) -> str:
@@ -56,5 +57,7 @@ def literal(text: str) -> str:
     return orjson.dumps(text).decode().replace("\x7f", "\\u007f")
 
 
-def _options(lenient: bool) -> JsonCompileOptions:
+def _options(lenient: bool, compact: bool) -> JsonCompileOptions:
+    if compact:
+        return {"whitespace_flexible": False, "lenient": lenient}
     return {"whitespace_pattern": _WHITESPACE, "lenient": lenient}

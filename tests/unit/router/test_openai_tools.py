@@ -152,6 +152,12 @@ async def test_a_choice_of_tools_binds_the_answer(options: dict[str, Any], good:
         ({"extra_body": {"structured_outputs": {"regex": "a/b+"}}}, ["a/bb"], ["a/", "xa/b"]),
         ({"extra_body": {"structured_outputs": {"choice": ['y"es', "no"]}}}, ['y"es', "no"], ["yes"]),
         ({"extra_body": {"structured_outputs": {"json": SCHEMA}}}, ['{"city":""}'], ["{}"]),
+        ({"extra_body": {"structured_outputs": {"json": json.dumps(SCHEMA)}}}, ['{ "city":""}'], ["{}"]),
+        (
+            {"extra_body": {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}},
+            ['{"city":" a"}'],
+            ['{"city": ""}', '{\n"city":""}'],
+        ),
         ({"extra_body": {"structured_outputs": {"grammar": 'start: "a" /[0-9]+/'}}}, ["a7"], ["a"]),
     ],
 )
@@ -191,6 +197,10 @@ STRICT_NOT = {"type": "function", "function": {"name": "save", "strict": True, "
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "leave one of them out"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-around"),
         ({"structured_outputs": {}}, "structured_outputs", "give exactly one"),
+        ({"structured_outputs": {"json": "{city"}}, "structured_outputs.json", "not JSON: .*or its text"),
+        ({"structured_outputs": {"json": '"city"'}}, "structured_outputs.json", "must be a JSON Schema.*or its text"),
+        ({"structured_outputs": {"json": json.dumps(DEEP)}}, "structured_outputs.json", "nested too deeply"),
+        ({"response_format": schema(json.dumps(SCHEMA))}, "response_format.json_schema.schema", "must be .* object"),
         ({"guided_json": SCHEMA}, "guided_json", 'structured_outputs\' now: {"json": ...}'),
         ({"response_format": schema(DEEP)}, "response_format.json_schema.schema", "nested too deeply.*at most 64"),
         ({"tools": [WEATHER], "tool_choice": allowed("auto")}, "tool_choice", "are weather"),
@@ -212,6 +222,16 @@ async def test_a_lenient_schema_passes_over_what_cannot_be_enforced() -> None:
     async with talking() as (client, generate):
         await ask(client, response_format=schema({"type": "object", "not": {}}, strict=False))
     assert fits(generate.jobs[0].sampling.grammar, "{}")
+
+
+async def test_an_operator_may_forbid_white_space_where_requests_do_not_say() -> None:
+    spaced, dense = '{"city": ""}', '{"city":""}'
+    async with talking(disable_any_whitespace=True) as (client, generate):
+        await ask(client, response_format=schema(SCHEMA))
+        for said in ({}, {"disable_any_whitespace": False}):
+            await ask(client, extra_body={"structured_outputs": {"json": SCHEMA} | said})
+    told = [(fits(job.sampling.grammar, dense), fits(job.sampling.grammar, spaced)) for job in generate.jobs]
+    assert told == [(True, False), (True, False), (True, True)]
 
 
 async def test_calls_that_nobody_can_read_are_refused() -> None:

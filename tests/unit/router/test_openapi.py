@@ -172,7 +172,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"max_tokens": 1}, {"stop_token_ids": [512]}, {"stop_token_ids": [511]}, {"logit_bias": {"5": 100}},
     {"stop_token_ids": [5.0]}, {"stop_token_ids": [5.5]}, {"structured_outputs": {"regex": "a"}},
     {"structured_outputs": {"regex": "a"}, "ignore_eos": True}, {"structured_outputs": {"regex": "a", "choice": ["b"]}},
-    {"structured_outputs": {}}, {"structured_outputs": {"choice": []}},
+    {"structured_outputs": {}}, {"structured_outputs": {"choice": []}}, {"structured_outputs": {"json": "{}"}},
+    {"structured_outputs": {"json": 5}}, {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
     {"logit_bias": {"5": 101}}, {"logit_bias": {"five": 1}}, {"logit_bias": {"511": 1}}, {"logit_bias": {"512": 1}},
     {"logit_bias": {"499": 1}}, {"logit_bias": {"1000": 1}}, {"max_ttft_ms": 0}, {"cache_salt": ""},
 )  # fmt: skip
