@@ -182,10 +182,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprobs:
-    """Natural-log probabilities of one position: the chosen token and the most likely ones, best first."""
+    """Natural-log probabilities of one position: the chosen token and the most likely ones, best first. `rank` is the
+    chosen token's, from 1 on; 0 is unknown."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

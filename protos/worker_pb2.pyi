@@ -270,6 +270,9 @@ class Logprobs(_message.Message):
 
     CHOSEN_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """of the chosen token, 1 being the most likely; 0: not told"""
     @_builtins.property
     def chosen(self) -> Global___TokenLogprob: ...
     @_builtins.property
@@ -279,10 +282,11 @@ class Logprobs(_message.Message):
         *,
         chosen: Global___TokenLogprob | None = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "rank", b"rank", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

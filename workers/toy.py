@@ -167,4 +167,4 @@ class ToyRunner:
             TokenLogprob(token_id=(token_id + k) % self._vocab_size, logprob=float(np.log(0.5) * (k + 1)))
             for k in range(num_top)
         )
-        return Logprobs(chosen=best, top=tuple(top))
+        return Logprobs(chosen=best, top=tuple(top), rank=1)

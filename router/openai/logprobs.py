@@ -69,11 +69,11 @@ def prompt_logprobs(entries: Sequence[Logprobs], tokenizer: Tokenizer) -> list[d
 
 
 def _by_id(entry: Logprobs, tokenizer: Tokenizer) -> dict[str, Any]:
-    ranks = {one.token_id: rank for rank, one in enumerate(entry.top, 1)}
+    ranks = {entry.chosen.token_id: entry.rank or None} | {one.token_id: rank for rank, one in enumerate(entry.top, 1)}
     return {
         str(one.token_id): {
             "logprob": max(one.logprob, _LOWEST),
-            "rank": ranks.get(one.token_id),
+            "rank": ranks[one.token_id],
             "decoded_token": tokenizer.token_text(one.token_id),
         }
         for one in (entry.chosen, *entry.top)

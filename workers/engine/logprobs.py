@@ -20,12 +20,13 @@ class Scores:
         self._nums_top = nums_top
         logprobs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
         chosen_T = logprobs_TV.gather(1, token_ids_T.unsqueeze(1)).squeeze(1)
+        ranks_T = _ranks(logprobs_TV, token_ids_T, chosen_T)
         best_ids_TK = _best(logprobs_TV, min(max(nums_top), logits_TV.shape[1]))
-        self._landing = Landing(token_ids_T, chosen_T, best_ids_TK, logprobs_TV.gather(1, best_ids_TK))
+        self._landing = Landing(token_ids_T, chosen_T, ranks_T, best_ids_TK, logprobs_TV.gather(1, best_ids_TK))
 
     def fetch(self) -> list[Logprobs]:
         """Waits for the device."""
-        ids, chosen, best_ids, best = (tensor.tolist() for tensor in self._landing.wait())
+        ids, chosen, ranks, best_ids, best = (tensor.tolist() for tensor in self._landing.wait())
         return [
             Logprobs(
                 chosen=TokenLogprob(token_id=token_id, logprob=logprob),
@@ -33,11 +34,19 @@ class Scores:
                     TokenLogprob(token_id=top_id, logprob=top)
                     for top_id, top in zip(ids_K[:num_top], top_K[:num_top], strict=True)
                 ),
+                rank=rank,
             )
-            for token_id, logprob, ids_K, top_K, num_top in zip(
-                ids, chosen, best_ids, best, self._nums_top, strict=True
+            for token_id, logprob, rank, ids_K, top_K, num_top in zip(
+                ids, chosen, ranks, best_ids, best, self._nums_top, strict=True
             )
         ]
+
+
+def _ranks(values_TV: torch.Tensor, token_ids_T: torch.Tensor, chosen_T: torch.Tensor) -> torch.Tensor:
+    """Where each row's token stands in it, from 1 on: a pass over the row, beside which no sorting is needed."""
+    ids_V = torch.arange(values_TV.shape[1], device=values_TV.device)
+    chosen_T1, earlier_TV = chosen_T.unsqueeze(1), ids_V < token_ids_T.unsqueeze(1)
+    return 1 + ((values_TV > chosen_T1) | ((values_TV == chosen_T1) & earlier_TV)).sum(dim=1)
 
 
 def _best(values_TV: torch.Tensor, count: int) -> torch.Tensor:

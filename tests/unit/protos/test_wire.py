@@ -19,7 +19,7 @@ SAMPLING = values.SamplingParams(
     temperature=0.7, logit_bias=((3, -100.0), (4, 1.5)), seed=2**63 + 1, logprobs=0, stop_token_ids=(2, 3)
 )
 LOGPROBS = values.Logprobs(
-    chosen=values.TokenLogprob(token_id=1, logprob=-0.5), top=(values.TokenLogprob(token_id=1, logprob=-0.5),)
+    chosen=values.TokenLogprob(token_id=1, logprob=-0.5), top=(values.TokenLogprob(token_id=1, logprob=-0.5),), rank=1
 )
 LANES = values.LaneLoad(transport="gloo", reason="another host", num_open=2, num_opened=7, num_lost=5, num_corrupt=1)
 HOST = values.HostLoad(num_blocks=64, num_used=9, num_hit_tokens=2**33, load_s=0.25)

@@ -196,7 +196,7 @@ def scored(token_id: int, num_top: int) -> Logprobs:
     """A made-up distribution: the chosen token is the second best; logprobs fall by one a rank."""
     ranked = [token_id - 1, token_id, *range(token_id + 1, token_id + num_top)]
     top = tuple(TokenLogprob(token_id=one, logprob=-0.5 - rank) for rank, one in enumerate(ranked[:num_top]))
-    return Logprobs(chosen=TokenLogprob(token_id=token_id, logprob=-1.5), top=top)
+    return Logprobs(chosen=TokenLogprob(token_id=token_id, logprob=-1.5), top=top, rank=2)
 
 
 def make_gateway(generate: Any, **changes: Any) -> Gateway:

@@ -150,10 +150,13 @@ async def test_token_ids_are_returned_on_demand() -> None:
 async def test_prompt_logprobs_are_returned_on_demand() -> None:
     async with talking() as (client, generate):
         reply = await ask(client, extra_body={"prompt_logprobs": 2})
+        without = await ask(client, extra_body={"prompt_logprobs": 0})
     prompt = generate.jobs[0].prompt_ids
     assert len(reply.prompt_logprobs) == len(prompt)
     assert reply.prompt_logprobs[0] is None
-    assert reply.prompt_logprobs[1][str(prompt[1])] == {"logprob": -1.5, "rank": 2, "decoded_token": "<|user|>"}
+    told = {"logprob": -1.5, "rank": 2, "decoded_token": "<|user|>"}
+    assert reply.prompt_logprobs[1][str(prompt[1])] == told
+    assert without.prompt_logprobs[1] == {str(prompt[1]): told}, "its rank is known without those before it"
 
 
 async def test_text_parts_and_all_roles_are_read() -> None:

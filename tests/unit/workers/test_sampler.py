@@ -277,6 +277,8 @@ def test_equal_logprobs_are_listed_by_id() -> None:
     (found,) = score(logits, [3], [4])
     assert [top.token_id for top in found.top] == [1, 4, 0, 2]
     assert found.chosen.token_id == 3
+    ranks = [one.rank for one in score(logits.expand(5, 5), range(5), [0] * 5)]
+    assert ranks == [3, 1, 4, 5, 2], "whether they are listed or not"
 
 
 def test_more_logprobs_than_tokens() -> None:
