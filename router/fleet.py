@@ -384,7 +384,7 @@ class Fleet:
                 return
 
     def _enter(self, member: Member, state: WorkerState, reason: str = "") -> None:
-        if member.enter(state, reason):
+        if member.enter(state, reason, now=asyncio.get_running_loop().time()):
             if member.state is WorkerState.LEFT:
                 log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address)
                 self._changed()

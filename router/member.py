@@ -3,7 +3,7 @@
 joining ──▶ ready ⇄ draining          ready: takes new work; draining: finishes what it has
    ▲          │
    └── lost ◀─┘   incompatible: answers, but cannot work with the rest; never routed to
-                  left: gone as it was told to, after draining, until its successor is met
+                  left: gone as it was told to, after draining, until its successor is met, or has not come for long
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from router.client import Updates, WorkerClient
 from router.policies.candidates import Figures
 
 SUCCEEDED = "as it was told to; its successor is due"
+SUCCESSOR_S = 600.0  # as long as `baton drain` waits: large weights take minutes
+UNSUCCEEDED = f"it left as it was told to, and no successor has come for {SUCCESSOR_S / 60:g} minutes"
 STEPS_TO_SHOW = 2  # a step that was running when a request arrived says nothing of it; the one after that does
 
 
@@ -83,6 +85,7 @@ class Member:
         self.breaker = Breaker()
         self.on_change: Callable[[Member, None], None] | None = None
         self._routed: dict[str, Routed] = {}
+        self._left_s: float | None = None
 
     def changed(self) -> None:
         if self.on_change is not None:
@@ -127,10 +130,16 @@ class Member:
         self.client = None
         self.changed()
 
-    def enter(self, state: WorkerState, reason: str = "") -> bool:
-        """Whether anything changed. One that drained, and is not reached now, has left: so it was told."""
-        if state is WorkerState.LOST and self.state in (WorkerState.DRAINING, WorkerState.LEFT):
-            state, reason = WorkerState.LEFT, SUCCEEDED
+    def enter(self, state: WorkerState, reason: str = "", *, now: float) -> bool:
+        """Whether anything changed. One that drained, and is not reached now, has left: so it was told. It is lost like
+        others once its successor has not come for `SUCCESSOR_S`."""
+        if state is not WorkerState.LOST:
+            self._left_s = None
+        elif self.state is WorkerState.DRAINING:
+            self._left_s = now
+        if self._left_s is not None:
+            is_due = now < self._left_s + SUCCESSOR_S
+            state, reason = (WorkerState.LEFT, SUCCEEDED) if is_due else (state, UNSUCCEEDED)
         changed = (state, reason) != (self.state, self.reason)
         self.state, self.reason = state, reason
         self.changed()

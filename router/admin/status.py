@@ -39,15 +39,19 @@ def not_ready(gateway: Gateway) -> str:
     return "; ".join(told) or "no worker has joined yet"
 
 
-def no_readers(gateway: Gateway) -> str:
-    """Which pool is away although requests are served; "" when none is. Prefill workers never met are not known."""
+def missing(gateway: Gateway) -> str:
+    """Who is away although requests are served: the prefill pool, and workers never met, of whatever pool they are; ""
+    when nobody is."""
     if not gateway.fleet.ready():
         return ""
-    readers = [one for one in gateway.fleet.status() if one.info is not None and one.info.role is WorkerRole.PREFILL]
-    if not readers or any(one.state == "ready" for one in readers):
-        return ""
-    told = "; ".join(_said(one) for one in readers)
-    return f"no prefill worker is ready ({told}): the others read prompts themselves meanwhile"
+    workers = gateway.fleet.status()
+    readers = [one for one in workers if one.info is not None and one.info.role is WorkerRole.PREFILL]
+    unmet = "; ".join(_said(one) for one in workers if one.info is None)
+    told = [f"never met: {unmet}"] if unmet else []
+    if readers and not any(one.state == "ready" for one in readers):
+        away = "; ".join(_said(one) for one in readers)
+        told.insert(0, f"no prefill worker is ready ({away}): the others read prompts themselves meanwhile")
+    return "; ".join(told)
 
 
 def _said(worker: WorkerView) -> str:

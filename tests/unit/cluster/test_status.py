@@ -153,6 +153,16 @@ async def test_who_was_told_to_leave_is_not_called_lost_and_a_pool_without_worke
     assert (refused["reason"], refused["degraded"]) == (away, "")
 
 
+async def test_a_worker_that_was_never_met_is_missed_although_others_serve() -> None:
+    fleet = Crew(
+        Worker(worker_id="decode-0", info=info("decode-0", WorkerRole.DECODE)),
+        Worker(worker_id="prefill-0", state="lost", reason="Connection refused"),
+    )
+    async with serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url, httpx.AsyncClient() as client:
+        told = (await client.get(f"{url}/ready")).json()
+    assert (told["ready"], told["degraded"]) == (True, "never met: prefill-0 is lost (Connection refused)")
+
+
 async def test_json_is_all_of_it() -> None:
     status: dict[str, Any] = json.loads(await ask(crew(), "--json"))
     assert status["ready"] is True

@@ -131,11 +131,14 @@ async def test_a_request_has_a_name() -> None:
 async def test_ready_says_why_not() -> None:
     fleet = Crew(Worker(worker_id="decode-0", state="joining", reason="not met yet"))
     async with visiting(fleet=fleet) as (client, _):
-        assert (await client.get("/ready")).json() == {"ready": True, "reason": "", "degraded": ""}
+        never_met = "never met: decode-0 is joining (not met yet)"
+        assert (await client.get("/ready")).json() == {"ready": True, "reason": "", "degraded": never_met}
+        joining, fleet.workers = fleet.workers, ()
+        assert (await client.get("/ready")).json()["degraded"] == ""
         fleet.amiss = "no Redis"
         degraded = await client.get("/ready")
         assert (degraded.status_code, degraded.json()["degraded"]) == (200, "no Redis"), "it serves all the same"
-        fleet.is_ready, fleet.amiss = False, ""
+        fleet.is_ready, fleet.amiss, fleet.workers = False, "", joining
         unready = await client.get("/ready")
         fleet.workers = (Worker(worker_id="prefill-0"),)
         alone = await client.get("/ready")

@@ -26,7 +26,7 @@ def met(worker_id: str, role: WorkerRole) -> Member:
     member = Member(worker_id, "host:1")
     member.client = SimpleNamespace(lost=False)  # type: ignore[assignment]
     member.info = SimpleNamespace(role=role, layout=SimpleNamespace(block_size=SIZE, block_bytes=64))  # type: ignore[assignment]
-    member.enter(WorkerState.READY)
+    member.enter(WorkerState.READY, now=0.0)
     return member
 
 
@@ -105,7 +105,7 @@ def test_only_those_that_take_work_and_are_trusted_are_offered() -> None:
         offers.doubt(member)
     assert names(0.1) == ("p0", "d1"), "a pool's last is offered whatever it does"
     assert names(60.0) == ("p0", "d0", "d1")
-    members[2].enter(WorkerState.DRAINING)
+    members[2].enter(WorkerState.DRAINING, now=0.0)
     members[1].parted()
     assert names(60.0) == ("p0",)
     offers.remove(members[0])
