@@ -14,7 +14,7 @@ STACK_BYTES = 256 * 2**20
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_starting = threading.Lock()  # the size is one of the process
+_starting = threading.Lock()  # the size is one of the process; nobody submits while successors take over
 
 
 class DeepThreads(ThreadPoolExecutor):
@@ -24,12 +24,14 @@ class DeepThreads(ThreadPoolExecutor):
     def __init__(self, name: str, num: int = 1) -> None:
         super().__init__(max_workers=num, thread_name_prefix=name)
         self._name, self._num = name, num
+        self._next: DeepThreads | None = None
 
     def successor(self) -> DeepThreads:
-        """As many others, which take over what waits here. What is being done is done to its end, and its thread ends
-        with it once nobody has these any more."""
+        """As many others, which take over what waits here, and what is still given to these by who does not know yet.
+        What is being done is done to its end, and its thread ends with it once nobody has these any more."""
         other = DeepThreads(self._name, self._num)
-        with suppress(Empty):
+        with _starting, suppress(Empty):
+            self._next = other
             while True:
                 other._work_queue.put(self._work_queue.get_nowait())
         for _ in range(self._num):
@@ -38,8 +40,11 @@ class DeepThreads(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         with _starting:
-            before = threading.stack_size(STACK_BYTES)
-            try:
-                return super().submit(fn, *args, **kwargs)
-            finally:
-                threading.stack_size(before)
+            others = self._next
+            if others is None:
+                before = threading.stack_size(STACK_BYTES)
+                try:
+                    return super().submit(fn, *args, **kwargs)
+                finally:
+                    threading.stack_size(before)
+        return others.submit(fn, *args, **kwargs)
