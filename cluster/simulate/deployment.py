@@ -291,5 +291,4 @@ class Deployment:
             connect_timeout_s=HEALTH_TIMEOUT_S,
             control_timeout_s=HEALTH_TIMEOUT_S,
             open_channel=self.network.open_channel,
-            encoding=VALUES,
         )

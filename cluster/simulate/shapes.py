@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from protos.errors import Misconfigured
 from protos.values import KVLayout
+from workers.models.config import splits_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ class Model:
 
     def splits(self, tp: int) -> bool:
         """Can so many ranks share its heads evenly?"""
-        return not self.heads % tp and (not self.kv_heads % tp or not tp % self.kv_heads)
+        return splits_heads(self.heads, self.kv_heads, tp)
 
     def layout(self, block_size: int) -> KVLayout:
         """Of all ranks together: a simulated worker is one rank, however many GPUs its device stands for."""

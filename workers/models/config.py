@@ -152,9 +152,13 @@ def check_parallel(config: ModelConfig, tp: int, setting: str = "tp") -> None:
     )
 
 
+def splits_heads(num_heads: int, num_kv_heads: int, tp: int) -> bool:
+    """Can so many ranks share the heads evenly, each with whole key/value heads, or with one that others have too?"""
+    return not num_heads % tp and (not num_kv_heads % tp or not tp % num_kv_heads)
+
+
 def _shares(config: ModelConfig, tp: int) -> bool:
-    whole = not config.num_heads % tp and not config.intermediate_size % tp
-    return whole and (not config.num_kv_heads % tp or not tp % config.num_kv_heads)
+    return splits_heads(config.num_heads, config.num_kv_heads, tp) and not config.intermediate_size % tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
