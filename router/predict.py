@@ -26,7 +26,7 @@ from router.overhead import Overhead
 from router.policies.base import Line
 from router.policies.candidates import LINES, Floats, Lines, Places
 from router.recent import Recent, kept
-from router.speeds import Speeds, slowness
+from router.speeds import Speeds, counted, slowness
 from router.standing import Numbers, Standing, where
 
 HALF_LIFE_S = 300.0
@@ -182,7 +182,22 @@ class Pace:
     def __init__(self) -> None:
         self.errors = Judge()
         self._weight = self._took_s = self._expected_s = self._off_s = 0.0
+        self._each_s = self._slower = 0.0  # the part of what was expected that its word counts in; those words' sum
+        self._told = 1.0
         self._observed_s = 0.0
+
+    def tell(self, slower: float) -> None:
+        """The worker's word on its speed, of which lines count what is a difference. What it took under another word is
+        taken as it would be now where they count this one differently, or they would count what was learned again."""
+        share = counted(slower) / counted(self._told)
+        self._told = slower
+        if share != 1.0 and self._weight:
+            since = slower * self._weight / self._slower
+            self._took_s *= since
+            self._off_s *= since
+            self._expected_s += (share - 1) * self._each_s
+            self._each_s *= share
+            self._slower = slower * self._weight
 
     def observe(self, amount: float, seconds: float, *, line: Line, now: float, learn: bool = True) -> None:
         """What was expected, and counts as predicted, is what `of(line)` says before this. Nothing is learned from it
@@ -196,10 +211,14 @@ class Pace:
         self._took_s *= keep
         self._expected_s *= keep
         self._off_s *= keep
+        self._each_s *= keep
+        self._slower *= keep
         seconds = self.errors.heard(seconds, self.of(line)(amount), sure=self._weight >= SURE)
         self._weight += 1
         self._took_s += seconds
         self._expected_s += line(amount)
+        self._each_s += line.each_s * amount
+        self._slower += self._told
         self._off_s += abs(seconds - self._mean * line(amount))
 
     def of(self, line: Line) -> Line:
@@ -248,6 +267,8 @@ class Predictor:
         colocated = role is WorkerRole.COLOCATED
         self._speeds[role].tell(worker_id, load.prefill_tokens_per_s)
         reading, stepping = self._reading.get(worker_id), None if colocated else self._stepping.get(worker_id)
+        if reading is not None:
+            reading.tell(self._speeds[role].slower(worker_id))
         lane = Line(each_s=load.transfer_s / load.transfer_bytes) if load.transfer_bytes else None
         receiving = self._receiving.get(worker_id)
         fitted = receiving.line(lane) if receiving is not None and lane is not None else lane

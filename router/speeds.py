@@ -19,6 +19,7 @@ class Speeds:
     def __init__(self) -> None:
         self._told: dict[str, float] = {}
         self._mean: float | None = 0.0
+        self._last_mean = 0.0
 
     def tell(self, worker_id: str, speed: float) -> None:
         """0 is none yet."""
@@ -33,8 +34,14 @@ class Speeds:
     def mean(self) -> float:
         """Of those that have told theirs; 0 if nobody has."""
         if self._mean is None:
-            self._mean = sum(self._told.values()) / len(self._told) if self._told else 0.0
+            self._mean = self._last_mean = sum(self._told.values()) / len(self._told) if self._told else 0.0
         return self._mean
+
+    def slower(self, worker_id: str) -> float:
+        """How many times slower than the mean it is by its word; 1 if that is not known. By the mean that was asked for
+        last: told anew by each worker in turn, it would be computed for each."""
+        speed = self.of(worker_id)
+        return self._last_mean / speed if speed and self._last_mean else 1.0
 
     def forget(self, worker_id: str) -> None:
         if self._told.pop(worker_id, None) is not None:
@@ -47,5 +54,9 @@ def slowness(speed: Numbers, mean: Numbers) -> Numbers:
         known = speed > 0
         times = np.where(known, mean, 1.0) / np.where(known, speed, 1.0)
         return np.where((times >= ALIKE) | (times * ALIKE <= 1), times, 1.0)
-    ratio = mean / speed if speed else 1.0
-    return ratio if ratio >= ALIKE or ratio * ALIKE <= 1 else 1.0
+    return counted(mean / speed) if speed else 1.0
+
+
+def counted(slower: float) -> float:
+    """As a difference; 1 is none."""
+    return slower if slower >= ALIKE or slower * ALIKE <= 1 else 1.0

@@ -233,6 +233,30 @@ def test_steps_that_read_prompts_do_not_make_a_colocated_worker_seem_slow() -> N
     assert third == pytest.approx(3 * first), "one that reads a third as fast as all on average steps a third as fast"
 
 
+def test_a_told_speed_is_counted_once_when_it_becomes_a_difference() -> None:
+    """At twice as slow as the mean a worker's word counts by itself; until then what it took was learned."""
+    predictor, mean = Predictor(), 1000.0
+
+    def reading_s(slower: float) -> float:
+        """Of a thousand tokens, by the third of three workers, and what the other two tell besides."""
+        speeds = {"p0": 1.5 * mean - 0.5 * mean / slower, "p1": 1.5 * mean - 0.5 * mean / slower, "p2": mean / slower}
+        return [
+            predictor.expect(name, PREFILL, WorkerLoad(prefill_tokens_per_s=speed), now=now).reading(1000)
+            for name, speed in speeds.items()
+        ][-1]
+
+    now = 0.0
+    for _ in range(100):
+        now += 1.0
+        learned = reading_s(1.9)
+        for name, seconds in {"p0": 0.84, "p1": 0.84, "p2": 1.9}.items():
+            predictor.saw_first_token(name, PREFILL, num_tokens=1000, seconds=seconds, now=now)
+    assert learned == pytest.approx(1.9, rel=0.1)
+    for slower in (2.1, 1.9, 2.1, 3.0, 6.0, 2.1, 1.9):
+        reading_s(slower)
+        assert reading_s(slower) == pytest.approx(slower, rel=0.1)
+
+
 def test_what_comes_to_every_first_token_is_known_after_a_few_and_half_of_it_is_kept_without_any() -> None:
     """A long prompt's reading is no part of it, nor is a stall, nor what busy workers were late by."""
     predictor = Predictor()
