@@ -207,6 +207,10 @@ class Fleet:
             for member in self._members.values()
         )
 
+    def position(self, worker_id: str) -> tuple[int, int]:
+        """Incarnation of a worker, and number of its KV event that is expected next."""
+        return self._feed.position(worker_id)
+
     async def stats(self, worker_id: str) -> WorkerStats:
         """Tickets and lanes, asked of the worker itself. Raises WorkerLost."""
         return await self.member(worker_id).connection().stats()

@@ -114,11 +114,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._num_this_instant += num
         if self._num_this_instant > MAX_CALLBACKS_AN_INSTANT:
             raise Standstill(f"{self._num_this_instant} callbacks at {self._now_s:.6f} s, and more to come")
-        if self.after is not None and not ready:
-            self.after()
-        if self._fault is not None:
+        if self._fault is not None:  # first: what is looked at afterwards may be broken by it
             fault, self._fault = self._fault, None
             raise fault
+        if self.after is not None and not ready:
+            self.after()
 
     def _jump(self) -> None:
         timers = self._timers

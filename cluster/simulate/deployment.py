@@ -36,7 +36,6 @@ from router.prefix.registry import local_index
 
 HEALTH_TIMEOUT_S = 2.0
 DATAGRAM_S = 0.0001  # from process to process on one machine
-DRAIN_PERIOD_S = 0.25
 
 
 class Gateway:
@@ -212,17 +211,12 @@ class Deployment:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     async def drain(self, worker: SimulatedWorker) -> None:
-        """As at a scale-down or a rollout; its supervisor starts it again."""
+        """As at a rollout: it has been told, and ends by itself; its supervisor starts it again."""
         client = self._client(worker.info.address)
         try:
-            while worker.alive:
-                if not await client.drain() and not worker.busy:
-                    break
-                await asyncio.sleep(DRAIN_PERIOD_S)
+            await client.drain(exit=True)
         except BatonError as error:
-            self.chronicle.note("drain given up", worker.worker_id, error=error.code)
-        else:
-            worker.kill()
+            self.chronicle.note("drain not confirmed", worker.worker_id, error=error.code)
         finally:
             await client.close()
 
@@ -251,7 +245,8 @@ class Deployment:
             self.chronicle.note("worker serves", worker_id, incarnation=incarnation)
             yield Serving(info=info)
             await worker.ended
-            raise WorkerLost("its process ended")
+            if not worker.has_left:
+                raise WorkerLost("its process ended")
         finally:
             self.workers.pop(worker_id, None)
             worker.kill()

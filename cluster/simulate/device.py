@@ -146,12 +146,12 @@ class Device:
         """As many of the steps as were foreseen, or fewer; what was foreseen of the others stays true."""
         start_s, steps_s, frees_s = self.now_s, self._steps_s[:num_steps], self._frees_s[:num_steps]
         ends_s = [self._free_s, *frees_s[:-1]] if in_flight else frees_s
-        rows, totals, tokens, outputs = [], {}, [], []
+        rows, totals, tokens, outputs = list[Row](), {}, [], []
         for row, output in zip(self.last.rows, self._output.rows, strict=True):
             assert output.token_id is not None
             known, total, written = self._go_on(row, output.token_id, num_steps)
             tokens.append(tuple(known[:-1] if in_flight else known[1:]))
-            rows.append(_moved(row, num_steps, () if in_flight else (known[-2],)))
+            rows.append(_moved(row, num_steps, len(rows) if in_flight else known[-2], follows=in_flight))
             outputs.append(RowOutput(token_id=known[-1]))
             totals[row.request_id] = (written, total)
         for step_s in steps_s:
@@ -292,18 +292,18 @@ class Device:
         return total + (int(self._content[block_ids[full], :rest].sum()) if rest else 0)
 
 
-def _moved(row: Row, num_steps: int, token_ids: tuple[int, ...]) -> Row:
-    """The row so many plain steps on, also if it has just read the last of a prompt; its token is known unless the row
-    follows another."""
+def _moved(row: Row, num_steps: int, last: int, *, follows: bool) -> Row:
+    """The row so many plain steps on, also if it has just read the last of a prompt; `last` is its token, or which row
+    it follows: its own of the step before, even if its token was known then, as after a preemption."""
     assert row.sample is not None
     return Row(
         request_id=row.request_id,
-        token_ids=token_ids,
+        token_ids=() if follows else (last,),
         start=row.stop - 1 + num_steps,
         block_ids=row.block_ids,
         sample=Sample(params=row.sample.params, index=row.sample.index + num_steps),
         prompt_len=row.prompt_len,
-        follows=row.follows if not token_ids else None,
+        follows=last if follows else None,
     )
 
 

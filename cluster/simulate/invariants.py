@@ -3,32 +3,42 @@
 each request ends exactly once, with exactly its tokens    by its client, with every token (`client`)
 no block leaks, is freed early or has two owners           here, from engine, ledger and pool: numbers, of workers that
                                                            did something; block by block every so often
-queues stay bounded; whoever waits hears something         here, every so often
+queues stay bounded                                        here, every so often
+whoever waits hears something                              here, every few seconds
+gateways know what workers cache, and no more              here, when all is over
+whoever was lost is back, nobody counts what has ended     here, when all is over
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from cluster.simulate.client import Clients
-from cluster.simulate.deployment import Deployment
+from cluster.simulate.deployment import Deployment, Gateway
 from cluster.simulate.worker import SimulatedWorker
+from protos.values import BlockHash, BlockStored, Tier
+from router.member import WorkerState
 
 SETTLING_S = 60.0
 """How long after the last request a cluster may take until nothing is held any more: leases end, lanes give up."""
 
 
 LOOK_S = 0.25
+WAITING_LOOK_S = 5.0
 
 
 class Invariants:
-    """`after_event` is for the loop; `when_idle` for the end. Both raise AssertionError."""
+    """`after_event` is for the loop; `when_idle` for the end. Both raise AssertionError. Gateways are `forgetful` if
+    somebody took away what they knew: then they may know less than there is."""
 
-    def __init__(self, deployment: Deployment, clients: Clients) -> None:
+    def __init__(self, deployment: Deployment, clients: Clients, *, forgetful: bool = False) -> None:
         self._deployment = deployment
         self._clients = clients
         self._every = deployment.config.audit_every
         self._patience_s = deployment.config.patience_s
+        self._forgetful = forgetful
+        self._look_s = 0.0
         self._num_events = 0
         self._seen: dict[SimulatedWorker, int] = {}
         self._loop = asyncio.get_running_loop()
@@ -36,6 +46,9 @@ class Invariants:
     def after_event(self) -> None:
         self._num_events += 1
         self._deployment.assert_no_faults()
+        if self._loop.time() >= self._look_s:
+            self._look_s = self._loop.time() + WAITING_LOOK_S
+            self._check_progress()
         if not self._every:
             return
         for worker in self._deployment.workers.values():
@@ -46,27 +59,72 @@ class Invariants:
             self.audit()
 
     def audit(self) -> None:
-        now = self._loop.time()
-        for asked in self._clients.asked.values():
-            silent_s = now - asked.heard_s
-            assert silent_s < self._patience_s, f"{asked.request_id} has heard nothing for {silent_s:.1f} s"
         for gateway in self._deployment.gateways:
-            assert gateway.admission.num_waiting <= self._deployment.config.router.max_queued
+            num_waiting, limit = gateway.admission.num_waiting, self._deployment.config.router.max_queued
+            assert num_waiting <= limit, f"{num_waiting} wait in line at {gateway.name}, {limit} may"
         for worker in self._deployment.workers.values():
             worker.turns.settle()
             worker.check()
             _check_queues(worker)
 
     async def when_idle(self) -> None:
-        """Nobody asks any more: soon nothing is held, moved or waited for."""
+        """Nobody asks any more: soon nothing is held, moved or waited for, and everybody is there."""
         for _ in range(int(SETTLING_S / LOOK_S)):
-            if not any(worker.busy for worker in self._deployment.workers.values()):
+            if not self._is_busy() and not self._missing():
                 break
             await asyncio.sleep(LOOK_S)
         self.audit()
         assert not self._clients.asked
+        assert not (missing := self._missing()), f"{missing[0]} {SETTLING_S:.0f} s after the last request"
         for worker in self._deployment.workers.values():
             worker.assert_idle()
+        for gateway in self._deployment.gateways:
+            self._check_idle(gateway)
+
+    def _check_progress(self) -> None:
+        now = self._loop.time()
+        for asked in self._clients.asked.values():
+            silent_s = now - asked.heard_s
+            assert silent_s < self._patience_s, f"{asked.request_id} has heard nothing for {silent_s:.1f} s"
+
+    def _is_busy(self) -> bool:
+        return any(worker.busy for worker in self._deployment.workers.values())
+
+    def _missing(self) -> list[str]:
+        """Who does not serve."""
+        deployment = self._deployment
+        gone = [plan.worker_id for plan in deployment.plans if plan.worker_id not in deployment.workers]
+        return [f"{worker_id} was not started again" for worker_id in gone] + [
+            f"{gateway.name} takes {known.worker_id} for {known.state}"
+            for gateway in deployment.gateways
+            for known in gateway.fleet.status()
+            if known.state is not WorkerState.READY
+        ]
+
+    def _check_idle(self, gateway: Gateway) -> None:
+        assert not gateway.admission.num_waiting, f"{gateway.name} has somebody in line who has gone"
+        assert not gateway.fleet.num_turned_away, f"{gateway.name} believes that somebody waits for room"
+        members = gateway.fleet.status()
+        assert {known.worker_id for known in members} == self._deployment.workers.keys()
+        for known in members:
+            assert not known.num_routed, f"{gateway.name} counts {known.num_routed} on their way to {known.worker_id}"
+            self._check_index(gateway, self._deployment.workers[known.worker_id])
+
+    def _check_index(self, gateway: Gateway, worker: SimulatedWorker) -> None:
+        """One that has heard of all events knows all blocks that are cached, and no others."""
+        log, heard = worker.log, gateway.fleet.position(worker.worker_id)
+        said = (log.incarnation, log.next_seq)
+        assert heard <= said, f"{gateway.name} has heard of {heard}, {worker.worker_id} has said {said}"
+        if heard < said:  # the last of them were lost: what comes next tells it so
+            return
+        known, cached = _blocks(gateway.local.blocks(worker.worker_id)), _blocks(worker.engine.pool.snapshot())
+        stale, unknown = len(known - cached), len(cached - known)
+        assert not stale, f"{gateway.name} knows of {stale} blocks that {worker.worker_id} does not have any more"
+        assert self._forgetful or not unknown, f"{gateway.name} knows nothing of {unknown} blocks of {worker.worker_id}"
+
+
+def _blocks(chains: Iterable[BlockStored]) -> set[tuple[Tier, BlockHash]]:
+    return {(chain.tier, block_hash) for chain in chains for block_hash in chain.hashes}
 
 
 def _check_queues(worker: SimulatedWorker) -> None:

@@ -14,7 +14,7 @@ from cluster.simulate.client import Clients, Transfers
 from cluster.simulate.clock import VirtualLoop, run_virtually
 from cluster.simulate.config import SimulationConfig
 from cluster.simulate.deployment import Deployment, Served
-from cluster.simulate.faults import Fault
+from cluster.simulate.faults import Fault, Kind
 from cluster.simulate.invariants import Invariants
 from cluster.simulate.timeline import Sample, Timeline
 from cluster.simulate.trouble import Happened, Trouble
@@ -58,7 +58,8 @@ def simulate(
         chronicle = Chronicle(write)
         deployment = Deployment(config, chronicle, untroubled=not faults)
         clients = Clients(deployment, chronicle, seed=config.seed)
-        invariants = Invariants(deployment, clients)
+        forgetful = any(fault.kind is Kind.INDEX_LOST for fault in faults)
+        invariants = Invariants(deployment, clients, forgetful=forgetful)
         try:
             await deployment.start()
         finally:  # also what a cluster that does not start has done

@@ -283,7 +283,7 @@ def _replay(seed: int, events: Path | None) -> None:
     for fault in trial.faults:
         console.print(f"fault: {fault}", highlight=False)
     with _Log(events) as log:
-        outcome = run_simulation(trial.config, trial.sessions, trial.faults, write=log.write)
+        outcome = soaking.run(seed, write=log.write)
     console.print(summary_table(summarise(outcome, Objective())))
 
 

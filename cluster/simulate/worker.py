@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ from workers.kv.incoming import reservations
 from workers.kv.mover import Dock, Mover
 from workers.rpc.server import WorkerServicer
 
+LEAVE_LOOK_S = 0.25
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
@@ -49,6 +51,17 @@ class Spec:
     thorough: bool = False
     host_blocks: int = 0
     host_bytes_per_s: float = 25e9
+
+
+class _WatchedPool(BlockPool):
+    """No block may be handed out while a step in flight writes it, though its request has gone."""
+
+    written_ids: Callable[[], Iterable[int]] = tuple
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        super().release(block_ids)
+        written = [block_id for block_id in self.written_ids() if not self.num_references(block_id)]
+        assert not written, f"blocks {written} are freed early: a step in flight writes them"
 
 
 class SimulatedWorker:
@@ -83,18 +96,22 @@ class SimulatedWorker:
             thorough=spec.thorough,
             chance=spec.latency.chance(f"{seed} {worker_id} {incarnation}"),
         )
-        log = EventLog(incarnation)
-        pool = BlockPool(spec.num_blocks, spec.layout.block_size, log.record, host=self._make_host(log))
+        self.log = log = EventLog(incarnation)
+        make_pool = _WatchedPool if spec.thorough else BlockPool
+        pool = make_pool(spec.num_blocks, spec.layout.block_size, log.record, host=self._make_host(log))
         self._mover = self._make_mover(lanes)
         self.role = self._make_role(pool)
         scheduler = Scheduler(spec.scheduler, pool, self.role)
         self.engine = Engine(scheduler, self.device, events=log, clock=self.device.clock, depth=spec.depth)
+        if isinstance(pool, _WatchedPool):
+            pool.written_ids = self.engine.written_ids
         self.servicer = WorkerServicer(
             info=self.info,
             engine=self.engine,
             clock=self.clock,
             stats=self._stats,
             reserve=reservations(self.role.incoming, self.engine),
+            leave=self._leave_soon,
             encoding=VALUES,
         )
         self.turns = EngineTurns(
@@ -113,6 +130,8 @@ class SimulatedWorker:
         self._num_changes = 0
         self._changes_turn = 0  # when tickets last came or ended
         self.port: Port | None = None
+        self.has_left = False  # as it was told to
+        self._leaving: asyncio.Task[None] | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
     def clock(self) -> float:
@@ -139,11 +158,28 @@ class SimulatedWorker:
         """The process ends between two instructions: peers hear of it from the kernel, nobody cleans up."""
         if self.port is None or self.port.closed:
             return
+        if self._leaving is not None and self._leaving is not asyncio.current_task():
+            self._leaving.cancel()
         self.turns.stop()
         self.port.close()
         self._loop.call_later(0.02, self._mover.close)
         if not self.ended.done():
             self.ended.set_result(None)
+
+    def _leave_soon(self) -> None:
+        if self._leaving is None:
+            self._leaving = self._loop.create_task(self._leave(), name=f"leaving of {self.worker_id}")
+
+    async def _leave(self) -> None:
+        """As `workers.rpc.worker.Worker` does."""
+        await self.turns.call(self.engine.drain)
+        while self.alive:
+            if not self.busy:
+                break
+            await asyncio.sleep(LEAVE_LOOK_S)
+        await self.servicer.disowned()
+        self.has_left = True
+        self.kill()
 
     def freeze(self) -> None:
         """The process is stopped by a signal: sockets stay open, nothing moves."""

@@ -31,6 +31,7 @@ def num_alike(running: Sequence[Request], limits: Limits, num_in_flight: int) ->
 def _num_plain(request: Request, limits: Limits, num_in_flight: int) -> int:
     num_output, sampling, size = len(request.output_ids), request.sampling, limits.block_size
     decodes = request.num_to_plan == 1 and request.num_due == num_in_flight and num_output > request.num_given
+    decodes = decodes and request.num_planned - request.num_computed == num_in_flight  # no rest after a preemption
     may_stop = sampling.stop_token_ids or (limits.can_stop and not sampling.ignore_eos)
     special = sampling.logprobs is not None or num_output < sampling.min_tokens or is_penalised(sampling)
     special = special or bool(sampling.grammar)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.events import EventLog
@@ -284,6 +284,13 @@ class Engine:
 
     def check_integrity(self, reserved_ids: Sequence[int] = ()) -> None:
         self._scheduler.check_integrity(reserved_ids)
+
+    def written_ids(self) -> Iterator[int]:
+        """Blocks that steps in flight write."""
+        size = self._scheduler.pool.block_size
+        for launched in self._in_flight:
+            for row in launched.batch.rows:
+                yield from row.block_ids[row.start // size : -(-row.stop // size)]
 
     def assert_idle(self) -> None:
         """Nothing runs, nothing moves, no block and no grammar is held."""

@@ -302,9 +302,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.AbortReply(num_aborted=await self.loop.call(lambda: self._engine.abort(ids)))
 
     async def Drain(self, request: Any, context: Any) -> Any:
-        num_left = await self.loop.call(self._drain)
         if request.exit:
-            self._leave()
+            self._leave()  # first: who asked may not wait for a long step's end
+        num_left = await self.loop.call(self._drain)
         return worker_pb2.DrainReply(num_running=num_left)
 
     def _drain(self) -> int:

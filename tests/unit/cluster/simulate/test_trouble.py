@@ -9,18 +9,27 @@ from typing import Any
 
 import pytest
 
+from cluster import supervision
 from cluster.simulate import soak
 from cluster.simulate.chronicle import Chronicle
 from cluster.simulate.clock import VirtualLoop, run_virtually
+from cluster.simulate.config import simulated_router
 from cluster.simulate.deployment import Deployment
 from cluster.simulate.device import Device
 from cluster.simulate.faults import Fault, Kind, drawn
 from cluster.simulate.network import Wire
 from cluster.simulate.simulation import Outcome, simulate
+from kvtransfer.events import EventLog
 from kvtransfer.reshard import Cut
-from protos.errors import Misconfigured
+from protos.errors import BatonError, Misconfigured
+from protos.values import BlockRemoved
+from router.admission.admission import Admission
+from router.dispatch import Dispatcher
+from router.member import Member
 from tests.unit.cluster.simulate.towns import sessions, town
+from workers.engine.scheduler import Scheduler
 from workers.kv.blocks import BlockPool
+from workers.kv.incoming import Incoming
 
 SEEDS_A_TEST = 20
 NUM_TESTS = 16
@@ -50,6 +59,11 @@ def test_leaps_change_no_event_in_trouble_either(seed: int) -> None:
     assert leaping.num_callbacks < stepping.num_callbacks
 
 
+@pytest.mark.parametrize("seed", [1335, 2651])
+def test_an_answer_leaps_after_a_preemption_and_after_a_plan_that_lacked_a_block(seed: int) -> None:
+    soak.run(seed)
+
+
 def test_a_seed_is_all_there_is_to_a_trial() -> None:
     assert soak.trial(7) == soak.trial(7)
     assert soak.run(7).fingerprint == soak.run(7).fingerprint
@@ -58,7 +72,9 @@ def test_a_seed_is_all_there_is_to_a_trial() -> None:
 def run(*faults: str, workload: str = "poisson", **more: Any) -> tuple[Outcome, list[str]]:
     lines: list[str] = []
     asked = sessions(workload, num=25, rate=20.0)
-    outcome = simulate(town(audit_every=20, **more), asked, [Fault.parse(text) for text in faults], write=lines.append)
+    outcome = simulate(
+        town(**{"audit_every": 20, **more}), asked, [Fault.parse(text) for text in faults], write=lines.append
+    )
     return outcome, lines
 
 
@@ -175,9 +191,19 @@ def test_a_fault_of_something_that_does_not_exist_is_refused(fault: str) -> None
         run(fault)
 
 
-def broken(workload: str = "poisson") -> str:
+def test_a_worker_that_is_told_to_drain_while_a_long_step_runs_leaves_all_the_same() -> None:
+    """Who told it has given up waiting by then."""
+    outcome, lines = run("0.4 slow decode-0 for 8 by 600", "0.45 drain decode-0")
+    assert any("drain not confirmed" in line for line in lines)
+    assert answered(outcome) == 25
+
+
+# -- what is looked at finds what is broken ----------------------------------------------------------------------------
+
+
+def broken(*faults: str, workload: str = "poisson", **more: Any) -> str:
     with pytest.raises((AssertionError, BaseExceptionGroup)) as failed:
-        run(workload=workload)
+        run(*faults, workload=workload, **more)
     return soak.reason(failed.value)
 
 
@@ -196,4 +222,52 @@ def test_a_block_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_block_that_is_freed_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "acquire", lambda pool, block_ids: None)
-    assert broken("conversations")
+    assert broken(workload="conversations")
+
+
+def broken_trial(seed: int) -> str:
+    with pytest.raises((AssertionError, BaseExceptionGroup)) as failed:
+        soak.run(seed)
+    return soak.reason(failed.value)
+
+
+def test_a_block_that_is_freed_while_a_step_writes_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_last_step_of", lambda scheduler, request: None)
+    assert "a step in flight writes them" in broken_trial(1)
+
+
+def test_a_block_that_gateways_are_not_told_has_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = EventLog.record
+    monkeypatch.setattr(
+        EventLog, "record", lambda log, event: None if isinstance(event, BlockRemoved) else record(log, event)
+    )
+    assert "does not have any more" in broken(num_blocks=60)
+
+
+def test_a_line_that_grows_without_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Admission, "_bound", lambda admission, entry, now: None)
+    router = simulated_router(max_queued=1, max_backlog=1)
+    assert "wait in line" in broken(prefill=0, decode=1, router=router)
+
+
+def test_work_that_counts_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Member, "forget", lambda member, name: None)
+    assert "on their way to" in broken_trial(0)
+
+
+def test_a_request_that_waits_for_ever_is_found_without_audits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Incoming, "adopted", lambda incoming, request, ticket: False)
+    assert "has heard nothing for" in broken(audit_every=0, patience_s=50.0)
+
+
+def test_a_worker_that_does_not_come_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "delay_s", lambda num_failures, config: 1e5)
+    assert "was not started again" in broken("0.5 kill decode-0")
+
+
+def test_an_error_that_nothing_explains_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def give_up(dispatcher: Dispatcher, error: BatonError, *_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Dispatcher, "_recover", give_up)
+    assert "nothing that happens here is a reason for it" in broken_trial(7)

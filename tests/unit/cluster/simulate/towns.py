@@ -19,15 +19,15 @@ def town(
     """Workers as fast as an H100 with an 8B model, with little memory and short blocks."""
     settings = read_settings(None, [f"worker.block_size={BLOCK_SIZE}"])
     spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=settings, leaping=leaping)
-    return SimulationConfig(
+    config = SimulationConfig(
         pools=PoolsConfig(prefill=prefill, decode=decode),
         spec=replace(spec, num_blocks=num_blocks),
         router=simulated_router(local_prefill_tokens=32),
         supervision=SupervisionConfig(health_period_s=2.0),
         load_s=1.0,
         seed=seed,
-        **more,
     )
+    return replace(config, **more)
 
 
 def sessions(
