@@ -96,24 +96,15 @@ class SimulatedWorker:
             thorough=spec.thorough,
             chance=spec.latency.chance(f"{seed} {worker_id} {incarnation}"),
         )
-        self.log = log = EventLog(incarnation)
-        make_pool = _WatchedPool if spec.thorough else BlockPool
-        pool = make_pool(spec.num_blocks, spec.layout.block_size, log.record, host=self._make_host(log))
+        self.log = EventLog(incarnation)
+        pool = self._make_pool()
         self._mover = self._make_mover(lanes)
         self.role = self._make_role(pool)
         scheduler = Scheduler(spec.scheduler, pool, self.role)
-        self.engine = Engine(scheduler, self.device, events=log, clock=self.device.clock, depth=spec.depth)
+        self.engine = Engine(scheduler, self.device, events=self.log, clock=self.device.clock, depth=spec.depth)
         if isinstance(pool, _WatchedPool):
             pool.written_ids = self.engine.written_ids
-        self.servicer = WorkerServicer(
-            info=self.info,
-            engine=self.engine,
-            clock=self.clock,
-            stats=self._stats,
-            reserve=reservations(self.role.incoming, self.engine),
-            leave=self._leave_soon,
-            encoding=VALUES,
-        )
+        self.servicer = self._make_servicer()
         self.turns = EngineTurns(
             self.engine,
             self.device,
@@ -244,6 +235,22 @@ class SimulatedWorker:
             device="simulated",
             num_blocks=spec.num_blocks,
         )
+
+    def _make_servicer(self) -> WorkerServicer:
+        return WorkerServicer(
+            info=self.info,
+            engine=self.engine,
+            clock=self.clock,
+            stats=self._stats,
+            reserve=reservations(self.role.incoming, self.engine),
+            leave=self._leave_soon,
+            encoding=VALUES,
+        )
+
+    def _make_pool(self) -> BlockPool:
+        spec, log = self._spec, self.log
+        make = _WatchedPool if spec.thorough else BlockPool
+        return make(spec.num_blocks, spec.layout.block_size, log.record, host=self._make_host(log))
 
     def _make_host(self, log: EventLog) -> HostPool | None:
         spec = self._spec
