@@ -81,7 +81,7 @@ def _met(number: int, num_workers: int) -> Member:
     member.met(
         cast(Any, SimpleNamespace(role=role, layout=layout, incarnation=1)), cast(Any, SimpleNamespace(lost=False))
     )
-    member.enter(WorkerState.READY)
+    member.enter(WorkerState.READY, now=0.0)
     return member
 
 
