@@ -128,6 +128,5 @@ def _blocks(chains: Iterable[BlockStored]) -> set[tuple[Tier, BlockHash]]:
 
 
 def _check_queues(worker: SimulatedWorker) -> None:
-    scheduler = worker.engine.scheduler
-    limit = scheduler.config.max_waiting + len(worker.role.ledger)
-    assert scheduler.num_waiting <= limit + scheduler.config.max_num_seqs, f"{worker.worker_id} lets too many wait"
+    num_waiting, limit = worker.engine.scheduler.num_uninvited, worker.engine.scheduler.config.max_waiting
+    assert num_waiting <= limit, f"{num_waiting} wait on {worker.worker_id}, {limit} may"

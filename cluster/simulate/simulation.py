@@ -74,6 +74,7 @@ def simulate(
             sampling = group.create_task(timeline.run(), name="timeline")
             group.create_task(trouble.run(faults), name="faults")
             await clients.run(sessions)
+            trouble.over()
             duration_s = loop.time() - start_s
             sampling.cancel()
         await invariants.when_idle()

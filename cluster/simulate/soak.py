@@ -83,7 +83,11 @@ def _crowded(seed: int, config: SimulationConfig) -> Trial:
     spec = replace(
         config.spec,
         num_blocks=int(-(-longest // block_size) * rng.choice((1.1, 1.5, 2.5))) + 1,
-        scheduler=replace(config.spec.scheduler, max_num_seqs=16, max_waiting=rng.choice((1, 4, 256))),
+        scheduler=replace(
+            config.spec.scheduler,
+            max_num_seqs=random.Random(f"{seed} seats").choice((3, 16)),
+            max_waiting=rng.choice((1, 4, 256)),
+        ),
         latency=Roofline(gpu=gpu_of(GPU), model=model_of(MODEL), compute_share=rng.choice((0.6, 0.002))),
         decode=replace(config.spec.decode, headroom=rng.choice((0.0, 0.0, 0.1))),
         host_blocks=rng.choice((0, 16, 300)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -33,12 +33,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
+    """`num_too_long` requests were not asked, for its workers hold none of their length: they count as missed."""
+
     choice: Choice
     summary: Summary
+    num_too_long: int = 0
 
     @property
     def good_share(self) -> float:
-        return self.summary.report.good_share or 0.0
+        report = self.summary.report
+        return (report.good_share or 0.0) * report.num_requests / (report.num_requests + self.num_too_long)
 
     @property
     def usd(self) -> float:
@@ -67,11 +71,6 @@ def choices(
         if one[1] > 0
     ]
     return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
-
-
-def sweep(every: Sequence[Choice], try_out: Callable[[Choice], Summary]) -> Iterator[Trial]:
-    for choice in every:
-        yield Trial(choice=choice, summary=try_out(choice))
 
 
 def front(trials: Sequence[Trial]) -> list[Trial]:

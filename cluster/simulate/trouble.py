@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from cluster.simulate.client import Clients
@@ -16,11 +18,12 @@ from protos.hints import listed
 from protos.values import KVEvents, StepMessage
 
 Events = tuple[KVEvents, ...]
+LATEST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happened:
-    """`passed_over`: nobody was there whom it could have befallen, such as a worker that had ended."""
+    """`passed_over`: nobody was there whom it could have befallen, such as a worker that had ended, or any client."""
 
     at_s: float
     kind: Kind
@@ -30,14 +33,17 @@ class Happened:
 
 
 class Trouble:
-    """`run` until every fault has begun and ended. A fault of a worker that is not there at the time is passed over.
-    `happened` lists them all, with seconds since `run`."""
+    """`run` until every fault has begun and ended. A fault of a worker that is not there at the time is passed over, as
+    is one that would begin more than `LATEST_S` after the load is `over`. `happened` lists them all, with seconds since
+    `run`."""
 
     def __init__(self, deployment: Deployment, clients: Clients, *, seed: int) -> None:
         self._deployment = deployment
         self._clients = clients
         self.happened: list[Happened] = []
         self._start_s = 0.0
+        self._over = asyncio.Event()
+        self._over_s = math.inf
         self._rng = random.Random(f"{seed} trouble")
         self._loop = asyncio.get_running_loop()
 
@@ -50,15 +56,30 @@ class Trouble:
         self._start_s = self._loop.time()
         async with asyncio.TaskGroup() as group:
             for fault in faults:
-                await self._until(self._start_s + fault.at_s)
-                group.create_task(self._happen(fault), name=f"fault {fault}")
+                if await self._until(self._start_s + fault.at_s):
+                    group.create_task(self._happen(fault), name=f"fault {fault}")
+                else:
+                    self._pass_over(fault, fault.at_s)
 
-    async def _until(self, due_s: float) -> None:
-        """Workers that leap must have been heard of by then: what is lost later would not have been lost."""
+    def over(self) -> None:
+        """Nobody asks anything any more."""
+        self._over_s = self._loop.time()
+        self._over.set()
+
+    async def _until(self, due_s: float) -> bool:
+        """Workers that leap must have been heard of by then: what is lost later would not have been lost. False for
+        what nobody waits for."""
         ahead_s = self._deployment.network.wire.delay_s + 1e-9
+        if due_s - ahead_s > self._loop.time() + LATEST_S:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due_s - ahead_s):
+                    await self._over.wait()
+        if due_s > self._over_s + LATEST_S:
+            return False
         await asyncio.sleep(max(0.0, due_s - ahead_s - self._loop.time()))
         self._deployment.settle()
         await asyncio.sleep(max(0.0, due_s - self._loop.time()))
+        return True
 
     def _check(self, fault: Fault) -> None:
         deployment = self._deployment
@@ -67,7 +88,8 @@ class Trouble:
             case Kind.GATEWAY_RESTART | Kind.INDEX_LOST:
                 wrong = not fault.target.isdigit() or int(fault.target) >= len(deployment.gateways)
             case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
-                wrong = not known.issuperset(fault.target.split(">")) or ">" not in fault.target
+                ends = fault.target.split(">")
+                wrong = len(ends) != 2 or ends[0] == ends[1] or not known.issuperset(ends)
             case Kind.STORE_AWAY | Kind.STORE_LOST:
                 wrong = deployment.store is None or fault.target != STORE
             case Kind.ABORTS:
@@ -93,14 +115,11 @@ class Trouble:
         return worker is not None and worker.alive and not (fault.kind is Kind.PAUSE and worker.frozen)
 
     async def _happen(self, fault: Fault) -> None:
-        can = self._can(fault)
         at_s = self._loop.time() - self._start_s
-        self.happened.append(
-            Happened(at_s=at_s, kind=fault.kind, target=fault.target, what=fault.what, passed_over=not can)
-        )
-        self._deployment.chronicle.note("fault" if can else "fault passed over", fault.target, what=fault.kind)
-        if not can:
-            return
+        if not self._can(fault):
+            return self._pass_over(fault, at_s)
+        self._note(fault, at_s)
+        self._deployment.chronicle.note("fault", fault.target, what=fault.kind)
         match fault.kind:
             case Kind.GATEWAY_RESTART:
                 await self._deployment.restart_gateway(int(fault.target))
@@ -114,6 +133,15 @@ class Trouble:
                 await self._lane(fault, *fault.target.split(">"))
             case _:
                 await self._worker(fault, self._deployment.workers[fault.target])
+
+    def _pass_over(self, fault: Fault, at_s: float) -> None:
+        self._note(fault, at_s, passed_over=True)
+        self._deployment.chronicle.note("fault passed over", fault.target, what=fault.kind)
+
+    def _note(self, fault: Fault, at_s: float, *, passed_over: bool = False) -> None:
+        self.happened.append(
+            Happened(at_s=at_s, kind=fault.kind, target=fault.target, what=fault.what, passed_over=passed_over)
+        )
 
     async def _worker(self, fault: Fault, worker: SimulatedWorker) -> None:
         match fault.kind:

@@ -6,7 +6,8 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -26,18 +27,20 @@ from cluster.simulate.config import SimulationConfig, hardware_spec, read_settin
 from cluster.simulate.faults import Fault, drawn
 from cluster.simulate.latency import Calibrated
 from cluster.simulate.page import page
-from cluster.simulate.report import Summary, summarise, summary_table
+from cluster.simulate.report import summarise, summary_table
 from cluster.simulate.shapes import GPUS, MODELS, gpu_of
 from cluster.simulate.simulation import simulate as run_simulation
-from cluster.simulate.sweep import Choice, Trial, cheapest, choices, numbers, sweep, sweep_table
+from cluster.simulate.sweep import Choice, Trial, cheapest, choices, front, numbers, sweep_table
 from cluster.simulate.workload import GENERATED, Load, Session, fitting, generated, recorded
 from cluster.status import PIPED_COLUMNS
-from protos.errors import Misconfigured
+from protos.errors import BatonError, Misconfigured
 from protos.hints import counted
 from router.policies.registry import NAMES
 from router.prefix.registry import MEMORY
 
 FORMAT = "baton-simulation/1"
+SOAKED_A_LINE = 100
+"""Clusters after which a soak that is not on a terminal says how far it is."""
 
 
 def simulate(
@@ -118,6 +121,8 @@ def _check(context: typer.Context, files: Mapping[str, Path | None]) -> None:
         flags.refuse_others(context, "--soak N makes its clusters, loads and faults itself", {"soak", "seed"})
     elif context.params["sweep_all"]:
         flags.refuse_others(context, "--sweep runs many clusters", {*every} - {"html_file", "events"})
+    else:
+        flags.refuse_others(context, "without --sweep", {*every} - {"attainment"})
     if context.params["trace"] is not None:
         made = {"workload", "rate", "input_len", "output_len"}
         flags.refuse_others(context, "--trace FILE says what is asked, and when", {*every} - made)
@@ -213,10 +218,9 @@ def _once(
     errors = Console(stderr=True)
     if scene.latency is not None:
         errors.print(str(scene.latency))
-    if num_left_out:
-        errors.print(f"{counted(num_left_out, 'session')} left out: longer than a worker can hold", style="yellow")
+    _tell_left_out(errors, num_left_out)
     start_s = time.perf_counter()
-    with _Log(events) as log:
+    with _Log(events) as log, _told():
         outcome = run_simulation(config, sessions, scene.schedule(config, sessions), write=log.write)
     took_s = time.perf_counter() - start_s
     summary = summarise(outcome, scene.objective)
@@ -232,21 +236,22 @@ def _once(
 def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file: Path | None) -> None:
     if not scene.objective.given:
         raise Misconfigured("--sweep needs to know what is good: give --ttft-ms, --tpot-ms or both", param="sweep")
-
-    def try_out(choice: Choice) -> Summary:
-        config = scene.config(choice)
-        sessions, _ = fitting(scene.sessions, _longest(config))
-        return summarise(run_simulation(config, sessions, scene.schedule(config, sessions)), scene.objective)
-
+    errors = Console(stderr=True)
+    possible = _possible(scene, every, errors)
+    # What no cluster can hold tells none from another; what some can is missed by the others.
+    longest = max(_longest(config) for config in possible.values())
+    sessions, num_left_out = fitting(scene.sessions, longest)
+    _tell_left_out(errors, num_left_out)
     trials: list[Trial] = []
     columns = (BarColumn(40), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        row = bar.add_task(str(every[0]), total=len(every))
-        for trial in sweep(every, try_out):
-            trials.append(trial)
-            bar.update(row, advance=1, description=str(trial.choice))
+    with Progress(*columns, console=errors, transient=True) as bar:
+        row = bar.add_task("", total=len(possible))
+        for choice, config in possible.items():
+            bar.update(row, description=str(choice))
+            trials.append(_try_out(scene, choice, config, sessions))
+            bar.update(row, advance=1)
             if not bar.console.is_terminal:
-                bar.console.print(f"{len(trials)} of {len(every)}: {trial.choice}", highlight=False)
+                bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False)
     console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     console.print(sweep_table(trials, attainment))
     best = cheapest(trials, attainment)
@@ -255,7 +260,37 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
     else:
         console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {best.usd:,.2f}")
     if json_file is not None:
-        write_json(json_file, _document(shlex.join(["baton", *sys.argv[1:]]), trials, scene.latency))
+        document = _document(shlex.join(["baton", *sys.argv[1:]]), trials, scene.latency)
+        marks = {"front": [asdict(one.choice) for one in front(trials)], "cheapest": best and asdict(best.choice)}
+        write_json(json_file, {**document, "attainment": attainment, **marks})
+
+
+def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[Choice, SimulationConfig]:
+    """Those that can be; why the others cannot is told. Raises Misconfigured if none can."""
+    possible: dict[Choice, SimulationConfig] = {}
+    reasons: dict[str, Misconfigured] = {}
+    for choice in every:
+        try:
+            possible[choice] = scene.config(choice)
+        except Misconfigured as error:
+            reasons[error.message] = error
+    if not possible:
+        raise next(iter(reasons.values()))
+    for reason in reasons:
+        errors.print(f"left out: {reason}", style="yellow", highlight=False)
+    return possible
+
+
+def _try_out(scene: _Scene, choice: Choice, config: SimulationConfig, sessions: Sequence[Session]) -> Trial:
+    kept, _ = fitting(sessions, _longest(config))
+    num_too_long = sum(len(session.turns) for session in sessions) - sum(len(session.turns) for session in kept)
+    outcome = run_simulation(config, kept, scene.schedule(config, kept))
+    return Trial(choice=choice, summary=summarise(outcome, scene.objective), num_too_long=num_too_long)
+
+
+def _tell_left_out(errors: Console, num_left_out: int) -> None:
+    if num_left_out:
+        errors.print(f"{counted(num_left_out, 'session')} left out: longer than a worker can hold", style="yellow")
 
 
 def _soak(seeds: range) -> None:
@@ -272,6 +307,9 @@ def _soak(seeds: range) -> None:
                 num_broken += 1
                 errors.print(f"{soaking.trial(seed).replay}: {soaking.reason(error)}", style="red", highlight=False)
             bar.update(row, advance=1, description=f"{num_broken} broken" if num_broken else "")
+            num_done = seed - seeds.start + 1
+            if not errors.is_terminal and not num_done % SOAKED_A_LINE:
+                errors.print(f"{num_done:,} of {len(seeds):,}, {num_broken} broken", highlight=False)
     Console().print(f"{counted(len(seeds), 'cluster')} in trouble, {num_broken} with a broken invariant")
     if num_broken:
         raise typer.Exit(1)
@@ -282,9 +320,21 @@ def _replay(seed: int, events: Path | None) -> None:
     console = Console()
     for fault in trial.faults:
         console.print(f"fault: {fault}", highlight=False)
-    with _Log(events) as log:
+    with _Log(events) as log, _told():
         outcome = soaking.run(seed, write=log.write)
     console.print(summary_table(summarise(outcome, Objective())))
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """A broken invariant is what was looked for: it is told, and ends with 1. Raises Exit(1)."""
+    try:
+        yield
+    except (AssertionError, BaseExceptionGroup) as error:
+        if isinstance(error, BaseExceptionGroup) and error.subgroup(BatonError) is not None:
+            raise
+        Console(stderr=True).print(f"broken: {soaking.reason(error)}", style="red", highlight=False)
+        raise typer.Exit(1) from error
 
 
 class _Log:

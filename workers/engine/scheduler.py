@@ -103,6 +103,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_uninvited(self) -> int:
+        """Of those waiting, all that came without a ticket, and have not begun: `max_waiting` bounds them."""
+        return sum(request.ticket is None and not request.num_preemptions for request in self._waiting)
+
+    @property
     def queued_prefill_tokens(self) -> int:
         """Prompt tokens that are still to be computed; of those waiting without what is spared (`Loads.num_spared`)."""
         running = sum(request.num_to_compute for request in self._running if request.num_to_compute > 1)

@@ -183,8 +183,22 @@ def test_the_report_lists_the_faults_that_happened_by_the_clock_of_the_event_log
     assert lines[0].startswith("-"), "the workers' start"
 
 
+def test_a_fault_long_after_the_last_answer_is_passed_over() -> None:
+    """A simulation ends when all has been answered, and does not wait for years."""
+    outcome, lines = run("0.5 kill decode-0", "1000000000 kill decode-0")
+    assert [(one.at_s, one.passed_over) for one in outcome.faults] == [(0.5, False), (1e9, True)]
+    assert float(lines[-1].split()[0]) < 1000
+
+
 @pytest.mark.parametrize(
-    "fault", ["1 kill decode-7", "1 lane-cut decode-0", "1 gateway-restart 3", "1 store-lost redis"]
+    "fault",
+    [
+        "1 kill decode-7",
+        "1 lane-cut decode-0",
+        "1 lane-cut decode-0>decode-0",
+        "1 gateway-restart 3",
+        "1 store-lost redis",
+    ],
 )
 def test_a_fault_of_something_that_does_not_exist_is_refused(fault: str) -> None:
     with pytest.raises(Misconfigured, match="does not exist"):

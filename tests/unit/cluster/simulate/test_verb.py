@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli import make_app
 from protos.errors import Misconfigured
+from workers.kv.blocks import BlockPool
 
 SMALL = ("--requests", "30", "--rate", "10", "--input-len", "50:400", "--output-len", "5:40")
 
@@ -63,7 +64,46 @@ def test_a_sweep_finds_the_cheapest_cluster_that_is_good_enough(tmp_path: Path) 
         *SMALL, "--sweep", "--prefill", "0:1", "--decode", "1,2", "--ttft-ms", "300", "--json", str(file),
     )  # fmt: skip
     assert "the cheapest for 95% of the requests: 1 colocated" in told
-    assert len(json.loads(file.read_text())["runs"]) == 4
+    swept = json.loads(file.read_text())
+    assert len(swept["runs"]) == 4
+    assert swept["cheapest"] == swept["front"][0] == {"prefill": 0, "decode": 1, "tp": 1, "policy": "slo"}
+    assert swept["attainment"] == 0.95
+
+
+def test_a_sweep_leaves_out_what_cannot_be_and_says_why() -> None:
+    result = call(
+        *SMALL,
+        "--sweep",
+        "--model",
+        "llama-3-70b",
+        "--gpu",
+        "h200",
+        "--tp",
+        "1,2",
+        "--prefill",
+        "0",
+        "--ttft-ms",
+        "900",
+    )
+    assert result.exit_code == 0, result.output
+    assert "left out: --tp 1: the weights alone need 141 GB" in " ".join(result.stderr.split())
+    assert "1 colocated tp2" in result.stdout
+    assert "tp1" not in result.stdout
+
+
+def test_what_a_cluster_cannot_hold_it_has_missed(tmp_path: Path) -> None:
+    """Longer than its memory, not longer than the other's: else the smaller one would be tried with less."""
+    trace = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %d, "input_length": %d, "output_length": 4, "hash_ids": %s}\n'
+    trace.write_text(
+        "".join(line % (1000 * k, size, list(range(-(-size // 512)))) for k, size in ((0, 500), (1, 60_000)))
+    )
+    told = answer(
+        "--trace", str(trace), "--model", "llama-3-70b", "--gpu", "h200", "--tp", "2,4", "--prefill", "0",
+        "--sweep", "--ttft-ms", "90000", "--set", "worker.memory_fraction=0.55",
+    )  # fmt: skip
+    met = {row.split()[2]: row.split()[6] for row in told.splitlines() if row.startswith("1 col")}
+    assert met == {"tp2": "50.0%", "tp4": "100.0%"}
 
 
 def test_faults_can_be_written_down_and_drawn_and_are_in_the_report(tmp_path: Path) -> None:
@@ -80,6 +120,15 @@ def test_faults_can_be_written_down_and_drawn_and_are_in_the_report(tmp_path: Pa
 def test_a_soak_says_how_it_went_and_one_of_its_seeds_can_be_seen_again() -> None:
     assert "3 clusters in trouble, 0 with a broken invariant" in answer("--soak", "3")
     assert "event log" in answer("--replay", "1")
+
+
+def test_a_broken_invariant_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = BlockPool.release
+    monkeypatch.setattr(BlockPool, "release", lambda pool, block_ids: release(pool, block_ids[1:]))
+    for arguments in ((*SMALL, "--audit-every", "20"), ("--replay", "1")):
+        result = call(*arguments)
+        assert result.exit_code == 1
+        assert "broken: AssertionError: " in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -101,6 +150,7 @@ def test_a_soak_says_how_it_went_and_one_of_its_seeds_can_be_seen_again() -> Non
         (("--decode", "0"), "--decode 0"),
         (("--input-len", "5:"), "--input-len 5:"),
         (("--trace", "none"), "leave --rate, --input-len, --output-len out"),
+        (("--attainment", "0.9"), "without --sweep: leave --attainment out"),
         (("--trace-speed", "2"), "without --trace FILE: leave --trace-speed out"),
         (("--soak", "3", "--replay", "1"), "leave --requests, --rate, --input-len, --output-len, --soak out"),
         (("--sweep", "--ttft-ms", "5", "--html", "x.html"), "leave --html out"),
