@@ -8,7 +8,7 @@ comes back; in between only its new positions are added, unless the device is `t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from struct import pack
@@ -142,16 +142,18 @@ class Device:
             self._frees_s.append(free_s)
         return [self._free_s, *self._frees_s[:-1]] if in_flight else self._frees_s
 
-    def repeat(self, num_steps: int, *, in_flight: bool) -> Repeated:
+    def repeat(self, num_steps: int, *, in_flight: bool, taken: Mapping[str, int]) -> Repeated:
         """As many of the steps as were foreseen, or fewer; what was foreseen of the others stays true."""
         start_s, steps_s, frees_s = self.now_s, self._steps_s[:num_steps], self._frees_s[:num_steps]
         ends_s = [self._free_s, *frees_s[:-1]] if in_flight else frees_s
         rows, totals, tokens, outputs = list[Row](), {}, [], []
         for row, output in zip(self.last.rows, self._output.rows, strict=True):
             assert output.token_id is not None
-            known, total, written = self._go_on(row, output.token_id, num_steps)
+            block_id = taken.get(row.request_id)
+            block_ids = row.block_ids if block_id is None else (*row.block_ids, block_id)
+            known, total, written = self._go_on(row, block_ids, output.token_id, num_steps)
             tokens.append(tuple(known[:-1] if in_flight else known[1:]))
-            rows.append(_moved(row, num_steps, len(rows) if in_flight else known[-2], follows=in_flight))
+            rows.append(_moved(row, block_ids, num_steps, len(rows) if in_flight else known[-2], follows=in_flight))
             outputs.append(RowOutput(token_id=known[-1]))
             totals[row.request_id] = (written, total)
         for step_s in steps_s:
@@ -170,13 +172,13 @@ class Device:
             launched_s=began_s[-2],
         )
 
-    def _go_on(self, row: Row, token_id: int, num_steps: int) -> tuple[list[int], int, int]:
-        """The row's last token and those that follow; the sum over all positions, and how many these are. All of them
-        are in one block: a plain step takes none."""
+    def _go_on(self, row: Row, block_ids: Sequence[int], token_id: int, num_steps: int) -> tuple[list[int], int, int]:
+        """The row's last token and those that follow; the sum over all positions, and how many these are. Only the last
+        may be in another block than the first."""
         position, total = self._totals[row.request_id]
         assert position == row.stop
         assert row.sample is not None
-        offset, block_id = position % self._block_size, row.block_ids[position // self._block_size]
+        start = position
         params, index, size = row.sample.params, row.sample.index, self._vocab_size
         seed, stride = (params.seed * 31, 17) if params.temperature > 0 else (0, 0)
         values, tokens = [], [token_id]
@@ -186,13 +188,21 @@ class Device:
             token_id = (WEIGHT * STRIDE + total + seed + index * stride) % MODULUS % size
             values.append(value)
             tokens.append(token_id)
+        index, offset = divmod(start, self._block_size)
+        if offset + num_steps > self._block_size:
+            self._put_on(block_ids[index + 1], 0, values[-1:])
+            del values[-1]
+        self._put_on(block_ids[index], offset, values)
+        return tokens, total, position
+
+    def _put_on(self, block_id: int, offset: int, values: list[int]) -> None:
+        """The next positions of a block."""
         if not offset:
             self._content[block_id] = 0
             self._sums[block_id] = 0
-        there = self._content[block_id, offset : offset + num_steps]
+        there = self._content[block_id, offset : offset + len(values)]
         self._sums[block_id] += sum(values) - int(there.sum())
         there[:] = values
-        return tokens, total, position
 
     def _compute(self, batch: Batch) -> StepOutput:
         """All rows write before any reads. A sequence that only went on by a token need not be read again."""
@@ -292,7 +302,7 @@ class Device:
         return total + (int(self._content[block_ids[full], :rest].sum()) if rest else 0)
 
 
-def _moved(row: Row, num_steps: int, last: int, *, follows: bool) -> Row:
+def _moved(row: Row, block_ids: tuple[int, ...], num_steps: int, last: int, *, follows: bool) -> Row:
     """The row so many plain steps on, also if it has just read the last of a prompt; `last` is its token, or which row
     it follows: its own of the step before, even if its token was known then, as after a preemption."""
     assert row.sample is not None
@@ -300,7 +310,7 @@ def _moved(row: Row, num_steps: int, last: int, *, follows: bool) -> Row:
         request_id=row.request_id,
         token_ids=() if follows else (last,),
         start=row.stop - 1 + num_steps,
-        block_ids=row.block_ids,
+        block_ids=block_ids,
         sample=Sample(params=row.sample.params, index=row.sample.index + num_steps),
         prompt_len=row.prompt_len,
         follows=last if follows else None,

@@ -2,9 +2,9 @@
 
     wake ─▶ inbox ─▶ Engine.step ─▶ (the device's time passes) ─▶ publish, inbox ─▶ Engine.step ─▶ ...
 
-A leap: plain steps (`workers.engine.alike`), of which nobody but their clients would hear anything, are not taken one
-by one. When they would be over is foreseen; they are taken at once, and told in one message, when the last of them is
-over, or when something comes from outside. Nothing that a gateway decides by can change meanwhile.
+A leap: plain steps (`workers.engine.alike`), of which nobody but their clients would hear anything before the last, are
+not taken one by one. When they would be over is foreseen; they are taken at once, and told in one message, when the
+last of them is over, or when something comes from outside. Nothing that a gateway decides by can change meanwhile.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from workers.rpc.progress import Progress
 
 Result = TypeVar("Result")
 
-LEAST_LEAP = 2
-"""Steps below which a leap is not worth it."""
 LEAST_CALM = 3
 """Steps told one by one after anything has happened: by then every gateway has forgotten what it sent here
 (`router.member.STEPS_TO_SHOW`), and has heard of all that began."""
@@ -325,7 +323,7 @@ class EngineTurns:
         if self._num_calm < LEAST_CALM or len(device.last.rows) != engine.scheduler.num_running:
             return []
         num_steps = engine.num_alike()
-        if num_steps < LEAST_LEAP:
+        if not num_steps:
             return []
         now = self._loop.time()
         quiet_until_s = self._quiet_until() - self.skew_s if self._quiet_until is not None else now
@@ -336,7 +334,7 @@ class EngineTurns:
         num_steps = engine.num_steady(
             [end_s - start_s for start_s, end_s in zip(starts_s, ends_s[:num_steps], strict=False)]
         )
-        return ends_s[:num_steps] if num_steps >= LEAST_LEAP else []
+        return ends_s[:num_steps]
 
     def _leap(self) -> bool:
         if self._quiet_until is None:

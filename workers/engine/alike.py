@@ -1,7 +1,8 @@
 """Plain steps: every running sequence decodes one token, and nothing else happens. Many can be taken at once.
 
-No answer ends or could end, no block is taken or becomes full, nobody waits and nobody new has come: so of all that a
-worker tells, only tokens and the number of the step change. Pure, as the scheduler is.
+No answer ends or could end, nobody waits and nobody new has come, and no block is taken or becomes full but by the last
+of them: so of all that a worker tells, before the last only tokens and the number of the step change. Pure, as the
+scheduler is.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from workers.engine.request import Request, State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of the scheduler. `can_stop`: some tokens end an answer that does not ignore them."""
+    """Of the scheduler. `can_stop`: some tokens end an answer that does not ignore them. `can_take`: there is a block
+    for every sequence, and nothing but taking it has to be done for it."""
 
     block_size: int
     max_len: int
     can_stop: bool
+    can_take: bool
 
 
 def num_alike(running: Sequence[Request], limits: Limits, num_in_flight: int) -> int:
-    """How many steps from here on are plain, with so many launched already."""
+    """How many steps from here on are plain, the one that takes or fills a block included, with so many launched
+    already."""
     return max(0, min(_num_plain(request, limits, num_in_flight) for request in running))
 
 
@@ -41,8 +45,8 @@ def _num_plain(request: Request, limits: Limits, num_in_flight: int) -> int:
     return min(
         sampling.max_tokens - num_output - ahead,
         limits.max_len - request.num_tokens - ahead,
-        len(request.block_ids) * size + 1 - request.num_expected,
-        (request.num_sealed + 1) * size - 1 - request.num_computed,
+        len(request.block_ids) * size + 1 - request.num_expected + limits.can_take,
+        (request.num_sealed + 1) * size - 1 - request.num_computed + limits.can_take,
     )
 
 

@@ -12,7 +12,7 @@ device (`Row.follows`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -183,9 +183,9 @@ class Repeated:
 class Repeating(Protocol):
     """A pipeline that goes on by itself with a batch in which every row decodes."""
 
-    def repeat(self, num_steps: int, *, in_flight: bool) -> Repeated:
+    def repeat(self, num_steps: int, *, in_flight: bool, taken: Mapping[str, int]) -> Repeated:
         """Launches the last batch so many times more, each row one position on, and fetches as many steps: those
-        before the last one if there is one `in_flight`."""
+        before the last one if there is one `in_flight`. The last of them begins the blocks `taken` by some requests."""
         ...
 
 

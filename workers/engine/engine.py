@@ -227,7 +227,8 @@ class Engine:
         """Takes steps that are alike (`num_alike`) at once, on a pipeline that can: all is then as if `step` had been
         called so often, and what was to be told comes in one update for each sequence."""
         assert isinstance(self._pipeline, Repeating)
-        done = self._pipeline.repeat(num_steps, in_flight=bool(self._in_flight))
+        taken = self._scheduler.take(num_steps)
+        done = self._pipeline.repeat(num_steps, in_flight=bool(self._in_flight), taken=taken)
         for elapsed_s in done.steps_s:
             self._pace.decoded(elapsed_s)
         if done.pending is not None:

@@ -413,15 +413,33 @@ class Scheduler:
         """How many steps from here on are plain ones (`workers.engine.alike`)."""
         if self._waiting or not self._running or len(self.loads) or any(step.freed for step in self._in_flight):
             return 0
-        limits = Limits(block_size=self.pool.block_size, max_len=self.max_len, can_stop=bool(self.config.eos_ids))
+        limits = Limits(
+            block_size=self.pool.block_size,
+            max_len=self.max_len,
+            can_stop=bool(self.config.eos_ids),
+            can_take=self.pool.can_spare(len(self._running)),
+        )
         return num_alike(self._running, limits, len(self._in_flight))
 
+    def take(self, num_steps: int) -> dict[str, int]:
+        """Plans so many plain steps: the blocks that the last of them begins, by request."""
+        taken: dict[str, int] = {}
+        for request in self._running:
+            if self.pool.blocks_for(request.num_expected + num_steps - 1) > len(request.block_ids):
+                fresh = self.pool.allocate(1)
+                assert fresh is not None, "plain steps take no more blocks than there are"
+                request.block_ids += fresh
+                taken[request.request_id] = fresh[0]
+        return taken
+
     def repeat(self, done: Repeated) -> list[SequenceUpdate]:
-        """What so many plain steps brought, planned and applied at once."""
-        return [
-            extended(self._requests[row.request_id], token_ids)
-            for row, token_ids in zip(done.batch.rows, done.tokens, strict=True)
-        ]
+        """What the plain steps that were planned brought, applied at once."""
+        updates = []
+        for row, token_ids in zip(done.batch.rows, done.tokens, strict=True):
+            request = self._requests[row.request_id]
+            updates.append(extended(request, token_ids))
+            self._seal(request)
+        return updates
 
     def _after_prefill(self, request: Request) -> FinishReason | None:
         disposition = self.role.after_prefill(request)

@@ -72,6 +72,10 @@ class BlockPool:
         """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def can_spare(self, num_blocks: int) -> bool:
+        """Are there so many, and nothing to be kept on the host for them?"""
+        return num_blocks <= (self.num_free if self.host is None else len(self._free))
+
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Blocks of the longest cached prefix of a chain. Takes no references: `acquire` does."""
         matched: list[int] = []
