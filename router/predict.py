@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from protos.values import WorkerLoad, WorkerRole
 from router.overhead import Overhead
 from router.policies.base import Line
-from router.policies.candidates import LINES, Floats, Lines, Places
-from router.recent import Recent, kept
+from router.policies.candidates import LINES, Floats, Lines, Places, Ways
+from router.recent import Recent, since_whole, whole
 from router.speeds import Speeds, counted, slowness
 from router.standing import Numbers, Standing, where
 
@@ -254,7 +254,7 @@ class Predictor:
         self._offered: tuple[Sequence[str], dict[str, int], _Priors] = ((), {}, ())
         self._priors: dict[str, tuple[float, ...]] = {}  # of workers that are not among those offered last
         self._fits_of_lanes: dict[str, dict[str, Fit]] = {}
-        self._lanes: dict[str, dict[str, Line]] = {}
+        self._lanes: dict[str, Ways] = {}
         self._recent = {role: Recent() for role in WorkerRole}
         self._speeds = {role: Speeds() for role in WorkerRole}
         self._changed: dict[str, None] = {}
@@ -286,7 +286,7 @@ class Predictor:
             receiving is not None and lane is None,
             fitted.fixed_s if fitted is not None else np.nan,
             fitted.each_s if fitted is not None else np.nan,
-            *self._recent[role].of(worker_id, now=now),
+            *whole(*self._recent[role].of(worker_id, now=now)),
         )
 
     def changed(self) -> Sequence[str]:
@@ -312,18 +312,14 @@ class Predictor:
         for place in np.flatnonzero(standing.awaits_fit).tolist():
             fitted = self._receiving[worker_ids[place]].line(lane)
             receiving[0][place], receiving[1][place] = fitted.fixed_s, fitted.each_s
-        recent, clocks = standing.recent_tokens, [self._recent[one].clock(now) for one in _ROLES]
-        at = standing.recent_at.tolist()
-        left = [
-            kept(clocks[pool] - then) if work else 0.0
-            for work, pool, then in zip(recent.tolist(), pools.tolist(), at, strict=True)
-        ]
+        shares, wholes = np.array([since_whole(self._recent[one].clock(now)) for one in _ROLES]).T
+        left = np.ldexp(shares[pools], (standing.recent_at - wholes[pools]).astype(np.intc))
         return Expectations(
             reading=Lines(*reading),
             loading=Lines(standing.load_fixed_s, standing.load_each_s),
             stepping=Lines(*stepping),
             receiving=Lines(*receiving),
-            recent_tokens=recent * np.array(left),
+            recent_tokens=standing.recent_tokens * left,
         )
 
     def expected_of_few(
@@ -343,10 +339,10 @@ class Predictor:
             if standing.awaits_fit:
                 fitted = self._receiving[worker_id].line(lane)
                 receiving = fitted.fixed_s, fitted.each_s
-            recent, at = standing.recent_tokens, standing.recent_at
             loading = standing.load_fixed_s, standing.load_each_s
-            left = kept(self._recent[role].clock(now) - at) if recent else 0.0
-            told.append((recent * left, *reading, *loading, *stepping, *receiving))
+            share, last = since_whole(self._recent[role].clock(now))
+            recent = standing.recent_tokens * math.ldexp(share, int(standing.recent_at) - last)
+            told.append((recent, *reading, *loading, *stepping, *receiving))
             priors.append(prior)
         self._offer(worker_ids, priors)
         return told
@@ -460,7 +456,7 @@ class Predictor:
             prior = known.receiving
             lane = self._fits_of_lanes.setdefault(reader, {}).setdefault(writer, Fit())
             lane.observe(num_bytes, seconds, prior=prior, now=now)
-            self._lanes.setdefault(reader, {})[writer] = lane.line(prior)
+            self._lanes.setdefault(reader, Ways())[writer] = lane.line(prior)
             self._receiving.setdefault(writer, Fit()).observe(num_bytes, seconds, prior=prior, now=now)
             self._changed[writer] = None
         self._all_lanes.observe(num_bytes, seconds, prior=RECEIVING, now=now)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from router.policies.slo import GUARD
 
 RECENT_S = 300.0  # after which work counts half
@@ -40,6 +42,19 @@ class Recent:
     def forget(self, worker_id: str) -> None:
         """A worker has left."""
         self._given.pop(worker_id, None)
+
+
+def whole(work: float, at: float) -> tuple[float, float]:
+    """The same work as of the last whole halving: what is left of it at any time is then a power of two, and a factor
+    that is the same for all (`since_whole`)."""
+    before = math.floor(at)
+    return work / kept(at - before), float(before)
+
+
+def since_whole(clock: float) -> tuple[float, int]:
+    """What is left of work as of the last whole halving, and which one that was."""
+    before = math.floor(clock)
+    return kept(clock - before), before
 
 
 def kept(halvings: float) -> float:

@@ -201,7 +201,7 @@ class Device:
             self._content[block_id] = 0
             self._sums[block_id] = 0
         there = self._content[block_id, offset : offset + len(values)]
-        self._sums[block_id] += sum(values) - int(there.sum())
+        self._sums[block_id] += sum(values) - sum(there.tolist())
         there[:] = values
 
     def _compute(self, batch: Batch) -> StepOutput:

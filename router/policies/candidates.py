@@ -10,7 +10,7 @@ A column has the name that the number has in a `Candidate`: a formula over one o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from operator import add
 from typing import Any, NamedTuple, overload
@@ -92,6 +92,10 @@ class Crew:
         return (self if len(places) == len(self) else self.take(places)), np.array(places, dtype=np.intp)
 
 
+FEW = 8
+"""Workers up to which a row of numbers each is cheaper than an array of each number."""
+
+
 class Lines:
     """A `Line` of each worker."""
 
@@ -104,6 +108,38 @@ class Lines:
     def __call__(self, amount: Any) -> Floats:
         seconds: Floats = self.fixed_s + self.each_s * amount
         return seconds
+
+
+class Ways(dict[str, Line]):
+    """From one reader to the writers for which they were measured. Of a crew that is asked for again and again the
+    lines are kept as arrays."""
+
+    def __init__(self, lines: Mapping[str, Line] | None = None) -> None:
+        super().__init__(lines or {})
+        self._crew: Crew | None = None
+        self._lines = Lines(np.empty(0), np.empty(0))
+
+    def __setitem__(self, writer: str, line: Line) -> None:
+        super().__setitem__(writer, line)
+        if self._crew is not None and (place := self._crew.places.get(writer)) is not None:
+            self._lines.fixed_s[place], self._lines.each_s[place] = line.fixed_s, line.each_s
+
+    def pop(self, writer: str, default: Any = None) -> Any:
+        self._crew = None
+        return super().pop(writer, default)
+
+    def lines(self, crew: Crew) -> Lines:
+        """NaN for those that were not measured."""
+        if crew is self._crew:
+            return self._lines
+        known = [self.get(worker_id) for worker_id in crew.worker_ids]
+        lines = Lines(
+            np.array([np.nan if line is None else line.fixed_s for line in known]),
+            np.array([np.nan if line is None else line.each_s for line in known]),
+        )
+        if len(crew) > FEW:
+            self._crew, self._lines = crew, lines
+        return lines
 
 
 class _Column:
@@ -125,10 +161,6 @@ class _Lines:
 
     def __get__(self, candidates: Candidates, owner: type) -> Lines:
         return Lines(candidates.table[self._row], candidates.table[self._row + 1])
-
-
-FEW = 8
-"""Workers up to which a row of numbers each is cheaper than an array of each number."""
 
 
 class Candidates(Sequence[Candidate]):

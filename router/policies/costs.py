@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from router.policies.base import Candidate, Decision, RequestView
-from router.policies.candidates import Candidates, Floats, named
+from router.policies.candidates import Candidates, Floats, Ways, named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +94,9 @@ def transfer_s(view: RequestView, reader: str, writers: Candidates) -> Floats:
     """How long an answer is held up for its KV: what the writer's device lacks, over the lane between the two."""
     num_bytes = num_off_device(view, writers) / view.block_size * view.block_bytes
     seconds = writers.receiving(num_bytes)
-    lanes, places = view.lanes.get(reader), writers.crew.places
-    if lanes:
-        measured = [(places[writer], line) for writer, line in lanes.items() if writer in places]
-        at = [place for place, _ in measured]
-        fixed_s, each_s = ([line.fixed_s for _, line in measured], [line.each_s for _, line in measured])
-        seconds[at] = np.array(fixed_s) + np.array(each_s) * num_bytes[at]
+    if ways := view.lanes.get(reader):
+        lines = (ways if isinstance(ways, Ways) else Ways(ways)).lines(writers.crew)
+        seconds = np.where(np.isnan(lines.each_s), seconds, lines(num_bytes))
     return seconds
 
 

@@ -130,6 +130,7 @@ class Engine:
         self._grammars = grammars
         self._scheduler = scheduler
         self._pipeline = pipeline(runner)
+        self._repeating = self._pipeline if isinstance(self._pipeline, Repeating) else None
         self._depth = depth
         self._in_flight: deque[_Launched] = deque()
         self._fetched_s = 0.0
@@ -226,9 +227,9 @@ class Engine:
     def repeat(self, num_steps: int) -> list[SequenceUpdate]:
         """Takes steps that are alike (`num_alike`) at once, on a pipeline that can: all is then as if `step` had been
         called so often, and what was to be told comes in one update for each sequence."""
-        assert isinstance(self._pipeline, Repeating)
+        assert self._repeating is not None
         taken = self._scheduler.take(num_steps)
-        done = self._pipeline.repeat(num_steps, in_flight=bool(self._in_flight), taken=taken)
+        done = self._repeating.repeat(num_steps, in_flight=bool(self._in_flight), taken=taken)
         for elapsed_s in done.steps_s:
             self._pace.decoded(elapsed_s)
         if done.pending is not None:
