@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from protos.values import SequenceUpdate
 from workers.engine.batch import is_penalised
 from workers.engine.request import Request, State
+from workers.kv.blocks import BlockPool
+
+if TYPE_CHECKING:
+    from workers.engine.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +29,15 @@ class Limits:
     max_len: int
     can_stop: bool
     can_take: bool
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Limits:
+        return cls(
+            block_size=scheduler.pool.block_size,
+            max_len=scheduler.max_len,
+            can_stop=bool(scheduler.config.eos_ids),
+            can_take=scheduler.pool.can_spare(scheduler.num_running),
+        )
 
 
 def num_alike(running: Sequence[Request], limits: Limits, num_in_flight: int) -> int:
@@ -48,6 +62,18 @@ def _num_plain(request: Request, limits: Limits, num_in_flight: int) -> int:
         len(request.block_ids) * size + 1 - request.num_expected + limits.can_take,
         (request.num_sealed + 1) * size - 1 - request.num_computed + limits.can_take,
     )
+
+
+def take(running: Sequence[Request], pool: BlockPool, num_steps: int) -> dict[str, int]:
+    """The blocks that the last of so many plain steps begins, by request; they are the requests' from now on."""
+    taken: dict[str, int] = {}
+    for request in running:
+        if pool.blocks_for(request.num_expected + num_steps - 1) > len(request.block_ids):
+            fresh = pool.allocate(1)
+            assert fresh is not None, "plain steps take no more blocks than there are"
+            request.block_ids += fresh
+            taken[request.request_id] = fresh[0]
+    return taken
 
 
 def extended(request: Request, token_ids: tuple[int, ...]) -> SequenceUpdate:

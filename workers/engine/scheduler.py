@@ -38,7 +38,7 @@ from itertools import pairwise
 from kvtransfer.hashing import chain_hashes, salted
 from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate
 from workers.config import SchedulerConfig
-from workers.engine.alike import Limits, extended, num_alike
+from workers.engine.alike import Limits, extended, num_alike, take
 from workers.engine.batch import Batch, Repeated, Row, RowOutput, StepOutput, is_penalised
 from workers.engine.loading import Loads
 from workers.engine.request import Request, State
@@ -413,24 +413,11 @@ class Scheduler:
         """How many steps from here on are plain ones (`workers.engine.alike`)."""
         if self._waiting or not self._running or len(self.loads) or any(step.freed for step in self._in_flight):
             return 0
-        limits = Limits(
-            block_size=self.pool.block_size,
-            max_len=self.max_len,
-            can_stop=bool(self.config.eos_ids),
-            can_take=self.pool.can_spare(len(self._running)),
-        )
-        return num_alike(self._running, limits, len(self._in_flight))
+        return num_alike(self._running, Limits.of(self), len(self._in_flight))
 
     def take(self, num_steps: int) -> dict[str, int]:
-        """Plans so many plain steps: the blocks that the last of them begins, by request."""
-        taken: dict[str, int] = {}
-        for request in self._running:
-            if self.pool.blocks_for(request.num_expected + num_steps - 1) > len(request.block_ids):
-                fresh = self.pool.allocate(1)
-                assert fresh is not None, "plain steps take no more blocks than there are"
-                request.block_ids += fresh
-                taken[request.request_id] = fresh[0]
-        return taken
+        """Plans so many plain steps: the blocks that the last of them begins, by request (`workers.engine.alike`)."""
+        return take(self._running, self.pool, num_steps)
 
     def repeat(self, done: Repeated) -> list[SequenceUpdate]:
         """What the plain steps that were planned brought, applied at once."""
