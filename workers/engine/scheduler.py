@@ -337,8 +337,7 @@ class Scheduler:
         """A block for the token about to be computed, if need be another request's. False: it was the last in rank
         itself, and has been preempted."""
         while self._num_lacking(request):
-            fresh = self.pool.allocate(1)
-            if fresh is not None:
+            if (fresh := self.pool.allocate(1)) is not None:
                 request.block_ids += fresh
                 continue
             last = self._running.pop()
@@ -421,10 +420,9 @@ class Scheduler:
 
     def repeat(self, done: Repeated) -> list[SequenceUpdate]:
         """What the plain steps that were planned brought, applied at once."""
-        updates = []
-        for row, token_ids in zip(done.batch.rows, done.tokens, strict=True):
-            request = self._requests[row.request_id]
-            updates.append(extended(request, token_ids))
+        requests = [self._requests[row.request_id] for row in done.batch.rows]
+        updates = [extended(request, tokens) for request, tokens in zip(requests, done.tokens, strict=True)]
+        for request in requests:
             self._seal(request)
         return updates
 
