@@ -8,24 +8,44 @@ from html import escape
 
 from rich.console import Console
 
-from cluster.bench.report import Record
+from cluster.bench.report import Objective, Record
 from cluster.simulate.report import Summary, summary_table
 from cluster.simulate.simulation import Outcome
 from cluster.simulate.timeline import Sample
 
-WIDTH, HEIGHT, MARGIN = 720, 220, 46
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed")
+WIDTH, HEIGHT, MARGIN = 720, 220, 56
+TOP, BOTTOM, RIGHT = 26, 30, 16
+NUM_COLOURS = 5
+NUM_SLOTS = 60
+LABEL_WIDTH = 14
+"""Of a label along a line; one that is nearer to the last is only shown where the line is pointed at."""
 
 Line = Sequence[tuple[float, float]]
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 780px; margin: 2rem auto; color: #1f2937; padding: 0 1rem }}
-pre {{ background: #f3f4f6; padding: 1rem; overflow-x: auto; font-size: 13px }}
+:root {{ --page: #fff; --ink: #1f2937; --faint: #6b7280; --panel: #f3f4f6; --grid: #e5e7eb; --fault: #111827;
+  --c0: #2563eb; --c1: #dc2626; --c2: #047857; --c3: #b45309; --c4: #7c3aed }}
+@media (prefers-color-scheme: dark) {{ :root {{ --page: #111827; --ink: #e5e7eb; --faint: #9ca3af; --panel: #1f2937;
+  --grid: #374151; --fault: #f9fafb; --c0: #60a5fa; --c1: #f87171; --c2: #34d399; --c3: #fbbf24; --c4: #a78bfa }} }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 780px; margin: 2rem auto; padding: 0 1rem;
+  background: var(--page); color: var(--ink) }}
+code {{ overflow-wrap: anywhere }}
+pre {{ background: var(--panel); padding: 1rem; overflow-x: auto; font-size: 13px }}
 h2 {{ font-size: 1.05rem; margin: 1.6rem 0 .3rem }}
-svg {{ width: 100%; height: auto; background: #fff; border: 1px solid #e5e7eb }}
-text {{ font: 11px system-ui, sans-serif; fill: #6b7280 }}
+svg {{ width: 100%; height: auto; border: 1px solid var(--grid) }}
+text {{ font: 11px system-ui, sans-serif; fill: var(--faint) }}
+.grid {{ stroke: var(--grid) }}
+polyline {{ fill: none; stroke-width: 1.5 }}
+.s0 {{ stroke: var(--c0) }} .s1 {{ stroke: var(--c1) }} .s2 {{ stroke: var(--c2) }} .s3 {{ stroke: var(--c3) }}
+.s4 {{ stroke: var(--c4) }}
+.f0 {{ fill: var(--c0) }} .f1 {{ fill: var(--c1) }} .f2 {{ fill: var(--c2) }} .f3 {{ fill: var(--c3) }}
+.f4 {{ fill: var(--c4) }}
+.fault line {{ stroke: var(--fault); stroke-dasharray: 3 3 }}
+.fault text {{ fill: var(--fault); stroke: var(--page); stroke-width: 3px; paint-order: stroke }}
+@media (max-width: 600px) {{ pre {{ font-size: 11px }} text {{ font-size: 19px }} .fault text {{ display: none }} }}
 </style>
 <h1>{title}</h1>
 <p><code>{command}</code></p>
@@ -36,25 +56,28 @@ text {{ font: 11px system-ui, sans-serif; fill: #6b7280 }}
 """
 
 
-def page(outcome: Outcome, summary: Summary, *, command: str, latency: str = "") -> str:
+def page(outcome: Outcome, summary: Summary, *, command: str, latency: str = "", objective: Objective) -> str:
     """One page that needs nothing else. `latency` says where steps' times are from, if not from a roofline."""
-    samples = outcome.samples
+    samples, records = outcome.samples, outcome.records
     marks = [(fault.at_s, fault.what) for fault in summary.faults if not fault.passed_over]
+    waiting = _by_role(samples, lambda sample: sample.num_waiting)
+    waiting["gateways"] = [(one.at_s, float(one.num_queued)) for one in samples if one.role == samples[0].role]
     plots = [
-        _plot("Sequences running", "s", _by_role(samples, lambda sample: sample.num_running), marks=marks),
-        _plot(
-            "Requests waiting, on workers by pool and at the gateways",
-            "s",
-            {
-                **_by_role(samples, lambda sample: sample.num_waiting),
-                "gateways": [(one.at_s, float(one.num_queued)) for one in samples if one.role == samples[0].role],
-            },
-            marks=marks,
-        ),
+        _plot("Workers serving", "s", _by_role(samples, lambda sample: sample.num_workers), whole=True, marks=marks),
+        _plot("Sequences running", "s", _by_role(samples, lambda sample: sample.num_running), whole=True, marks=marks),
+        _plot("Requests waiting, on workers by pool and at the gateways", "s", waiting, whole=True, marks=marks),
         _plot("KV blocks in use, %", "s", _by_role(samples, lambda sample: 100 * sample.blocks_used), marks=marks),
+        _plot("Time to first token, ms, of what was asked at the time", "s", _over_time(records), marks=marks),
     ]
-    for title, name in (("Time to first token", "ttft_s"), ("Time per token", "tpot_s"), ("End to end", "e2e_s")):
-        plots.append(_plot(f"{title}: share of requests, %", "ms, log", _distribution(outcome.records, name), log=True))
+    for title, name, bound_s in (
+        ("Time to first token", "ttft_s", objective.ttft_s),
+        ("Time per token", "tpot_s", objective.tpot_s),
+        ("End to end", "e2e_s", None),
+    ):
+        bounds = [(1000 * bound_s, "objective")] if bound_s is not None else []
+        plots.append(
+            _plot(f"{title}: share of requests, %", "ms", _distribution(records, name), log=True, marks=bounds)
+        )
     return _PAGE.format(
         title="Baton: a simulated run",
         command=escape(command),
@@ -85,54 +108,92 @@ def _distribution(records: Sequence[Record], name: str) -> dict[str, Line]:
     return {"": [(1000 * values[i], 100 * (i + 1) / len(values)) for i in range(0, len(values), step)]}
 
 
+def _over_time(records: Sequence[Record]) -> dict[str, Line]:
+    """Median and longest of those that were asked in each of some slots of time."""
+    asked = [(record.due_s or 0.0, record.ttft_s) for record in records]
+    slot_s = max((due_s for due_s, _ in asked), default=0.0) / NUM_SLOTS or 1.0
+    slots: dict[int, list[float]] = {}
+    for due_s, ttft_s in asked:
+        if ttft_s is not None:
+            slots.setdefault(int(due_s / slot_s), []).append(1000 * ttft_s)
+    median = [(slot * slot_s, sorted(ttfts)[len(ttfts) // 2]) for slot, ttfts in sorted(slots.items())]
+    return {"median": median, "longest": [(slot * slot_s, max(ttfts)) for slot, ttfts in sorted(slots.items())]}
+
+
 def _plot(
-    title: str, unit: str, lines: Mapping[str, Line], *, log: bool = False, marks: Sequence[tuple[float, str]] = ()
+    title: str,
+    unit: str,
+    lines: Mapping[str, Line],
+    *,
+    log: bool = False,
+    whole: bool = False,
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """`marks`: what happened, and where across."""
+    """`marks`: what happened, and where across; `whole`: there are no halves of what is counted."""
     points = [point for line in lines.values() for point in line]
     if not points:
         return ""
-    xs = [max(x, 1e-3) for x, _ in points] if log else [x for x, _ in points]
-    low, high, top = min(xs), max(max(xs), min(xs) * 1.001, 1e-9), max(max(y for _, y in points), 1e-9)
+    xs = [max(x, 1e-3) for x, _ in (*points, *marks)] if log else [x for x, _ in points]
+    low, high = min(xs), max(max(xs), min(xs) * 1.001, 1e-9)
+    ups = _ticks(0.0, max(y for _, y in points) or 1.0, least=1.0 if whole else 0.0)
+    top = ups[-1]
 
     def across(x: float) -> float:
         share = _log_share(max(x, 1e-3), low, high) if log else (x - low) / (high - low or 1.0)
-        return MARGIN + share * (WIDTH - MARGIN - 12)
+        return MARGIN + share * (WIDTH - MARGIN - RIGHT)
 
     def up(y: float) -> float:
-        return HEIGHT - 30 - y / top * (HEIGHT - 50)
+        return HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM)
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
-    for k in range(5):
-        y, x = top * k / 4, _log_point(low, high, k / 4) if log else low + (high - low) * k / 4
-        parts.append(f'<line x1="{MARGIN}" x2="{WIDTH - 12}" y1="{up(y):.1f}" y2="{up(y):.1f}" stroke="#e5e7eb"/>')
+    for y in ups:
+        parts.append(f'<line class="grid" x1="{MARGIN}" x2="{WIDTH - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>')
         parts.append(f'<text x="{MARGIN - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{_number(y)}</text>')
-        parts.append(f'<text x="{across(x):.1f}" y="{HEIGHT - 12}" text-anchor="middle">{_number(x)}</text>')
-    parts.append(f'<text x="{WIDTH - 12}" y="{HEIGHT - 1}" text-anchor="end">{escape(unit)}</text>')
-    parts += [_mark(across(at), told) for at, told in marks if low <= at <= high]
-    for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
+    for x in _log_ticks(low, high) if log else [x for x in _ticks(low, high) if x <= high]:
+        # The last one's end may not lie outside.
+        anchor = "middle" if across(x) < WIDTH - 3 * RIGHT else "end"
+        parts.append(f'<text x="{across(x):.1f}" y="{HEIGHT - 9}" text-anchor="{anchor}">{_number(x)} {unit}</text>')
+    for k, (name, line) in enumerate(lines.items()):
         path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts.append(f'<polyline class="s{k % NUM_COLOURS}" points="{path}"/>')
         if name:
-            place = MARGIN + 8 + 110 * list(lines).index(name)
-            parts.append(f'<text x="{place}" y="14" style="fill:{colour}">{escape(name)}</text>')
+            parts.append(f'<text class="f{k % NUM_COLOURS}" x="{MARGIN + 8 + 110 * k}" y="17">{escape(name)}</text>')
+    last = -math.inf
+    for at, told in sorted(mark for mark in marks if low <= mark[0] <= high):
+        labelled = across(at) - last >= LABEL_WIDTH
+        last = across(at) if labelled else last
+        parts.append(_mark(across(at), told, labelled=labelled))
     return f"<h2>{escape(title)}</h2>\n" + "\n".join(parts) + "\n</svg>"
 
 
-def _mark(x: float, told: str) -> str:
+def _mark(x: float, told: str, *, labelled: bool) -> str:
+    label = f'<text transform="translate({x + 3:.1f} {TOP + 4}) rotate(90)">{escape(told)}</text>' if labelled else ""
     return (
         f'<g class="fault"><title>{escape(told)}</title>'
-        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="{HEIGHT - 30}" stroke="#111827" stroke-dasharray="3 3"/>'
-        f'<text transform="translate({x + 3:.1f} 24) rotate(90)">{escape(told)}</text></g>'
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6}" y2="{HEIGHT - BOTTOM}"/>{label}</g>'
     )
+
+
+def _ticks(low: float, high: float, *, least: float = 0.0) -> list[float]:
+    """Round numbers, three to six of them unless they are `least` apart, the last of which is `high` or above."""
+    rough = (high - low) / 4 or 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = max(least, next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999))
+    first = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(first, math.ceil(high / step - 1e-9) + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 of each power of ten; both ends where these are too few, powers alone where they are too many."""
+    powers = [10.0**k for k in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    found = [factor * power for power in powers for factor in (1, 2, 5) if low <= factor * power <= high]
+    if len(found) < 2:
+        return [low, high]
+    return found if len(found) <= 8 else [one for one in powers if low <= one <= high]
 
 
 def _log_share(x: float, low: float, high: float) -> float:
     return math.log(x / low) / (math.log(high / low) or 1.0)
-
-
-def _log_point(low: float, high: float, share: float) -> float:
-    return float(low * (high / low) ** share)
 
 
 def _number(value: float) -> str:

@@ -230,7 +230,10 @@ def _once(
     if json_file is not None:
         write_json(json_file, _document(command, [Trial(choice=choice, summary=summary)], scene.latency))
     if html_file is not None:
-        _write(html_file, page(outcome, summary, command=command, latency=str(scene.latency or "")))
+        _write(
+            html_file,
+            page(outcome, summary, command=command, latency=str(scene.latency or ""), objective=scene.objective),
+        )
 
 
 def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file: Path | None) -> None:

@@ -38,7 +38,7 @@ def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeyp
     steps = [{"rows": [[1, context]] * rows, "seconds": 0.01 + 0.001 * rows} for rows in (1, 4) for context in (9, 99)]
     (tmp_path / "steps.json").write_text(json.dumps(steps))
     kept = "--json", str(figures), "--html", str(page), "--events", str(events)
-    answer(*SMALL, "--calibration", str(tmp_path / "steps.json"), *kept)
+    answer(*SMALL, "--ttft-ms", "50", "--calibration", str(tmp_path / "steps.json"), *kept)
     assert json.loads(figures.read_text())["calibration"]["num_points"] == 4
     (run,) = json.loads(figures.read_text())["runs"]
     assert run["cluster"]["decode"] == 1
@@ -47,7 +47,12 @@ def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeyp
     assert run["figures"]["hits"].keys() == {"device", "host", "pulled"}
     assert run["figures"]["num_events"] == len(events.read_text().splitlines())
     html = page.read_text()
-    assert html.count("<svg") == 6
+    assert html.count("<svg") == 8
+    assert html.count("<title>objective</title>") == 1
+    assert "Workers serving" in html
+    assert 'name="viewport"' in html
+    assert "prefers-color-scheme: dark" in html
+    assert not re.search(r"\de-\d", html), "nobody waits: the axis still has round numbers"
     assert "http" not in html
     assert "ITL" in html
     assert "calibrated on 4 steps: off by 0.0% on average" in html
