@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from cluster.simulate.shapes import Gpu, Model
+from cluster.simulate.shapes import HOST_GPUS, NETWORK_RATE, Gpu, Model
 from protos.hints import counted
 
 _WORD = 2**64 - 1
@@ -41,10 +41,11 @@ class Latency(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Williams, Waterman, Patterson, "Roofline" (2009), over a whole step, on `tp` GPUs of a host.
+    """Williams, Waterman, Patterson, "Roofline" (2009), over a whole step, on `tp` GPUs.
 
     `compute_share` and `memory_share` are what large matrix products and streaming reads reach of the makers' figures
-    on these cards; `launch_s` is a step's host work and kernel launches, `reduce_s` the latency of one all-reduce.
+    on these cards; `launch_s` is a step's host work and kernel launches, `reduce_s` the latency of one all-reduce,
+    `network_reduce_s` of one between hosts.
     """
 
     gpu: Gpu
@@ -54,13 +55,14 @@ class Roofline:
     memory_share: float = 0.75
     launch_s: float = 0.002
     reduce_s: float = 8e-6
+    network_reduce_s: float = 30e-6
 
     def step_s(self, step: Step) -> float:
         gpu, model, tp = self.gpu, self.model, self.tp
         rate = (gpu.flops if model.weight_bytes > 1 else gpu.fp8_flops) * tp * self.compute_share
         flops = 2 * model.active_params * step.num_tokens
         flops += 4 * model.layers * model.heads * model.head_dim * step.num_attended
-        moved = model.touched_params(step.num_tokens) * model.weight_bytes + step.num_read * model.kv_bytes
+        moved = model.touched_params(step.num_tokens) * model.weight_bytes + step.num_read * model.kept_bytes(tp)
         device_s = max(flops / rate, moved / (gpu.memory_rate * tp * self.memory_share))
         return device_s + self.launch_s + self._reduce_s(step.num_tokens)
 
@@ -68,11 +70,14 @@ class Roofline:
         """All steps of a shape are alike."""
 
     def _reduce_s(self, num_tokens: float) -> float:
-        """Two all-reduces a layer, each 2 (tp - 1) / tp of the activations over every GPU's link."""
+        """Two all-reduces a layer, each 2 (tp - 1) / tp of the activations over every GPU's link; over the network where
+        the GPUs are of several hosts."""
         if self.tp == 1:
             return 0.0
         num_bytes = num_tokens * self.model.hidden * 2 * 2 * (self.tp - 1) / self.tp
-        return 2 * self.model.layers * (self.reduce_s + num_bytes / self.gpu.link_rate)
+        within = self.tp <= HOST_GPUS
+        reduce_s, rate = (self.reduce_s, self.gpu.link_rate) if within else (self.network_reduce_s, NETWORK_RATE)
+        return 2 * self.model.layers * (reduce_s + num_bytes / rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

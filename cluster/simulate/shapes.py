@@ -16,7 +16,7 @@ from workers.models.config import splits_heads
 class Gpu:
     """`flops` in the weights' precision (bf16; `fp8_flops` where a model's weights are fp8), bytes of memory and of
     memory bandwidth a second, bytes a second to the other GPUs of its host and to its host's memory (one way each).
-    `usd_per_hour`: an example."""
+    `usd_per_hour`: an example. A worker of more than the `HOST_GPUS` of one host talks over the network."""
 
     flops: float
     fp8_flops: float
@@ -25,6 +25,10 @@ class Gpu:
     link_rate: float
     host_rate: float
     usd_per_hour: float
+
+
+HOST_GPUS = 8
+NETWORK_RATE = 50e9  # a card of 400 Gb/s for each GPU
 
 
 # Data sheets of NVIDIA's SXM modules; prices are round figures of the on-demand market, to be replaced by one's own.
@@ -113,6 +117,11 @@ class Model:
         """Of one token, all layers."""
         return 2.0 * 2 * self.layers * self.kv_heads * self.kv_width
 
+    def kept_bytes(self, tp: int) -> float:
+        """Of one token on all of `tp` ranks. A head cannot be split: where there are more ranks than key/value heads,
+        several keep the same one, and with MLA, which has one, all do."""
+        return self.kv_bytes * max(1.0, tp / self.kv_heads)
+
     def splits(self, tp: int) -> bool:
         """Can so many ranks share its heads evenly?"""
         return splits_heads(self.heads, self.kv_heads, tp)
@@ -128,7 +137,7 @@ class Model:
         )
 
 
-# The checkpoints' config.json. DeepSeek-V3 caches 512 + 64 numbers a token and layer (MLA): as one head of 2 x 288.
+# The checkpoints' config.json (Llama: 3.1). DeepSeek-V3 caches 512 + 64 numbers a token and layer (MLA): as one head of 2 x 288.
 MODELS: dict[str, Model] = {
     "llama-3-8b": Model(
         params=8.03e9, layers=32, hidden=4096, heads=32, head_dim=128, kv_heads=8, kv_width=128, max_len=131_072
@@ -137,10 +146,10 @@ MODELS: dict[str, Model] = {
         params=70.6e9, layers=80, hidden=8192, heads=64, head_dim=128, kv_heads=8, kv_width=128, max_len=131_072
     ),
     "qwen3-32b": Model(
-        params=32.8e9, layers=64, hidden=5120, heads=64, head_dim=128, kv_heads=8, kv_width=128, max_len=131_072
+        params=32.8e9, layers=64, hidden=5120, heads=64, head_dim=128, kv_heads=8, kv_width=128, max_len=40_960
     ),
     "deepseek-v3": Model(
-        params=671e9, layers=61, hidden=7168, heads=128, head_dim=192, kv_heads=1, kv_width=288, max_len=131_072,
+        params=671e9, layers=61, hidden=7168, heads=128, head_dim=192, kv_heads=1, kv_width=288, max_len=163_840,
         weight_bytes=1.0, experts=Experts(num=256, num_active=8, params=654e9),
     ),
 }  # fmt: skip
@@ -162,13 +171,17 @@ def model_of(name: str) -> Model:
 
 def num_blocks(gpu: Gpu, model: Model, *, tp: int, block_size: int, memory_share: float = 0.9) -> int:
     """KV blocks that fit beside the weights, in `memory_share` of all GPUs of a worker. Raises Misconfigured."""
-    free = gpu.memory_bytes * tp * memory_share - model.params * model.weight_bytes
-    num = int(free / (model.kv_bytes * block_size))
-    if num < 1:
-        least = -(-int(model.params * model.weight_bytes) // int(gpu.memory_bytes * memory_share))
-        raise Misconfigured(
-            f"--tp {tp}: the weights alone need {model.params * model.weight_bytes / 1e9:.0f} GB: use {least} GPUs "
-            f"or more",
-            param="tp",
-        )
-    return num
+
+    def fitting(tp: int) -> int:
+        free = gpu.memory_bytes * tp * memory_share - model.params * model.weight_bytes
+        return int(free / (model.kept_bytes(tp) * block_size))
+
+    if (num := fitting(tp)) >= 1:
+        return num
+    larger = (one for one in range(tp + 1, model.heads + 1) if model.splits(one) and fitting(one) >= 1)
+    least = next(larger, None)
+    raise Misconfigured(
+        f"--tp {tp}: the weights alone need {model.params * model.weight_bytes / 1e9:.0f} GB: "
+        + (f"use {least} GPUs or more" if least is not None else "use GPUs with more memory"),
+        param="tp",
+    )

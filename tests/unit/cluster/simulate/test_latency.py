@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -55,6 +56,32 @@ def test_weights_that_do_not_fit_are_refused_with_the_number_of_gpus() -> None:
     with pytest.raises(Misconfigured, match="use 2 GPUs"):
         num_blocks(GPUS["h100"], MODELS["llama-3-70b"], tp=1, block_size=64)
     assert num_blocks(GPUS["h100"], MODELS["llama-3-70b"], tp=4, block_size=64) > 1000
+
+
+def test_a_fix_that_is_named_is_one() -> None:
+    """671 GB need 10 GPUs of 80 GB, and 10 do not divide the heads; of 1 GB each no number of them is enough."""
+    with pytest.raises(Misconfigured, match="use 16 GPUs or more"):
+        num_blocks(GPUS["h100"], MODELS["deepseek-v3"], tp=8, block_size=64)
+    assert num_blocks(GPUS["h100"], MODELS["deepseek-v3"], tp=16, block_size=64) > 0
+    with pytest.raises(Misconfigured, match="use GPUs with more memory"):
+        num_blocks(replace(GPUS["a100"], memory_bytes=1e9), MODELS["deepseek-v3"], tp=1, block_size=64)
+
+
+def test_ranks_beyond_the_key_value_heads_keep_copies() -> None:
+    """An H200 of eight has 344 GB beside DeepSeek's weights: 4.9 million tokens of 70 kB if they shared, which one head
+    of MLA does not allow."""
+    mla, gqa = MODELS["deepseek-v3"], MODELS["llama-3-70b"]
+    assert num_blocks(GPUS["h200"], mla, tp=8, block_size=64) * 64 == pytest.approx(344e9 / 70_272 / 8, rel=0.01)
+    assert gqa.kept_bytes(8) == gqa.kv_bytes == gqa.kept_bytes(16) / 2
+    long = step_of([(1, 100_000)] * 8)
+    shared_s = 8 * 100_000 * mla.kv_bytes / (8 * GPUS["h200"].memory_rate * 0.75)
+    eight = Roofline(gpu=GPUS["h200"], model=mla, tp=8)
+    assert eight.step_s(long) - eight.step_s(step_of([(1, 1)] * 8)) == pytest.approx(8 * shared_s, rel=0.01)
+
+
+def test_gpus_of_two_hosts_reduce_over_the_network() -> None:
+    eight, sixteen = (Roofline(gpu=GPUS["h100"], model=MODELS["llama-3-70b"], tp=tp) for tp in (8, 16))
+    assert sixteen.step_s(DECODE) > eight.step_s(DECODE)
 
 
 def test_a_calibration_finds_the_coefficients_and_says_how_well_it_fits() -> None:
