@@ -70,8 +70,8 @@ class Roofline:
         """All steps of a shape are alike."""
 
     def _reduce_s(self, num_tokens: float) -> float:
-        """Two all-reduces a layer, each 2 (tp - 1) / tp of the activations over every GPU's link; over the network where
-        the GPUs are of several hosts."""
+        """Two all-reduces a layer, each 2 (tp - 1) / tp of the activations over every GPU's link; over the network
+        where the GPUs are of several hosts."""
         if self.tp == 1:
             return 0.0
         num_bytes = num_tokens * self.model.hidden * 2 * 2 * (self.tp - 1) / self.tp

@@ -137,7 +137,8 @@ class Model:
         )
 
 
-# The checkpoints' config.json (Llama: 3.1). DeepSeek-V3 caches 512 + 64 numbers a token and layer (MLA): as one head of 2 x 288.
+# The checkpoints' config.json (Llama: 3.1). DeepSeek-V3 caches 512 + 64 numbers a token and layer (MLA): as one head of
+# 2 x 288.
 MODELS: dict[str, Model] = {
     "llama-3-8b": Model(
         params=8.03e9, layers=32, hidden=4096, heads=32, head_dim=128, kv_heads=8, kv_width=128, max_len=131_072
