@@ -4,6 +4,7 @@ default that was 8 % of what a short request costs, and now and then a pause of 
 from __future__ import annotations
 
 import gc
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ YOUNG = 10_000
 """Objects that are looked at together: more than some thirty requests have under way. A request leaves no circle behind
 (`tests/unit/router/test_tap.py`), so that below this nothing is ever looked at; with 2,000 it was 8 % of a request."""
 BULK = 50_000
+GROWN = 256 * 2**20
+"""Bytes below which it is not worth it: half a second."""
 
 
 def collect_rarely() -> None:
@@ -29,11 +32,26 @@ def collect_rarely() -> None:
 @contextmanager
 def collecting_in_bulk() -> Iterator[None]:
     """For a long computation that nobody waits for step by step: young objects are looked at so many together that most
-    are gone by then. `gc.freeze()` within it, once what stays to the end is there."""
-    before = gc.get_threshold()
+    are gone by then, and memory is gathered on huge pages whenever it has grown by a quarter. `gc.freeze()` within it,
+    once what stays to the end is there."""
+    before, gathered = gc.get_threshold(), _most_resident()
+
+    def looked(phase: str, info: dict[str, int]) -> None:
+        nonlocal gathered
+        if phase == "stop" and info["generation"] > 0 and _most_resident() > gathered + max(GROWN, gathered // 4):
+            gather()
+            gathered = _most_resident()
+
     gc.set_threshold(BULK, 10, 10)
+    gc.callbacks.append(looked)
     try:
         yield
     finally:
+        gc.callbacks.remove(looked)
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+def _most_resident() -> int:
+    """Bytes of memory that this process has had at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from cluster import collecting
 from cluster.huge_pages import HUGE, gather, private
+
+MIB = 2**20
 
 
 @contextmanager
@@ -38,3 +44,16 @@ def test_only_private_memory_of_no_file_is_looked_at(tmp_path: Path) -> None:
     )
     assert list(private(maps)) == [(0x1000, 0x2000), (0x3000, 0x4000)]
     assert list(private(tmp_path / "none")) == []
+
+
+def test_a_long_computation_gathers_its_memory_whenever_that_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident, gathered = [1000 * MIB], list[int]()
+    monkeypatch.setattr(collecting, "_most_resident", lambda: resident[0])
+    monkeypatch.setattr(collecting, "gather", lambda: gathered.append(resident[0]))
+    with collecting.collecting_in_bulk():
+        for size in (1100, 1300, 1400, 1600, 1700):
+            resident[0] = size * MIB
+            gc.collect()
+    resident[0] = 9000 * MIB
+    gc.collect()
+    assert gathered == [1300 * MIB, 1700 * MIB], "by a quarter, and no more when it is over"
