@@ -26,6 +26,8 @@ SETTLING_S = 60.0
 
 LOOK_S = 0.25
 WAITING_LOOK_S = 5.0
+CALM_S = 6.0
+"""By then whoever the last fault hurt has ended. Who ends later makes no progress, though there is nothing to do."""
 
 
 class Invariants:
@@ -69,10 +71,15 @@ class Invariants:
 
     async def when_idle(self) -> None:
         """Nobody asks any more: soon nothing is held, moved or waited for, and everybody is there."""
-        for _ in range(int(SETTLING_S / LOOK_S)):
+        lives: dict[str, int] = {}
+        for look in range(int(SETTLING_S / LOOK_S)):
             if not self._is_busy() and not self._missing():
                 break
+            if look == int(CALM_S / LOOK_S):
+                lives = self._lives()
             await asyncio.sleep(LOOK_S)
+        lost = [worker_id for worker_id, life in lives.items() if self._lives().get(worker_id, life) != life]
+        assert not lost, f"{lost[0]} ended {CALM_S:.0f} s after the last fault and request, or later: what did it hold?"
         self.audit()
         assert not self._clients.asked
         assert not (missing := self._missing()), f"{missing[0]} {SETTLING_S:.0f} s after the last request"
@@ -89,6 +96,11 @@ class Invariants:
 
     def _is_busy(self) -> bool:
         return any(worker.busy for worker in self._deployment.workers.values())
+
+    def _lives(self) -> dict[str, int]:
+        """Of workers that have no reason to end."""
+        workers = self._deployment.workers.values()
+        return {one.worker_id: one.info.incarnation for one in workers if not one.engine.draining}
 
     def _missing(self) -> list[str]:
         """Who does not serve."""

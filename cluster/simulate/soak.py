@@ -66,7 +66,7 @@ def trial(seed: int) -> Trial:
 
 def _crowded(seed: int, config: SimulationConfig) -> Trial:
     """More than there is room for: memories that two or three conversations fill, short lines before workers and
-    gateways, and devices so slow that KV is worth fetching from a host or another worker."""
+    gateways, devices so slow that KV is worth fetching from a host or another worker, and lanes as slow."""
     rng = random.Random(f"{seed} crowded")
     block_size = config.spec.layout.block_size
     num_systems, system_tokens = rng.choice((1, 3)), rng.choice((16, 96))
@@ -92,12 +92,20 @@ def _crowded(seed: int, config: SimulationConfig) -> Trial:
         decode=replace(config.spec.decode, headroom=rng.choice((0.0, 0.0, 0.1))),
         host_blocks=rng.choice((0, 16, 300)),
         host_bytes_per_s=50e9,
+        kept_events=rng.choice((2, 4096)),
     )
     router = replace(
         config.router, max_queued=rng.choice((1, 4, 1024)), max_backlog=rng.choice((1, 64)), max_backlog_s=10.0
     )
-    config = replace(config, spec=spec, router=router, max_ttft_s=rng.choice((None, None, None, 1.0)))
-    return Trial(seed=seed, config=config, sessions=sessions, faults=_faults(seed, rng, config, sessions))
+    cards = replace(config.cards, rate=rng.choice((50e9, 2e8)))
+    config = replace(config, spec=spec, router=router, cards=cards, max_ttft_s=rng.choice((None, None, None, 1.0)))
+    faults = _faults(seed, rng, config, sessions)
+    for at_s in rng.choice(((), (0.1, 0.4, 1.0))):  # while KV is on its way, too
+        faults.append(
+            Fault(at_s=round(at_s * rng.uniform(0.5, 1.5), 3), kind=Kind.ABORTS, target="clients", amount=0.2)
+        )
+    faults.sort(key=lambda fault: (fault.at_s, str(fault)))
+    return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
 
 
 def _faults(seed: int, rng: random.Random, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:

@@ -36,7 +36,8 @@ LEAVE_LOOK_S = 0.25
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """What every worker of a simulated cluster has in common. `depth` as `workers.engine.engine.Engine` has it; blocks
-    of the host tier, if there are `host_blocks`, come at `host_bytes_per_s`."""
+    of the host tier, if there are `host_blocks`, come at `host_bytes_per_s`. A gateway that missed more than
+    `kept_events` is told everything."""
 
     model: str
     layout: KVLayout
@@ -49,6 +50,7 @@ class Spec:
     stall_s: float = 60.0
     leaping: bool = False
     thorough: bool = False
+    kept_events: int = 4096
     host_blocks: int = 0
     host_bytes_per_s: float = 25e9
 
@@ -96,7 +98,7 @@ class SimulatedWorker:
             thorough=spec.thorough,
             chance=spec.latency.chance(f"{seed} {worker_id} {incarnation}"),
         )
-        self.log = EventLog(incarnation)
+        self.log = EventLog(incarnation, spec.kept_events)
         pool = self._make_pool()
         self._mover = self._make_mover(lanes)
         self.role = self._make_role(pool)
