@@ -80,8 +80,7 @@ class Scheduler:
         self.prefix_key = prefix_key
         self.max_len = min(config.max_model_len, pool.num_blocks * pool.block_size)
         """Longest sequence, prompt and answer, that fits an otherwise empty pool."""
-        self.blocked = False
-        """Did the last plan leave a request waiting for want of blocks? Then nobody should reserve any."""
+        self._blocked = False
         self.num_preemptions = 0
         self.loads = Loads(pool)
         self._num_added = 0
@@ -101,6 +100,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def blocked(self) -> bool:
+        """Did the last plan leave a request waiting for want of blocks? Then nobody should reserve any. Once all who
+        waited have gone, there may be no plan any more to find that out."""
+        return self._blocked and bool(self._waiting)
 
     @property
     def num_uninvited(self) -> int:
@@ -136,10 +141,7 @@ class Scheduler:
         their blocks are free when it is applied."""
         known = [self._requests[name] for name in dict.fromkeys(request_ids) if name in self._requests]
         for request in known:
-            if request.state is State.HELD:
-                self.role.forget(request)
-            else:
-                self._end(request)
+            (self.role.forget if request.state is State.HELD else self._end)(request)
         return len(known)
 
     def find(self, request_id: str) -> Request | None:
@@ -210,7 +212,7 @@ class Scheduler:
     def _admit(self, now: float, budget: int, rows: list[tuple[Request, Row]], late: Collection[str]) -> None:
         """Lets waiting requests in, by rank. The first that lacks blocks holds back all behind it, except those that
         hold blocks already: only they can give them back."""
-        self.blocked = False
+        self._blocked = False
         for request in self._waiting:
             if request.request_id in late:
                 continue
@@ -219,19 +221,19 @@ class Scheduler:
                 continue
             if budget == 0 or not self._is_seated(request):
                 continue
-            if self.blocked and not request.block_ids:
+            if self._blocked and not request.block_ids:
                 continue
             matched = self._match(request)
             if matched is None:
                 continue
             if not self._provide(request, matched):
-                self.blocked = True
+                self._blocked = True
                 continue
             if request.load is None or request.load.settled:
                 self._start(request)
                 budget -= self._take_chunk(request, budget, rows)
         self._waiting = [request for request in self._waiting if request.state is State.WAITING]
-        if self.blocked and not self._running and not self._in_flight and not len(self.loads):
+        if self._blocked and not self._running and not self._in_flight and not len(self.loads):
             self._break_tie()
 
     def _is_seated(self, request: Request) -> bool:

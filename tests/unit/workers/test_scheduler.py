@@ -294,6 +294,17 @@ class TestAdoption:
         assert answers["adopted"].token_ids == self.expected(range(18))
         assert answers["large"].token_ids == by_hand(range(500, 532), 2)
 
+    def test_nobody_is_in_the_way_once_the_one_that_lacked_blocks_has_left(self) -> None:
+        """There may be no plan any more that would find that out."""
+        role = Adopting()
+        toy = ToyEngine(role=role, num_blocks=10)
+        toy.submit(ask("large", range(500, 532), 2))
+        assert role.reserve(toy, "promised", range(18))
+        toy.step()
+        assert toy.scheduler.blocked
+        toy.engine.abort(["large"])
+        assert not toy.scheduler.blocked
+
     def test_aborted_before_it_ran_it_gives_its_blocks_back(self) -> None:
         role = Adopting()
         toy = ToyEngine(role=role, max_num_seqs=1)

@@ -66,6 +66,11 @@ def test_an_answer_leaps_after_a_preemption_and_after_a_plan_that_lacked_a_block
     soak.run(seed)
 
 
+def test_a_worker_takes_reservations_again_when_whoever_lacked_blocks_has_left() -> None:
+    """It refused all of them for ever, with all of its blocks free."""
+    soak.run(1739)
+
+
 def test_a_seed_is_all_there_is_to_a_trial() -> None:
     assert soak.trial(7) == soak.trial(7)
     assert soak.run(7).fingerprint == soak.run(7).fingerprint
