@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from protos.values import SequenceUpdate
-from workers.engine.batch import is_penalised
+from workers.engine.batch import Batch, is_penalised
 from workers.engine.request import Request, State
 from workers.kv.blocks import BlockPool
 
@@ -40,9 +40,14 @@ class Limits:
         )
 
 
-def num_alike(running: Sequence[Request], limits: Limits, num_in_flight: int) -> int:
+def num_alike(running: Sequence[Request], last: Batch, limits: Limits, num_in_flight: int) -> int:
     """How many steps from here on are plain, the one that takes or fills a block included, with so many launched
-    already."""
+    already. They go on with the `last` batch: it must have sampled for these, and for nobody else."""
+    if len(last.rows) != len(running):
+        return 0
+    for request, row in zip(running, last.rows, strict=True):
+        if row.sample is None or row.request_id != request.request_id:
+            return 0
     return max(0, min(_num_plain(request, limits, num_in_flight) for request in running))
 
 

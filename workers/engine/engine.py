@@ -215,10 +215,10 @@ class Engine:
             self._prepare_masks(self._grammars, updates)
         return updates
 
-    def num_alike(self) -> int:
+    def num_alike(self, last: Batch) -> int:
         """How many of the next steps only decode a token for each running sequence, so that all but the tokens and the
         step's number stays as it is, unless something comes from outside or the role has something to do."""
-        return self._scheduler.num_alike() if len(self._in_flight) <= 1 else 0
+        return self._scheduler.num_alike(last) if len(self._in_flight) <= 1 else 0
 
     def num_steady(self, steps_s: Sequence[float]) -> int:
         """How many steps that take so long until the load tells of another pace, that one included."""

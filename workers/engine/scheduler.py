@@ -410,11 +410,11 @@ class Scheduler:
             return None
         return update_of(request, row, out, prompt_logprobs, finish_reason, first=first, reading=reading)
 
-    def num_alike(self) -> int:
+    def num_alike(self, last: Batch) -> int:
         """How many steps from here on are plain ones (`workers.engine.alike`)."""
         if self._waiting or not self._running or len(self.loads) or any(step.freed for step in self._in_flight):
             return 0
-        return num_alike(self._running, Limits.of(self), len(self._in_flight))
+        return num_alike(self._running, last, Limits.of(self), len(self._in_flight))
 
     def take(self, num_steps: int) -> dict[str, int]:
         """Plans so many plain steps: the blocks that the last of them begins, by request (`workers.engine.alike`)."""
