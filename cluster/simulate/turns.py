@@ -79,7 +79,6 @@ class EngineTurns:
         self._busy = False
         self._reads = False  # does the step that is waited for read a prompt?
         self._ahead_s: Sequence[float] = ()  # when the steps of a leap are over
-        self._rested_s = self._loop.time()
         self._num_calm = 0
         self._num_rows = 0
         self._progress = Progress(stall_s=stall_s, now=self._loop.time())
@@ -159,13 +158,6 @@ class EngineTurns:
         self.settle()
         self._frozen = True
 
-    def skew(self, seconds: float) -> None:
-        """Its clock jumps ahead. What its role waits for may be due by now: if it rests it looks with the next tick."""
-        self.skew_s += seconds
-        if self._timer is not None and not self._busy and not self._ahead_s:
-            num_ticks = max(1, math.ceil((self._loop.time() - self._rested_s) / IDLE_TICK_S))
-            self._arm(self._rested_s + num_ticks * IDLE_TICK_S)
-
     def thaw(self) -> None:
         self._frozen = False
         if not self._busy:
@@ -237,8 +229,7 @@ class EngineTurns:
         """Nothing can be computed: looks again when the role may have something to do, in whole ticks from now."""
         quiet_s = self._quiet_until() - self._loop.time() - self.skew_s if self._quiet_until is not None else 0.0
         num_ticks = max(1, math.ceil(quiet_s / IDLE_TICK_S)) if math.isfinite(quiet_s) else 1
-        self._rested_s = self._loop.time()
-        self._arm(self._rested_s + num_ticks * IDLE_TICK_S)
+        self._arm(self._loop.time() + num_ticks * IDLE_TICK_S)
 
     def _step(self, start_s: float) -> float | None:
         """One step of the engine from `start_s` on; when it is over, or None if there was nothing to compute. Its

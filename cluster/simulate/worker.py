@@ -204,7 +204,7 @@ class SimulatedWorker:
         """Its host's clock goes so much ahead at once."""
         self.turns.settle()
         self._skew_s += seconds
-        self.turns.skew(seconds)
+        self.turns.skew_s += seconds
         self.turns.attend()
 
     def check_balance(self) -> None:

@@ -47,18 +47,28 @@ def test_no_invariant_breaks_whatever_happens(first: int) -> None:
             pytest.fail(f"{soak.trial(seed).replay}: {soak.reason(error)}")
 
 
+def leapt_and_stepped(made: soak.Trial) -> list[Outcome]:
+    config = replace(made.config, wire=Wire(), audit_every=0)
+    return [
+        simulate(replace(config, spec=replace(config.spec, leaping=leaps)), made.sessions, made.faults)
+        for leaps in (True, False)
+    ]
+
+
 @pytest.mark.parametrize("seed", [2, 13, 16, 102])
 def test_leaps_change_no_event_in_trouble_either(seed: int) -> None:
     """Seed 13 leaps straight from the last chunk of a prompt and lands twice; in 102 a ticket ends while all rest."""
     made = soak.trial(seed)
-    config = replace(made.config, wire=Wire(), audit_every=0)
-    leaping, stepping = (
-        simulate(replace(config, spec=replace(config.spec, leaping=leaps)), made.sessions, made.faults)
-        for leaps in (True, False)
-    )
     assert made.faults
+    leaping, stepping = leapt_and_stepped(made)
     assert leaping.fingerprint == stepping.fingerprint
     assert leaping.num_callbacks < stepping.num_callbacks
+
+
+def test_a_leap_goes_on_with_what_the_last_step_has_sampled() -> None:
+    """Seed 43 preempts: what was computed is computed again, all but its last token in a step that samples nothing."""
+    leaping, stepping = leapt_and_stepped(soak.trial(43))
+    assert leaping.fingerprint == stepping.fingerprint
 
 
 @pytest.mark.parametrize("seed", [1335, 2651])
