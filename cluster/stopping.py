@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the process to stop in order, the second to stop now."""
+"""Ctrl-C and SIGTERM: the first asks the process to stop in order, the second to stop now. A hangup only asks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INSISTING = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (*INSISTING, signal.SIGHUP)
 RAY_THREAD = "ray"
 THREAD_END_S = 0.5
 
@@ -23,9 +24,10 @@ class Stop:
         self.forced = asyncio.Event()
         self._num_signals = 0
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's wish is respected
-                loop.add_signal_handler(number, self._signalled)
+        for number in INSISTING:
+            loop.add_signal_handler(number, self._signalled)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's wish is respected
+            loop.add_signal_handler(signal.SIGHUP, self.asked.set)  # with Ctrl-C whoever reads the log ends, too
 
     def _signalled(self) -> None:
         self._num_signals += 1  # `asked` may have been set by somebody else, who means the same

@@ -78,3 +78,21 @@ async def test_a_log_that_nobody_reads_any_more_stops_it_in_order(
         await asyncio.sleep(0)
         assert not stop.forced.is_set()
         print("said by others", file=file, flush=True)
+
+
+async def test_ctrl_c_that_ends_whoever_reads_the_log_too_leaves_the_grace_period_alone(stop: Stop) -> None:
+    """`baton up 2>&1 | tee log`: the terminal sends Ctrl-C to both."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        log = TextHandler(LogConsole(file=file))
+        os.close(reading)
+        signal.raise_signal(signal.SIGINT)
+        await stop.asked.wait()
+        stop.asked.clear()
+        log.emit(logging.makeLogRecord({"msg": "stopping", "levelno": logging.INFO}))
+        heard = [asyncio.create_task(event.wait()) for event in (stop.asked, stop.forced)]
+        await asyncio.wait(heard, return_when=asyncio.FIRST_COMPLETED)
+        assert not stop.forced.is_set()
+        heard[1].cancel()
+        signal.raise_signal(signal.SIGINT)
+        await stop.forced.wait()
