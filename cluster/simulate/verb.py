@@ -269,18 +269,24 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
 
 
 def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[Choice, SimulationConfig]:
-    """Those that can be; why the others cannot is told. Raises Misconfigured if none can."""
+    """Those that can be and hold some of the sessions; why the others are left out is told. Raises Misconfigured if
+    none is left."""
     possible: dict[Choice, SimulationConfig] = {}
     reasons: dict[str, Misconfigured] = {}
+    left_out: dict[str, list[Choice]] = {}
     for choice in every:
         try:
-            possible[choice] = scene.config(choice)
+            config = scene.config(choice)
+            fitting(scene.sessions, _longest(config))
+            possible[choice] = config
         except Misconfigured as error:
-            reasons[error.message] = error
+            reasons.setdefault(error.message, error)
+            left_out.setdefault(error.message, []).append(choice)
     if not possible:
         raise next(iter(reasons.values()))
-    for reason in reasons:
-        errors.print(f"left out: {reason}", style="yellow", highlight=False)
+    for reason, like in left_out.items():
+        others = f" and {counted(len(like) - 1, 'other')}" if len(like) > 1 else ""
+        errors.print(f"left out: {reason} ({like[0]}{others})", style="yellow", highlight=False)
     return possible
 
 

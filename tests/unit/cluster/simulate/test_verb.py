@@ -111,6 +111,18 @@ def test_what_a_cluster_cannot_hold_it_has_missed(tmp_path: Path) -> None:
     assert met == {"tp2": "50.0%", "tp4": "100.0%"}
 
 
+def test_a_cluster_that_holds_none_of_the_sessions_is_left_out_of_a_sweep() -> None:
+    result = call(
+        "--requests", "2", "--input-len", "60000:60000", "--output-len", "5:5", "--model", "llama-3-70b", "--gpu", "h200",
+        "--tp", "2,4", "--prefill", "0", "--sweep", "--ttft-ms", "90000", "--set", "worker.memory_fraction=0.55",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    assert "1 colocated tp4" in result.stdout
+    assert "tp2" not in result.stdout
+    told = " ".join(result.stderr.split())
+    assert re.search(r"left out: every session is longer .*60005 tokens.* \(1 colocated tp2 slo\)", told)
+
+
 def test_faults_can_be_written_down_and_drawn_and_are_in_the_report(tmp_path: Path) -> None:
     figures, page = tmp_path / "run.json", tmp_path / "run.html"
     faults = "--fault", "0.5 kill decode-0", "--faults", "3", "--audit-every", "50"
