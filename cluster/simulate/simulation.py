@@ -17,7 +17,7 @@ from cluster.simulate.deployment import Deployment, Served
 from cluster.simulate.faults import Fault, Kind
 from cluster.simulate.invariants import Invariants
 from cluster.simulate.timeline import Sample, Timeline
-from cluster.simulate.trouble import Happened, Trouble
+from cluster.simulate.trouble import Happened, Trouble, check
 from cluster.simulate.workload import Session
 
 NUM_SAMPLES = 150
@@ -52,6 +52,7 @@ def simulate(
 ) -> Outcome:
     """Raises AssertionError when an invariant breaks, the BatonError of a worker that never starts, and
     Misconfigured for a fault whose target cannot exist."""
+    check(faults, config)
     loop = VirtualLoop(seed=config.seed)
 
     async def main() -> Outcome:
@@ -69,7 +70,6 @@ def simulate(
         loop.after = invariants.after_event
         timeline = Timeline(deployment, period_s=max(session.due_s for session in sessions) / NUM_SAMPLES + 0.1)
         trouble = Trouble(deployment, clients, seed=config.seed)
-        trouble.check(faults)
         async with asyncio.TaskGroup() as group:
             sampling = group.create_task(timeline.run(), name="timeline")
             group.create_task(trouble.run(faults), name="faults")

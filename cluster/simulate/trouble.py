@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from cluster.simulate.client import Clients
+from cluster.simulate.config import SimulationConfig
 from cluster.simulate.deployment import Deployment
 from cluster.simulate.faults import OF_EVENTS, OF_WORKERS, STORE, Fault, Kind
 from cluster.simulate.worker import SimulatedWorker
@@ -32,6 +33,31 @@ class Happened:
     passed_over: bool
 
 
+def check(faults: Sequence[Fault], config: SimulationConfig) -> None:
+    """Raises Misconfigured for a target that cannot exist."""
+    known = {f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)}
+    for fault in faults:
+        match fault.kind:
+            case Kind.GATEWAY_RESTART | Kind.INDEX_LOST:
+                wrong = not fault.target.isdigit() or int(fault.target) >= config.num_gateways
+            case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
+                ends = fault.target.split(">")
+                wrong = len(ends) != 2 or ends[0] == ends[1] or not known.issuperset(ends)
+            case Kind.STORE_AWAY | Kind.STORE_LOST:
+                wrong = not config.shared_index or fault.target != STORE
+            case Kind.ABORTS:
+                wrong = False
+            case _:
+                wrong = fault.target not in known
+        if wrong:
+            raise Misconfigured(
+                f"--fault {fault}: {fault.target} does not exist: there are {listed(sorted(known))}, lanes such as "
+                f"prefill-0>decode-0, gateways 0 to {config.num_gateways - 1}, and with "
+                f"--set index=redis://any the store {STORE}",
+                param="fault",
+            )
+
+
 class Trouble:
     """`run` until every fault has begun and ended. A fault of a worker that is not there at the time is passed over, as
     is one that would begin more than `LATEST_S` after the load is `over`. `happened` lists them all, with seconds since
@@ -46,11 +72,6 @@ class Trouble:
         self._over_s = math.inf
         self._rng = random.Random(f"{seed} trouble")
         self._loop = asyncio.get_running_loop()
-
-    def check(self, faults: Sequence[Fault]) -> None:
-        """Raises Misconfigured for a target that cannot exist."""
-        for fault in faults:
-            self._check(fault)
 
     async def run(self, faults: Sequence[Fault]) -> None:
         self._start_s = self._loop.time()
@@ -80,29 +101,6 @@ class Trouble:
         self._deployment.settle()
         await asyncio.sleep(max(0.0, due_s - self._loop.time()))
         return True
-
-    def _check(self, fault: Fault) -> None:
-        deployment = self._deployment
-        known = {plan.worker_id for plan in deployment.plans}
-        match fault.kind:
-            case Kind.GATEWAY_RESTART | Kind.INDEX_LOST:
-                wrong = not fault.target.isdigit() or int(fault.target) >= len(deployment.gateways)
-            case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
-                ends = fault.target.split(">")
-                wrong = len(ends) != 2 or ends[0] == ends[1] or not known.issuperset(ends)
-            case Kind.STORE_AWAY | Kind.STORE_LOST:
-                wrong = deployment.store is None or fault.target != STORE
-            case Kind.ABORTS:
-                wrong = False
-            case _:
-                wrong = fault.target not in known
-        if wrong:
-            raise Misconfigured(
-                f"--fault {fault}: {fault.target} does not exist: there are {listed(sorted(known))}, lanes such as "
-                f"prefill-0>decode-0, gateways 0 to {len(deployment.gateways) - 1}, and with "
-                f"--set index=redis://any the store {STORE}",
-                param="fault",
-            )
 
     def _can(self, fault: Fault) -> bool:
         """Is somebody there whom it befalls?"""

@@ -31,6 +31,7 @@ from cluster.simulate.report import summarise, summary_table
 from cluster.simulate.shapes import GPUS, MODELS, gpu_of
 from cluster.simulate.simulation import simulate as run_simulation
 from cluster.simulate.sweep import Choice, Trial, cheapest, choices, front, numbers, sweep_table
+from cluster.simulate.trouble import check
 from cluster.simulate.workload import GENERATED, Load, Session, fitting, generated, recorded
 from cluster.status import PIPED_COLUMNS
 from protos.errors import BatonError, Misconfigured
@@ -269,8 +270,8 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
 
 
 def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[Choice, SimulationConfig]:
-    """Those that can be and hold some of the sessions; why the others are left out is told. Raises Misconfigured if
-    none is left."""
+    """Those that can be, hold some of the sessions and have whom faults name; why others are left out is told. Raises
+    Misconfigured if none is left."""
     possible: dict[Choice, SimulationConfig] = {}
     reasons: dict[str, Misconfigured] = {}
     left_out: dict[str, list[Choice]] = {}
@@ -278,6 +279,7 @@ def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[C
         try:
             config = scene.config(choice)
             fitting(scene.sessions, _longest(config))
+            check(scene.faults, config)
             possible[choice] = config
         except Misconfigured as error:
             reasons.setdefault(error.message, error)

@@ -113,14 +113,25 @@ def test_what_a_cluster_cannot_hold_it_has_missed(tmp_path: Path) -> None:
 
 def test_a_cluster_that_holds_none_of_the_sessions_is_left_out_of_a_sweep() -> None:
     result = call(
-        "--requests", "2", "--input-len", "60000:60000", "--output-len", "5:5", "--model", "llama-3-70b", "--gpu", "h200",
-        "--tp", "2,4", "--prefill", "0", "--sweep", "--ttft-ms", "90000", "--set", "worker.memory_fraction=0.55",
+        "--requests", "2", "--input-len", "60000:60000", "--output-len", "5:5", "--model", "llama-3-70b",
+        "--gpu", "h200", "--tp", "2,4", "--prefill", "0", "--sweep", "--ttft-ms", "90000",
+        "--set", "worker.memory_fraction=0.55",
     )  # fmt: skip
     assert result.exit_code == 0, result.exception
     assert "1 colocated tp4" in result.stdout
     assert "tp2" not in result.stdout
     told = " ".join(result.stderr.split())
     assert re.search(r"left out: every session is longer .*60005 tokens.* \(1 colocated tp2 slo\)", told)
+
+
+def test_a_cluster_without_the_worker_that_a_fault_names_is_left_out_of_a_sweep() -> None:
+    result = call(
+        *SMALL, "--sweep", "--prefill", "0", "--decode", "1,2", "--ttft-ms", "900", "--fault", "0.1 kill colocated-1"
+    )
+    assert result.exit_code == 0, result.exception
+    assert "2 colocated tp1" in result.stdout
+    assert "1 colocated tp1" not in result.stdout
+    assert "colocated-1 does not exist: there are colocated-0" in " ".join(result.stderr.split())
 
 
 def test_faults_can_be_written_down_and_drawn_and_are_in_the_report(tmp_path: Path) -> None:
