@@ -140,6 +140,13 @@ def _excuses(made: Trial) -> set[str]:
     return {code for code, may_be in told.items() if may_be}
 
 
+def is_broken_invariant(error: BaseException) -> bool:
+    """And nothing else, such as a fault of the simulator itself, whose traceback is wanted."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(AssertionError)[1] is None
+    return isinstance(error, AssertionError)
+
+
 def reason(error: BaseException) -> str:
     """What broke, without the groups that tasks wrap it in."""
     while isinstance(error, BaseExceptionGroup):

@@ -34,7 +34,7 @@ from cluster.simulate.sweep import Choice, Trial, cheapest, choices, front, numb
 from cluster.simulate.trouble import check
 from cluster.simulate.workload import GENERATED, Load, Session, fitting, generated, recorded
 from cluster.status import PIPED_COLUMNS
-from protos.errors import BatonError, Misconfigured
+from protos.errors import Misconfigured
 from protos.hints import counted
 from router.policies.registry import NAMES
 from router.prefix.registry import MEMORY
@@ -314,9 +314,11 @@ def _soak(seeds: range) -> None:
         for seed in seeds:
             try:
                 soaking.run(seed)
-            except (AssertionError, BaseExceptionGroup) as error:
-                num_broken += 1
+            except Exception as error:
                 errors.print(f"{soaking.trial(seed).replay}: {soaking.reason(error)}", style="red", highlight=False)
+                if not soaking.is_broken_invariant(error):
+                    raise
+                num_broken += 1
             bar.update(row, advance=1, description=f"{num_broken} broken" if num_broken else "")
             num_done = seed - seeds.start + 1
             if not errors.is_terminal and not num_done % SOAKED_A_LINE:
@@ -338,11 +340,12 @@ def _replay(seed: int, events: Path | None) -> None:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """A broken invariant is what was looked for: it is told, and ends with 1. Raises Exit(1)."""
+    """A broken invariant is what was looked for: it is told, and ends with 1. Raises Exit(1), and whatever else ended
+    the simulation as it is."""
     try:
         yield
-    except (AssertionError, BaseExceptionGroup) as error:
-        if isinstance(error, BaseExceptionGroup) and error.subgroup(BatonError) is not None:
+    except Exception as error:
+        if not soaking.is_broken_invariant(error):
             raise
         Console(stderr=True).print(f"broken: {soaking.reason(error)}", style="red", highlight=False)
         raise typer.Exit(1) from error

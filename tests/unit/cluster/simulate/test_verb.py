@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import make_app
+from cluster.simulate.client import Clients
 from protos.errors import Misconfigured
 from workers.kv.blocks import BlockPool
 
@@ -157,6 +158,18 @@ def test_a_broken_invariant_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -
         result = call(*arguments)
         assert result.exit_code == 1
         assert "broken: AssertionError: " in result.stderr
+
+
+def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(Clients, "run", fail)
+    for arguments in (SMALL, ("--replay", "1"), ("--soak", "2")):
+        result = call(*arguments)
+        assert isinstance(result.exception, BaseExceptionGroup | TypeError), result.exception
+        assert "broken" not in result.stderr + result.stdout
+    assert "--replay 0: TypeError: a bug" in result.stderr, "which cluster it was"
 
 
 @pytest.mark.parametrize(
