@@ -21,10 +21,12 @@ class Overhead:
         self._num_observed = 0
 
     def observe(self, seconds: float, *, reading_s: float, now: float) -> None:
-        """A first token came after so long, of which its reading should take so much: half of it at most is believed to
-        be that, or chance in the speed would leave nothing."""
+        """A first token came after so long, of which its reading should take so much. Where that is the larger part
+        the rest is chance in the speed: it says nothing."""
+        beside_s = seconds - reading_s
+        if reading_s > beside_s:
+            return
         self._turn(now)
-        beside_s = max(seconds - reading_s, 0.5 * seconds)
         self._least_s = min(self._least_s, beside_s)
         self._kept_s = min(self._kept_s, beside_s)
         self._num_observed += 1

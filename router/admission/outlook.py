@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,9 +103,9 @@ def least_ttft_s(candidates: Candidates, num_tokens: int, *, overhead_s: float =
     readers = readers_of(candidates)
     if not len(readers):
         return None
-    if not readers.prefill_tokens_per_s.all():
-        return overhead_s
-    return float(_idle_s(readers, num_tokens, overhead_s).min())
+    measured = readers.take(np.flatnonzero(readers.prefill_tokens_per_s))
+    least_s = float(_idle_s(measured, num_tokens, overhead_s).min(initial=math.inf))
+    return least_s if len(measured) == len(readers) else min(least_s, overhead_s)
 
 
 def nobody_here(candidates: Candidates) -> bool:

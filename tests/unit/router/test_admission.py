@@ -18,6 +18,7 @@ from protos.errors import InvalidRequest, Overloaded
 from protos.values import BlockHash, BlockStored, FinishReason, SamplingParams, WorkerRole
 from router.admission.admission import Admission
 from router.admission.fair import Entry, FairQueue
+from router.admission.outlook import least_ttft_s
 from router.admission.returning import Returning
 from router.config import RouterConfig
 from router.generation import Job, Tap, TokenDelta
@@ -227,6 +228,18 @@ async def test_a_bound_below_what_comes_to_every_first_token_cannot_be_met() -> 
     pool.show(prefill_tokens_per_s=0.0, num_requests=0, num_waiting=0, queued_prefill_tokens=0)  # all were as short
     with pytest.raises(InvalidRequest, match="about 2 ms"):
         await run(gate, job("tiny", num_tokens=30, max_ttft_s=0.001))
+
+
+def test_a_reader_that_is_not_measured_refuses_nothing_that_an_idle_one_would_serve() -> None:
+    known = replace(Pool().candidate, prefill_tokens_per_s=1e4, reading=Line(fixed_s=0.018, each_s=1e-4))
+    newcomer = replace(known, worker_id="w1", prefill_tokens_per_s=0.0)
+
+    def least_s(*readers: Candidate, overhead_s: float = 3.0, num_tokens: int = 10) -> float | None:
+        return least_ttft_s(Candidates.of(readers), num_tokens, overhead_s=overhead_s)
+
+    assert least_s(known) == least_s(known, newcomer) == pytest.approx(0.019)
+    assert least_s(known, newcomer, num_tokens=50_000) == 3.0, "it may read at once"
+    assert least_s(newcomer) == 3.0
 
 
 @pytest.mark.parametrize(("speed", "num_given"), [(SPEED, 0), (1e7, 20)])

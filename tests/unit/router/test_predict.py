@@ -257,6 +257,16 @@ def test_a_told_speed_is_counted_once_when_it_becomes_a_difference() -> None:
         assert reading_s(slower) == pytest.approx(slower, rel=0.1)
 
 
+def test_reading_a_long_prompt_is_no_part_of_what_comes_to_every_first_token() -> None:
+    predictor, load = Predictor(), WorkerLoad(prefill_tokens_per_s=1e4)
+    for now in range(20):
+        predictor.expect("w0", WorkerRole.COLOCATED, load, now=float(now))
+        predictor.saw_first_token(
+            "w0", WorkerRole.COLOCATED, num_tokens=60_000, seconds=6.02, now=float(now), on_idle=True
+        )
+    assert predictor.overhead_s(WorkerRole.COLOCATED, now=20.0) <= 0.02
+
+
 def test_what_comes_to_every_first_token_is_known_after_a_few_and_half_of_it_is_kept_without_any() -> None:
     """A long prompt's reading is no part of it, nor is a stall, nor what busy workers were late by."""
     predictor = Predictor()
@@ -271,7 +281,7 @@ def test_what_comes_to_every_first_token_is_known_after_a_few_and_half_of_it_is_
     assert predictor.overhead_s(WorkerRole.COLOCATED, now=0.0) == 0.0
     predictor = Predictor()
     for number in range(7):
-        first_token(1000 * number, 0.004 + 0.001 * number + 1e-4 * 1000 * number, now=float(number))
+        first_token(number, 0.004 + 0.001 * (number % 2) + 1e-4 * number, now=float(number))
     assert predictor.overhead_s(WorkerRole.COLOCATED, now=7.0) == 0.0
     first_token(10, 3.0, now=8.0)
     first_token(100_000, 9.9, now=8.0)  # a little faster than all of them: nothing came to it
