@@ -266,6 +266,7 @@ class Predictor:
         """It stays as it is while its load does and `changed` does not name it."""
         colocated = role is WorkerRole.COLOCATED
         self._speeds[role].tell(worker_id, load.prefill_tokens_per_s)
+        self._overheads[role].met(worker_id)
         reading, stepping = self._reading.get(worker_id), None if colocated else self._stepping.get(worker_id)
         if reading is not None:
             reading.tell(self._speeds[role].slower(worker_id))
@@ -472,6 +473,7 @@ class Predictor:
         for role in WorkerRole:
             self._recent[role].forget(worker_id)
             self._speeds[role].forget(worker_id)
+            self._overheads[role].left(worker_id)
         for known in (self._fits_of_lanes, self._lanes):
             known.pop(worker_id, None)
             for reader in [reader for reader, lanes in known.items() if lanes.pop(worker_id, None) and not lanes]:
