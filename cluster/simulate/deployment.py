@@ -171,8 +171,8 @@ class Deployment:
 
     def assert_no_faults(self) -> None:
         """The loops that must survive our own bugs have survived none."""
-        assert self._supervisor is not None
-        assert self._supervisor.num_faults == 0, "the supervisor met a fault of our own: see its log"
+        num_faults = self._supervisor.num_faults if self._supervisor is not None else 0
+        assert num_faults == 0, "the supervisor met a fault of our own: see its log"
         for gateway in self.gateways:
             gateway.assert_no_faults()
 
@@ -224,22 +224,15 @@ class Deployment:
 
     async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
         """`cluster.supervisor.Launcher`."""
-        worker_id, config, launched_s = plan.worker_id, self.config, self._loop.time()
-        worker = SimulatedWorker(
-            config.spec,
-            worker_id=worker_id,
-            role=plan.role,
-            incarnation=incarnation,
-            network=self.network,
-            lanes=self.lanes,
-            skew_s=self._skews.random() * config.max_skew_s,
-            gaps=self.gaps,
-            withholds=self._untroubled and config.num_gateways == 1,
-            seed=config.seed,
-        )
+        worker_id, launched_s = plan.worker_id, self._loop.time()
+        try:
+            worker = self._make_worker(plan, incarnation)
+        except Exception as error:  # there will never be one: the simulation ends with it
+            self._loop.call_exception_handler({"message": f"{worker_id} cannot be made", "exception": error})
+            raise
         try:
             yield Loading(share=0.0)
-            await asyncio.sleep(config.load_s)
+            await asyncio.sleep(self.config.load_s)
             info = worker.start()
             self.workers[worker_id] = worker
             self.chronicle.note("worker serves", worker_id, incarnation=incarnation)
@@ -258,6 +251,21 @@ class Deployment:
                     load=worker.engine.load(),
                 )
             )  # fmt: skip
+
+    def _make_worker(self, plan: WorkerPlan, incarnation: int) -> SimulatedWorker:
+        config = self.config
+        return SimulatedWorker(
+            config.spec,
+            worker_id=plan.worker_id,
+            role=plan.role,
+            incarnation=incarnation,
+            network=self.network,
+            lanes=self.lanes,
+            skew_s=self._skews.random() * config.max_skew_s,
+            gaps=self.gaps,
+            withholds=self._untroubled and config.num_gateways == 1,
+            seed=config.seed,
+        )
 
     async def announce(self, worker_id: str, address: str) -> None:
         """`cluster.discovery.Announcer`."""

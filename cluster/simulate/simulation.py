@@ -61,6 +61,7 @@ def simulate(
         clients = Clients(deployment, chronicle, seed=config.seed)
         forgetful = any(fault.kind is Kind.INDEX_LOST for fault in faults)
         invariants = Invariants(deployment, clients, forgetful=forgetful)
+        loop.after = deployment.assert_no_faults
         try:
             await deployment.start()
         finally:  # also what a cluster that does not start has done

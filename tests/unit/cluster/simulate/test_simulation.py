@@ -218,3 +218,17 @@ def test_the_report_says_what_share_of_answers_time_their_kv_travelled() -> None
     assert 0.0 < fast[1] <= fast[0] < slow[0] < 1.0
     assert slow[1] > 10 * fast[1]
     assert shares(prefill=0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("method", "seen"), [("_make_pool", TypeError), ("start", AssertionError)])
+def test_a_worker_that_never_starts_ends_the_simulation(
+    method: str, seen: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was launched again and again, for ever, in no time."""
+
+    def fail(worker: SimulatedWorker) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(SimulatedWorker, method, fail)
+    with pytest.raises(seen, match=r"a bug|the supervisor met a fault of our own"):
+        simulate(town(), sessions(num=1))
