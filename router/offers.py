@@ -114,26 +114,32 @@ class Offers:
                 if (row := self._rows.get(member)) is not None:
                     self._note(member, row)
             self._changed.clear()
+        self._note_learned()
+        if now is None:
+            return
+        waiting: dict[Member, None] = {}
+        while self._due:
+            due, self._due = self._due, {}
+            for member in due:
+                row = self._rows.get(member)
+                if row is None:
+                    continue
+                role = self._roles[row]
+                if role is None:
+                    waiting[member] = None
+                    continue
+                standing = self._predictor.standing(member.worker_id, role, member.load, now=now)
+                if self._are_few:
+                    self._standing[row] = standing
+                else:
+                    self._standings[:, row] = standing
+            self._note_learned()  # what these have told may be news of others
+        self._due = waiting
+
+    def _note_learned(self) -> None:
         for worker_id in self._predictor.changed():
             if (known := self._members.get(worker_id)) is not None:
                 self._due[known] = None
-        if now is None or not self._due:
-            return
-        waiting: dict[Member, None] = {}
-        for member in self._due:
-            row = self._rows.get(member)
-            if row is None:
-                continue
-            role = self._roles[row]
-            if role is None:
-                waiting[member] = None
-                continue
-            standing = self._predictor.standing(member.worker_id, role, member.load, now=now)
-            if self._are_few:
-                self._standing[row] = standing
-            else:
-                self._standings[:, row] = standing
-        self._due = waiting
 
     def _note(self, member: Member, row: int) -> None:
         self._due[member] = None

@@ -291,8 +291,10 @@ class Predictor:
         )
 
     def changed(self) -> Sequence[str]:
-        """Workers of which something was observed since this was last asked."""
-        changed, self._changed = tuple(self._changed), {}
+        """Workers of which something was observed since this was last asked, or whose speed has come to count
+        otherwise, for others have told theirs."""
+        crossed = [worker_id for speeds in self._speeds.values() for worker_id in speeds.crossed()]
+        changed, self._changed = tuple(dict.fromkeys((*self._changed, *crossed))), {}
         return changed
 
     def expectations(self, worker_ids: Sequence[str], standings: Floats, *, now: float) -> Expectations:

@@ -163,3 +163,30 @@ def test_block_sizes_are_those_of_the_workers_there_are() -> None:
         )
         member.changed()
     assert tuple(offers.block_sizes) == (32, 64)
+
+
+@pytest.mark.parametrize("num_writers", [1, 9])
+def test_a_speed_that_others_make_a_difference_is_counted_once(num_writers: int) -> None:
+    """Of a worker that says nothing new, nor does anything."""
+    offers, now = Offers(predictor := Predictor()), 0.0
+    readers = [met(f"p{number}", WorkerRole.PREFILL) for number in range(3)]
+    for member in (*readers, *(met(f"d{number}", WorkerRole.DECODE) for number in range(num_writers))):
+        offers.add(member)
+
+    def tell(*speeds: float) -> None:
+        for member, speed in zip(readers, speeds, strict=False):
+            member.load = WorkerLoad(prefill_tokens_per_s=speed)
+            member.changed()
+
+    def reading_s() -> float:
+        return offers.candidates(NO_MATCH, 1000, SIZE, now=now).named("p2").reading(1000)
+
+    for _ in range(100):
+        now += 1.0
+        tell(1237.0, 1237.0, 526.0)  # of which the last is 1.9 times slower than the mean, and takes as long
+        reading_s()
+        for member, seconds in zip(readers, (0.84, 0.84, 1.9), strict=True):
+            predictor.saw_first_token(member.worker_id, WorkerRole.PREFILL, num_tokens=1000, seconds=seconds, now=now)
+    for speed in (1237.0, 1484.0, 1237.0, 1484.0):  # it is 2.2 times slower, and no more, and again
+        tell(speed, speed)
+        assert reading_s() == pytest.approx(1.95, rel=0.1)
