@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +22,13 @@ from cluster.simulate.simulation import Outcome, simulate
 from kvtransfer.events import EventLog
 from kvtransfer.reshard import Cut
 from protos.errors import BatonError, Misconfigured
-from protos.values import BlockRemoved
+from protos.values import BlockRemoved, SequenceUpdate
 from router.admission.admission import Admission
+from router.admission.fair import FairQueue
 from router.dispatch import Dispatcher
 from router.member import Member
 from tests.unit.cluster.simulate.towns import sessions, town
+from workers.engine.engine import Engine
 from workers.engine.request import Request, State
 from workers.engine.scheduler import Scheduler
 from workers.kv.blocks import BlockPool
@@ -65,20 +67,47 @@ def test_leaps_change_no_event_in_trouble_either(seed: int) -> None:
     assert leaping.num_callbacks < stepping.num_callbacks
 
 
-def test_a_leap_goes_on_with_what_the_last_step_has_sampled() -> None:
+@pytest.fixture
+def leaps_of_preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who leapt after having been preempted: without any, a seed no longer has the situation that it stands for."""
+    repeat, found = Engine.repeat, list[str]()
+
+    def watched(engine: Engine, num_steps: int) -> list[SequenceUpdate]:
+        running = engine.scheduler._running
+        found.extend(request.request_id for request in running if request.num_preemptions)
+        return repeat(engine, num_steps)
+
+    monkeypatch.setattr(Engine, "repeat", watched)
+    return found
+
+
+def test_a_leap_goes_on_with_what_the_last_step_has_sampled(leaps_of_preempted: list[str]) -> None:
     """Seed 43 preempts: what was computed is computed again, all but its last token in a step that samples nothing."""
     leaping, stepping = leapt_and_stepped(soak.trial(43))
     assert leaping.fingerprint == stepping.fingerprint
+    assert leaps_of_preempted
 
 
 @pytest.mark.parametrize("seed", [1335, 2651])
-def test_an_answer_leaps_after_a_preemption_and_after_a_plan_that_lacked_a_block(seed: int) -> None:
+def test_an_answer_leaps_after_a_preemption_and_after_a_plan_that_lacked_a_block(
+    seed: int, leaps_of_preempted: list[str]
+) -> None:
     soak.run(seed)
+    assert leaps_of_preempted
 
 
-def test_a_worker_takes_reservations_again_when_whoever_lacked_blocks_has_left() -> None:
+def test_a_worker_takes_reservations_again_when_whoever_lacked_blocks_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It refused all of them for ever, with all of its blocks free."""
+    blocked, num_left = Scheduler.blocked.fget, 0  # type: ignore[attr-defined]
+
+    def watched(scheduler: Scheduler) -> bool:
+        nonlocal num_left
+        num_left += scheduler._blocked and not scheduler._waiting
+        return bool(blocked(scheduler))
+
+    monkeypatch.setattr(Scheduler, "blocked", property(watched))
     soak.run(1739)
+    assert num_left, "the seed no longer has a reservation after the last one who lacked blocks has left"
 
 
 def test_a_seed_is_all_there_is_to_a_trial() -> None:
@@ -235,6 +264,7 @@ def test_a_worker_that_is_told_to_drain_while_a_long_step_runs_leaves_all_the_sa
 def broken(*faults: str, workload: str = "poisson", **more: Any) -> str:
     with pytest.raises((AssertionError, BaseExceptionGroup)) as failed:
         run(*faults, workload=workload, **more)
+    assert soak.is_broken_invariant(failed.value)
     return soak.reason(failed.value)
 
 
@@ -252,13 +282,24 @@ def test_a_block_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_that_is_freed_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockPool, "acquire", lambda pool, block_ids: None)
-    assert broken(workload="conversations")
+    """A pool that counts one holder of a block and no more, and does not mind who gives it back."""
+    acquire, release = BlockPool.acquire, BlockPool.release
+
+    def acquire_once(pool: BlockPool, block_ids: Iterable[int]) -> None:
+        acquire(pool, [block_id for block_id in block_ids if not pool.num_references(block_id)])
+
+    def release_held(pool: BlockPool, block_ids: Sequence[int]) -> None:
+        release(pool, [block_id for block_id in block_ids if pool.num_references(block_id)])
+
+    monkeypatch.setattr(BlockPool, "acquire", acquire_once)
+    monkeypatch.setattr(BlockPool, "release", release_held)
+    assert "their holders know of" in broken(workload="agents", prefill=0, decode=1)
 
 
 def broken_trial(seed: int) -> str:
     with pytest.raises((AssertionError, BaseExceptionGroup)) as failed:
         soak.run(seed)
+    assert soak.is_broken_invariant(failed.value)
     return soak.reason(failed.value)
 
 
@@ -279,6 +320,39 @@ def test_a_line_that_grows_without_bound_is_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Admission, "_bound", lambda admission, entry, now: None)
     router = simulated_router(max_queued=1, max_backlog=1)
     assert "wait in line" in broken(prefill=0, decode=1, router=router)
+
+
+def narrow(**more: Any) -> dict[str, Any]:
+    """A colocated worker on which two run, and one waits."""
+    spec = town().spec
+    scheduler = replace(spec.scheduler, max_waiting=1, max_num_seqs=2)
+    return {"prefill": 0, "decode": 1, "spec": replace(spec, scheduler=scheduler), **more}
+
+
+def test_more_that_wait_on_a_worker_than_may_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "_check_room", lambda engine: None)
+    assert "wait on decode-0, 1 may" in broken(**narrow())
+
+
+def test_whoever_waits_for_room_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = Dispatcher._wait_for_room
+
+    async def wait_and_count_on(dispatcher: Dispatcher, *arguments: Any) -> None:
+        await wait(dispatcher, *arguments)
+        dispatcher._fleet.num_turned_away += 1
+
+    monkeypatch.setattr(Dispatcher, "_wait_for_room", wait_and_count_on)
+    assert "believes that somebody waits for room" in broken(**narrow())
+
+
+def test_somebody_in_line_who_has_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks after the line, and whoever gives up stays in it."""
+
+    async def look_away(admission: Admission) -> None: ...
+
+    monkeypatch.setattr(Admission, "_watch", look_away)
+    monkeypatch.setattr(FairQueue, "remove", lambda line, entry: None)
+    assert "in line who has gone" in broken(**narrow(router=simulated_router(max_queue_s=5.0)))
 
 
 def test_work_that_counts_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
