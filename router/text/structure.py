@@ -24,6 +24,8 @@ MAX_CHOICES = 1024
 # for as long as they may.
 _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,24}"
 
+_OPTIONS = "x-guidance"  # the library's, in a schema: they would decide of white space, and how much is enforced
+
 
 def json_grammar(schema: Mapping[str, Any], *, lenient: bool = False, compact: bool = False) -> str:
     """JSON that the schema accepts. A `lenient` grammar passes over keywords that cannot be enforced; a `compact` one
@@ -31,6 +33,7 @@ def json_grammar(schema: Mapping[str, Any], *, lenient: bool = False, compact: b
 
     Raises InvalidRequest for a schema that cannot be read.
     """
+    schema = _without_options(schema, lenient)
     try:
         return LLMatcher.grammar_from_json_schema(orjson.dumps(schema).decode(), overrides=_options(lenient, compact))
     except (TypeError, ValueError) as error:  # nested too deeply, mostly
@@ -39,7 +42,8 @@ def json_grammar(schema: Mapping[str, Any], *, lenient: bool = False, compact: b
 
 def inline_json(schema: Mapping[str, Any], *, lenient: bool = False, compact: bool = False) -> str:
     """The same, as a rule's right side in a Lark grammar."""
-    return f"%json {orjson.dumps({**schema, 'x-guidance': _options(lenient, compact)}).decode()}"
+    options = {_OPTIONS: _options(lenient, compact)}
+    return f"%json {orjson.dumps({**_without_options(schema, lenient), **options}).decode()}"
 
 
 def regex_grammar(regex: str) -> str:
@@ -55,6 +59,17 @@ def choice_grammar(choices: Sequence[str]) -> str:
 def literal(text: str) -> str:
     """A text in a Lark grammar, whose literals are JSON's, but for one character more that must be escaped."""
     return orjson.dumps(text).decode().replace("\x7f", "\\u007f")
+
+
+def _without_options(schema: Mapping[str, Any], lenient: bool) -> Mapping[str, Any]:
+    if _OPTIONS not in schema:
+        return schema
+    if not lenient:
+        raise InvalidRequest(
+            f"the JSON Schema has #/{_OPTIONS}: how JSON is written is not for it to say: leave it out, and ask for "
+            "'disable_any_whitespace' of 'structured_outputs' where there shall be no white space"
+        )
+    return {name: value for name, value in schema.items() if name != _OPTIONS}
 
 
 def _options(lenient: bool, compact: bool) -> JsonCompileOptions:

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from protos.errors import BatonError, InvalidRequest, Overloaded
 from router.text import checks
 from router.text.checks import GrammarChecks
-from router.text.structure import choice_grammar, json_grammar, regex_grammar
+from router.text.structure import choice_grammar, inline_json, json_grammar, regex_grammar
 
 
 def test_a_choice_may_have_any_character() -> None:
@@ -58,6 +58,16 @@ async def test_what_is_wrong_with_a_schema_is_told_with_its_place() -> None:
             await checking.check(json_grammar(schema), param="json")
         assert told in failed.value.message
     checking.close()
+
+
+def test_a_schema_does_not_say_how_json_is_written() -> None:
+    """Neither how much white space there may be, nor how much is enforced."""
+    schema = {"type": "object", "properties": {"x-guidance": {"type": "string"}}}
+    loose = schema | {"x-guidance": {"whitespace_pattern": " *", "coerce_one_of": True}}
+    for grammar_of in (json_grammar, inline_json):
+        with pytest.raises(InvalidRequest, match=r"has #/x-guidance: .* leave it out"):
+            grammar_of(loose, compact=True)
+        assert grammar_of(loose, lenient=True, compact=True) == grammar_of(schema, lenient=True, compact=True)
 
 
 async def test_what_is_wrong_with_a_pattern_is_told_without_the_grammar_that_is_made_of_it() -> None:
