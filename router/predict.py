@@ -404,7 +404,7 @@ class Predictor:
         return self._overheads[role].at(now)
 
     @property
-    def lanes(self) -> Mapping[str, Mapping[str, Line]]:
+    def lanes(self) -> Mapping[str, Ways]:
         """By reader and writer, of those measured. It goes on changing."""
         return self._lanes
 
@@ -459,7 +459,7 @@ class Predictor:
             prior = known.receiving
             lane = self._fits_of_lanes.setdefault(reader, {}).setdefault(writer, Fit())
             lane.observe(num_bytes, seconds, prior=prior, now=now)
-            self._lanes.setdefault(reader, Ways())[writer] = lane.line(prior)
+            self._lanes.setdefault(reader, Ways()).set(writer, lane.line(prior))
             self._receiving.setdefault(writer, Fit()).observe(num_bytes, seconds, prior=prior, now=now)
             self._changed[writer] = None
         self._all_lanes.observe(num_bytes, seconds, prior=RECEIVING, now=now)
@@ -478,8 +478,10 @@ class Predictor:
             self._overheads[role].left(worker_id)
         for known in (self._fits_of_lanes, self._lanes):
             known.pop(worker_id, None)
-            for reader in [reader for reader, lanes in known.items() if lanes.pop(worker_id, None) and not lanes]:
-                del known[reader]
+        for reader in [reader for reader, fits in self._fits_of_lanes.items() if fits.pop(worker_id, None)]:
+            self._lanes[reader].forget(worker_id)
+            if not self._lanes[reader]:
+                del self._lanes[reader], self._fits_of_lanes[reader]
 
     # ------------------------------------------------------------------------------------------------------------------
 

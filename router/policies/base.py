@@ -12,8 +12,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from protos.values import WorkerRole
+
+if TYPE_CHECKING:
+    from router.policies.candidates import Ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,7 @@ class RequestView:
     answer_tokens: float = 64.0
     within_s: float = math.inf
     block_bytes: int = 0
-    lanes: Mapping[str, Mapping[str, Line]] = field(default_factory=dict)
+    lanes: Mapping[str, Ways] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

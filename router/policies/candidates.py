@@ -110,29 +110,41 @@ class Lines:
         return seconds
 
 
-class Ways(dict[str, Line]):
+class Ways(Mapping[str, Line]):
     """From one reader to the writers for which they were measured. Of a crew that is asked for again and again the
     lines are kept as arrays."""
 
-    def __init__(self, lines: Mapping[str, Line] | None = None) -> None:
-        super().__init__(lines or {})
+    __slots__ = ("_crew", "_known", "_lines")
+
+    def __init__(self, known: Mapping[str, Line] | None = None) -> None:
+        self._known = dict(known or {})
         self._crew: Crew | None = None
         self._lines = Lines(np.empty(0), np.empty(0))
 
-    def __setitem__(self, writer: str, line: Line) -> None:
-        super().__setitem__(writer, line)
+    def __getitem__(self, writer: str) -> Line:
+        return self._known[writer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def set(self, writer: str, line: Line) -> None:
+        self._known[writer] = line
         if self._crew is not None and (place := self._crew.places.get(writer)) is not None:
             self._lines.fixed_s[place], self._lines.each_s[place] = line.fixed_s, line.each_s
 
-    def pop(self, writer: str, default: Any = None) -> Any:
-        self._crew = None
-        return super().pop(writer, default)
+    def forget(self, writer: str) -> None:
+        """One that was not measured is fine."""
+        if self._known.pop(writer, None) is not None:
+            self._crew = None
 
     def lines(self, crew: Crew) -> Lines:
         """NaN for those that were not measured."""
         if crew is self._crew:
             return self._lines
-        known = [self.get(worker_id) for worker_id in crew.worker_ids]
+        known = [self._known.get(worker_id) for worker_id in crew.worker_ids]
         lines = Lines(
             np.array([np.nan if line is None else line.fixed_s for line in known]),
             np.array([np.nan if line is None else line.each_s for line in known]),

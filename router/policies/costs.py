@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from router.policies.base import Candidate, Decision, RequestView
-from router.policies.candidates import Candidates, Floats, Ways, named
+from router.policies.candidates import Candidates, Floats, named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ def transfer_s(view: RequestView, reader: str, writers: Candidates) -> Floats:
     num_bytes = num_off_device(view, writers) / view.block_size * view.block_bytes
     seconds = writers.receiving(num_bytes)
     if ways := view.lanes.get(reader):
-        lines = (ways if isinstance(ways, Ways) else Ways(ways)).lines(writers.crew)
+        lines = ways.lines(writers.crew)
         seconds = np.where(np.isnan(lines.each_s), seconds, lines(num_bytes))
     return seconds
 

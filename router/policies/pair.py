@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from protos.values import WorkerRole
 from router.policies.base import Alone, Candidate, Decision, Policy, RequestView, Score
-from router.policies.candidates import Candidates, Floats, Known, Places, Rank, Scores, cheapest
+from router.policies.candidates import Candidates, Floats, Known, Places, Rank, Scores, Ways, cheapest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +73,9 @@ def pair(
             return None
         [worker_id], [role] = writers.crew.worker_ids, writers.crew.roles
         lanes = {
-            reader: {worker_id: line}
+            reader: Ways({worker_id: line})
             for reader in readers.crew.worker_ids
-            if (line := view.lanes.get(reader, {}).get(worker_id)) is not None
+            if (ways := view.lanes.get(reader)) is not None and (line := ways.get(worker_id)) is not None
         }
         is_bound = role is WorkerRole.COLOCATED or not len(readers)
         alone = is_bound or bool(short(view, writers[0]))

@@ -15,7 +15,7 @@ from protos.values import WorkerRole
 from router.config import RouterConfig
 from router.policies import basic
 from router.policies.base import Alone, Candidate, Decision, Line, Policy, RequestView
-from router.policies.candidates import Candidates, Scores
+from router.policies.candidates import Candidates, Crew, Scores, Ways
 from router.policies.costs import outlook
 from router.policies.limits import avoiding
 from router.policies.pair import NEVER, ShortRemainder, pair
@@ -213,7 +213,7 @@ def test_slo_weighs_seconds(why: str, candidates: list[Candidate], expected: tup
 
 
 def test_slo_chooses_reader_and_writer_by_the_lane_between_them() -> None:
-    lanes = {"p0": {"d0": Line(each_s=1e-6)}, "p1": {"d0": Line(each_s=1e-9)}}
+    lanes = {"p0": Ways({"d0": Line(each_s=1e-6)}), "p1": Ways({"d0": Line(each_s=1e-9)})}
     seen = view(lanes=lanes, block_bytes=2**16)
     decision = policy("slo")(seen, [known("p0", 160), known("p1"), known("d0", receiving=Line(each_s=1e-6))])
     assert (decision.prefill, decision.decode) == ("p1", "d0")
@@ -222,14 +222,35 @@ def test_slo_chooses_reader_and_writer_by_the_lane_between_them() -> None:
 
 
 def test_scores_are_those_of_the_decision_whatever_is_learned_before_they_are_asked_for() -> None:
-    lanes = {"p0": {"d0": Line(each_s=1e-9)}, "p1": {"d0": Line(each_s=1.0)}}
+    lanes = {"p0": Ways({"d0": Line(each_s=1e-9)}), "p1": Ways({"d0": Line(each_s=1.0)})}
     asked_later = policy("slo")(view(lanes=lanes, block_bytes=2**16), [known("p0"), known("d0")])
-    lanes["p0"]["d0"] = Line(each_s=1e-6)
+    lanes["p0"].set("d0", Line(each_s=1e-6))
     [whole] = [scored for scored in asked_later.scores if scored.worker_id == "d0"]
     assert dict(whole.terms)["transfer"] == pytest.approx(1000 / 16 * 2**16 * 1e-9)
     unmeasured = policy("slo")(view(lanes=(none := {}), block_bytes=2**16), [known("p0"), known("d0")])
-    none["p0"] = {"d0": Line(fixed_s=1.0)}
+    none["p0"] = Ways({"d0": Line(fixed_s=1.0)})
     assert dict(unmeasured.scores[-1].terms)["transfer"] == 0.0
+
+
+def test_lines_of_lanes_are_those_measured_last_whatever_crew_asks() -> None:
+    """Of a crew they are kept; nothing that changes a lane leaves them behind."""
+    crew = Crew([f"d{number}" for number in range(12)], [WorkerRole.DECODE] * 12)
+    ways = Ways({"d1": Line(each_s=1.0)})
+
+    def each_s() -> dict[str, float]:
+        told = ways.lines(crew).each_s.tolist()
+        return {name: one for name, one in zip(crew.worker_ids, told, strict=True) if one == one}
+
+    assert each_s() == {"d1": 1.0}
+    ways.set("d1", Line(each_s=2.0))
+    ways.set("d2", Line(each_s=3.0))
+    ways.set("elsewhere", Line(each_s=4.0))
+    assert each_s() == {"d1": 2.0, "d2": 3.0}
+    ways.forget("d1")
+    ways.forget("d9")
+    assert each_s() == {"d2": 3.0}
+    assert dict(ways) == {"d2": Line(each_s=3.0), "elsewhere": Line(each_s=4.0)}
+    assert not {"update", "__setitem__", "pop"} & set(dir(ways)), "lines would not follow"
 
 
 def test_slo_names_every_term_in_seconds() -> None:
@@ -278,7 +299,7 @@ def test_a_long_answer_that_all_would_write_alike_does_not_hide_who_reads_soones
 
 
 def test_readers_that_seem_alike_take_turns_whatever_their_lanes() -> None:
-    lanes = {"p0": {"d0": Line(each_s=1e-9)}, "p1": {"d0": Line(each_s=1.01e-9)}}
+    lanes = {"p0": Ways({"d0": Line(each_s=1e-9)}), "p1": Ways({"d0": Line(each_s=1.01e-9)})}
     seen: dict[str, Any] = {"lanes": lanes, "block_bytes": 2**16}
     near = [known("p0"), known("p1", reading=Line(fixed_s=0.0101, each_s=1e-4)), known("d0")]
     assert {policy("slo")(view(num_decided=number, **seen), near).prefill for number in range(2)} == {"p0", "p1"}
