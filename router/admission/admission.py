@@ -177,9 +177,8 @@ class Admission:
         num_ahead = self._line.tokens_ahead(entry)
         reading_s = predicted_ttft_s(candidates, num_tokens, num_ahead, overhead_s=overhead_s)
         if reading_s is None or (not num_ahead and nobody_here(candidates)):
-            return (
-                reading_s  # it could be met, for all that is known: there is nothing that coming later would be behind
-            )
+            # It could be met, for all that is known: there is nothing that coming later would be behind.
+            return reading_s
         predicted_s = reading_s + self._overrun.of(reading_s, now=now)
         if predicted_s <= job.max_ttft_s:
             return reading_s
