@@ -20,7 +20,7 @@ from decode_pool.role import DecodeRole
 from kvtransfer.events import EventLog
 from prefill_pool.config import PrefillConfig
 from prefill_pool.role import PrefillRole
-from protos.values import KVLayout, LaneAddress, WorkerInfo, WorkerRole, WorkerStats
+from protos.values import KVEvent, KVLayout, LaneAddress, WorkerInfo, WorkerRole, WorkerStats
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.engine.scheduler import Scheduler
@@ -58,11 +58,21 @@ class Spec:
 class _WatchedPool(BlockPool):
     """No block may be handed out while a step in flight writes it, though its request has gone."""
 
-    written_ids: Callable[[], Iterable[int]] = tuple
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        record: Callable[[KVEvent], None],
+        *,
+        host: HostPool | None,
+        written_ids: Callable[[], Iterable[int]],
+    ) -> None:
+        super().__init__(num_blocks, block_size, record, host=host)
+        self._written_ids = written_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
         super().release(block_ids)
-        written = [block_id for block_id in self.written_ids() if not self.num_references(block_id)]
+        written = [block_id for block_id in self._written_ids() if not self.num_references(block_id)]
         assert not written, f"blocks {written} are freed early: a step in flight writes them"
 
 
@@ -104,8 +114,6 @@ class SimulatedWorker:
         self.role = self._make_role(pool)
         scheduler = Scheduler(spec.scheduler, pool, self.role)
         self.engine = Engine(scheduler, self.device, events=self.log, clock=self.device.clock, depth=spec.depth)
-        if isinstance(pool, _WatchedPool):
-            pool.written_ids = self.engine.written_ids
         self.servicer = self._make_servicer()
         self.turns = EngineTurns(
             self.engine,
@@ -166,9 +174,7 @@ class SimulatedWorker:
     async def _leave(self) -> None:
         """As `workers.rpc.worker.Worker` does."""
         await self.turns.call(self.engine.drain)
-        while self.alive:
-            if not self.busy:
-                break
+        while self.alive and self.busy:  # noqa: ASYNC110 - it may be frozen, and tells nobody
             await asyncio.sleep(LEAVE_LOOK_S)
         await self.servicer.disowned()
         self.has_left = True
@@ -251,8 +257,12 @@ class SimulatedWorker:
 
     def _make_pool(self) -> BlockPool:
         spec, log = self._spec, self.log
-        make = _WatchedPool if spec.thorough else BlockPool
-        return make(spec.num_blocks, spec.layout.block_size, log.record, host=self._make_host(log))
+        num_blocks, block_size, host = spec.num_blocks, spec.layout.block_size, self._make_host(log)
+        if not spec.thorough:
+            return BlockPool(num_blocks, block_size, log.record, host=host)
+        return _WatchedPool(
+            num_blocks, block_size, log.record, host=host, written_ids=lambda: self.engine.written_ids()
+        )
 
     def _make_host(self, log: EventLog) -> HostPool | None:
         spec = self._spec
