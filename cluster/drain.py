@@ -12,6 +12,7 @@ import typer
 
 from cluster.remote import DEFAULT_URL, AdminKey, get_json, no_answer, open_client, raise_for_error
 from protos.errors import DeadlineExceeded, NotFound
+from router.member import SUCCESSOR_S
 
 PERIOD_S = 0.25
 
@@ -26,7 +27,7 @@ def drain(
     ] = False,
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0.0, help="Seconds to wait; it drains on after.")
-    ] = 600.0,
+    ] = SUCCESSOR_S,
     api_key: AdminKey = "",
 ) -> None:
     """Drains a worker and waits until it is gone. Running requests go on elsewhere with their KV; no client notices."""
