@@ -60,8 +60,8 @@ class WorkerStatus:
 
 @dataclass(slots=True)
 class Routed:
-    """Work on its way to a worker: tokens to read, blocks to hold. `since_step` is the worker's last known step when
-    the worker was told."""
+    """Work on its way to a worker: tokens to read, blocks to hold. `since_step` is how many steps the worker had
+    told of when it was told."""
 
     num_tokens: int
     num_blocks: int = 0
@@ -85,6 +85,7 @@ class Member:
         self.breaker = Breaker()
         self.on_change: Callable[[Member, None], None] | None = None
         self._routed: dict[str, Routed] = {}
+        self._num_steps = 0  # that were told of
         self._left_s: float | None = None
 
     def changed(self) -> None:
@@ -154,7 +155,7 @@ class Member:
 
     def route_elsewhere(self, name: str, num_tokens: int, num_blocks: int) -> None:
         """Another process of this gateway sent a request here; it is as good as told."""
-        self._routed[name] = Routed(num_tokens, num_blocks, since_step=self.load.step)
+        self._routed[name] = Routed(num_tokens, num_blocks, since_step=self._num_steps)
         self.changed()
 
     def forget(self, name: str) -> None:
@@ -197,7 +198,7 @@ class Member:
     def _told(self, request_id: str) -> None:
         """The worker knows of the request now: its load will show it."""
         if (routed := self._routed.get(request_id)) is not None:
-            routed.since_step = self.load.step
+            routed.since_step = self._num_steps
 
     def hear(self, step: StepMessage) -> bool:
         """Takes a step's load, and forgets routed work that it shows. Does anything but the step's number change?"""
@@ -208,11 +209,12 @@ class Member:
         if step.load is None:
             return self._has_changed(num_routed != len(self._routed))
         changed = replace(step.load, step=self.load.step) != self.load
+        self._num_steps += step.load.step != self.load.step
         self.load = step.load
         shown = [
             request_id
             for request_id, routed in self._routed.items()
-            if routed.since_step is not None and step.load.step >= routed.since_step + STEPS_TO_SHOW
+            if routed.since_step is not None and self._num_steps >= routed.since_step + STEPS_TO_SHOW
         ]
         for request_id in shown:
             del self._routed[request_id]

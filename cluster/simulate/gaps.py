@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -21,11 +22,14 @@ class Gaps:
 
     def made(self, request_ids: Sequence[str], ends_s: Sequence[float]) -> None:
         """Steps that ended at these times brought each of these requests a token each."""
+        first_s, since_s = ends_s[0], Counter[float]()
         for request_id in request_ids:
             job = request_id.rpartition(".")[0]  # whatever its attempt
             if (last_s := self._last_s.get(job)) is not None:
-                self._count(ends_s[0] - last_s, 1)
+                since_s[last_s] += 1
             self._last_s[job] = ends_s[-1]
+        for last_s, times in since_s.items():
+            self._count(first_s - last_s, times)
         for before_s, after_s in pairwise(ends_s):
             self._count(after_s - before_s, len(request_ids))
 

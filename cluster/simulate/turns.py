@@ -43,7 +43,8 @@ class EngineTurns:
     ahead. `quiet_until` says until when, by the engine's clock, its role certainly does nothing unless something comes
     from outside; without it there are no leaps. `gaps` hears of all tokens that are told of, and when the steps that
     made them were over. `num_turns` grows with whatever changes the engine. One that leaps and `withholds` tells of an
-    answer's first tokens, and of the others with its end: nobody decides by them.
+    answer's first tokens, and of the others with its end: nobody decides by them. A message takes half of
+    `round_trip_s` to a gateway.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class EngineTurns:
         quiet_until: Callable[[], float] | None = None,
         gaps: Gaps | None = None,
         withholds: bool = False,
+        round_trip_s: float = 0.0,
     ) -> None:
         self._engine = engine
         self._device = device
@@ -73,6 +75,7 @@ class EngineTurns:
         self._timer: asyncio.TimerHandle | None = None
         self._updates: list[SequenceUpdate] = []  # of steps that nobody was told of
         self._withholds = withholds and quiet_until is not None
+        self._round_trip_s = round_trip_s
         self._withheld: dict[str, list[SequenceUpdate]] = {}  # by requests that were told of
         self._made: list[tuple[list[str], Sequence[float]]] = []  # whose tokens they brought, and when they were over
         self._gaps = gaps
@@ -242,8 +245,9 @@ class EngineTurns:
         self._note(updates, (device.now_s,))
         return device.now_s if engine.num_steps != num_steps or engine.num_in_flight else None
 
-    def _tell(self) -> None:
-        """What the steps since the last message have to say, as one message."""
+    def _tell(self, *, shows: bool | None = None) -> None:
+        """What the steps since the last message have to say, as one message. With its load it `shows` that another step
+        is over, which a gateway may wait for; not needed where nobody does."""
         updates, self._updates = self._updates, []
         self._count_gaps(updates)
         self._num_calm += 1
@@ -256,10 +260,14 @@ class EngineTurns:
             return
         if self._withholds and not self._engine.draining:
             updates = self._sifted(updates)
-            if not updates and self._num_calm > LEAST_CALM:
+            if not updates and shows is None and self._num_calm > LEAST_CALM:
                 return self._say(events)
-        self._told = self._engine.load()
-        self._publish(StepMessage(updates=merged(updates), events=(events,) if events else (), load=self._told))
+        if shows is not False:
+            self._told = self._engine.load()
+        elif not updates and not events:
+            return
+        told = self._told if shows is not False else None
+        self._publish(StepMessage(updates=merged(updates), events=(events,) if events else (), load=told))
 
     def _sifted(self, updates: Sequence[SequenceUpdate]) -> list[SequenceUpdate]:
         """Without further tokens of answers that are told of already: they come with the end of the answer, or with
@@ -320,11 +328,11 @@ class EngineTurns:
         arrived, by messages of the steps that follow.
         """
         engine, device = self._engine, self._device
-        if self._num_calm < LEAST_CALM:
-            return []
         num_steps = engine.num_alike(device.last)
         if not num_steps:
             return []
+        if self._num_calm < LEAST_CALM:
+            num_steps = 1
         now = self._loop.time()
         quiet_until_s = self._quiet_until() - self.skew_s if self._quiet_until is not None else now
         device.now_s = now
@@ -355,7 +363,8 @@ class EngineTurns:
             self._note(self._engine.repeat(num_over), ahead_s[:num_over])
             self._progress.turned(self._engine, stepped=True, now=ahead_s[num_over - 1])
         if num_over < len(ahead_s):
-            self._tell()
+            # Does a gateway hear of the last one after it has sent what ends the leap?
+            self._tell(shows=num_over > 0 and ahead_s[num_over - 1] > self._loop.time() - self._round_trip_s)
             self._note(self._engine.repeat(1), ahead_s[num_over : num_over + 1])
             self._busy, self._reads = True, False
             self._disarm()

@@ -126,6 +126,7 @@ class SimulatedWorker:
             quiet_until=self._quiet_until if spec.leaping else None,
             gaps=gaps,
             withholds=withholds,
+            round_trip_s=2 * network.wire.delay_s,
         )
         self.servicer.attach(self.turns)
         self._num_changes = 0
@@ -291,7 +292,7 @@ class SimulatedWorker:
     def _quiet_until(self) -> float:
         """Tickets whose KV has not come are left alone until their leases end; whatever moves wants every turn. So does
         what follows from a ticket's end: whoever waited for it is told in the turn after."""
-        if self.role.outgoing.busy() or self._mover.busy():
+        if self.role.outgoing.busy() or self._mover.is_moving():  # its lanes never idle
             return -math.inf
         num_changes = self.role.ledger.num_changes
         if num_changes != self._num_changes:

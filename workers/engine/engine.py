@@ -62,18 +62,20 @@ class Pace:
         if num_prefill and self._counts("prefill") and num_prefill >= self._LEAST_PREFILL:
             self._prefill_tokens = self._prefill_tokens * self._KEEP + num_prefill
             self._prefill_s = self._prefill_s * self._KEEP + elapsed_s * num_prefill / num_tokens
-        if num_prefill < num_tokens and self._counts("decode"):
+        if num_prefill < num_tokens:
             self.decoded(elapsed_s)
 
     def decoded(self, elapsed_s: float) -> None:
-        """A warm step that decoded."""
-        self._decode_steps = self._decode_steps * self._KEEP + 1
-        self._decode_s = self._decode_s * self._KEEP + elapsed_s
+        """A step that decoded."""
+        if self._counts("decode"):
+            self._decode_steps = self._decode_steps * self._KEEP + 1
+            self._decode_s = self._decode_s * self._KEEP + elapsed_s
 
     def num_steady(self, steps_s: Sequence[float]) -> int:
         """How many steps of these times until `told_step_s` changes, that one included; all of them if it does not."""
         steps, seconds, told_s = self._decode_steps, self._decode_s, self.told_step_s
-        for number, elapsed_s in enumerate(steps_s, 1):
+        num_cold = int(self._is_cold["decode"])
+        for number, elapsed_s in enumerate(steps_s[num_cold:], num_cold + 1):
             steps, seconds = steps * self._KEEP + 1, seconds * self._KEEP + elapsed_s
             if _rounded(seconds / steps) != told_s:
                 return number

@@ -343,8 +343,11 @@ class Mover:
 
     def busy(self) -> bool:
         """Is anything on its way at rank 0, or does a lane idle for too long?"""
-        on_its_way = any(end.busy() for end in (self._dock.sender, self._dock.receiver) if end is not None)
-        return on_its_way or self.destinations.overdue() or self.sources.overdue()
+        return self.is_moving() or self.destinations.overdue() or self.sources.overdue()
+
+    def is_moving(self) -> bool:
+        """Is anything on its way at rank 0?"""
+        return any(end.busy() for end in (self._dock.sender, self._dock.receiver) if end is not None)
 
     def lanes(self) -> Sequence[LaneStats]:
         return [*self._dock.lanes_out(), *self._dock.lanes_in()]

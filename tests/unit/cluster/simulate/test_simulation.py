@@ -79,6 +79,18 @@ def test_leaps_change_no_event(prefill: int, decode: int, policy: str, depth: in
     assert leaping.records == stepping.records
 
 
+@pytest.mark.parametrize(("policy", "depth", "rate"), [("slo", 0, 20.0), ("prefix_aware", 1, 60.0)])
+def test_leaps_change_no_event_where_workers_are_alike_and_decisions_close(
+    policy: str, depth: int, rate: float
+) -> None:
+    """What a gateway has sent counts until as many steps have shown it; a worker's first step is no measure."""
+    asked = sessions("poisson", num=60, rate=rate, max_output=200)
+    config = town(prefill=0, decode=3, num_blocks=20_000)
+    config = replace(config, router=replace(config.router, policy=policy), spec=replace(config.spec, depth=depth))
+    leaping = simulate(replace(config, spec=replace(config.spec, leaping=True)), asked)
+    assert leaping.fingerprint == simulate(config, asked).fingerprint
+
+
 def test_leaps_change_nothing_of_steps_that_scatter() -> None:
     asked = sessions("conversations", num=20, rate=12.0)
     ratios = (0.5, 0.75, 0.75, 1.0, 2.0)
