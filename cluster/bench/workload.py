@@ -6,6 +6,7 @@ A prompt is a row of spans. Spans of one key begin with the same tokens, so equa
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from protos.errors import Misconfigured
 
 TRACE_BLOCK = 512
 """Tokens of a prompt that one of a trace's hash_ids stands for."""
+_TRACE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 Key = tuple[int, int]
 _OWN, _TRACED = 0, 1
@@ -136,19 +138,36 @@ def _traced(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
 def _checked(text: str, where: str) -> dict[str, Any]:
     try:
         line = json.loads(text)
-        lengths = [line[name] for name in ("timestamp", "input_length", "output_length")]
-        ids = line["hash_ids"]
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise Misconfigured(
-            f"{where}: needs timestamp, input_length, output_length and hash_ids as JSON ({error})", param="trace"
+            f"{where}: {text.strip()[:40]!r} is no JSON ({why}): give an object", param="trace"
         ) from None
-    numbers = all(type(value) in (int, float) and value >= 0 for value in lengths)
-    if not numbers or not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
-        raise Misconfigured(f"{where}: lengths, time and hash_ids are numbers from 0 on", param="trace")
-    if not max(0, (len(ids) - 1) * TRACE_BLOCK) < line["input_length"] <= len(ids) * TRACE_BLOCK:
-        told = f"{len(ids)} hash_ids for {line['input_length']} tokens"
-        raise Misconfigured(f"{where}: {told}, one stands for {TRACE_BLOCK}", param="trace")
+    if (why := _unusable(line)) is not None:
+        raise Misconfigured(f"{where}: {why}", param="trace")
     return dict(line)
+
+
+def _unusable(line: Any) -> str | None:
+    """Why a line cannot be a request: the field, its value, and what it should be."""
+    if not isinstance(line, dict):
+        return f"{str(line)[:40]!r} is no object: give timestamp, input_length, output_length and hash_ids"
+    for name in _TRACE_FIELDS:
+        if name not in line:
+            return f"there is no {name}: give timestamp, input_length, output_length and hash_ids"
+    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
+        value = line[name]
+        if type(value) not in (int, float) or not least <= value < math.inf:
+            return f"{name} is {value!r}: give a number from {least} on"
+    ids = line["hash_ids"]
+    if not isinstance(ids, list):
+        return f"hash_ids is {str(ids)[:40]!r}: give a list of numbers"
+    for one in ids:
+        if type(one) is not int or one < 0:
+            return f"hash_ids holds {one!r}: give whole numbers from 0 on"
+    if len(ids) != (num := math.ceil(line["input_length"] / TRACE_BLOCK)):
+        return f"{len(ids)} hash_ids for {line['input_length']} tokens: give {num}, one for each {TRACE_BLOCK}"
+    return None
 
 
 def _spans(line: dict[str, Any], scale: float) -> tuple[Span, ...]:

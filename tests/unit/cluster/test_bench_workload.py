@@ -103,15 +103,17 @@ def test_a_part_of_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "told"),
     [
-        ("{", "line 2"),
-        ("[]", "line 2"),
-        ({"timestamp": 0}, "needs timestamp, input_length"),
-        (line(tokens=600, ids=(0,)), "1 hash_ids for 600 tokens"),
-        (line(tokens=500, ids=(0, 1)), "2 hash_ids for 500 tokens"),
-        (line(tokens=0, ids=()), "0 hash_ids"),
-        (line(output=-1), "numbers from 0"),
-        (line(ids=("a", 1)), "numbers from 0"),
-        (line(timestamp=-1), "numbers from 0"),
+        ("{", "line 2: '{' is no JSON (Expecting property name enclosed in double quotes): give an object"),
+        ("[]", "line 2: '[]' is no object: give timestamp"),
+        ({"timestamp": 0}, "there is no input_length: give timestamp, input_length"),
+        (line(tokens=600, ids=(0,)), "1 hash_ids for 600 tokens: give 2"),
+        (line(tokens=500, ids=(0, 1)), "2 hash_ids for 500 tokens: give 1"),
+        (line(tokens=0, ids=()), "input_length is 0: give a number from 1 on"),
+        (line(output=-1), "output_length is -1: give a number from 0 on"),
+        (line(ids=("a", 1)), "hash_ids holds 'a': give whole numbers from 0 on"),
+        (line(timestamp=-1), "timestamp is -1: give a number from 0 on"),
+        ({**line(), "timestamp": "5"}, "timestamp is '5': give a number"),
+        ({**line(), "input_length": float("inf")}, "input_length is inf: give a number"),
     ],
 )
 def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, bad: Any, told: str) -> None:
