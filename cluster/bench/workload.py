@@ -141,7 +141,7 @@ def _checked(text: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise Misconfigured(
-            f"{where}: {text.strip()[:40]!r} is no JSON ({why}): give an object", param="trace"
+            f"{where}: {text.strip()[:40]!r} is no JSON ({said}): give an object", param="trace"
         ) from None
     if (why := _unusable(line)) is not None:
         raise Misconfigured(f"{where}: {why}", param="trace")
