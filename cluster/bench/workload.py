@@ -139,7 +139,7 @@ def _checked(text: str, where: str) -> dict[str, Any]:
     try:
         line = json.loads(text)
     except ValueError as error:
-        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        said = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise Misconfigured(
             f"{where}: {text.strip()[:40]!r} is no JSON ({said}): give an object", param="trace"
         ) from None
