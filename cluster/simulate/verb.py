@@ -225,8 +225,7 @@ def _once(
         outcome = run_simulation(config, sessions, scene.schedule(config, sessions), write=log.write)
     took_s = time.perf_counter() - start_s
     summary = summarise(outcome, scene.objective)
-    Console().print(summary_table(summary))
-    errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim")
+    # Files first: nobody may read the table to its end, such as `| head`.
     command = shlex.join(["baton", *sys.argv[1:]])
     if json_file is not None:
         write_json(json_file, _document(command, [Trial(choice=choice, summary=summary)], scene.latency))
@@ -235,6 +234,8 @@ def _once(
             html_file,
             page(outcome, summary, command=command, latency=str(scene.latency or ""), objective=scene.objective),
         )
+    Console().print(summary_table(summary))
+    errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim")
 
 
 def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file: Path | None) -> None:
@@ -256,17 +257,17 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
             bar.update(row, advance=1)
             if not bar.console.is_terminal:
                 bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False)
-    console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
-    console.print(sweep_table(trials, attainment))
     best = cheapest(trials, attainment)
-    if best is None:
-        console.print(f"no cluster meets the objective for {attainment:.0%} of the requests", style="yellow")
-    else:
-        console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {best.usd:,.2f}")
     if json_file is not None:
         document = _document(shlex.join(["baton", *sys.argv[1:]]), trials, scene.latency)
         marks = {"front": [asdict(one.choice) for one in front(trials)], "cheapest": best and asdict(best.choice)}
         write_json(json_file, {**document, "attainment": attainment, **marks})
+    console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
+    console.print(sweep_table(trials, attainment))
+    if best is None:
+        console.print(f"no cluster meets the objective for {attainment:.0%} of the requests", style="yellow")
+    else:
+        console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {best.usd:,.2f}")
 
 
 def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[Choice, SimulationConfig]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,17 @@ def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeyp
     assert "ITL" in html
     assert "calibrated on 4 steps: off by 0.0% on average" in html
     assert not re.search(r"\bnan\b", html)
+
+
+@pytest.mark.parametrize("more", [(), ("--sweep", "--ttft-ms", "900")])
+def test_files_are_written_though_nobody_reads_the_table(more: tuple[str, ...], tmp_path: Path) -> None:
+    files = [tmp_path / "run.json"] if more else [tmp_path / "run.json", tmp_path / "run.html"]
+    kept = [word for file in files for word in (f"--{file.suffix[1:]}", str(file))]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout, redirect_stdout(stdout), pytest.raises(SystemExit):
+        make_app(["simulate"])(["simulate", *SMALL, *more, *kept], standalone_mode=False)
+    assert all(file.exists() for file in files)
 
 
 def test_stepping_one_by_one_tells_the_same() -> None:
