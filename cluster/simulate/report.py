@@ -56,9 +56,11 @@ class Hits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """`handed_over`: the share of answers written by another worker than the one that read the prompt. Of the time, end
-    to end, of answers whose KV travelled: `transfer_share` it was on its way, `transfer_waited` clients saw."""
+    to end, of answers whose KV travelled: `transfer_share` it was on its way, `transfer_waited` clients saw.
+    `num_not_asked` requests are not in the report: an earlier one of their conversation had failed."""
 
     report: Report
+    num_not_asked: int
     hits: Hits
     pools: Sequence[Pool]
     costs: Costs
@@ -77,6 +79,7 @@ def summarise(outcome: Outcome, objective: Objective) -> Summary:
     report = replace(make_report(outcome.records, objective), itl_s=outcome.itl_s, late_s=None)
     return Summary(
         report=report,
+        num_not_asked=outcome.num_not_asked,
         hits=_hits(outcome, report),
         pools=[_pool(role, lives) for role, lives in _by_role(outcome.served).items()],
         costs=_costs(outcome, report),
@@ -161,6 +164,8 @@ def summary_table(summary: Summary) -> RenderableType:
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="dim")
     facts.add_column(justify="right")
+    if summary.num_not_asked:
+        facts.add_row("not asked", Text(f"{summary.num_not_asked:,}: their conversation had failed before", "red"))
     facts.add_row("prompt tokens cached by tier", _tiers(summary.hits))
     facts.add_row("answers handed over", f"{summary.handed_over:.1%}")
     facts.add_row("KV moved", f"{summary.transfer_bytes / 1e9:,.2f} GB")

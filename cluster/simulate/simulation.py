@@ -26,10 +26,11 @@ NUM_SAMPLES = 150
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """`fingerprint` is the hash of the event log: equal for equal seeds and configurations. `itl_s`: between tokens, as
-    workers made them."""
+    workers made them. `num_not_asked`: turns of conversations of which an earlier turn had failed."""
 
     config: SimulationConfig
     records: Sequence[Record]
+    num_not_asked: int
     fingerprint: str
     num_events: int
     num_callbacks: int
@@ -84,6 +85,7 @@ def simulate(
         return Outcome(
             config=config,
             records=sorted(clients.records, key=lambda record: record.index),
+            num_not_asked=sum(len(session.turns) for session in sessions) - len(clients.records),
             fingerprint=chronicle.fingerprint,
             num_events=chronicle.num_events,
             num_callbacks=loop.num_callbacks,

@@ -33,7 +33,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """`num_too_long` requests were not asked, for its workers hold none of their length: they count as missed."""
+    """Requests that were not asked count as missed: `num_too_long`, for its workers hold none of their length, and
+    those whose conversation had failed before."""
 
     choice: Choice
     summary: Summary
@@ -42,7 +43,8 @@ class Trial:
     @property
     def good_share(self) -> float:
         report = self.summary.report
-        return (report.good_share or 0.0) * report.num_requests / (report.num_requests + self.num_too_long)
+        num_not_asked = self.num_too_long + self.summary.num_not_asked
+        return (report.good_share or 0.0) * report.num_requests / (report.num_requests + num_not_asked)
 
     @property
     def usd(self) -> float:

@@ -89,6 +89,20 @@ def test_a_sweep_finds_the_cheapest_cluster_that_is_good_enough(tmp_path: Path) 
     assert swept["attainment"] == 0.95
 
 
+def test_turns_whose_conversation_had_failed_before_are_told_and_missed(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    asked = "--workload", "agents", "--requests", "24", "--rate", "40", "--output-len", "5:40", "--prefill", "0"
+    failing = *asked, "--fault", "1 aborts clients", "--ttft-ms", "90000", "--json", str(file)
+    told = answer(*failing)
+    figures = json.loads(file.read_text())["runs"][0]["figures"]
+    report, num_not_asked = figures["report"], figures["num_not_asked"]
+    assert num_not_asked > 0
+    assert report["num_requests"] + num_not_asked == 24
+    assert f"{num_not_asked}: their conversation had failed before" in told
+    swept = answer(*failing, "--sweep", "--attainment", "0.01")
+    assert f" {report['num_completed'] / 24:.1%} " in swept
+
+
 def test_a_sweep_leaves_out_what_cannot_be_and_says_why() -> None:
     result = call(
         *SMALL,
