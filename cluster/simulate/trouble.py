@@ -34,28 +34,38 @@ class Happened:
 
 
 def check(faults: Sequence[Fault], config: SimulationConfig) -> None:
-    """Raises Misconfigured for a target that cannot exist."""
-    known = {f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)}
+    """Raises Misconfigured for a target that cannot exist, with the kind of target the fault takes."""
+    known = [f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)]
     for fault in faults:
-        match fault.kind:
-            case Kind.GATEWAY_RESTART | Kind.INDEX_LOST:
-                wrong = not fault.target.isdigit() or int(fault.target) >= config.num_gateways
-            case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
-                ends = fault.target.split(">")
-                wrong = len(ends) != 2 or ends[0] == ends[1] or not known.issuperset(ends)
-            case Kind.STORE_AWAY | Kind.STORE_LOST:
-                wrong = not config.shared_index or fault.target != STORE
-            case Kind.ABORTS:
-                wrong = False
-            case _:
-                wrong = fault.target not in known
-        if wrong:
-            raise Misconfigured(
-                f"--fault {fault}: {fault.target} does not exist: there are {listed(sorted(known))}, lanes such as "
-                f"prefill-0>decode-0, gateways 0 to {config.num_gateways - 1}, and with "
-                f"--set index=redis://any the store {STORE}",
-                param="fault",
-            )
+        takes = _wrong(fault, config, sorted(known))
+        if takes:
+            raise Misconfigured(f"--fault {fault}: {fault.kind} takes {takes}", param="fault")
+
+
+def _wrong(fault: Fault, config: SimulationConfig, known: Sequence[str]) -> str:
+    """What the fault takes and which of them there are; empty where its target is one."""
+    none = f"and {fault.target} is none. There"
+    workers = f"{none} {'are the workers' if len(known) > 1 else 'is only the worker'} {listed(known)}"
+    match fault.kind:
+        case Kind.GATEWAY_RESTART | Kind.INDEX_LOST:
+            if fault.target.isdigit() and int(fault.target) < config.num_gateways:
+                return ""
+            places = f"are 0 to {config.num_gateways - 1}" if config.num_gateways > 1 else "is only 0"
+            return f"a gateway by its place, {none} {places}"
+        case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
+            ends = fault.target.split(">")
+            if len(ends) == 2 and ends[0] != ends[1] and set(ends) <= set(known):
+                return ""
+            such = f"such as {known[-1]}>{known[0]}, " if len(known) > 1 else ""
+            return f"a lane from one worker to another, {such}{workers}"
+        case Kind.STORE_AWAY | Kind.STORE_LOST:
+            if not config.shared_index:
+                return f"{STORE}, and there is none: give --set index={STORE}://any"
+            return "" if fault.target == STORE else f"{STORE}, not {fault.target}"
+        case Kind.ABORTS:
+            return ""
+        case _:
+            return "" if fault.target in known else f"a worker, {workers}"
 
 
 class Trouble:

@@ -237,18 +237,21 @@ def test_a_fault_long_after_the_last_answer_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "takes"),
     [
-        "1 kill decode-7",
-        "1 lane-cut decode-0",
-        "1 lane-cut decode-0>decode-0",
-        "1 gateway-restart 3",
-        "1 store-lost redis",
+        ("1 kill decode-7", "takes a worker, and decode-7 is none. There are the workers decode-0, "),
+        ("1 kill prefill-0>decode-0", "takes a worker, and prefill-0>decode-0 is none. There are the workers"),
+        ("1 lane-cut decode-0", "takes a lane from one worker to another, such as prefill-1>decode-0, and decode-0 "),
+        ("1 lane-cut decode-0>decode-0", "and decode-0>decode-0 is none. There are the workers decode-0, "),
+        ("1 gateway-restart 3", "takes a gateway by its place, and 3 is none. There is only 0"),
+        ("1 store-lost redis", "takes redis, and there is none: give --set index=redis://any"),
     ],
 )
-def test_a_fault_of_something_that_does_not_exist_is_refused(fault: str) -> None:
-    with pytest.raises(Misconfigured, match="does not exist"):
+def test_a_fault_of_something_that_does_not_exist_is_refused_with_what_it_takes(fault: str, takes: str) -> None:
+    with pytest.raises(Misconfigured) as told:
         run(fault)
+    assert f"--fault {fault}" in str(told.value)
+    assert takes in str(told.value)
 
 
 def test_a_worker_that_is_told_to_drain_while_a_long_step_runs_leaves_all_the_same() -> None:
