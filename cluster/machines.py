@@ -7,6 +7,7 @@ folder of its own, which goes with it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import secrets
@@ -108,6 +109,7 @@ class Machines:
 
         try:
             _silence()
+            _set_apart()
             ray.init(logging_level=logging.ERROR, **options)
         except ConnectionError as error:
             raise no_ray(self._config.address, (str(error).splitlines() or [""])[0]) from error
@@ -152,6 +154,16 @@ def _take_signals_back() -> None:
     """Ray puts handlers of its own below Python's, which print a stack trace whenever we are asked to stop."""
     for number in SIGNALS:
         signal.signal(number, signal.getsignal(number))
+
+
+def _set_apart() -> None:
+    """Ray's processes would be of our process group, and end with a signal to all of it, as `timeout` and a session
+    that closes send it, before what runs is finished. There is no setting for it (as of 2.60), so what starts them is
+    replaced; they still end with us."""
+    from ray._private import services
+
+    if isinstance(popen := getattr(services, "ConsolePopen", None), type):
+        setattr(services, "ConsolePopen", functools.partial(popen, process_group=0))  # noqa: B010
 
 
 def _silence() -> None:
