@@ -187,10 +187,12 @@ def _fault_table(faults: Sequence[Happened]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("s", justify="right")
     num_passed = sum(fault.passed_over for fault in faults)
-    passed = f", {num_passed} passed over: nobody was there" if num_passed else ""
+    passed = f", {num_passed} passed over" if num_passed else ""
     table.add_column(counted(len(faults), "fault") + passed)
     for fault in faults[:MAX_FAULTS]:
-        table.add_row(f"{fault.at_s:,.2f}", f"{fault.what}{' (passed over)' if fault.passed_over else ''}")
+        table.add_row(
+            f"{fault.at_s:,.2f}", f"{fault.what}{f' (passed over: {fault.why})' if fault.passed_over else ''}"
+        )
     if len(faults) > MAX_FAULTS:
         table.add_row("", f"and {len(faults) - MAX_FAULTS:,} more: --json FILE has them all")
     return table

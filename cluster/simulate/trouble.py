@@ -20,17 +20,21 @@ from protos.values import KVEvents, StepMessage
 
 Events = tuple[KVEvents, ...]
 LATEST_S = 60.0
+TOO_LATE = "it begins after the load was over"
+NOBODY = "nobody was there"
+PAUSED = "it was paused already"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happened:
-    """`passed_over`: nobody was there whom it could have befallen, such as a worker that had ended, or any client."""
+    """`passed_over`: there was nobody whom it could have befallen; `why` is empty otherwise."""
 
     at_s: float
     kind: Kind
     target: str
     what: str
     passed_over: bool
+    why: str
 
 
 def check(faults: Sequence[Fault], config: SimulationConfig) -> None:
@@ -90,7 +94,7 @@ class Trouble:
                 if await self._until(self._start_s + fault.at_s):
                     group.create_task(self._happen(fault), name=f"fault {fault}")
                 else:
-                    self._pass_over(fault, fault.at_s)
+                    self._pass_over(fault, fault.at_s, TOO_LATE)
 
     def over(self) -> None:
         """Nobody asks anything any more."""
@@ -112,20 +116,22 @@ class Trouble:
         await asyncio.sleep(max(0.0, due_s - self._loop.time()))
         return True
 
-    def _can(self, fault: Fault) -> bool:
-        """Is somebody there whom it befalls?"""
+    def _why_not(self, fault: Fault) -> str:
+        """Empty where somebody is there whom it befalls."""
         workers = self._deployment.workers
         if fault.kind is Kind.LANE_CUT:
-            return all(worker_id in workers for worker_id in fault.target.split(">"))
+            return "" if all(worker_id in workers for worker_id in fault.target.split(">")) else NOBODY
         if fault.kind not in (*OF_WORKERS, *OF_EVENTS):
-            return True
+            return ""
         worker = workers.get(fault.target)
-        return worker is not None and worker.alive and not (fault.kind is Kind.PAUSE and worker.frozen)
+        if worker is None or not worker.alive:
+            return NOBODY
+        return PAUSED if fault.kind is Kind.PAUSE and worker.frozen else ""
 
     async def _happen(self, fault: Fault) -> None:
         at_s = self._loop.time() - self._start_s
-        if not self._can(fault):
-            return self._pass_over(fault, at_s)
+        if why := self._why_not(fault):
+            return self._pass_over(fault, at_s, why)
         self._note(fault, at_s)
         self._deployment.chronicle.note("fault", fault.target, what=fault.kind)
         match fault.kind:
@@ -142,13 +148,13 @@ class Trouble:
             case _:
                 await self._worker(fault, self._deployment.workers[fault.target])
 
-    def _pass_over(self, fault: Fault, at_s: float) -> None:
-        self._note(fault, at_s, passed_over=True)
+    def _pass_over(self, fault: Fault, at_s: float, why: str) -> None:
+        self._note(fault, at_s, why=why)
         self._deployment.chronicle.note("fault passed over", fault.target, what=fault.kind)
 
-    def _note(self, fault: Fault, at_s: float, *, passed_over: bool = False) -> None:
+    def _note(self, fault: Fault, at_s: float, *, why: str = "") -> None:
         self.happened.append(
-            Happened(at_s=at_s, kind=fault.kind, target=fault.target, what=fault.what, passed_over=passed_over)
+            Happened(at_s=at_s, kind=fault.kind, target=fault.target, what=fault.what, passed_over=bool(why), why=why)
         )
 
     async def _worker(self, fault: Fault, worker: SimulatedWorker) -> None:

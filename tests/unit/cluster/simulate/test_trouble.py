@@ -219,8 +219,8 @@ def test_the_report_lists_the_faults_that_happened_by_the_clock_of_the_event_log
     """The load, and everybody's clock, begins at 0: workers have started before."""
     outcome, lines = run("0.5 kill decode-0", "0.75 pause decode-0 for 2", "1 aborts clients by 0.1")
     assert [one.at_s for one in outcome.faults] == pytest.approx([0.5, 0.75, 1.0])
-    assert [(one.what, one.passed_over) for one in outcome.faults] == [
-        ("kill decode-0", False), ("pause decode-0 for 2", True), ("aborts clients by 0.1", False),
+    assert [(one.what, one.why) for one in outcome.faults] == [
+        ("kill decode-0", ""), ("pause decode-0 for 2", "nobody was there"), ("aborts clients by 0.1", ""),
     ]  # fmt: skip
     noted = [line.split() for line in lines if " fault " in line]
     assert [(line[0], line[-1]) for line in noted] == [
@@ -233,6 +233,7 @@ def test_a_fault_long_after_the_last_answer_is_passed_over() -> None:
     """A simulation ends when all has been answered, and does not wait for years."""
     outcome, lines = run("0.5 kill decode-0", "1000000000 kill decode-0")
     assert [(one.at_s, one.passed_over) for one in outcome.faults] == [(0.5, False), (1e9, True)]
+    assert outcome.faults[-1].why == "it begins after the load was over"
     assert float(lines[-1].split()[0]) < 1000
 
 

@@ -166,12 +166,13 @@ def test_a_cluster_without_the_worker_that_a_fault_names_is_left_out_of_a_sweep(
 
 def test_faults_can_be_written_down_and_drawn_and_are_in_the_report(tmp_path: Path) -> None:
     figures, page = tmp_path / "run.json", tmp_path / "run.html"
-    faults = "--fault", "0.5 kill decode-0", "--faults", "3", "--audit-every", "50"
+    faults = "--fault", "0.5 kill decode-0", "--fault", "900 kill decode-0", "--faults", "3", "--audit-every", "50"
     told = answer(*SMALL, *faults, "--json", str(figures), "--html", str(page))
-    assert "4 faults" in told
-    assert "kill decode-0" in told
+    assert re.search("5 faults, [1-4] passed over", told)
+    assert re.search(r"0.50  kill decode-0 *$", told, re.MULTILINE)
+    assert "900.00  kill decode-0 (passed over: it begins after the load was over)" in told
     (run,) = json.loads(figures.read_text())["runs"]
-    assert len(run["figures"]["faults"]) == 4
+    assert len(run["figures"]["faults"]) == 5
     assert page.read_text().count("<title>kill decode-0</title>") >= 3, "in each plot over time"
 
 
