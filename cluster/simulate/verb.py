@@ -146,7 +146,11 @@ def _choices(prefill: str, decode: str, tp: str, policy: str) -> list[Choice]:
         policies=list(dict.fromkeys(policy.split(","))),
     )
     if not every:
-        raise Misconfigured(f"--decode {decode}: somebody must write the answers, so give at least 1", param="decode")
+        raise Misconfigured(
+            f"--decode {decode}: somebody must write the answers, so give at least 1; --prefill 0 --decode N is N "
+            "colocated workers, which read and write",
+            param="decode",
+        )
     return every
 
 

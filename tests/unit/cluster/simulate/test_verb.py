@@ -218,7 +218,7 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         (("--fault", "now"), "--fault"),
         (("--policy", "dice"), "dice"),
         (("--policy", ""), "no policy ''"),
-        (("--decode", "0"), "--decode 0"),
+        (("--prefill", "3", "--decode", "0"), "at least 1; --prefill 0 --decode N is N colocated"),
         (("--input-len", "5:"), "--input-len 5:"),
         (("--trace", "none"), "leave --rate, --input-len, --output-len out"),
         (("--attainment", "0.9"), "without --sweep: leave --attainment out"),
