@@ -89,6 +89,12 @@ def cheapest(trials: Sequence[Trial], attainment: float) -> Trial | None:
     return min(meeting, key=lambda trial: trial.usd, default=None)
 
 
+def closest(trials: Sequence[Trial]) -> Trial | None:
+    """The best, of equals the cheapest; None if none meets the objective for any request."""
+    best = max(trials, key=lambda trial: (trial.good_share, -trial.usd))
+    return best if best.good_share else None
+
+
 def sweep_table(trials: Sequence[Trial], attainment: float) -> Table:
     """All trials by cost, times in ms; those on the front are marked, the cheapest that is good enough stands out."""
     on_front, best = front(trials), cheapest(trials, attainment)

@@ -30,7 +30,7 @@ from cluster.simulate.page import page
 from cluster.simulate.report import summarise, summary_table
 from cluster.simulate.shapes import GPUS, MODELS, gpu_of
 from cluster.simulate.simulation import simulate as run_simulation
-from cluster.simulate.sweep import Choice, Trial, cheapest, choices, front, numbers, sweep_table
+from cluster.simulate.sweep import Choice, Trial, cheapest, choices, closest, front, numbers, sweep_table
 from cluster.simulate.trouble import check
 from cluster.simulate.workload import GENERATED, Load, Session, fitting, generated, recorded
 from cluster.status import PIPED_COLUMNS
@@ -243,6 +243,7 @@ def _once(
 
 
 def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file: Path | None) -> None:
+    """Raises Exit(1) where no cluster is good enough, and Misconfigured without an objective."""
     if not scene.objective.given:
         raise Misconfigured("--sweep needs to know what is good: give --ttft-ms, --tpot-ms or both", param="sweep")
     errors = Console(stderr=True)
@@ -269,9 +270,11 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
     console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     console.print(sweep_table(trials, attainment))
     if best is None:
-        console.print(f"no cluster meets the objective for {attainment:.0%} of the requests", style="yellow")
-    else:
-        console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {best.usd:,.2f}")
+        nearest = closest(trials)
+        near = f"the closest: {nearest.choice}, for {nearest.good_share:.1%}" if nearest else "none for a single one"
+        console.print(f"no cluster meets the objective for {attainment:.0%} of the requests; {near}", style="yellow")
+        raise typer.Exit(1)
+    console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {best.usd:,.2f}")
 
 
 def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[Choice, SimulationConfig]:

@@ -89,6 +89,16 @@ def test_a_sweep_finds_the_cheapest_cluster_that_is_good_enough(tmp_path: Path) 
     assert swept["attainment"] == 0.95
 
 
+@pytest.mark.parametrize(
+    ("ttft_ms", "near"), [("20", r"the closest: 2 colocated tp1 slo, for \d+.\d%"), ("0.001", "none for a single one")]
+)
+def test_a_sweep_that_finds_no_cluster_says_which_is_closest_and_ends_with_1(ttft_ms: str, near: str) -> None:
+    result = call(*SMALL, "--sweep", "--prefill", "0", "--decode", "1,2", "--ttft-ms", ttft_ms, "--attainment", "1")
+    assert result.exit_code == 1
+    assert "USD" in result.stdout, "the table"
+    assert re.search(f"no cluster meets the objective for 100% of the requests; {near}", result.stdout)
+
+
 def test_turns_whose_conversation_had_failed_before_are_told_and_missed(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     asked = "--workload", "agents", "--requests", "24", "--rate", "40", "--output-len", "5:40", "--prefill", "0"
