@@ -18,6 +18,7 @@ from protos.errors import Misconfigured
 TRACE_BLOCK = 512
 """Tokens of a prompt that one of a trace's hash_ids stands for."""
 _TRACE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+_GIVE_ALL = f"give {', '.join(_TRACE_FIELDS[:-1])} and {_TRACE_FIELDS[-1]}"
 
 Key = tuple[int, int]
 _OWN, _TRACED = 0, 1
@@ -151,10 +152,10 @@ def _checked(text: str, where: str) -> dict[str, Any]:
 def _unusable(line: Any) -> str | None:
     """Why a line cannot be a request: the field, its value, and what it should be."""
     if not isinstance(line, dict):
-        return f"{str(line)[:40]!r} is no object: give timestamp, input_length, output_length and hash_ids"
+        return f"{str(line)[:40]!r} is no object: {_GIVE_ALL}"
     for name in _TRACE_FIELDS:
         if name not in line:
-            return f"there is no {name}: give timestamp, input_length, output_length and hash_ids"
+            return f"there is no {name}: {_GIVE_ALL}"
     for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
         value = line[name]
         if type(value) not in (int, float) or not least <= value < math.inf:
