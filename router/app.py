@@ -30,6 +30,7 @@ from router.openai.models import model_list, one_model
 from router.openai.sse import EventStream
 from router.openai.tokens import detokenize, tokenize
 from router.openapi import describe
+from router.page.page import mount_page
 from router.scrape import Merged, families_of
 from router.siblings import from_sibling
 from router.straight import Endpoint, Straight
@@ -46,6 +47,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.go_straight(_generating_routes(app, gateway))
     app.add_exception_handler(BatonError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
+    mount_page(app, gateway)
     _asking_routes(app, gateway)
     _operating_routes(app, gateway)
     mount_admin(app, gateway)
@@ -171,7 +173,9 @@ async def _unrouted(request: Request, error: Exception) -> Response:
         headers["allow"] = allowed
         refusal: BatonError = InvalidRequest(f"{path} does not answer {method}: use {allowed}")
     elif error.status_code == 404:
-        refusal = NotFound(f"There is nothing at {path}: the API begins at /v1, /openapi.json lists it")
+        refusal = NotFound(
+            f"There is nothing at {path}: the API begins at /v1, /openapi.json lists it, / is a page for people"
+        )
     else:
         refusal = InvalidRequest(str(error.detail))
     return json_response(error_body(refusal), status=error.status_code, headers=dict(headers))

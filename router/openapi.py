@@ -95,6 +95,7 @@ _EVENT: Schema = {"type": "object", "properties": {"data": {"type": "string"}}, 
 _METRICS = {"text/plain": "Prometheus", "application/openmetrics-text": "OpenMetrics, if it is asked for"}
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("get", "/"): Operation(summary="The cluster in a browser", texts={"text/html": "It asks the routes below"}),
     ("post", "/v1/chat/completions"): Operation(
         summary="An answer to a conversation, whole or streamed",
         body=ChatBody, reply=replies.ChatReply, errors=_GENERATING, texts=_STREAM, parameters=(_MAX_TTFT,),

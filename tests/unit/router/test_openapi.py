@@ -95,7 +95,16 @@ async def test_what_is_asked_of_a_gateway_is_as_described() -> None:
     )  # fmt: skip
     async with visiting(fleet=Crew(cast("Worker", worker))) as visitor:
         await visitor.ask("POST", "/v1/completions", json=COMPLETION, headers={"x-baton-request-id": "trace-1"})
-        for path in ("/v1/models", "/health", "/ready", "/metrics", "/admin/status", "/admin/kv", "/admin/shadows"):
+        for path in (
+            "/",
+            "/v1/models",
+            "/health",
+            "/ready",
+            "/metrics",
+            "/admin/status",
+            "/admin/kv",
+            "/admin/shadows",
+        ):
             assert (await visitor.ask("GET", path)).status_code == 200
         assert (await visitor.ask("GET", "/v1/models/tiny", path="/v1/models/{name}")).status_code == 200
         drained = await visitor.ask("POST", "/admin/workers/decode-0/drain", path="/admin/workers/{worker_id}/drain")

@@ -1,0 +1,1 @@
+"""`GET /`: what the gateway knows, for people with a browser."""

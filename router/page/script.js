@@ -1,0 +1,377 @@
+"use strict";
+// Asks the gateway every PERIOD_MS, while somebody looks, and shows what it says. What came over the network becomes
+// text nodes and nothing else; the page's Content-Security-Policy holds the browser to that (require-trusted-types-for).
+(() => {
+  const PERIOD_MS = 2000, NUM_REQUESTS = 50, NUM_SHOWN = 20, MAX_ROWS = 200, WINDOW_MS = 10000;
+  const KEY = "baton-admin-key";
+  const POOLS = ["prefill", "decode", "colocated"];
+  const STYLES = {
+    ready: "good", open: "good", stop: "good", length: "good", tool_calls: "good", running: "", waiting: "warn",
+    draining: "warn", joining: "warn", left: "warn", opening: "warn", cancelled: "warn", lost: "bad",
+    incompatible: "bad", quarantined: "bad", stuck: "bad",
+  };
+  const page = document.documentElement.dataset;
+  const at = (id) => document.getElementById(id);
+  const shown = new Map();  // what each part shows, so that a part that has not changed keeps its selection
+  const samples = [];       // of the counters, for rates
+  let asked = "", job = null, timer = 0, heard = null;
+
+  // -- what is told becomes nodes -------------------------------------------------------------------------------------
+
+  function node(tag, attributes, ...inside) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes || {})) if (value !== "") made.setAttribute(name, value);
+    made.append(...inside.map((one) => (one instanceof Node ? one : String(one))));
+    return made;
+  }
+
+  function show(id, data, build) {
+    const said = JSON.stringify(data);
+    if (shown.get(id) === said) return;
+    shown.set(id, said);
+    const focused = document.activeElement?.dataset?.request;
+    at(id).replaceChildren(...[build(data)].flat());
+    if (focused && !at(id).contains(document.activeElement)) {
+      [...at(id).querySelectorAll("[data-request]")].find((one) => one.dataset.request === focused)?.focus();
+    }
+  }
+
+  // A column is [heading, class, cell of a row]; a cell is text or a node.
+  function table(columns, rows, empty) {
+    if (!rows.length) return node("p", { class: "dim" }, empty);
+    const line = (tag, cell) => node("tr", {}, ...columns.map((column) => node(tag, { class: column[1] }, cell(column))));
+    const body = node("tbody", {}, ...rows.slice(0, MAX_ROWS).map((row) => line("td", (column) => column[2](row))));
+    const made = node("table", {}, node("thead", {}, line("th", (column) => column[0])), body);
+    const more = rows.length - MAX_ROWS;
+    return more > 0 ? [made, node("p", { class: "dim" }, `and ${count(more)} more: baton status`)] : made;
+  }
+
+  const styled = (text, style) => node("span", { class: style ?? STYLES[text] ?? "" }, text);
+  const count = (number) => Math.round(number).toLocaleString("en");
+  const seconds = (s) => (s === null || s === undefined ? "-" : s >= 1 ? `${s.toFixed(2)} s` : `${(s * 1000).toFixed(1)} ms`);
+  const duration = (s) => (s < 60 ? `${s.toFixed(1)} s` : s < 3600 ? `${Math.round(s / 60)} min` : `${(s / 3600).toFixed(1)} h`);
+  const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "-");
+
+  function bytes(number) {
+    for (const unit of ["B", "kB", "MB", "GB"]) {
+      if (number < 1000) return `${number.toFixed(unit === "B" ? 0 : 1)} ${unit}`;
+      number /= 1000;
+    }
+    return `${number.toFixed(1)} TB`;
+  }
+
+  function median(values) {
+    const sorted = values.filter((one) => one !== null).sort((a, b) => a - b);
+    return { count: sorted.length, s: sorted[Math.floor((sorted.length - 1) / 2)] };
+  }
+
+  // -- the parts ------------------------------------------------------------------------------------------------------
+
+  const poolOf = (worker) => worker.info?.role ?? "unknown";
+  const rank = (worker) => (POOLS.indexOf(poolOf(worker)) + POOLS.length + 1) % (POOLS.length + 1);
+  const sum = (workers, of) => workers.reduce((whole, one) => whole + of(one.load), 0);
+  const used = (load) => load.num_blocks - load.num_free_blocks;
+
+  function kvUse(part, whole) {
+    if (!whole) return "-";
+    return node("span", {}, node("meter", { min: 0, max: whole, value: part, title: `${count(part)} of ${count(whole)} blocks` }), ` ${share(part, whole)}`);
+  }
+
+  function pools(workers) {
+    const rows = [...new Set(workers.map(poolOf))].map((name) => {
+      const members = workers.filter((one) => poolOf(one) === name);
+      return { name, members, live: members.filter((one) => ["ready", "draining"].includes(one.state)) };
+    });
+    return table([
+      ["pool", "word", (row) => row.name],
+      ["ready", "number", (row) => {
+        const ready = row.members.filter((one) => one.state === "ready").length;
+        return styled(`${ready}/${row.members.length}`, ready === row.members.length ? "good" : "bad");
+      }],
+      ["running", "number", (row) => count(sum(row.live, (load) => load.num_running))],
+      ["waiting", "number", (row) => count(sum(row.live, (load) => load.num_waiting))],
+      ["queued tokens", "number spare", (row) => count(sum(row.live, (load) => load.queued_prefill_tokens))],
+      ["KV use", "number", (row) => kvUse(sum(row.live, used), sum(row.live, (load) => load.num_blocks))],
+      ["tickets", "number spare", (row) => count(sum(row.live, (load) => load.num_tickets))],
+      ["KV moved", "number spare", (row) => bytes(sum(row.live, (load) => load.transfer_bytes))],
+    ], rows, "No worker has joined yet.");
+  }
+
+  const workerTable = (workers) => table([
+    ["worker", "word", (one) => one.worker_id],
+    ["state", "", (one) => styled(one.reason ? `${one.state}: ${one.reason}` : one.state, STYLES[one.state])],
+    ["on", "spare", (one) => one.info?.device ?? "?"],
+    ["address", "spare", (one) => one.address],
+    ["running", "number", (one) => count(one.load.num_running)],
+    ["waiting", "number", (one) => count(one.load.num_waiting)],
+    ["KV use", "number", (one) => kvUse(used(one.load), one.load.num_blocks)],
+    ["cached blocks", "number spare", (one) => count(one.num_cached_blocks)],
+    ["prefill tok/s", "number spare", (one) => (one.load.prefill_tokens_per_s ? count(one.load.prefill_tokens_per_s) : "-")],
+    ["step", "number spare", (one) => (one.load.decode_step_s ? seconds(one.load.decode_step_s) : "-")],
+  ], workers, "No worker has joined yet.");
+
+  const laneTable = (lanes) => table([
+    ["worker", "word", (one) => one.worker_id],
+    ["peer", "word", (one) => one.peer],
+    ["over", "", (one) => (one.reason && one.state === "open" ? `${one.transport}: ${one.reason}` : one.transport)],
+    ["state", "", (one) => styled(one.reason && one.state !== "open" ? `${one.state}: ${one.reason}` : one.state, STYLES[one.state])],
+    ["moved", "number spare", (one) => bytes(one.num_bytes)],
+    ["speed", "number spare", (one) => (one.busy_s ? `${bytes(one.num_bytes / one.busy_s)}/s` : "-")],
+    ["idle", "number spare", (one) => duration(one.idle_s)],
+  ], lanes, "");
+
+  const processTable = (processes) => table(
+    Object.keys(processes[0] ?? {}).map((name) => [name, "word", (one) => String(one[name])]), processes, "",
+  );
+
+  const outcomeStyle = (one) => (one.outcome && !(one.outcome in STYLES) ? "bad" : undefined);
+
+  function requestTable(requests) {
+    return table([
+      ["request", "", (one) => {
+        const link = node("button", { type: "button", class: "link", "data-request": one.request_id, title: "why it was routed as it was" }, one.request_id);
+        link.addEventListener("click", () => ask(one.request_id));
+        return link;
+      }],
+      ["at", "word spare", (one) => new Date(1000 * one.received_at).toLocaleTimeString()],
+      ["state", "", (one) => styled(one.outcome || one.state, outcomeStyle(one))],
+      ["prompt", "number spare", (one) => count(one.prompt_tokens)],
+      ["cached", "number spare", (one) => count(one.cached_tokens)],
+      ["output", "number spare", (one) => count(one.output_tokens)],
+      ["TTFT", "number", (one) => seconds(one.ttft_s)],
+      ["TPOT", "number", (one) => seconds(one.tpot_s)],
+      ["read by", "word spare", (one) => one.prefill ?? "-"],
+      ["written by", "word spare", (one) => one.decode ?? "-"],
+    ], requests.slice(0, NUM_SHOWN), "No request has come to this gateway yet: try the one below.");
+  }
+
+  function figures({ numbers, requests, rates }) {
+    const ttft = median(requests.map((one) => one.ttft_s)), tpot = median(requests.map((one) => one.tpot_s));
+    const told = [
+      ["requests in flight", count(numbers.in_flight)],
+      ["in line at the gateway", count(numbers.waiting)],
+      ["output tokens/s", rates ? count(rates.output) : "-"],
+      ["prompt tokens/s", rates ? count(rates.prompt) : "-"],
+      [`first token, median of the last ${ttft.count}`, seconds(ttft.s)],
+      [`between tokens, median of ${tpot.count}`, seconds(tpot.s)],
+      ["prompt tokens cached", share(numbers.cached, numbers.prompt)],
+      ["requests since the start", count(numbers.requests)],
+    ];
+    return told.map(([name, value]) => node("div", {}, node("dt", {}, name), node("dd", {}, value)));
+  }
+
+  // -- why a request went where it went -------------------------------------------------------------------------------
+
+  function way(choice) {
+    return choice.prefill ? `${choice.prefill} reads, ${choice.decode} writes` : `${choice.decode} alone${choice.alone ? ` (${choice.alone})` : ""}`;
+  }
+
+  function decision(choice) {
+    const scores = choice.scores.map((one) => ({ ...one, terms: Object.fromEntries(Object.entries(one.terms)
+      .map(([name, cost]) => [name.startsWith("reading by ") ? "reading" : name, cost])) }));
+    const names = [...new Set(scores.flatMap((one) => Object.keys(one.terms)))];
+    const cached = new Map(choice.candidates.map((one) => [one.worker_id, one.num_cached_tokens]));
+    const rows = scores.sort((a, b) => (a.role === b.role ? a.total - b.total : a.role === "prefill" ? -1 : 1));
+    const figure = (value) => (value === undefined ? "" : String(Number(value.toPrecision(3))));
+    const measured = choice.measured?.ttft_s != null ? `; measured ${seconds(choice.measured.ttft_s)}` : "";
+    return [
+      node("p", {}, `after ${seconds(choice.at_s)}, ${choice.policy}: `, node("strong", {}, way(choice)),
+        `; expected ${seconds(choice.expected.ttft_s)} to the first token, then ${seconds(choice.expected.tpot_s)} each${measured}`),
+      node("div", { class: "wide" }, ...[table([
+        ["worker", "word", (one) => styled(one.worker_id, [choice.prefill, choice.decode].includes(one.worker_id) ? "good" : "")],
+        ["role", "word", (one) => one.role],
+        ["cached", "number", (one) => count(cached.get(one.worker_id) ?? 0)],
+        ...names.map((name) => [name, "number", (one) => figure(one.terms[name])]),
+        ["total", "number", (one) => figure(one.total)],
+      ], rows, "No candidate was scored.")].flat()),
+    ];
+  }
+
+  function timeline(events) {
+    const more = (event) => Object.entries(event).filter(([name, value]) => !["at_s", "what"].includes(name) && value !== "")
+      .map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
+    return node("div", { class: "wide" }, ...[table([
+      ["at", "number", (one) => `${one.at_s.toFixed(3)} s`], ["what", "word", (one) => one.what], ["", "", more],
+    ], events, "Nothing has happened to it yet.")].flat());
+  }
+
+  function cacheOf(miss) {
+    return [
+      node("p", {}, `cache of ${miss.reader}: ${count(miss.num_found)} of ${count(miss.num_blocks)} blocks of ${miss.block_size} tokens found, ${count(miss.num_expected)} expected`),
+      node("ul", {}, ...miss.findings.map((one) => node("li", {}, node("strong", {}, one.reason), `: ${one.told}`))),
+    ];
+  }
+
+  function explained({ name, jobs, misses, refusal }) {
+    const close = node("button", { type: "button" }, "Close");
+    close.addEventListener("click", () => ask(""));
+    if (refusal) return [node("h3", {}, name), node("p", { class: "bad" }, refusal), close];
+    const parts = jobs.flatMap((one) => [
+      node("h3", {}, `${name} (${one.job})`),
+      node("p", {}, styled(one.outcome || one.state, outcomeStyle(one)), `. ${count(one.prompt_tokens)} prompt tokens, ${count(one.cached_tokens)} of them cached; ${count(one.output_tokens)} tokens written`),
+      ...(one.message ? [node("p", { class: "bad" }, one.message)] : []),
+      ...one.choices.flatMap(decision), timeline(one.timeline), ...(misses[one.job] ? cacheOf(misses[one.job]) : []),
+    ]);
+    return [...parts, node("p", { class: "dim" }, "In a terminal: ", node("code", {}, `baton why ${name}`)), close];
+  }
+
+  async function ask(name) {
+    asked = name;
+    job = null;
+    at("why").hidden = !name;
+    if (name) {
+      await explain();
+      at("why").scrollIntoView({ block: "nearest" });
+    }
+  }
+
+  async function explain() {
+    const name = asked, path = `admin/requests/${encodeURIComponent(name)}`;
+    let told;
+    try {
+      const [whole, cache] = await Promise.all([get(path), get(`${path}/cache`)]);
+      told = { name, jobs: whole.jobs, misses: Object.fromEntries(cache.jobs.map((one) => [one.job, one.miss])) };
+    } catch (error) {
+      told = { name, refusal: error.message };
+    }
+    if (asked !== name) return;
+    job = told;
+    show("why", told, explained);
+  }
+
+  // -- asking ---------------------------------------------------------------------------------------------------------
+
+  class Refused extends Error {
+    constructor(status, message) {
+      super(message);
+      this.status = status;
+    }
+  }
+
+  async function answer(path) {
+    const key = sessionStorage.getItem(KEY), headers = key ? { authorization: `Bearer ${key}` } : {};
+    const response = await fetch(path, { headers, cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(10000) });
+    if (response.ok) return response;
+    const said = await response.json().catch(() => null);
+    throw new Refused(response.status, said?.error?.message ?? `${path} answered ${response.status}`);
+  }
+
+  const get = async (path) => (await answer(path)).json();
+
+  // The sum of every series of a name, over its labels and over the processes of the gateway.
+  function totals(text, names) {
+    const found = Object.fromEntries(Object.keys(names).map((name) => [name, 0]));
+    for (const [, series, value] of text.matchAll(/^(\w+)(?:\{.*\})? (\S+)/gm)) {
+      const name = Object.keys(names).find((one) => names[one] === series);
+      if (name) found[name] += Number(value);
+    }
+    return found;
+  }
+
+  function rates(numbers) {
+    const now = performance.now();
+    if (samples.length && numbers.output < samples.at(-1).output) samples.length = 0;  // the gateway is a new one
+    samples.push({ now, output: numbers.output, prompt: numbers.prompt });
+    while (samples.length > 2 && now - samples[1].now >= WINDOW_MS) samples.shift();
+    const first = samples[0], passed_s = (now - first.now) / 1000;
+    if (!passed_s) return null;
+    return { output: (numbers.output - first.output) / passed_s, prompt: (numbers.prompt - first.prompt) / passed_s };
+  }
+
+  function tell(status, ready, requests, numbers) {
+    const workers = [...status.workers].sort((a, b) => rank(a) - rank(b) || a.worker_id.localeCompare(b.worker_id, "en", { numeric: true }));
+    const lanes = workers.flatMap((one) => (status.kv[one.worker_id]?.lanes ?? []).map((lane) => ({ worker_id: one.worker_id, ...lane })));
+    const state = at("state");
+    state.textContent = !status.ready ? `not ready: ${status.reason}` : ready.degraded ? `ready, but ${ready.degraded}` : "ready";
+    state.className = `pill ${!status.ready ? "bad" : ready.degraded ? "warn" : "good"}`;
+    show("figures", { numbers, requests, rates: rates(numbers) }, figures);
+    show("pools", workers, pools);
+    show("workers", workers, workerTable);
+    show("lanes", lanes, laneTable);
+    at("lanes-section").hidden = !lanes.length;
+    show("processes", status.processes, processTable);
+    at("processes-section").hidden = !status.processes.length;
+    show("requests", requests, requestTable);
+    at("told").hidden = false;
+    at("told").classList.remove("stale");
+  }
+
+  async function look() {
+    const names = {
+      in_flight: "baton_requests_in_flight", waiting: "baton_admission_waiting", requests: "baton_requests_total",
+      output: "baton_generated_tokens_total", prompt: "baton_prompt_tokens_total", cached: "baton_cached_tokens_total",
+    };
+    try {
+      const [status, ready, latest, metrics] = await Promise.all([
+        get("admin/status"), fetch("ready", { cache: "no-store" }).then((one) => one.json()),
+        get(`admin/requests?limit=${NUM_REQUESTS}`), answer("metrics").then((one) => one.text()),
+      ]);
+      tell(status, ready, latest.requests, totals(metrics, names));
+      if (asked && !(job?.jobs?.every((one) => one.state === "ended"))) await explain();
+      heard = new Date();
+      at("heard").textContent = `as of ${heard.toLocaleTimeString()}`;
+      at("door").hidden = at("trouble").hidden = true;
+      at("forget").hidden = !sessionStorage.getItem(KEY);
+    } catch (error) {
+      if (error instanceof Refused && [401, 403].includes(error.status)) return shut(error);
+      const since = heard ? `, what is shown is of ${heard.toLocaleTimeString()}` : "";
+      at("trouble").textContent = `The gateway does not answer (${error.message})${since}. It is asked again every ${PERIOD_MS / 1000} s.`;
+      at("trouble").hidden = false;
+      at("told").classList.add("stale");
+      at("state").textContent = "no answer";
+      at("state").className = "pill bad";
+    }
+    timer = setTimeout(next, PERIOD_MS);
+  }
+
+  // Nothing is asked until there is another key: this one will not be better in two seconds.
+  function shut(refusal) {
+    const had = sessionStorage.getItem(KEY);
+    sessionStorage.removeItem(KEY);
+    ask("");
+    shown.clear();
+    at("told").hidden = at("trouble").hidden = at("forget").hidden = true;
+    at("refusal").textContent = had ? refusal.message : "Whoever wants to see this cluster needs a key.";
+    at("door").hidden = false;
+    at("state").textContent = "needs a key";
+    at("state").className = "pill warn";
+    at("key").focus();
+  }
+
+  function next() {
+    clearTimeout(timer);
+    if (!document.hidden) look();
+  }
+
+  at("door").addEventListener("submit", (event) => {
+    event.preventDefault();
+    sessionStorage.setItem(KEY, at("key").value.trim());
+    at("key").value = "";
+    next();
+  });
+  at("forget").addEventListener("click", () => {
+    clearTimeout(timer);
+    sessionStorage.removeItem(KEY);
+    next();
+  });
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden && at("door").hidden) next();
+  });
+
+  // -- a request to try -----------------------------------------------------------------------------------------------
+
+  const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+  const isChat = page.hasChat === "true", root = new URL(".", location.href).href;
+  const body = isChat
+    ? { model: page.model, messages: [{ role: "user", content: "What does os.path.join do?" }] }
+    : { model: page.model, prompt: "Once upon a time", max_tokens: 32 };
+  const key = page.asksForKeys === "true" ? " -H 'authorization: Bearer YOUR_KEY'" : "";
+  at("example").textContent = `curl ${root}v1/${isChat ? "chat/" : ""}completions${key} -H 'content-type: application/json' -d ${quoted(JSON.stringify(body))}`;
+  at("copy").hidden = !navigator.clipboard;
+  at("copy").addEventListener("click", async () => {
+    await navigator.clipboard.writeText(at("example").textContent);
+    at("copy").textContent = "Copied";
+  });
+
+  next();
+})();
