@@ -10,13 +10,14 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from cluster import flags
 from cluster.config import ClusterConfig
-from cluster.log import LogFormat
+from cluster.log import LogFormat, ResultConsole
 from cluster.rank import Ended, Loading, Orders, Rank, Serving
 from cluster.sockets import listen
-from cluster.stopping import Stop
+from cluster.stopping import Stop, stopped
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from protos.wire import raised
@@ -79,7 +80,7 @@ async def run_worker(config: ClusterConfig, orders: Orders, console: Console) ->
     stop, rank = Stop(), Rank()
     rank.start(orders)
     await stop.before(_tell(rank))
-    await stop.patiently(rank.leave(config.supervision.grace_s))
+    log.info("%s", stopped(await stop.patiently(rank.leave(config.supervision.grace_s))))
 
 
 async def _tell(rank: Rank) -> None:
@@ -90,7 +91,7 @@ async def _tell(rank: Rank) -> None:
                     log.info("reading weights, %.0f %%", 100 * share)
                 case Serving(info=info):
                     log.info("%s serves %s at %s", info.worker_id, info.model, info.address)
-                    typer.echo(info.address)
+                    ResultConsole().say(escape(info.address))
                 case Ended(error=error):
                     if error is not None:
                         raise raised(error)

@@ -18,7 +18,7 @@ from cluster.discovery import Discovery, StaticDiscovery
 from cluster.feasible import check_files
 from cluster.log import LogFormat
 from cluster.sockets import check_free, listen
-from cluster.stopping import Stop, stopping
+from cluster.stopping import Stop, stopped, stopping
 from protos.errors import Misconfigured
 
 if TYPE_CHECKING:
@@ -76,11 +76,13 @@ async def run_gateway(
         front = open_faces(config, listening, log_format, is_told=False, addresses=addresses)
         await stop.before(_serve(front, config, addresses))
         log.info("%s", stopping(config.supervision.grace_s if front.serves else 0.0))
-        return await stop.patiently(front.stop(config.supervision.grace_s))
+        in_order = await stop.patiently(front.stop(config.supervision.grace_s))
     finally:
         if front is not None:
             await front.stop(0.0)
         listening.close()
+    log.info("%s", stopped(in_order))
+    return in_order
 
 
 def open_faces(

@@ -34,6 +34,7 @@ KILL_S = 2.0
 START_S = 60.0
 NO_ROOM_S = 5.0
 LAST_WORDS_S = 0.5
+_FELL_SILENT = "unexpectedly exits with a connection error"
 _DETAIL = re.compile(r"Worker exit detail: (?:Worker )?(.+?)(?:\. |$)")
 
 
@@ -67,7 +68,7 @@ class RayLauncher:
                     yield event
         except RayError as error:
             intact = False
-            raise _lost(plan.worker_id, error) from error
+            raise _lost("its process", error) from error
         except BatonError:
             intact = False
             raise
@@ -132,7 +133,7 @@ async def merged(worker_id: str, ranks: Sequence[Any]) -> AsyncGenerator[Event, 
             try:
                 events = await rank.news.remote()
             except RayError as error:
-                return _lost(f"rank {number} of {worker_id}" if len(ranks) > 1 else worker_id, error)
+                return _lost(f"the process of rank {number} of {worker_id}" if len(ranks) > 1 else "its process", error)
             for event in events:
                 if isinstance(event, Ended):
                     return raised(event.error) if event.error is not None else None
@@ -179,10 +180,13 @@ def _kill(ranks: Sequence[Any], room: PlacementGroup) -> None:
 
 
 def _lost(who: str, error: RayError) -> WorkerLost:
-    """In one line: Ray's own text is a page on what may have happened."""
+    """In one line: Ray's own text is a page on what may have happened, and how it noticed says nothing to anybody."""
     detail = _DETAIL.search(str(error))
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return WorkerLost(f"the process of {who} is gone: {detail[1] if detail else lines[-1]}")
+    said = detail[1] if detail else lines[-1]
+    if _FELL_SILENT in said:
+        said = "it was killed, or crashed (dmesg tells whether memory ran out)"
+    return WorkerLost(f"{who} is gone: {said}")
 
 
 def _needs(plan: WorkerPlan) -> str:

@@ -1,4 +1,5 @@
-"""What Baton says while it runs, on stderr: lines for people, or JSON for machines. Never a prompt's text."""
+"""What Baton says while it runs, on stderr: lines for people, or JSON for machines. Never a prompt's text. What
+somebody wants to use goes to stdout."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import signal
 from datetime import UTC, datetime
 from enum import StrEnum
+from typing import IO
 
 from rich.console import Console
 from rich.text import Text
@@ -29,10 +31,33 @@ class LogConsole(Console):
         if self.quiet:
             return
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())  # for what the interpreter and libraries say there
-        os.close(nowhere)
+        _lead_nowhere(self.file)  # for what the interpreter and libraries say there
         signal.raise_signal(signal.SIGHUP)
+
+
+class ResultConsole(Console):
+    """stdout of a verb that goes on after it has said its piece. Whoever reads that may go, as in `baton up | head -1`:
+    it is no reason to stop, nor is a disk that is full."""
+
+    def __init__(self) -> None:
+        super().__init__(soft_wrap=True, highlight=False)
+
+    def say(self, text: str) -> None:
+        """Markup; one line for each line of it. Nobody's terminal is assumed, and none needed."""
+        try:
+            self.print(text)
+        except (OSError, ValueError):  # ValueError: what its encoding has no letters for
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        _lead_nowhere(self.file)  # else the interpreter tries again at the end, and exits with 120
+
+
+def _lead_nowhere(file: IO[str]) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, file.fileno())
+    os.close(nowhere)
 
 
 def set_up_log(console: Console, log_format: LogFormat, *, level: int = logging.INFO) -> None:

@@ -23,11 +23,11 @@ from cluster.config import ClusterConfig
 from cluster.discovery import DirectAnnouncer
 from cluster.feasible import check_feasible, check_files
 from cluster.gateway import open_faces
-from cluster.log import LogFormat
+from cluster.log import LogFormat, ResultConsole
 from cluster.pools import Pools
 from cluster.progress import Bars
 from cluster.sockets import check_free, listen
-from cluster.stopping import Stop, stopping
+from cluster.stopping import Stop, stopped, stopping
 
 if TYPE_CHECKING:
     from cluster.front import Front
@@ -97,14 +97,15 @@ class Deployment:
     def _greet(self, front: Front | Gateways) -> None:
         if not self._console.is_terminal:
             log.info("serving %s at %s, gRPC on port %d", front.model, front.url, front.grpc_port)
-            return
+        if self._log_format is LogFormat.JSON:
+            return  # who reads that finds it in the log, and may read stdout as the same stream
         plan, counts = self._pools.plans[0], self._config.pools.counts()
         pools = " + ".join(f"{count} {role}" for role, count in counts.items() if count)
-        self._console.print(
-            f"\n[bold]{front.model}[/] at [bold cyan]{front.url}[/] (gRPC: port {front.grpc_port}), ready: {pools}, "
-            f"tensor parallel {plan.num_ranks}, on {plan.device}. Ctrl-C stops it.\n\n{escape(front.example())}\n",
-            soft_wrap=True, highlight=False,
-        )  # fmt: skip
+        ResultConsole().say(
+            f"[bold]{escape(front.model)}[/] at [bold cyan]{front.url}[/], in a browser too (gRPC: port "
+            f"{front.grpc_port}), ready: {pools}, tensor parallel {plan.num_ranks}, on {plan.device}. "
+            f"Ctrl-C stops it.\n\n{escape(front.example())}\n"
+        )
 
 
 async def run_deployment(config: ClusterConfig, console: Console, log_format: LogFormat = LogFormat.TEXT) -> bool:
@@ -119,9 +120,11 @@ async def run_deployment(config: ClusterConfig, console: Console, log_format: Lo
     try:
         check_free(router.host, router.grpc_port, "--grpc-port")
         await stop.before(deployment.run())
-        return await stop.patiently(deployment.stop())
+        in_order = await stop.patiently(deployment.stop())
     finally:
         await deployment.end()
+    log.info("%s", stopped(in_order))
+    return in_order
 
 
 def serve(

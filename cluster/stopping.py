@@ -48,6 +48,11 @@ def stopping(grace_s: float) -> str:
     return f"stopping: running requests have {grace_s:g} s to finish" if grace_s else "stopping: nothing is served yet"
 
 
+def stopped(in_order: bool) -> str:
+    """What people are told last, when no process is left."""
+    return "stopped" if in_order else "stopped at once: what ran was cut off"
+
+
 async def _race(work: Coroutine[Any, Any, None], event: asyncio.Event) -> bool:
     task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
     try:

@@ -16,7 +16,7 @@ from cluster.discovery import Announcer
 from cluster.log import LogFormat
 from cluster.pools import Pools
 from cluster.progress import Bars
-from cluster.stopping import Stop, stopping
+from cluster.stopping import Stop, stopped, stopping
 from protos.errors import Misconfigured
 from protos.hints import counted
 
@@ -97,10 +97,12 @@ async def _run(config: ClusterConfig, console: Console) -> bool:
         await stop.before(_serve(workers, announcer, bars))
         grace_s = config.supervision.grace_s if workers.plans else 0.0
         log.info("%s", stopping(grace_s))
-        return await stop.patiently(_stop(workers, grace_s))
+        in_order = await stop.patiently(_stop(workers, grace_s))
     finally:
         await workers.end()
         await announcer.close()
+    log.info("%s", stopped(in_order))
+    return in_order
 
 
 async def _serve(workers: Pools, announcer: Announcer, bars: Bars) -> None:

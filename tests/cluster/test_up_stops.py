@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,6 +78,22 @@ def test_a_stop_while_it_starts_leaves_nothing(deploy: Deploy) -> None:
     cluster.wait_for("^starting Ray")
     assert cluster.stop(signal.SIGINT) == 0, cluster.log
     assert cluster.processes() == {}
+
+
+def test_where_it_is_goes_to_stdout_whose_reader_may_go_and_the_last_line_says_that_it_stopped() -> None:
+    """`baton up | head -1`, in the words that people see."""
+    command = [sys.executable, "-c", "from cluster.cli import main; main()", "up", *PORTS, "--colocated"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0) as baton:
+        assert baton.stdout is not None
+        first = baton.stdout.readline()
+        baton.stdout.close()
+        [url] = re.findall(r"^demo at (http://\S+), ", first)
+        page = httpx.get(url)
+        os.killpg(baton.pid, signal.SIGINT)
+        _, log = baton.communicate(timeout=60)
+    assert "Baton: demo" in page.text
+    assert baton.returncode == 0, log
+    assert log.splitlines()[-1].endswith(" stopped")
 
 
 def test_gateway_and_workers_can_run_apart_without_ray(deploy: Deploy, up: Deployed) -> None:

@@ -73,6 +73,18 @@ async def test_a_dead_process_is_named_in_one_line() -> None:
     assert "\n" not in lost.value.message
 
 
+async def test_a_process_that_was_killed_is_told_so_in_plain_words() -> None:
+    """Ray's own, of a worker that was killed with -9."""
+    rays = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: RankActor\nThe actor is dead because "
+        "its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with "
+        "a connection error code 2. End of file. Some common causes include: (1) the process was killed by SIGKILL by OOM"
+    )
+    with pytest.raises(WorkerLost) as lost:
+        await heard(Rank(RayError(rays)))
+    assert lost.value.message == "its process is gone: it was killed, or crashed (dmesg tells whether memory ran out)"
+
+
 async def test_wrong_settings_are_told_rather_than_that_the_others_left() -> None:
     left = WorkerLost("rank 0 of 2 lost its tensor-parallel group")
     reason = BadCheckpoint("rank 1 cannot read the weights")
