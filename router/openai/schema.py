@@ -21,7 +21,7 @@ from router.openai.body import TOO_DEEP, Body, FirstWrong, at_most, whole_ids
 from router.openai.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
 from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS, MESSAGE_REFUSALS, Harmless, without_harmless
 from router.openai.sizes import check_sizes
-from router.openai.structured import ResponseFormat, StructuredOutputs
+from router.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from router.openai.tools import MAX_CALLS, MAX_TOOLS, TOOL_CHOICES, ToolCall, ToolChoice, ToolSpec
 from router.text.asking import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, RANGES, Asked
 from router.text.model_card import ModelCard
@@ -383,18 +383,27 @@ def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
     path, known = _path(first["loc"], kind)
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])[:MAX_NAME_CHARS]
-        close = nearest(name, [*known.model_fields, *_REFUSALS.get(known, {})])
-        hint = f" Did you mean '{close}'?" if close else ""
-        if (form := name.removeprefix("guided_")) in StructuredOutputs.forms():
-            hint = f" It is 'structured_outputs' now: {{\"{form}\": ...}}."
-        if name == "response_format" and kind is CompletionBody:
-            hint = " Completions take 'structured_outputs': {\"json\": ...}."
-        return InvalidRequest(f"Unknown parameter: '{path}'.{hint}", param=path)
+        return InvalidRequest(f"Unknown parameter: '{path}'.{_hint(name, known, kind)}", param=path)
     if first["type"] == "missing":
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
     expected = _expected(first["loc"], kind) or first["msg"]
     told = TOO_DEEP if TOO_DEEP in first["msg"] else _told(first["input"])
     return InvalidRequest(f"'{path}' is {told}: it must be {expected}", param=path)
+
+
+def _hint(name: str, known: type[Body], kind: type[Body]) -> str:
+    """Where the parameter belongs that `known`, a part of `kind`, does not have; "" where nobody can say."""
+    if (form := name.removeprefix("guided_")) in StructuredOutputs.forms():
+        return f" It is 'structured_outputs' now: {{\"{form}\": ...}}."
+    if name == "disable_any_whitespace":
+        instead = " instead of 'response_format'" if known in (ResponseFormat, JsonSchema) else ""
+        return f' It belongs in \'structured_outputs\': {{"json": {{...}}, "{name}": true}}{instead}.'
+    if known is ResponseFormat and _field(JsonSchema, name):
+        return f' It belongs in \'response_format.json_schema\': {{"name": ..., "{name}": ...}}.'
+    if name == "response_format" and kind is CompletionBody:
+        return " Completions take 'structured_outputs': {\"json\": ...}."
+    close = nearest(name, [*known.model_fields, *_REFUSALS.get(known, {})])
+    return f" Did you mean '{close}'?" if close else ""
 
 
 def _path(loc: tuple[int | str, ...], kind: type[Body]) -> tuple[str, type[Body]]:

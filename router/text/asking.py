@@ -43,6 +43,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "priority": (-(2**31), 2**31 - 1),
     "max_ttft_ms": (1, 3_600_000),
 }
+_OF_TOKENS = ("logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +223,10 @@ def _check(asked: Asked, prompts: Sequence[tuple[int, ...]], card: ModelCard) ->
     for name, (low, high) in RANGES.items():
         value = getattr(asked, name)
         if value is not None and not low <= value <= high and not (name == "max_tokens" and value == 0):
-            raise _outside(asked.names.get(name, name), value, f"between {low} and {high}")
+            allowed = f"between {low} and {high}"
+            if name in _OF_TOKENS and value == -1:
+                allowed += " (-1, vLLM's word for the whole vocabulary, is not offered)"
+            raise _outside(asked.names.get(name, name), value, allowed)
     _check_stops(asked)
     _check_tokens(asked, card)
     if asked.grammar:

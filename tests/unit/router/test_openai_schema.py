@@ -150,6 +150,21 @@ def test_an_answer_of_ours_may_be_sent_back() -> None:
         ({"cache_salt": ""}, "cache_salt", "1 to 256 characters"),
         ({"stop": ["x"] * 33}, "stop", "a list of at most 32 strings"),
         ({"stop_token_ids": [1] * 129}, "stop_token_ids", "a list of at most 128 token ids"),
+        (
+            {"response_format": {"type": "json_object", "disable_any_whitespace": True}},
+            "response_format.disable_any_whitespace",
+            """'structured_outputs': {"json": {...}, "disable_any_whitespace": true} instead of 'response_format'.""",
+        ),
+        (
+            {"disable_any_whitespace": True},
+            "disable_any_whitespace",
+            """It belongs in 'structured_outputs': {"json": {...}, "disable_any_whitespace": true}.""",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": {"type": "object"}}},
+            "response_format.schema",
+            """It belongs in 'response_format.json_schema': {"name": ..., "schema": ...}.""",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object or json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},

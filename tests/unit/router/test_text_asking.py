@@ -57,6 +57,7 @@ def test_top_p_zero_leaves_the_likeliest_token() -> None:
         ("repetition_penalty", 0.0, "between 0.01 and 100"),
         ("presence_penalty", 3.0, "between -2 and 2"),
         ("frequency_penalty", -3.0, "between -2 and 2"),
+        ("prompt_logprobs", -1, "between 0 and 20 (-1, vLLM's word for the whole vocabulary, is not offered)"),
         ("n", 0, "between 1 and 128"),
         ("seed", 2**64, "between"),
         ("logprobs", 21, "between 0 and 20"),
