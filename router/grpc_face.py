@@ -65,11 +65,7 @@ class GrpcFace:
                 _try(*self._unshared)
             port = listen(self._server, self._address, self._credentials)
         except (OSError, RuntimeError) as error:
-            why = "the port is taken" if not isinstance(error, OSError) else error.strerror or error
-            raise Misconfigured(
-                f"gRPC cannot listen on {self._address}: {why}; choose another with --grpc-port (0: any free one)",
-                param="grpc-port",
-            ) from error
+            raise Misconfigured(f"gRPC cannot listen on {self._address}: {_why(error)}", param="grpc-port") from error
         await self._server.start()
         return port
 
@@ -334,12 +330,15 @@ def _one(one: TokenLogprob) -> pb.TokenLogprob:
     return pb.TokenLogprob(token_id=one.token_id, logprob=one.logprob)
 
 
+def _why(error: OSError | RuntimeError) -> str:
+    """And what to do. gRPC's own error says nothing; `_try` has found every reason but the last."""
+    if not isinstance(error, OSError) or error.errno == errno.EADDRINUSE:
+        return "the port is taken; choose another with --grpc-port (0: any free one)"
+    said = str(error.strerror or error).partition(" (while")[0]  # asyncio and socket repeat the address
+    return f"{said}; see --host and --grpc-port"
+
+
 def _try(host: str, port: int) -> None:
     """Raises OSError when the port cannot be had; gRPC's core would write lines of its own."""
-    try:
-        with socket.create_server((host.strip("[]"), port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            pass
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise OSError(error.errno, "the port is taken") from error
-        raise
+    with socket.create_server((host.strip("[]"), port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+        pass

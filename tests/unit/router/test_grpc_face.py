@@ -251,3 +251,12 @@ async def test_a_port_that_is_taken_is_named() -> None:
         await other.start()
     await other.stop()
     await face.stop()
+
+
+async def test_an_address_of_another_machine_is_told_once_and_with_the_flag_that_names_it() -> None:
+    face = GrpcFace(make_gateway(Scripted(saying(TEXT))), host="192.0.2.77", port=8001)
+    with pytest.raises(Misconfigured) as refused:
+        await face.start()
+    assert refused.value.message.count("192.0.2.77") == 1
+    assert "--host" in refused.value.message
+    await face.stop()
