@@ -18,6 +18,7 @@ from cluster.simulate.faults import Fault, Kind
 from cluster.simulate.invariants import Invariants
 from cluster.simulate.timeline import Sample, Timeline
 from cluster.simulate.trouble import Happened, Trouble, check
+from cluster.simulate.watch import Look, Standing
 from cluster.simulate.workload import Session
 
 NUM_SAMPLES = 150
@@ -50,9 +51,11 @@ def simulate(
     faults: Sequence[Fault] = (),
     *,
     write: Callable[[str], object] | None = None,
+    watch: Callable[[Look], object] | None = None,
 ) -> Outcome:
-    """Raises AssertionError when an invariant breaks, the BatonError of a worker that never starts, and
-    Misconfigured for a fault whose target cannot exist."""
+    """`write` gets every line of the event log; `watch`, when the load begins, what says how far it is. Raises
+    AssertionError when an invariant breaks, the BatonError of a worker that never starts, and Misconfigured for a fault
+    whose target cannot exist."""
     check(faults, config)
     loop = VirtualLoop(seed=config.seed)
 
@@ -72,6 +75,8 @@ def simulate(
         loop.after = invariants.after_event
         timeline = Timeline(deployment, period_s=max(session.due_s for session in sessions) / NUM_SAMPLES + 0.1)
         trouble = Trouble(deployment, clients, seed=config.seed)
+        if watch is not None:
+            watch(lambda: Standing(num_ended=len(clients.records), at_s=loop.time() - start_s))
         async with asyncio.TaskGroup() as group:
             sampling = group.create_task(timeline.run(), name="timeline")
             group.create_task(trouble.run(faults), name="faults")

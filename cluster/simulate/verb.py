@@ -32,6 +32,7 @@ from cluster.simulate.shapes import GPUS, MODELS, gpu_of
 from cluster.simulate.simulation import simulate as run_simulation
 from cluster.simulate.sweep import Choice, Trial, cheapest, choices, closest, front, numbers, sweep_table
 from cluster.simulate.trouble import check
+from cluster.simulate.watch import Watch
 from cluster.simulate.workload import GENERATED, Load, Session, fitting, generated, recorded
 from cluster.status import PIPED_COLUMNS
 from protos.errors import Misconfigured
@@ -225,8 +226,11 @@ def _once(
         errors.print(str(scene.latency))
     _tell_left_out(errors, num_left_out)
     start_s = time.perf_counter()
-    with _Log(events) as log, _told():
-        outcome = run_simulation(config, sessions, scene.schedule(config, sessions), write=log.write)
+    num_requests = sum(len(session.turns) for session in sessions)
+    until_s = max(session.due_s for session in sessions)
+    with _Log(events) as log, _told(), Watch(errors, num_requests=num_requests, until_s=until_s) as watch:
+        schedule = scene.schedule(config, sessions)
+        outcome = run_simulation(config, sessions, schedule, write=log.write, watch=watch.begin)
     took_s = time.perf_counter() - start_s
     summary = summarise(outcome, scene.objective)
     # Files first: nobody may read the table to its end, such as `| head`.

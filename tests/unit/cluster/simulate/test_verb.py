@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli import make_app
 from cluster.simulate.client import Clients
+from cluster.simulate.watch import Look, Watch
 from protos.errors import Misconfigured
 from workers.kv.blocks import BlockPool
 
@@ -71,6 +72,20 @@ def test_files_are_written_though_nobody_reads_the_table(more: tuple[str, ...], 
     with os.fdopen(writer, "w") as stdout, redirect_stdout(stdout), pytest.raises(SystemExit):
         make_app(["simulate"])(["simulate", *SMALL, *more, *kept], standalone_mode=False)
     assert all(file.exists() for file in files)
+
+
+def test_a_run_says_how_far_it_is_on_stderr_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = answer(*SMALL)
+    begin = Watch.begin
+
+    def begin_and_show(watch: Watch, look: Look) -> None:
+        begin(watch, look)
+        watch.show()
+
+    monkeypatch.setattr(Watch, "begin", begin_and_show)
+    result = call(*SMALL)
+    assert "0 of 30 requests have ended in 0 s of virtual time" in result.stderr
+    assert result.stdout == quiet
 
 
 def test_stepping_one_by_one_tells_the_same() -> None:

@@ -1,0 +1,100 @@
+"""How far a run is, for whoever waits: a bar on a terminal, a line every half minute elsewhere.
+
+A thread of its own looks. The simulation tells nothing and waits for nobody, so that no event depends on being watched.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+BAR_EVERY_S = 0.5
+LINE_EVERY_S = 30.0
+LEAST_TO_FORETELL = 0.01
+"""Of a run; before that nothing is said about how long the rest takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """`num_ended` requests have ended, with or without an answer, in `at_s` seconds of virtual time."""
+
+    num_ended: int
+    at_s: float
+
+
+Look = Callable[[], Standing]
+"""Any thread may, at any time."""
+
+
+class Watch:
+    """Shows a run of so many requests, the last of which comes after `until_s`, from `with` to its end. Nothing is
+    shown before `begin`. Writes to `console` alone."""
+
+    def __init__(
+        self, console: Console, *, num_requests: int, until_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._num_requests = num_requests
+        self._until_s = until_s
+        self._clock = clock
+        self._start_s = clock()
+        self._look: Look | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._bar = (
+            Progress(*columns, console=console, transient=True, auto_refresh=False) if console.is_terminal else None
+        )
+
+    def begin(self, look: Look) -> None:
+        self._look = look
+
+    def __enter__(self) -> Watch:
+        if self._bar is not None:
+            self._bar.add_task("workers start", total=self._num_requests)
+            self._bar.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self) -> None:
+        """The bar as it is now, or another line."""
+        if self._look is None:
+            return
+        standing = self._look()
+        left = self._left(standing)
+        if self._bar is not None:
+            told = f"{standing.at_s:,.0f} virtual s{left}"
+            self._bar.update(self._bar.task_ids[0], completed=standing.num_ended, description=told, refresh=True)
+        else:
+            ended = f"{standing.num_ended:,} of {self._num_requests:,} requests have ended"
+            told = f"{ended} in {standing.at_s:,.0f} s of virtual time{left}"
+            self._console.print(told, highlight=False, soft_wrap=True)
+
+    def _run(self) -> None:
+        while not self._over.wait(LINE_EVERY_S if self._bar is None else BAR_EVERY_S):
+            self.show()
+
+    def _left(self, standing: Standing) -> str:
+        """By requests or by virtual time, of which less is done: where nobody asks for long, time is what there is to
+        do; after the last was asked, requests are."""
+        share = min(standing.num_ended / self._num_requests, standing.at_s / self._until_s if self._until_s else 1.0)
+        if share < LEAST_TO_FORETELL:
+            return ""
+        return f", about {_duration((self._clock() - self._start_s) * (1 / share - 1))} left"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(0.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

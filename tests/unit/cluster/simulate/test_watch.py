@@ -1,0 +1,68 @@
+"""A run that takes long says how far it is, and is none the wiser for it."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from cluster.simulate.simulation import simulate
+from cluster.simulate.watch import Look, Standing, Watch
+from tests.unit.cluster.simulate.towns import sessions, town
+
+
+class Clock:
+    """Real time, as a test has it pass."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def shown(*standings: tuple[float, Standing], terminal: bool) -> str:
+    """What a watch of 1,000 requests, the last of which comes after 200 s, has written by its end."""
+    clock, file = Clock(), io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=80, _environ={})
+    with Watch(console, num_requests=1000, until_s=200.0, clock=clock) as watch:
+        for clock.now_s, standing in standings:
+            watch.begin(lambda standing=standing: standing)  # type: ignore[misc]
+            watch.show()
+    return file.getvalue()
+
+
+def test_lines_tell_of_requests_virtual_time_and_what_is_left() -> None:
+    told = shown(
+        (30.0, Standing(num_ended=2, at_s=0.5)),
+        (60.0, Standing(num_ended=100, at_s=40.0)),
+        (1800.0, Standing(num_ended=900, at_s=500.0)),
+        terminal=False,
+    )
+    assert told.splitlines() == [
+        "2 of 1,000 requests have ended in 0 s of virtual time",
+        "100 of 1,000 requests have ended in 40 s of virtual time, about 9 min left",
+        "900 of 1,000 requests have ended in 500 s of virtual time, about 3 min left",
+    ]
+
+
+def test_where_nobody_asks_for_long_virtual_time_says_what_is_left() -> None:
+    """As in a trace with a gap: half of its requests have ended, a tenth of its time is over."""
+    assert "about 18 min left" in shown((120.0, Standing(num_ended=500, at_s=20.0)), terminal=False)
+
+
+def test_a_terminal_has_a_bar_that_goes_away() -> None:
+    told = shown((60.0, Standing(num_ended=100, at_s=40.0)), terminal=True)
+    assert "100/1000" in told
+    assert "40 virtual s, about 9 min left" in told
+    assert told.endswith("\x1b[2K"), "its line is empty again"
+
+
+def test_a_run_can_be_looked_at_and_is_the_same_for_it() -> None:
+    looks: list[Look] = []
+    asked = sessions("conversations", num=20)
+    outcome = simulate(town(), asked, watch=looks.append)
+    assert outcome.fingerprint == simulate(town(), asked).fingerprint
+    (look,) = looks
+    standing = look()
+    assert standing.num_ended == sum(len(session.turns) for session in asked)
+    assert standing.at_s >= outcome.duration_s
