@@ -4,10 +4,11 @@ default that was 8 % of what a short request costs, and now and then a pause of 
 from __future__ import annotations
 
 import gc
-import resource
+import mmap
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from cluster.huge_pages import gather
 
@@ -34,13 +35,13 @@ def collecting_in_bulk() -> Iterator[None]:
     """For a long computation that nobody waits for step by step: young objects are looked at so many together that most
     are gone by then, and memory is gathered on huge pages whenever it has grown by a quarter. `gc.freeze()` within it,
     once what stays to the end is there."""
-    before, gathered = gc.get_threshold(), _most_resident()
+    before, gathered = gc.get_threshold(), resident()
 
     def looked(phase: str, info: dict[str, int]) -> None:
         nonlocal gathered
-        if phase == "stop" and info["generation"] > 0 and _most_resident() > gathered + max(GROWN, gathered // 4):
+        if phase == "stop" and info["generation"] > 0 and resident() > gathered + max(GROWN, gathered // 4):
             gather()
-            gathered = _most_resident()
+            gathered = resident()
 
     gc.set_threshold(BULK, 10, 10)
     gc.callbacks.append(looked)
@@ -52,6 +53,10 @@ def collecting_in_bulk() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _most_resident() -> int:
-    """Bytes of memory that this process has had at once."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def resident(statm: Path = Path("/proc/self/statm")) -> int:
+    """Bytes of memory that this process has now: less than before, where an earlier run's has been given back. 0 where
+    nothing says so: there is nothing to be gathered there either (`huge_pages.private`)."""
+    try:
+        return int(statm.read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from protos.errors import Misconfigured
 
 TRACE_BLOCK = 512
 """Tokens of a prompt that one of a trace's hash_ids stands for."""
+MAX_FACTOR = 1e6
 _TRACE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _GIVE_ALL = f"give {', '.join(_TRACE_FIELDS[:-1])} and {_TRACE_FIELDS[-1]}"
 
@@ -61,7 +63,8 @@ class Lengths:
             made = cls(low=0, high=0)
         if not 1 <= made.low <= made.high:
             raise Misconfigured(
-                f"--{param} {text}: give a number of tokens, such as 256, or a range, such as 100:200", param=param
+                f"--{param} {shlex.quote(text)}: give a number of tokens, such as 256, or a range, such as 100:200",
+                param=param,
             )
         return made
 
@@ -101,8 +104,10 @@ def read_trace(path: Path, *, limit: int | None = None, scale: float = 1.0, spee
     512 tokens of the prompt, equal where prefixes are. Lengths are multiplied by `scale`; time runs `speed` times.
     """
     for param, value in (("trace-scale", scale), ("trace-speed", speed)):
-        if not value > 0:
-            raise Misconfigured(f"--{param} {value}: give a number above 0", param=param)
+        if not 1 / MAX_FACTOR <= value <= MAX_FACTOR:
+            raise Misconfigured(
+                f"--{param} {value}: give a number from {1 / MAX_FACTOR:f} to {MAX_FACTOR:,.0f}", param=param
+            )
     lines = list(_traced(path, limit))
     if not lines:
         raise Misconfigured(f"--trace {path}: there is no request in it", param="trace")

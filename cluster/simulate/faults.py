@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
 
+from cluster.simulate.clock import MAX_SPAN_S
 from protos.errors import Misconfigured
 
 
@@ -47,6 +48,7 @@ OF_EVENTS = (Kind.EVENTS_DROP, Kind.EVENTS_DELAY, Kind.EVENTS_DOUBLE, Kind.EVENT
 LASTING = (Kind.PAUSE, Kind.SLOW, Kind.LANE_STALL, Kind.LANE_SLOW, *OF_EVENTS, *OF_STORES)
 MEASURED = (Kind.SLOW, Kind.LANE_SLOW, Kind.ABORTS, Kind.CLOCK_SKEW)
 STORE = "redis"
+CLIENTS = "clients"
 DURATION_S, AMOUNT = 1.0, 10.0
 
 
@@ -78,6 +80,8 @@ class Fault:
                 said = f"is followed by {number!r}" if number else "is its last word"
                 raise _unread(text, f"its word {place + 1}, {name!r}, {said}: give {_NUMBERS[name]}")
             numbers[name] = float(number)
+        if numbers.get("for", 0.0) > MAX_SPAN_S:
+            raise _unread(text, f"'for {numbers['for']:.10g}' is too long: give at most {MAX_SPAN_S:,.0f} seconds")
         kind = Kind(words[1])
         amount = numbers.get("by", 1.0 if kind is Kind.ABORTS else AMOUNT)
         if kind in _AMOUNTS and not _AMOUNTS[kind][0](amount):
@@ -144,7 +148,7 @@ def drawn(
         elif kind in OF_STORES:
             target = STORE
         else:
-            kind, target = Kind.ABORTS, "clients"
+            kind, target = Kind.ABORTS, CLIENTS
         at_s = round(rng.uniform(0.0, until_s), 3)
         duration_s = round(rng.choice((0.05, 0.5, 2.0, 8.0)) * rng.uniform(0.5, 1.5), 3)
         amount = round(rng.uniform(0.1, 1.0) if kind is Kind.ABORTS else rng.uniform(2.0, 50.0), 2)

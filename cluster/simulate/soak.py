@@ -11,13 +11,13 @@ from cluster.bench.workload import Lengths
 from cluster.config import PoolsConfig, SupervisionConfig
 from cluster.simulate.client import ABORTED, GATEWAY_LOST
 from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, simulated_router
-from cluster.simulate.faults import OF_WORKERS, Fault, Kind, drawn
+from cluster.simulate.faults import CLIENTS, OF_WORKERS, Fault, Kind, drawn
 from cluster.simulate.lanes import Cards
 from cluster.simulate.latency import Roofline
 from cluster.simulate.network import Wire
 from cluster.simulate.shapes import gpu_of, model_of
 from cluster.simulate.simulation import Outcome, simulate
-from cluster.simulate.workload import Load, Session, agents, fitting, generated
+from cluster.simulate.workload import GENERATED, Load, Session, agents, fitting
 from protos.errors import InvalidRequest, Overloaded, RequestKillsWorkers
 from router.policies.registry import NAMES
 
@@ -57,7 +57,9 @@ def trial(seed: int) -> Trial:
         seed=seed,
     )
     room = config.spec.num_blocks * config.spec.layout.block_size
-    made = agents(load, num_systems=2, system_tokens=rng.choice((8, 64))) if name == "agents" else generated(name, load)
+    made = (
+        agents(load, num_systems=2, system_tokens=rng.choice((8, 64))) if name == "agents" else GENERATED[name](load)
+    )
     sessions = [_hurried(session) for session in made]
     sessions, _ = fitting(sessions, room)
     faults = _faults(seed, rng, config, sessions)
@@ -102,7 +104,7 @@ def _crowded(seed: int, config: SimulationConfig) -> Trial:
     faults = _faults(seed, rng, config, sessions)
     for at_s in rng.choice(((), (0.1, 0.4, 1.0))):  # while KV is on its way, too
         faults.append(
-            Fault(at_s=round(at_s * rng.uniform(0.5, 1.5), 3), kind=Kind.ABORTS, target="clients", amount=0.2)
+            Fault(at_s=round(at_s * rng.uniform(0.5, 1.5), 3), kind=Kind.ABORTS, target=CLIENTS, amount=0.2)
         )
     faults.sort(key=lambda fault: (fault.at_s, str(fault)))
     return Trial(seed=seed, config=config, sessions=sessions, faults=faults)

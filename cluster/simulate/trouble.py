@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from cluster.simulate.client import Clients
 from cluster.simulate.config import SimulationConfig
 from cluster.simulate.deployment import Deployment
-from cluster.simulate.faults import OF_EVENTS, OF_WORKERS, STORE, Fault, Kind
+from cluster.simulate.faults import CLIENTS, OF_EVENTS, OF_WORKERS, STORE, Fault, Kind
 from cluster.simulate.worker import SimulatedWorker
 from protos.errors import Misconfigured
 from protos.hints import listed
@@ -67,7 +67,7 @@ def _wrong(fault: Fault, config: SimulationConfig, known: Sequence[str]) -> str:
                 return f"{STORE}, and there is none: give --set index={STORE}://any"
             return "" if fault.target == STORE else f"{STORE}, not {fault.target}"
         case Kind.ABORTS:
-            return ""
+            return "" if fault.target == CLIENTS else f"{CLIENTS}, not {fault.target}: a share of them, 'by 0.5'"
         case _:
             return "" if fault.target in known else f"a worker, {workers}"
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 import random
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.bench.workload import Item, Lengths, Span, read_trace
+from cluster.simulate.clock import MAX_SPAN_S
 from protos.errors import Misconfigured
+from protos.hints import counted
 
 _OWN, _SYSTEM, _DOCUMENT = 10, 11, 12  # kinds of spans; the bench has 0 and 1
 
@@ -59,11 +62,38 @@ class Load:
             raise Misconfigured(f"--requests {self.num_requests}: give at least 1", param="requests")
         if not 0 < self.rate < math.inf:
             raise Misconfigured(f"--rate {self.rate}: give requests a second, above 0 and finite", param="rate")
+        if (span_s := self.num_requests / self.rate) > MAX_SPAN_S:
+            raise Misconfigured(
+                f"--rate {self.rate:g}: the last of {counted(self.num_requests, 'request')} comes after "
+                f"{_days(span_s)}; {_NOT_SKIPPED}. Give {_rounded_up(self.num_requests / MAX_SPAN_S)} or more"
+                f"{', or fewer --requests' if self.num_requests > 1 else ''}",
+                param="rate",
+            )
 
 
 def recorded(path: Path, *, limit: int | None = None, speed: float = 1.0, scale: float = 1.0) -> list[Session]:
     """A trace in Mooncake's format; its time runs `speed` times as fast. Raises Misconfigured."""
-    return [_alone(item) for item in read_trace(path, limit=limit, scale=scale, speed=speed)]
+    sessions = [_alone(item) for item in read_trace(path, limit=limit, scale=scale, speed=speed)]
+    if (span_s := sessions[-1].due_s) > MAX_SPAN_S:
+        num_before = sum(session.due_s <= MAX_SPAN_S for session in sessions)
+        raise Misconfigured(
+            f"--trace {path}: its last request comes after {_days(span_s)}; {_NOT_SKIPPED}. Give --requests "
+            f"{num_before} for those before, or --trace-speed {_rounded_up(speed * span_s / MAX_SPAN_S)} or more",
+            param="trace",
+        )
+    return sessions
+
+
+_NOT_SKIPPED = f"idle time is simulated second by second, and {MAX_SPAN_S / 86_400:.0f} days are the most"
+
+
+def _days(seconds: float) -> str:
+    return f"{seconds / 86_400:,.0f} days of virtual time" if seconds < 1e15 else f"{seconds:.3g} s of virtual time"
+
+
+def _rounded_up(value: float) -> str:
+    """To two digits, none of which makes it too small."""
+    return f"{value * 1.05:.2g}"
 
 
 def _alone(item: Item) -> Session:
@@ -161,6 +191,7 @@ def documents(load: Load, *, num_documents: int = 20, document_tokens: int = 32_
     return sessions
 
 
+# Of whole conversations: as many requests as were asked for, or a few more.
 GENERATED: dict[str, Callable[[Load], list[Session]]] = {
     "poisson": lambda load: independent(load, steady),
     "bursts": lambda load: independent(load, bursty),
@@ -172,10 +203,15 @@ GENERATED: dict[str, Callable[[Load], list[Session]]] = {
 
 
 def generated(name: str, load: Load) -> list[Session]:
-    """Raises Misconfigured for a workload nobody described."""
+    """Exactly `load.num_requests`: of the last conversation only its first turns may be left. Raises Misconfigured for
+    a workload nobody described."""
     if name not in GENERATED:
-        raise Misconfigured(f"--workload {name}: choose one of {', '.join(GENERATED)}", param="workload")
-    return GENERATED[name](load)
+        given = shlex.quote(name)
+        raise Misconfigured(f"--workload {given}: choose one of {', '.join(GENERATED)}", param="workload")
+    sessions = GENERATED[name](load)
+    num_more = sum(len(session.turns) for session in sessions) - load.num_requests
+    last = sessions[-1]
+    return [*sessions[:-1], replace(last, turns=last.turns[: len(last.turns) - num_more])]
 
 
 def fitting(sessions: Sequence[Session], max_model_len: int) -> tuple[list[Session], int]:
@@ -183,7 +219,11 @@ def fitting(sessions: Sequence[Session], max_model_len: int) -> tuple[list[Sessi
     kept = [session for session in sessions if session.num_tokens <= max_model_len]
     if not kept:
         shortest = min(session.num_tokens for session in sessions)
-        raise Misconfigured(f"every session is longer (the shortest: {shortest} tokens) than {max_model_len} tokens")
+        raise Misconfigured(
+            f"every session is longer (the shortest: {shortest} tokens, prompts and answers) than the {max_model_len} "
+            "tokens that a worker holds: lower --input-len, --output-len or --trace-scale, or give workers more GPUs, "
+            "memory or worker.max_model_len"
+        )
     return kept, len(sessions) - len(kept)
 
 

@@ -48,7 +48,7 @@ def test_only_private_memory_of_no_file_is_looked_at(tmp_path: Path) -> None:
 
 def test_a_long_computation_gathers_its_memory_whenever_that_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     resident, gathered = [1000 * MIB], list[int]()
-    monkeypatch.setattr(collecting, "_most_resident", lambda: resident[0])
+    monkeypatch.setattr(collecting, "resident", lambda: resident[0])
     monkeypatch.setattr(collecting, "gather", lambda: gathered.append(resident[0]))
     with collecting.collecting_in_bulk():
         for size in (1100, 1300, 1400, 1600, 1700):
@@ -57,3 +57,15 @@ def test_a_long_computation_gathers_its_memory_whenever_that_has_grown(monkeypat
     resident[0] = 9000 * MIB
     gc.collect()
     assert gathered == [1300 * MIB, 1700 * MIB], "by a quarter, and no more when it is over"
+
+
+def test_what_a_process_has_is_what_it_has_now_and_not_its_peak(tmp_path: Path) -> None:
+    """A second run in a process gathers its memory, too: below the first one's peak, it never did."""
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("nothing here says what a process has")
+    before = collecting.resident()
+    with memory(64 * MIB) as (filled, _):
+        filled[:] = b"x" * (64 * MIB)
+        assert collecting.resident() > before + 60 * MIB
+    assert collecting.resident() < before + 30 * MIB
+    assert collecting.resident(tmp_path / "none") == 0

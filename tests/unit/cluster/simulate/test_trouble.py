@@ -205,6 +205,7 @@ def test_a_fault_that_is_written_down_can_be_read() -> None:
         ("1 pause decode-0 for 3 for 4", "its word 6, 'for'"),
         ("1 pause decode-0 for long", "its word 4, 'for', is followed by 'long'"),
         ("1 pause decode-0 for", "its word 4, 'for', is its last"),
+        ("1 pause decode-0 for 99999999", "'for 99999999' is too long: give at most 2,678,400 seconds"),
         ("1 aborts clients by 7", "aborts by 7 means nothing: give the share"),
         ("1 slow decode-0 for 3 by 0", "slow by 0 means nothing: give how many times slower"),
     ],
@@ -245,6 +246,7 @@ def test_a_fault_long_after_the_last_answer_is_passed_over() -> None:
         ("1 lane-cut decode-0", "takes a lane from one worker to another, such as prefill-1>decode-0, and decode-0 "),
         ("1 lane-cut decode-0>decode-0", "and decode-0>decode-0 is none. There are the workers decode-0, "),
         ("1 gateway-restart 3", "takes a gateway by its place, and 3 is none. There is only 0"),
+        ("1 aborts decode-0", "takes clients, not decode-0: a share of them, 'by 0.5'"),
         ("1 store-lost redis", "takes redis, and there is none: give --set index=redis://any"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,11 +29,15 @@ LOAD = Load(num_requests=100, rate=5.0, prompts=Lengths(low=10, high=50), output
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_a_workload_is_its_seed_and_about_as_long_as_asked_for(name: str) -> None:
+def test_a_workload_is_its_seed_and_as_long_as_asked_for(name: str) -> None:
     made = generated(name, LOAD)
     assert made == generated(name, LOAD)
     assert made != generated(name, replace(LOAD, seed=1))
-    assert 100 <= sum(len(session.turns) for session in made) < 110
+    for num_requests in (1, 3, 23, 100):
+        shorter = generated(name, replace(LOAD, num_requests=num_requests))
+        assert sum(len(session.turns) for session in shorter) == num_requests
+        assert all(session.turns for session in shorter)
+        assert shorter[:-1] == made[: len(shorter) - 1], "the others are whole"
 
 
 @pytest.mark.parametrize("pace", [steady, bursty, diurnal])
@@ -60,6 +65,27 @@ def test_a_trace_is_read_and_its_time_can_run_faster(tmp_path: Path) -> None:
     first, second = recorded(file, speed=2.0)
     assert second.due_s == 2.0
     assert first.turns[0].spans[0] == second.turns[0].spans[0]
+
+
+@pytest.mark.parametrize("name", ["poisson", "diurnal"])
+def test_a_load_that_takes_a_month_of_virtual_time_is_refused(name: str) -> None:
+    with pytest.raises(Misconfigured, match=r"--rate 1e-09: the last of 100 requests comes after 1,157,407 days") as told:
+        generated(name, replace(LOAD, rate=1e-9))
+    (least,) = re.findall(r"Give (\S+) or more, or fewer --requests", str(told.value))
+    assert generated(name, replace(LOAD, rate=float(least))), "what it says is possible"
+    with pytest.raises(Misconfigured, match="after inf s of virtual time"):
+        generated(name, replace(LOAD, rate=1e-320))
+
+
+def test_a_trace_with_a_gap_of_months_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %d, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n'
+    file.write_text("".join(line % timestamp for timestamp in (0, 4000, 86_400_000 * 100)))
+    with pytest.raises(Misconfigured, match=r"trace.jsonl: its last request comes after 100 days") as told:
+        recorded(file)
+    ((limit, speed),) = re.findall(r"Give --requests (\d+) for those before, or --trace-speed (\S+) or", str(told.value))
+    assert len(recorded(file, limit=int(limit))) == 2
+    assert len(recorded(file, speed=float(speed))) == 3
 
 
 def test_what_no_worker_can_hold_is_left_out_and_counted() -> None:
