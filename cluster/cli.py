@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand
 
 
 class Verb(NamedTuple):
@@ -46,8 +48,45 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
     app.callback()(baton)
     for name, verb in VERBS.items():
         function = _loaded(verb) if name in arguments[:1] else _not_called
-        app.command(name, short_help=verb.told, rich_help_panel=verb.panel)(function)
+        app.command(name, cls=_Command, short_help=verb.told, rich_help_panel=verb.panel)(function)
     return app
+
+
+class _Command(TyperCommand):
+    """Who gives an option a value that it cannot have reads which value, and what to give, in one line."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from protos.errors import Misconfigured
+
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            wrong = getattr(error.__cause__, "errors", None)
+            if wrong is None or error.param is None:
+                raise
+            flag, (first, *_) = error.param.opts[0], wrong()
+            told = f"{flag} {shlex.quote(str(first['input']))}: {_fix(first)}"
+            raise Misconfigured(told, param=flag.lstrip("-")) from error
+
+
+def _fix(wrong: Mapping[str, Any]) -> str:
+    """Of one of pydantic's errors, which say what should be, but in their own words."""
+    bounds = wrong.get("ctx", {})
+    match wrong["type"]:
+        case "int_parsing" | "int_from_float":
+            return "give a whole number"
+        case "float_parsing":
+            return "give a number"
+        case "greater_than_equal":
+            return f"give {_bound(bounds['ge'])} or more"
+        case "less_than_equal":
+            return f"give {_bound(bounds['le'])} or less"
+        case _:
+            return str(wrong["msg"]).removeprefix("Value error, ").rstrip(".")
+
+
+def _bound(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
 
 
 def _tell_version(asked: bool) -> None:

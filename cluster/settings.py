@@ -19,7 +19,7 @@ from decode_pool.config import DecodeConfig
 from kvtransfer.config import LaneConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import Misconfigured
-from protos.hints import nearest
+from protos.hints import nearest, unusable
 from protos.tls import FaceTls, PeerTls
 from protos.values import WorkerRole
 from router.config import RouterConfig
@@ -56,7 +56,7 @@ def read_file(path: Path) -> Table:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Misconfigured(f"--config {path}: {error.strerror}", param="config") from error
+        raise Misconfigured(f"--config {path}: {unusable(error)}", param="config") from error
     except ValueError as error:
         raise Misconfigured(f"--config {path} is not TOML: {error}", param="config") from error
 

@@ -1,7 +1,8 @@
-"""How errors and logs tell of names and numbers: which one is meant, if one is near, which ones there are, how many."""
+"""How errors and logs tell of names, numbers and files: which one is meant, which there are, how many, what to do."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Iterable
 
 MAX_LISTED = 10
@@ -27,6 +28,21 @@ def listed(names: Collection[str], most: int = MAX_LISTED) -> str:
 def counted(num: int, noun: str) -> str:
     """1 thread, 2 threads."""
     return f"{num:,} {noun}{'' if num == 1 else 's'}"
+
+
+def unusable(error: OSError, *, to_write: bool = False) -> str:
+    """Why a file that somebody named cannot be read or written, and what to do about it."""
+    wanted = "write to" if to_write else "read"
+    fixes = {
+        errno.ENOENT: "make its folder first, or give another path" if to_write else "correct the path",
+        errno.EISDIR: "give a file's path",
+        errno.ENOTDIR: "one of its folders is a file: give another path",
+        errno.EACCES: f"give one that you may {wanted}",
+        errno.EPERM: f"give one that you may {wanted}",
+        errno.EROFS: "give one that can be written to",
+        errno.ENOSPC: "make room, or give a path on another disk",
+    }
+    return f"{error.strerror or error}: {fixes.get(error.errno or 0, 'give another path')}"
 
 
 def _plain(name: str) -> str:

@@ -20,6 +20,7 @@ from rich.console import Console
 from cluster.bench.report import Record
 from cluster.remote import no_answer, open_client, raise_for_error
 from protos.errors import Misconfigured
+from protos.hints import unusable
 
 Mark = Callable[[Sequence[Record], float], None]
 """Told what became of the requests, and when their time began in seconds since 1970."""
@@ -176,4 +177,4 @@ def _write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise Misconfigured(f"--profile {path}: {error.strerror}", param="profile") from error
+        raise Misconfigured(f"--profile {path}: {unusable(error, to_write=True)}", param="profile") from error

@@ -41,7 +41,7 @@ from cluster.bench.workload import (
 )
 from cluster.remote import DEFAULT_URL, ServedModel, find_model, get_json, open_client
 from protos.errors import BatonError, Misconfigured
-from protos.hints import counted
+from protos.hints import counted, unusable
 
 DEFAULT_REQUESTS = 64
 DEFAULT_CONCURRENCY = 8
@@ -281,7 +281,7 @@ def check_writable(path: Path | None, flag: str = "json") -> None:
         if not was_there:
             path.unlink()
     except OSError as error:
-        raise Misconfigured(f"--{flag} {path}: {error.strerror}", param=flag) from error
+        raise Misconfigured(f"--{flag} {path}: {unusable(error, to_write=True)}", param=flag) from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -289,7 +289,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     try:
         path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     except OSError as error:
-        raise Misconfigured(f"--json {path}: {error.strerror}", param="json") from error
+        raise Misconfigured(f"--json {path}: {unusable(error, to_write=True)}", param="json") from error
 
 
 def _seconds(milliseconds: float | None) -> float | None:

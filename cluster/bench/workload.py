@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from protos.errors import Misconfigured
+from protos.hints import unusable
 
 TRACE_BLOCK = 512
 """Tokens of a prompt that one of a trace's hash_ids stands for."""
@@ -137,7 +138,7 @@ def _traced(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
                 before = line["timestamp"]
                 yield line
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text: {error}"
+        why = unusable(error) if isinstance(error, OSError) else f"it is not UTF-8 text: {error}"
         raise Misconfigured(f"--trace {path}: {why}", param="trace") from error
 
 

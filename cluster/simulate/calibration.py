@@ -17,6 +17,7 @@ import numpy as np
 
 from cluster.simulate.latency import Calibrated, Step, step_of
 from protos.errors import Misconfigured
+from protos.hints import unusable
 
 NUM_ROUNDS = 10
 STALLED = 4.0
@@ -141,7 +142,7 @@ def read_points(path: Path) -> list[Measured]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Misconfigured(f"--calibration {path}: {error.strerror}", param="calibration") from error
+        raise Misconfigured(f"--calibration {path}: {unusable(error)}", param="calibration") from error
     except ValueError as error:
         raise Misconfigured(f"--calibration {path}: it is not JSON: {error}", param="calibration") from error
     try:

@@ -19,6 +19,7 @@ from workers.config import SchedulerConfig
 
 VOCAB_SIZE = 32_768
 MEMORY_SHARE = 0.9
+MAX_HOST_GIB = 16_384  # of one worker
 HOST_SHARE = 0.8  # of what PCIe carries by its data sheet, in copies of whole blocks
 GPU_WORKERS: Table = {
     "model": "simulated",
@@ -95,6 +96,8 @@ def hardware_spec(
         )
     settings = settings or read_settings(None, ())
     worker = settings.worker
+    if worker.host_kv_gib > MAX_HOST_GIB:
+        raise Misconfigured(f"--host-kv-gib {worker.host_kv_gib:g}: give at most {MAX_HOST_GIB:,}", param="host-kv-gib")
     share = worker.memory_fraction or MEMORY_SHARE
     layout = shape.layout(worker.block_size)
     host_blocks = int(worker.host_kv_gib * 2**30) // layout.block_bytes

@@ -5,6 +5,7 @@ Rates are the makers' dense figures; what of them is reached is the latency mode
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from protos.errors import Misconfigured
@@ -159,14 +160,14 @@ MODELS: dict[str, Model] = {
 def gpu_of(name: str) -> Gpu:
     """Raises Misconfigured for a GPU nobody described."""
     if name not in GPUS:
-        raise Misconfigured(f"--gpu {name}: choose one of {', '.join(GPUS)}", param="gpu")
+        raise Misconfigured(f"--gpu {shlex.quote(name)}: choose one of {', '.join(GPUS)}", param="gpu")
     return GPUS[name]
 
 
 def model_of(name: str) -> Model:
     """Raises Misconfigured for a model nobody described."""
     if name not in MODELS:
-        raise Misconfigured(f"--model {name}: choose one of {', '.join(MODELS)}", param="model")
+        raise Misconfigured(f"--model {shlex.quote(name)}: choose one of {', '.join(MODELS)}", param="model")
     return MODELS[name]
 
 

@@ -57,9 +57,7 @@ def trial(seed: int) -> Trial:
         seed=seed,
     )
     room = config.spec.num_blocks * config.spec.layout.block_size
-    made = (
-        agents(load, num_systems=2, system_tokens=rng.choice((8, 64))) if name == "agents" else GENERATED[name](load)
-    )
+    made = agents(load, num_systems=2, system_tokens=rng.choice((8, 64))) if name == "agents" else GENERATED[name](load)
     sessions = [_hurried(session) for session in made]
     sessions, _ = fitting(sessions, room)
     faults = _faults(seed, rng, config, sessions)
@@ -103,9 +101,7 @@ def _crowded(seed: int, config: SimulationConfig) -> Trial:
     config = replace(config, spec=spec, router=router, cards=cards, max_ttft_s=rng.choice((None, None, None, 1.0)))
     faults = _faults(seed, rng, config, sessions)
     for at_s in rng.choice(((), (0.1, 0.4, 1.0))):  # while KV is on its way, too
-        faults.append(
-            Fault(at_s=round(at_s * rng.uniform(0.5, 1.5), 3), kind=Kind.ABORTS, target=CLIENTS, amount=0.2)
-        )
+        faults.append(Fault(at_s=round(at_s * rng.uniform(0.5, 1.5), 3), kind=Kind.ABORTS, target=CLIENTS, amount=0.2))
     faults.sort(key=lambda fault: (fault.at_s, str(fault)))
     return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -9,8 +11,13 @@ from itertools import product
 from rich.table import Table
 from rich.text import Text
 
+from cluster.config import MAX_WORKERS, ClusterConfig
 from cluster.simulate.report import Summary
 from protos.errors import Misconfigured
+from router.policies.registry import NAMES
+
+MAX_CLUSTERS = 10_000
+"""That one sweep tries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +58,87 @@ class Trial:
         return self.summary.costs.usd
 
 
-def numbers(text: str, *, param: str) -> list[int]:
+def numbers(text: str, *, param: str, least: int = 0) -> list[int]:
     """From "2", "1,2,4" or "1:4". Raises Misconfigured."""
     low, colon, high = text.partition(":")
     try:
-        found = list(range(int(low), int(high) + 1)) if colon else [int(one) for one in text.split(",")]
+        found: Sequence[int] = range(int(low), int(high) + 1) if colon else [int(one) for one in text.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < 0:
-        raise Misconfigured(f"--{param} {text}: give numbers such as 2, 1,2,4 or 1:4", param=param)
+        found = ()
+    if not found or min(found) < least or max(found) > MAX_WORKERS:
+        raise Misconfigured(
+            f"--{param} {shlex.quote(text)}: give numbers from {least} to {MAX_WORKERS}, such as 2, 1,2,4 or 1:4",
+            param=param,
+        )
+    return list(dict.fromkeys(found))
+
+
+def policies(text: str, *, param: str) -> list[str]:
+    """Names with commas between them. Raises Misconfigured."""
+    found = list(dict.fromkeys(text.split(",")))
+    for name in found:
+        if name not in NAMES:
+            raise Misconfigured(
+                f"{param} {shlex.quote(text)}: there is no policy {name!r}: choose of {', '.join(NAMES)}",
+                param="policy",
+            )
     return found
+
+
+def asked(
+    settings: ClusterConfig,
+    *,
+    prefill: str | None,
+    decode: str | None,
+    tp: str | None,
+    workers: str | None,
+    policy: str | None,
+    to_sweep: bool,
+) -> list[Choice]:
+    """The clusters that flags ask for, and settings where there is no flag: `workers` colocated ones, or two pools.
+    Raises Misconfigured for none, for several unless they are `to_sweep`, and for more than anybody waits for."""
+    pools = settings.pools
+    for name in ("prefill_tp", "decode_tp"):
+        if (value := getattr(pools, name)) is not None:
+            why = "simulated workers all have as many ranks: give --tp instead"
+            raise Misconfigured(f"pools.{name} = {value}: {why}", param=name)
+    if workers is None and prefill is None and decode is None and pools.colocated:
+        workers = str(pools.colocated)
+    texts = {"workers": workers} if workers is not None else {
+        "prefill": _given(prefill, pools.prefill), "decode": _given(decode, pools.decode)
+    }  # fmt: skip
+    texts["tp"] = _given(tp, settings.worker.tp)
+    found = {name: numbers(text, param=name, least=int(name in ("workers", "tp"))) for name, text in texts.items()}
+    texts["policy"] = settings.router.policy if policy is None else policy
+    names = policies(texts["policy"], param="router.policy" if policy is None else "--policy")
+    several = [f"--{name} {texts[name]}" for name, values in (found | {"policy": names}).items() if len(values) > 1]
+    num = math.prod(len(values) for values in found.values()) * len(names)
+    if num > 1 and not to_sweep:
+        raise Misconfigured(
+            f"{', '.join(several)}: {num:,} clusters are asked for: give one of each, or --sweep to compare them",
+            param="sweep",
+        )
+    if num > MAX_CLUSTERS:
+        raise Misconfigured(
+            f"{', '.join(several)}: --sweep would try {num:,} clusters: give at most {MAX_CLUSTERS:,}", param="sweep"
+        )
+    every = choices(
+        prefill=found.get("prefill", [0]), decode=found.get("decode") or found["workers"], tp=found["tp"],
+        policies=names,
+    )  # fmt: skip
+    if not every:
+        raise Misconfigured(
+            f"--decode {texts['decode']}: somebody must write the answers, so give at least 1; --workers N is N "
+            "colocated workers, which read and write",
+            param="decode",
+        )
+    return every
+
+
+def _given(flag: str | None, setting: int | None) -> str:
+    if flag is not None:
+        return flag
+    return "1" if setting is None else str(setting)
 
 
 def choices(

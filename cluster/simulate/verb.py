@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,19 +20,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster import flags
 from cluster.bench.report import Objective
-from cluster.bench.verb import check_writable, write_json
+from cluster.bench.verb import write_json
 from cluster.bench.workload import Lengths
 from cluster.config import ClusterConfig, PoolsConfig
 from cluster.simulate import soak as soaking
 from cluster.simulate.calibration import calibrate, read_points
 from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings
 from cluster.simulate.faults import Fault, drawn
+from cluster.simulate.files import Log, keep, write
+from cluster.simulate.files import check as check_files
 from cluster.simulate.latency import Calibrated
 from cluster.simulate.page import page
 from cluster.simulate.report import summarise, summary_table
 from cluster.simulate.shapes import GPUS, MODELS, gpu_of
 from cluster.simulate.simulation import simulate as run_simulation
-from cluster.simulate.sweep import Choice, Trial, cheapest, choices, closest, front, numbers, sweep_table
+from cluster.simulate.sweep import Choice, Trial, asked, cheapest, closest, front, sweep_table
 from cluster.simulate.trouble import check
 from cluster.simulate.watch import Watch
 from cluster.simulate.workload import GENERATED, Load, Session, fitting, generated, recorded
@@ -41,6 +45,18 @@ from router.policies.registry import NAMES
 from router.prefix.registry import MEMORY
 
 FORMAT = "baton-simulation/1"
+DEFAULT_REQUESTS = 1000
+MAX_REQUESTS, MAX_GATEWAYS, MAX_FAULTS = 10_000_000, 1_000, 100_000
+Requests = Annotated[
+    int | None, typer.Option("--requests", min=1, max=MAX_REQUESTS, help="Default: 1000, or all of a trace.")
+]
+Tp = Annotated[str | None, typer.Option(help="GPUs of a worker; several, such as 1,2,4, with --sweep. Default: 1.")]
+Prefill = Annotated[
+    str | None, typer.Option(help="Prefill workers; 0: colocated ones alone. 0:8 to sweep. Default: 1.")
+]
+Workers = Annotated[
+    str | None, typer.Option(help="Colocated workers: --colocated goes without saying; 1:8 to sweep. Default: 1.")
+]
 SOAKED_A_LINE = 100
 """Clusters after which a soak that is not on a terminal says how far it is."""
 
@@ -49,7 +65,7 @@ def simulate(
     context: typer.Context,
     trace: Annotated[Path | None, typer.Option(help="Requests to replay, in Mooncake's format.")] = None,
     workload: Annotated[str, typer.Option(help=f"Without a trace: {', '.join(GENERATED)}.")] = "poisson",
-    num_requests: Annotated[int | None, typer.Option("--requests", min=1, help="Default: 1000, or all.")] = None,
+    num_requests: Requests = None,
     rate: Annotated[float, typer.Option(help="Generated requests a second, on average.")] = 4.0,
     trace_scale: Annotated[float, typer.Option(help="Multiplies the trace's lengths.")] = 1.0,
     trace_speed: Annotated[float, typer.Option(help="Run the trace's time this many times as fast.")] = 1.0,
@@ -57,12 +73,14 @@ def simulate(
     output_len: Annotated[str, typer.Option(help="Tokens of a generated answer.")] = "20:400",
     gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}.")] = "h100",
     model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}.")] = "llama-3-8b",
-    tp: Annotated[str, typer.Option(help="GPUs of a worker; several, such as 1,2,4, with --sweep.")] = "1",
-    prefill: Annotated[str, typer.Option(help="Prefill workers; 0: the others read themselves. 1:8 to sweep.")] = "1",
-    decode: Annotated[str, typer.Option(help="Decode workers; 1:8 to sweep.")] = "1",
+    tp: Tp = None,
+    prefill: Prefill = None,
+    decode: Annotated[str | None, typer.Option(help="Decode workers; 1:8 to sweep. Default: 1.")] = None,
+    colocated: flags.Colocated = False,
+    workers: Workers = None,
     policy: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}; several, with commas, to sweep.")] = None,
     host_kv_gib: flags.HostKv = None,
-    gateways: Annotated[int, typer.Option(min=1, help="Gateways, which share the requests.")] = 1,
+    gateways: Annotated[int, typer.Option(min=1, max=MAX_GATEWAYS, help="Gateways, which share the requests.")] = 1,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
     calibration: Annotated[list[Path] | None, typer.Option(help="Bench profile, figures or steps. Repeatable.")] = None,
@@ -71,7 +89,7 @@ def simulate(
     attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
     usd_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="Default: an example price of the GPU.")] = None,
     fault: Annotated[list[str] | None, typer.Option(help=r"'AT KIND TARGET \[for S] \[by N]'. Repeatable.")] = None,
-    faults: Annotated[int, typer.Option(min=0, help="So many random faults.")] = 0,
+    faults: Annotated[int, typer.Option(min=0, max=MAX_FAULTS, help="So many random faults.")] = 0,
     audit_every: Annotated[int, typer.Option(min=0, help="Events between looks at all invariants; 0: at the end.")] = 0,
     single_step: Annotated[bool, typer.Option("--single-step", help="Without leaps: the same, slower.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of load, faults and the order of ties.")] = 0,
@@ -89,23 +107,48 @@ def simulate(
         return _replay(replay, events)
     if soak is not None:
         return _soak(range(seed, seed + soak))
-    load = Load(
-        num_requests=num_requests or 1000, rate=rate, seed=seed,
-        prompts=Lengths.parse(input_len, param="input-len"), outputs=Lengths.parse(output_len, param="output-len"),
-    )  # fmt: skip
     scene = _Scene(
         gpu=gpu, model=model, gateways=gateways, leaping=not single_step, seed=seed, audit_every=audit_every,
         settings=_settings(file, further or (), host_kv_gib), latency=_latency(calibration or ()),
-        usd_per_gpu_hour=gpu_of(gpu).usd_per_hour if usd_per_gpu_hour is None else usd_per_gpu_hour,
+        usd_per_gpu_hour=_price(gpu, usd_per_gpu_hour),
         objective=Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms)),
-        sessions=recorded(trace, limit=num_requests, speed=trace_speed, scale=trace_scale) if trace
-        else generated(workload, load),
+        sessions=_sessions(context.params),
         faults=[Fault.parse(text) for text in fault or ()], num_faults=faults,
     )  # fmt: skip
-    every = _choices(prefill, decode, tp, scene.settings.router.policy if policy is None else policy)
+    every = _clusters(scene.settings, context.params)
     if sweep_all:
         return _sweep(scene, every, attainment, json_file)
     _once(scene, every, json_file, html_file, events)
+
+
+def _sessions(given: Mapping[str, Any]) -> list[Session]:
+    """Recorded or generated ones. Raises Misconfigured."""
+    if given["trace"] is not None:
+        limit, speed, scale = given["num_requests"], given["trace_speed"], given["trace_scale"]
+        return recorded(given["trace"], limit=limit, speed=speed, scale=scale)
+    load = Load(
+        num_requests=given["num_requests"] or DEFAULT_REQUESTS,
+        rate=given["rate"],
+        seed=given["seed"],
+        prompts=Lengths.parse(given["input_len"], param="input-len"),
+        outputs=Lengths.parse(given["output_len"], param="output-len"),
+    )
+    return generated(given["workload"], load)
+
+
+def _clusters(settings: ClusterConfig, given: Mapping[str, Any]) -> list[Choice]:
+    """Raises Misconfigured."""
+    workers = "1" if given["colocated"] and given["workers"] is None else given["workers"]
+    names = ("prefill", "decode", "tp", "policy")
+    return asked(settings, workers=workers, to_sweep=given["sweep_all"], **{name: given[name] for name in names})
+
+
+def _price(gpu: str, usd_per_gpu_hour: float | None) -> float:
+    """Raises Misconfigured."""
+    usual = gpu_of(gpu).usd_per_hour
+    if usd_per_gpu_hour == math.inf:
+        raise Misconfigured("--usd-per-gpu-hour inf: give a price, 0 or more", param="usd-per-gpu-hour")
+    return usual if usd_per_gpu_hour is None else usd_per_gpu_hour
 
 
 def _latency(files: Sequence[Path]) -> Calibrated | None:
@@ -113,7 +156,7 @@ def _latency(files: Sequence[Path]) -> Calibrated | None:
     return calibrate([one for path in files for one in read_points(path)]) if files else None
 
 
-def _check(context: typer.Context, files: Mapping[str, Path | None]) -> None:
+def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
     """Raises Misconfigured for flags that would be dropped, and for files that could not be written at the end."""
     every = [one.name for one in context.command.params if one.name is not None]
     if context.params["replay"] is not None:
@@ -130,29 +173,15 @@ def _check(context: typer.Context, files: Mapping[str, Path | None]) -> None:
         flags.refuse_others(context, "--trace FILE says what is asked, and when", {*every} - made)
     else:
         flags.refuse_others(context, "without --trace FILE", {*every} - {"trace_scale", "trace_speed"})
-    for flag, path in files.items():
-        check_writable(path, flag)
+    if context.params["colocated"] or context.params["workers"] is not None:
+        why = "--workers N are colocated workers, instead of two pools"
+        flags.refuse_others(context, why, {*every} - {"prefill", "decode"})
+    read = {"trace": [context.params["trace"]], "config": [context.params["file"]]}
+    check_files(written, read | {"calibration": context.params["calibration"] or ()})
 
 
 def _settings(file: Path | None, further: Sequence[str], host_kv_gib: float | None) -> ClusterConfig:
     return read_settings(file, further if host_kv_gib is None else (*further, f"worker.host_kv_gib={host_kv_gib!r}"))
-
-
-def _choices(prefill: str, decode: str, tp: str, policy: str) -> list[Choice]:
-    """Raises Misconfigured."""
-    every = choices(
-        prefill=numbers(prefill, param="prefill"),
-        decode=numbers(decode, param="decode"),
-        tp=numbers(tp, param="tp"),
-        policies=list(dict.fromkeys(policy.split(","))),
-    )
-    if not every:
-        raise Misconfigured(
-            f"--decode {decode}: somebody must write the answers, so give at least 1; --prefill 0 --decode N is N "
-            "colocated workers, which read and write",
-            param="decode",
-        )
-    return every
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,11 +242,6 @@ class _Scene:
 def _once(
     scene: _Scene, every: Sequence[Choice], json_file: Path | None, html_file: Path | None, events: Path | None
 ) -> None:
-    """Raises Misconfigured for several choices."""
-    if len(every) != 1:
-        raise Misconfigured(
-            f"{len(every)} clusters are asked for: give one number of each, or --sweep to compare them", param="sweep"
-        )
     choice = every[0]
     config = scene.config(choice)
     sessions, num_left_out = fitting(scene.sessions, _longest(config))
@@ -228,22 +252,24 @@ def _once(
     start_s = time.perf_counter()
     num_requests = sum(len(session.turns) for session in sessions)
     until_s = max(session.due_s for session in sessions)
-    with _Log(events) as log, _told(), Watch(errors, num_requests=num_requests, until_s=until_s) as watch:
+    with Log(events) as log, _told(), Watch(errors, num_requests=num_requests, until_s=until_s) as watch:
         schedule = scene.schedule(config, sessions)
         outcome = run_simulation(config, sessions, schedule, write=log.write, watch=watch.begin)
     took_s = time.perf_counter() - start_s
     summary = summarise(outcome, scene.objective)
+    command, trials = shlex.join(["baton", *sys.argv[1:]]), [Trial(choice=choice, summary=summary)]
+    latency = str(scene.latency or "")
+
+    def write_page() -> None:
+        if html_file is not None:
+            made = page(outcome, summary, command=command, latency=latency, objective=scene.objective)
+            write(html_file, made, "html")
+
     # Files first: nobody may read the table to its end, such as `| head`.
-    command = shlex.join(["baton", *sys.argv[1:]])
-    if json_file is not None:
-        write_json(json_file, _document(command, [Trial(choice=choice, summary=summary)], scene.latency))
-    if html_file is not None:
-        _write(
-            html_file,
-            page(outcome, summary, command=command, latency=str(scene.latency or ""), objective=scene.objective),
-        )
+    lost = keep(log.check, partial(_write_json, json_file, _document(command, trials, scene.latency)), write_page)
     Console().print(summary_table(summary))
     errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim")
+    _tell_lost(lost)
 
 
 def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file: Path | None) -> None:
@@ -267,18 +293,20 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
             if not bar.console.is_terminal:
                 bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False)
     best = cheapest(trials, attainment)
-    if json_file is not None:
-        document = _document(shlex.join(["baton", *sys.argv[1:]]), trials, scene.latency)
-        marks = {"front": [asdict(one.choice) for one in front(trials)], "cheapest": best and asdict(best.choice)}
-        write_json(json_file, {**document, "attainment": attainment, **marks})
+    document = _document(shlex.join(["baton", *sys.argv[1:]]), trials, scene.latency)
+    marks = {"front": [asdict(one.choice) for one in front(trials)], "cheapest": best and asdict(best.choice)}
+    lost = keep(partial(_write_json, json_file, {**document, "attainment": attainment, **marks}))
     console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     console.print(sweep_table(trials, attainment))
     if best is None:
         nearest = closest(trials)
         near = f"the closest: {nearest.choice}, for {nearest.good_share:.1%}" if nearest else "none for a single one"
         console.print(f"no cluster meets the objective for {attainment:.0%} of the requests; {near}", style="yellow")
+    else:
+        console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {best.usd:,.2f}")
+    _tell_lost(lost)
+    if best is None:
         raise typer.Exit(1)
-    console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {best.usd:,.2f}")
 
 
 def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[Choice, SimulationConfig]:
@@ -345,9 +373,11 @@ def _replay(seed: int, events: Path | None) -> None:
     console = Console()
     for fault in trial.faults:
         console.print(f"fault: {fault}", highlight=False)
-    with _Log(events) as log, _told():
+    with Log(events) as log, _told():
         outcome = soaking.run(seed, write=log.write)
+    lost = keep(log.check)
     console.print(summary_table(summarise(outcome, Objective())))
+    _tell_lost(lost)
 
 
 @contextmanager
@@ -363,30 +393,15 @@ def _told() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-class _Log:
-    """The file of the event log. It is opened with the first event: a run that never began leaves what was there."""
+def _write_json(path: Path | None, content: Mapping[str, Any]) -> None:
+    if path is not None:
+        write_json(path, content)
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._file: TextIO | None = None
 
-    @property
-    def write(self) -> Callable[[str], object] | None:
-        """None where no log is wanted."""
-        return self._write if self._path is not None else None
-
-    def _write(self, text: str) -> None:
-        if self._file is None:
-            assert self._path is not None
-            self._file = self._path.open("w", encoding="utf-8")
-        self._file.write(text)
-
-    def __enter__(self) -> _Log:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+def _tell_lost(lost: Sequence[str]) -> None:
+    """Raises Misconfigured for files that could not be written."""
+    if lost:
+        raise Misconfigured("; ".join(lost))
 
 
 def _document(command: str, trials: Sequence[Trial], calibrated: Calibrated | None) -> dict[str, Any]:
@@ -401,13 +416,6 @@ def _document(command: str, trials: Sequence[Trial], calibrated: Calibrated | No
 def _longest(config: SimulationConfig) -> int:
     spec = config.spec
     return min(spec.scheduler.max_model_len, spec.num_blocks * spec.layout.block_size)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise Misconfigured(f"--html {path}: {error.strerror}", param="html") from error
 
 
 def _seconds(milliseconds: float | None) -> float | None:

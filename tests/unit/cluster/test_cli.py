@@ -60,6 +60,22 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(
     assert said == "baton: there is no setting 'tpp' in [worker]: did you mean 'tp'?\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("simulate --requests 0", "--requests 0: give 1 or more"),
+        ("simulate --attainment 7", "--attainment 7: give 1 or less"),
+        ("bench --prompt-seed x", "--prompt-seed x: give a whole number"),
+        ("bench --timeout soon", "--timeout soon: give a number"),
+        ("serve --device gpu", "--device gpu: 'gpu' is not one of 'auto', 'cpu', 'cuda'"),
+    ],
+)
+def test_a_value_that_an_option_cannot_have_is_named_with_what_to_give(
+    words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(monkeypatch, capsys, *words.split()) == f"baton: {told}\n"
+
+
 def test_serving_needs_a_model_that_is_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

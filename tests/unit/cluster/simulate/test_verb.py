@@ -233,7 +233,33 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         (("--gpu", "h900"), "--gpu h900"),
         (("--model", "llama-9"), "--model llama-9"),
         (("--model", "llama-3-70b"), "--tp 1"),
-        (("--decode", "1:3"), "or --sweep"),
+        (("--decode", "1:3"), "--decode 1:3: 3 clusters are asked for: give one of each, or --sweep"),
+        (("--tp", "1,2", "--policy", "slo,prefix_aware"), "--tp 1,2, --policy slo,prefix_aware: 4 clusters"),
+        (("--sweep", "--prefill", "1:999", "--decode", "1:999"), "--sweep would try 998,001 clusters: give at most"),
+        (("--decode", "99999999999"), "--decode 99999999999: give numbers from 0 to 4096"),
+        (("--workers", "0"), "--workers 0: give numbers from 1 to 4096"),
+        (("--workers", ""), "--workers '': give numbers"),
+        (
+            ("--workers", "2", "--decode", "3"),
+            "--workers N are colocated workers, instead of two pools: leave --decode",
+        ),
+        (("--colocated", "--prefill", "1"), "instead of two pools: leave --prefill out"),
+        (("--set", "pools.decode_tp=2"), "pools.decode_tp = 2: simulated workers all have as many ranks: give --tp"),
+        (("--requests", "0"), "--requests 0: give 1 or more"),
+        (("--requests", "99999999999"), "--requests 99999999999: give 10,000,000 or less"),
+        (("--requests", "1.5"), "--requests 1.5: give a whole number"),
+        (("--requests", ""), "--requests '': give a whole number"),
+        (("--rate", "often"), "--rate often: give a number"),
+        (("--rate", "1e-9"), "--rate 1e-09: the last of 30 requests comes after 347,222 days of virtual time"),
+        (("--ttft-ms", "nan"), "--ttft-ms nan: give 0 or more"),
+        (("--faults", "999999999"), "--faults 999999999: give 100,000 or less"),
+        (("--gateways", "999999999"), "--gateways 999999999: give 1,000 or less"),
+        (("--usd-per-gpu-hour", "inf"), "--usd-per-gpu-hour inf: give a price"),
+        (("--host-kv-gib", "1e300"), "--host-kv-gib 1e+300: give at most 16,384"),
+        (("--input-len", "999999"), "than the 131072 tokens that a worker holds: lower --input-len"),
+        (("--workload", ""), "--workload '': choose one of poisson"),
+        (("--config", "none"), "--config none: No such file or directory: correct the path"),
+        (("--calibration", "none"), "--calibration none: No such file or directory: correct the path"),
         (("--host-kv-gib", "1e-6"), "--host-kv-gib 1e-06"),
         (("--decode", "some"), "--decode some"),
         (("--sweep",), "--ttft-ms"),
@@ -241,17 +267,23 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         (("--rate", "inf"), "--rate inf"),
         (("--ttft-ms", "0"), "--ttft-ms 0"),
         (("--fault", "now"), "--fault"),
-        (("--policy", "dice"), "dice"),
-        (("--policy", ""), "no policy ''"),
-        (("--prefill", "3", "--decode", "0"), "at least 1; --prefill 0 --decode N is N colocated"),
+        (("--policy", "dice"), "--policy dice: there is no policy 'dice': choose of round_robin, "),
+        (("--policy", ""), "--policy '': there is no policy ''"),
+        (("--set", "router.policy=dice"), "router.policy dice: there is no policy 'dice'"),
+        (("--policy", "slo,"), "--policy slo,: there is no policy ''"),
+        (("--prefill", "3", "--decode", "0"), "at least 1; --workers N is N colocated"),
         (("--input-len", "5:"), "--input-len 5:"),
         (("--trace", "none"), "leave --rate, --input-len, --output-len out"),
         (("--attainment", "0.9"), "without --sweep: leave --attainment out"),
         (("--trace-speed", "2"), "without --trace FILE: leave --trace-speed out"),
         (("--soak", "3", "--replay", "1"), "leave --requests, --rate, --input-len, --output-len, --soak out"),
         (("--sweep", "--ttft-ms", "5", "--html", "x.html"), "leave --html out"),
-        (("--html", "no/such/folder"), "--html no/such/folder"),
-        (("--events", "no/such/folder"), "--events no/such/folder"),
+        (("--html", "no/such"), "--html no/such: No such file or directory: make its folder first, or give another"),
+        (
+            ("--events", "no/such"),
+            "--events no/such: No such file or directory: make its folder first, or give another",
+        ),
+        (("--json", "."), "--json .: Is a directory: give a file's path"),
     ],
 )
 def test_mistakes_are_named_with_their_flag(arguments: tuple[str, ...], named: str) -> None:
@@ -263,9 +295,63 @@ def test_mistakes_are_named_with_their_flag(arguments: tuple[str, ...], named: s
 
 @pytest.mark.parametrize("flags", [("--seed", "-1"), ("--replay", "-1"), ("--soak", "2", "--seed", "-5")])
 def test_a_seed_is_not_negative(flags: tuple[str, ...]) -> None:
-    result = call(*flags)
-    assert result.exit_code == 2
-    assert f"Invalid value for '{flags[-2]}'" in result.output
+    assert str(call(*flags).exception) == f"{flags[-2]} {flags[-1]}: give 0 or more"
+
+
+def test_two_flags_do_not_write_one_file(tmp_path: Path) -> None:
+    """Nor one that another reads."""
+    file = tmp_path / "run.json"
+    file.write_text("[]")
+    said = str(call(*SMALL, "--json", str(file), "--html", str(tmp_path / "." / "run.json")).exception)
+    assert said == f"--html {file}: --json writes that file: give another path"
+    said = str(call(*SMALL, "--events", str(file), "--calibration", str(file)).exception)
+    assert said == f"--events {file}: --calibration reads that file: give another path"
+    assert file.read_text() == "[]"
+    answer(*SMALL, "--json", os.devnull, "--html", os.devnull)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="nothing here is always full")
+def test_what_cannot_be_written_at_the_end_is_told_after_the_table() -> None:
+    full = "/dev/full"
+    for flags in ((), ("--sweep", "--ttft-ms", "900"), ("--sweep", "--ttft-ms", "0.001")):
+        result = call(*SMALL, "--json", full, *flags)
+        assert "USD" in result.stdout
+        assert isinstance(result.exception, Misconfigured)
+        assert str(result.exception) == f"--json {full}: No space left on device: {ROOM}"
+    result = call(*SMALL, "--events", full, "--html", full)
+    assert "event log" in result.stdout
+    assert str(result.exception) == "; ".join(f"{flag} {full}: No space left on device: {ROOM}" for flag in LOST)
+    result = call("--replay", "1", "--events", full)
+    assert "event log" in result.stdout
+    assert isinstance(result.exception, Misconfigured)
+
+
+ROOM = "make room, or give a path on another disk"
+LOST = ("--events", "--html")
+
+
+def test_colocated_workers_are_asked_for_as_of_the_other_verbs() -> None:
+    plain = answer(*SMALL, "--prefill", "0", "--decode", "2")
+    assert answer(*SMALL, "--workers", "2") == answer(*SMALL, "--colocated", "--workers", "2") == plain
+    assert answer(*SMALL, "--colocated") == answer(*SMALL, "--prefill", "0")
+    swept = answer(*SMALL, "--workers", "1:2", "--sweep", "--ttft-ms", "900")
+    assert "2 colocated" in swept
+    assert "1P" not in swept
+
+
+def test_pools_and_ranks_are_those_of_the_settings_unless_flags_say_more(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("[pools]\nprefill = 2\ndecode = 1\n[worker]\ntp = 2\n")
+    assert "of 2P+1D tp2 " in call(*SMALL, "--config", str(file)).stderr
+    assert "of 2P+3D tp1 " in call(*SMALL, "--config", str(file), "--decode", "3", "--tp", "1").stderr
+    assert "of 1 colocated tp2 " in call(*SMALL, "--config", str(file), "--colocated").stderr
+    assert "of 3 colocated tp1 " in call(*SMALL, "--set", "pools.colocated=3").stderr
+    assert "of 1P+2D tp1 " in call(*SMALL, "--set", "pools.colocated=3", "--decode", "2").stderr
+
+
+def test_as_many_requests_are_asked_as_were_asked_for() -> None:
+    told = answer(*SMALL, "--requests", "10", "--workload", "agents")
+    assert "10 of 10" in told
 
 
 def test_a_run_that_never_began_leaves_no_files_and_no_empty_ones(tmp_path: Path) -> None:

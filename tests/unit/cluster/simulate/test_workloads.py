@@ -69,7 +69,9 @@ def test_a_trace_is_read_and_its_time_can_run_faster(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["poisson", "diurnal"])
 def test_a_load_that_takes_a_month_of_virtual_time_is_refused(name: str) -> None:
-    with pytest.raises(Misconfigured, match=r"--rate 1e-09: the last of 100 requests comes after 1,157,407 days") as told:
+    with pytest.raises(
+        Misconfigured, match=r"--rate 1e-09: the last of 100 requests comes after 1,157,407 days"
+    ) as told:
         generated(name, replace(LOAD, rate=1e-9))
     (least,) = re.findall(r"Give (\S+) or more, or fewer --requests", str(told.value))
     assert generated(name, replace(LOAD, rate=float(least))), "what it says is possible"
@@ -83,7 +85,9 @@ def test_a_trace_with_a_gap_of_months_is_refused(tmp_path: Path) -> None:
     file.write_text("".join(line % timestamp for timestamp in (0, 4000, 86_400_000 * 100)))
     with pytest.raises(Misconfigured, match=r"trace.jsonl: its last request comes after 100 days") as told:
         recorded(file)
-    ((limit, speed),) = re.findall(r"Give --requests (\d+) for those before, or --trace-speed (\S+) or", str(told.value))
+    ((limit, speed),) = re.findall(
+        r"Give --requests (\d+) for those before, or --trace-speed (\S+) or", str(told.value)
+    )
     assert len(recorded(file, limit=int(limit))) == 2
     assert len(recorded(file, speed=float(speed))) == 3
 

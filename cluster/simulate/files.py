@@ -1,0 +1,90 @@
+"""The files that a run leaves: looked at before it begins, written at its end whatever becomes of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from cluster.bench.verb import check_writable
+from protos.errors import Misconfigured
+from protos.hints import unusable
+
+
+def check(written: Mapping[str, Path | None], read: Mapping[str, Sequence[Path | None]]) -> None:
+    """By flag. Raises Misconfigured for what could not be written, and for what another flag would lose by it."""
+    whose = {path.resolve(): f"--{flag} reads" for flag, paths in read.items() for path in paths if path is not None}
+    for flag, path in written.items():
+        if path is None:
+            continue
+        check_writable(path, flag)
+        if not path.exists() or path.is_file():
+            if (other := whose.get(path.resolve())) is not None:
+                raise Misconfigured(f"--{flag} {path}: {other} that file: give another path", param=flag)
+            whose[path.resolve()] = f"--{flag} writes"
+
+
+def write(path: Path, text: str, flag: str) -> None:
+    """Raises Misconfigured."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _lost(flag, path, error) from error
+
+
+def keep(*writes: Callable[[], None]) -> list[str]:
+    """Does them all; what could not be written, for who has shown the figures to say."""
+    lost = []
+    for one in writes:
+        try:
+            one()
+        except Misconfigured as error:
+            lost.append(error.message)
+    return lost
+
+
+class Log:
+    """The file of the event log. It is opened with the first event: a run that never began leaves what was there. One
+    that cannot be written on ends there, and the run goes on: `check` says so at its end."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._lost: Misconfigured | None = None
+
+    @property
+    def write(self) -> Callable[[str], object] | None:
+        """None where no log is wanted."""
+        return self._write if self._path is not None else None
+
+    def check(self) -> None:
+        """Raises Misconfigured if some of it was lost."""
+        if self._lost is not None:
+            raise self._lost
+
+    def _write(self, text: str) -> None:
+        if self._lost is not None:
+            return
+        assert self._path is not None
+        try:
+            if self._file is None:
+                self._file = self._path.open("w", encoding="utf-8")
+            self._file.write(text)
+        except OSError as error:
+            self._lost = _lost("events", self._path, error)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is None:
+            return
+        assert self._path is not None
+        try:
+            self._file.close()
+        except OSError as error:
+            self._lost = self._lost or _lost("events", self._path, error)
+
+
+def _lost(flag: str, path: Path, error: OSError) -> Misconfigured:
+    return Misconfigured(f"--{flag} {path}: {unusable(error, to_write=True)}", param=flag)
