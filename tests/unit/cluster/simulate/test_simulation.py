@@ -204,7 +204,7 @@ def test_what_a_gateway_does_for_a_request_comes_before_its_first_token() -> Non
 
 
 def test_a_host_tier_finds_more_and_its_loads_take_time_that_leaps_do_not_change() -> None:
-    asked = sessions("conversations", num=12)
+    asked = sessions("conversations", num=15)
 
     def outcome(host_blocks: int, *, leaping: bool, speed: float = 25e9) -> tuple[str, int]:
         config = town(num_blocks=64, leaping=leaping, audit_every=100)
