@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import os
+import select
 import shutil
 import signal
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "baton-"
 OWNED = "owned"  # locked by whoever uses the folder: the kernel lets go of it when that process ends, however it does
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+REAP_S = 1.0  # what was killed ends at once, unless a driver holds it
 
 log = logging.getLogger("baton.cluster")
 
@@ -38,11 +43,42 @@ class Scratch:
 
 
 def kill_users(folder: Path) -> None:
-    """Every process that was told of the folder when it was started, but not this one. Linux only."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # just gone, or another user's
-            if entry.name != str(os.getpid()) and os.fsencode(folder) in (entry / "cmdline").read_bytes():
-                os.kill(int(entry.name), signal.SIGKILL)
+    """Ends every process that was told of the folder when it was started, but not this one, and leaves nothing of those
+    that descend from it: where nobody reaps for others, as in many containers, they would be zombies for ever. Linux
+    only."""
+    killed: list[int] = []
+    with _adopting():
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # just gone, or another user's
+                if entry.name != str(os.getpid()) and os.fsencode(folder) in (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    killed.append(int(entry.name))
+        for pid in (*killed, *killed):  # the second time those whose parents were among them
+            with suppress(OSError):  # no child of ours, or reaped already
+                _reap(pid)
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Meanwhile children of children that end become ours."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _reap(pid: int) -> None:
+    """Raises ChildProcessError for what is no child of this process."""
+    if os.waitpid(pid, os.WNOHANG)[0]:
+        return
+    end = os.pidfd_open(pid)
+    try:
+        select.select([end], [], [], REAP_S)
+        os.waitpid(pid, os.WNOHANG)
+    finally:
+        os.close(end)
 
 
 def _sweep(parent: Path) -> None:

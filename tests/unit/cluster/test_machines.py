@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
 import sys
@@ -76,14 +75,25 @@ def test_a_call_that_never_returns_does_not_keep_the_process() -> None:
     assert ended.returncode == 2, ended.stderr
 
 
-async def test_processes_that_use_a_folder_are_killed_and_no_others(tmp_path: Path) -> None:
-    theirs, others = (tmp_path / name for name in ("baton-a", "baton-b"))
-    sleeping = [
-        await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", str(path), stdin=asyncio.subprocess.PIPE)
-        for path in (theirs, others)
-    ]
-    kill_users(theirs)
-    assert await sleeping[0].wait() == -9
-    assert sleeping[1].returncode is None
-    os.kill(sleeping[1].pid, 9)
-    await sleeping[1].wait()
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", sys.argv[1]])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_processes_that_use_a_folder_are_killed_and_no_others(tmp_path: Path) -> None:
+    """And reaped, also children of them: no zombie is left to whoever reaps for orphans, if anybody does."""
+    theirs, others = (str(tmp_path / name) for name in ("baton-a", "baton-b"))
+    with (
+        subprocess.Popen([sys.executable, "-c", PARENT, theirs], stdout=subprocess.PIPE, text=True) as killed,
+        subprocess.Popen([sys.executable, "-c", "input()", others], stdin=subprocess.PIPE) as spared,
+    ):
+        assert killed.stdout is not None
+        child = int(killed.stdout.readline())
+        kill_users(Path(theirs))
+        assert not Path(f"/proc/{killed.pid}").exists()
+        assert not Path(f"/proc/{child}").exists()
+        assert spared.poll() is None
+        spared.kill()
