@@ -75,12 +75,8 @@ def test_a_call_that_never_returns_does_not_keep_the_process() -> None:
     assert ended.returncode == 2, ended.stderr
 
 
-PARENT = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", sys.argv[1]])
-print(child.pid, flush=True)
-child.wait()
-"""
+CHILD = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}, sys.argv[1]])"
 
 
 def test_processes_that_use_a_folder_are_killed_and_no_others(tmp_path: Path) -> None:
