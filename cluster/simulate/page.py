@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -12,15 +14,39 @@ from cluster.bench.report import Objective, Record
 from cluster.simulate.report import Summary, summary_table
 from cluster.simulate.simulation import Outcome
 from cluster.simulate.timeline import Sample
+from cluster.simulate.trouble import Happened
+from protos.hints import counted
 
-WIDTH, HEIGHT, MARGIN = 720, 220, 56
-TOP, BOTTOM, RIGHT = 26, 30, 16
+HEIGHT, TOP, BOTTOM, RIGHT, GAP = 240, 44, 30, 16, 6
 NUM_COLOURS = 5
 NUM_SLOTS = 60
-LABEL_WIDTH = 14
-"""Of a label along a line; one that is nearer to the last is only shown where the line is pointed at."""
+MANY_FAULTS = 20
+"""More are folded away."""
 
 Line = Sequence[tuple[float, float]]
+
+
+class Mark(NamedTuple):
+    """Across a plot. `told` is shown where it is pointed at, `label` always."""
+
+    at: float
+    told: str
+    label: str
+
+
+class Size(NamedTuple):
+    """`letter`: how wide the widest of usual fonts draws a digit; texts are as high as the page's style says."""
+
+    name: str
+    width: int
+    letter: float
+
+    def text(self, text: str) -> float:
+        return self.letter * len(text)
+
+
+WIDE = Size("wide", 720, 7.0)
+NARROW = Size("narrow", 350, 7.7)
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -37,20 +63,23 @@ pre {{ background: var(--panel); padding: 1rem; overflow-x: auto; font-size: 13p
 h2 {{ font-size: 1.05rem; margin: 1.6rem 0 .3rem }}
 svg {{ width: 100%; height: auto; border: 1px solid var(--grid) }}
 text {{ font: 11px system-ui, sans-serif; fill: var(--faint) }}
+svg.narrow {{ display: none }} .narrow text {{ font-size: 12px }}
 .grid {{ stroke: var(--grid) }}
 polyline {{ fill: none; stroke-width: 1.5 }}
 .s0 {{ stroke: var(--c0) }} .s1 {{ stroke: var(--c1) }} .s2 {{ stroke: var(--c2) }} .s3 {{ stroke: var(--c3) }}
 .s4 {{ stroke: var(--c4) }}
 .f0 {{ fill: var(--c0) }} .f1 {{ fill: var(--c1) }} .f2 {{ fill: var(--c2) }} .f3 {{ fill: var(--c3) }}
 .f4 {{ fill: var(--c4) }}
-.fault line {{ stroke: var(--fault); stroke-dasharray: 3 3 }}
-.fault text {{ fill: var(--fault); stroke: var(--page); stroke-width: 3px; paint-order: stroke }}
-@media (max-width: 600px) {{ pre {{ font-size: 11px }} text {{ font-size: 19px }} .fault text {{ display: none }} }}
+.mark line {{ stroke: var(--fault); stroke-dasharray: 3 3; stroke-opacity: .6 }}
+text.mark {{ fill: var(--fault) }}
+@media (max-width: 600px) {{ pre {{ font-size: 11px; padding: .6rem }}
+  svg.wide {{ display: none }} svg.narrow {{ display: block }} }}
 </style>
 <h1>{title}</h1>
 <p><code>{command}</code></p>
 <pre>{figures}</pre>
 <p>{latency}</p>
+{faults}
 {plots}
 </html>
 """
@@ -59,32 +88,44 @@ polyline {{ fill: none; stroke-width: 1.5 }}
 def page(outcome: Outcome, summary: Summary, *, command: str, latency: str = "", objective: Objective) -> str:
     """One page that needs nothing else. `latency` says where steps' times are from, if not from a roofline."""
     samples, records = outcome.samples, outcome.records
-    marks = [(fault.at_s, fault.what) for fault in summary.faults if not fault.passed_over]
+    happened = sorted((fault for fault in summary.faults if not fault.passed_over), key=lambda fault: fault.at_s)
+    marks = [Mark(fault.at_s, fault.what, str(number)) for number, fault in enumerate(happened, 1)]
     waiting = _by_role(samples, lambda sample: sample.num_waiting)
     waiting["gateways"] = [(one.at_s, float(one.num_queued)) for one in samples if one.role == samples[0].role]
     plots = [
-        _plot("Workers serving", "s", _by_role(samples, lambda sample: sample.num_workers), whole=True, marks=marks),
-        _plot("Sequences running", "s", _by_role(samples, lambda sample: sample.num_running), whole=True, marks=marks),
-        _plot("Requests waiting, on workers by pool and at the gateways", "s", waiting, whole=True, marks=marks),
-        _plot("KV blocks in use, %", "s", _by_role(samples, lambda sample: 100 * sample.blocks_used), marks=marks),
-        _plot("Time to first token, ms, of what was asked at the time", "s", _over_time(records), marks=marks),
+        plot("Workers serving", "s", _by_role(samples, lambda sample: sample.num_workers), whole=True, marks=marks),
+        plot("Sequences running", "s", _by_role(samples, lambda sample: sample.num_running), whole=True, marks=marks),
+        plot("Requests waiting, on workers by pool and at the gateways", "s", waiting, whole=True, marks=marks),
+        plot("KV blocks in use, %", "s", _by_role(samples, lambda sample: 100 * sample.blocks_used), marks=marks),
+        plot("Time to first token, ms, of what was asked at the time", "s", _over_time(records), marks=marks),
     ]
     for title, name, bound_s in (
         ("Time to first token", "ttft_s", objective.ttft_s),
         ("Time per token", "tpot_s", objective.tpot_s),
         ("End to end", "e2e_s", None),
     ):
-        bounds = [(1000 * bound_s, "objective")] if bound_s is not None else []
-        plots.append(
-            _plot(f"{title}: share of requests, %", "ms", _distribution(records, name), log=True, marks=bounds)
-        )
+        bounds = [Mark(1000 * bound_s, "objective", "objective")] if bound_s is not None else []
+        plots.append(plot(f"{title}: share of requests, %", "ms", _distribution(records, name), log=True, marks=bounds))
     return _PAGE.format(
         title="Baton: a simulated run",
         command=escape(command),
         latency=escape(latency),
-        figures=escape(_text(summary)),
+        figures=escape(_text(replace(summary, faults=()))),
+        faults=_listed(marks, [fault for fault in summary.faults if fault.passed_over]),
         plots="\n".join(plots),
     )
+
+
+def _listed(marks: Sequence[Mark], passed_over: Sequence[Happened]) -> str:
+    """Faults by the number that they have in the plots, and those that did not happen."""
+    if not marks and not passed_over:
+        return ""
+    each = [f"<li>{escape(mark.told)}, at {mark.at:,.2f} s</li>" for mark in marks]
+    others = [f"<li>{escape(one.what)}, at {one.at_s:,.2f} s: {escape(one.why)}</li>" for one in passed_over]
+    opened = "" if len(marks) + len(others) > MANY_FAULTS else " open"
+    parts = [f"<details{opened}><summary>{counted(len(marks), 'fault')}, by number in the plots</summary><ol>", *each]
+    parts += ["</ol>", *(["Passed over:<ul>", *others, "</ul>"] if others else []), "</details>"]
+    return "\n".join(parts)
 
 
 def _text(summary: Summary) -> str:
@@ -120,58 +161,93 @@ def _over_time(records: Sequence[Record]) -> dict[str, Line]:
     return {"median": median, "longest": [(slot * slot_s, max(ttfts)) for slot, ttfts in sorted(slots.items())]}
 
 
-def _plot(
+def plot(
     title: str,
     unit: str,
     lines: Mapping[str, Line],
     *,
     log: bool = False,
     whole: bool = False,
-    marks: Sequence[tuple[float, str]] = (),
+    marks: Sequence[Mark] = (),
 ) -> str:
-    """`marks`: what happened, and where across; `whole`: there are no halves of what is counted."""
+    """For both widths, of which the page shows one; `whole`: there are no halves of what is counted."""
     points = [point for line in lines.values() for point in line]
     if not points:
         return ""
-    xs = [max(x, 1e-3) for x, _ in (*points, *marks)] if log else [x for x, _ in points]
+    xs = [max(x, 1e-3) for x, _ in points] + [mark.at for mark in marks] if log else [x for x, _ in points]
     low, high = min(xs), max(max(xs), min(xs) * 1.001, 1e-9)
     ups = _ticks(0.0, max(y for _, y in points) or 1.0, least=1.0 if whole else 0.0)
-    top = ups[-1]
-
-    def across(x: float) -> float:
-        share = _log_share(max(x, 1e-3), low, high) if log else (x - low) / (high - low or 1.0)
-        return MARGIN + share * (WIDTH - MARGIN - RIGHT)
-
-    def up(y: float) -> float:
-        return HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM)
-
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
-    for y in ups:
-        parts.append(f'<line class="grid" x1="{MARGIN}" x2="{WIDTH - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>')
-        parts.append(f'<text x="{MARGIN - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{_number(y)}</text>')
-    for x in _log_ticks(low, high) if log else [x for x in _ticks(low, high) if x <= high]:
-        # The last one's end may not lie outside.
-        anchor = "middle" if across(x) < WIDTH - 3 * RIGHT else "end"
-        parts.append(f'<text x="{across(x):.1f}" y="{HEIGHT - 9}" text-anchor="{anchor}">{_number(x)} {unit}</text>')
-    for k, (name, line) in enumerate(lines.items()):
-        path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line)
-        parts.append(f'<polyline class="s{k % NUM_COLOURS}" points="{path}"/>')
-        if name:
-            parts.append(f'<text class="f{k % NUM_COLOURS}" x="{MARGIN + 8 + 110 * k}" y="17">{escape(name)}</text>')
-    last = -math.inf
-    for at, told in sorted(mark for mark in marks if low <= mark[0] <= high):
-        labelled = across(at) - last >= LABEL_WIDTH
-        last = across(at) if labelled else last
-        parts.append(_mark(across(at), told, labelled=labelled))
-    return f"<h2>{escape(title)}</h2>\n" + "\n".join(parts) + "\n</svg>"
+    acrosses = _log_ticks(low, high) if log else [x for x in _ticks(low, high) if x <= high]
+    drawn = [
+        _Drawing(size, ups, low=low, high=high, log=log).svg(title, unit, lines, acrosses, marks)
+        for size in (WIDE, NARROW)
+    ]
+    return f"<h2>{escape(title)}</h2>\n" + "\n".join(drawn)
 
 
-def _mark(x: float, told: str, *, labelled: bool) -> str:
-    label = f'<text transform="translate({x + 3:.1f} {TOP + 4}) rotate(90)">{escape(told)}</text>' if labelled else ""
-    return (
-        f'<g class="fault"><title>{escape(told)}</title>'
-        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6}" y2="{HEIGHT - BOTTOM}"/>{label}</g>'
-    )
+class _Drawing:
+    """One plot of one size. Above it are two rows: of names of lines, and of marks' labels, so that no text lies over a
+    curve. Labels that would lie over their neighbour are left out."""
+
+    def __init__(self, size: Size, ups: Sequence[float], *, low: float, high: float, log: bool) -> None:
+        self._size = size
+        self._ups = ups
+        self._low, self._high, self._log = low, high, log
+        self._left = size.text(max((_number(y) for y in ups), key=len)) + 2 * GAP
+
+    def svg(
+        self, title: str, unit: str, lines: Mapping[str, Line], acrosses: Sequence[float], marks: Sequence[Mark]
+    ) -> str:
+        size, up, across = self._size, self._up, self._across
+        parts = [f'<svg class="{size.name}" viewBox="0 0 {size.width} {HEIGHT}" role="img" ']
+        parts[0] += f'aria-label="{escape(title)}">'
+        for y in self._ups:
+            line = f'x1="{self._left:.0f}" x2="{size.width - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}"'
+            parts.append(f'<line class="grid" {line}/>')
+            at = f'x="{self._left - GAP:.0f}" y="{up(y) + 4:.1f}"'
+            parts.append(f'<text {at} text-anchor="end">{_number(y)}</text>')
+        told = [(across(x), f"{_number(x)} {unit}") for x in acrosses]
+        parts += [
+            f'<text x="{x:.1f}" y="{HEIGHT - 9}" text-anchor="middle">{text}</text>' for x, text in self._apart(told)
+        ]
+        name_at = self._left
+        for k, (name, line) in enumerate(lines.items()):
+            path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line)
+            parts.append(f'<polyline class="s{k % NUM_COLOURS}" points="{path}"/>')
+            if name:
+                parts.append(f'<text class="f{k % NUM_COLOURS}" x="{name_at:.1f}" y="14">{escape(name)}</text>')
+                name_at += size.text(name) + 3 * GAP
+        return "\n".join([*parts, *self._marks(marks)]) + "\n</svg>"
+
+    def _marks(self, marks: Sequence[Mark]) -> list[str]:
+        seen = sorted((mark for mark in marks if self._low <= mark.at <= self._high), key=lambda mark: mark.at)
+        parts = []
+        for mark in seen:
+            x = f"{self._across(mark.at):.1f}"
+            line = f'x1="{x}" x2="{x}" y1="{TOP - 6}" y2="{HEIGHT - BOTTOM}"'
+            parts.append(f'<g class="mark"><title>{escape(mark.told)}</title><line {line}/></g>')
+        for x, label in self._apart([(self._across(mark.at), mark.label) for mark in seen]):
+            parts.append(f'<text class="mark" x="{x:.1f}" y="{TOP - 9}" text-anchor="middle">{escape(label)}</text>')
+        return parts
+
+    def _apart(self, labels: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+        """Where labels have their middle: within the picture. The first of those that would touch is kept."""
+        kept, free = list[tuple[float, str]](), 0.0
+        for x, text in labels:
+            half = self._size.text(text) / 2
+            x = min(x, self._size.width - half - 2)
+            if x - half >= free:
+                kept.append((x, text))
+                free = x + half + GAP
+        return kept
+
+    def _across(self, x: float) -> float:
+        low, high = self._low, self._high
+        share = _log_share(max(x, 1e-3), low, high) if self._log else (x - low) / (high - low or 1.0)
+        return self._left + share * (self._size.width - self._left - RIGHT)
+
+    def _up(self, y: float) -> float:
+        return HEIGHT - BOTTOM - y / self._ups[-1] * (HEIGHT - TOP - BOTTOM)
 
 
 def _ticks(low: float, high: float, *, least: float = 0.0) -> list[float]:

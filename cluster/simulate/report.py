@@ -163,7 +163,7 @@ def summary_table(summary: Summary) -> RenderableType:
     costs = summary.costs
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="dim")
-    facts.add_column(justify="right")
+    facts.add_column()
     if summary.num_not_asked:
         facts.add_row("not asked", Text(f"{summary.num_not_asked:,}: their conversation had failed before", "red"))
     facts.add_row("prompt tokens cached by tier", _tiers(summary.hits))

@@ -51,8 +51,8 @@ def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeyp
     assert run["figures"]["hits"].keys() == {"device", "host", "pulled"}
     assert run["figures"]["num_events"] == len(events.read_text().splitlines())
     html = page.read_text()
-    assert html.count("<svg") == 8
-    assert html.count("<title>objective</title>") == 1
+    assert html.count('<svg class="wide"') == html.count('<svg class="narrow"') == 8
+    assert html.count("<title>objective</title>") == 2
     assert "Workers serving" in html
     assert 'name="viewport"' in html
     assert "prefers-color-scheme: dark" in html
@@ -198,7 +198,10 @@ def test_faults_can_be_written_down_and_drawn_and_are_in_the_report(tmp_path: Pa
     assert "900.00  kill decode-0 (passed over: it begins after the load was over)" in told
     (run,) = json.loads(figures.read_text())["runs"]
     assert len(run["figures"]["faults"]) == 5
-    assert page.read_text().count("<title>kill decode-0</title>") >= 3, "in each plot over time"
+    html = page.read_text()
+    assert html.count("<title>kill decode-0</title>") >= 3, "in each plot over time"
+    assert "<li>kill decode-0, at 0.50 s</li>" in html
+    assert "<li>kill decode-0, at 900.00 s: it begins after the load was over</li>" in html
 
 
 def test_a_soak_says_how_it_went_and_one_of_its_seeds_can_be_seen_again() -> None:
