@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from protos.values import WorkerRole
 from router.config import RouterConfig
 from workers.config import WorkerConfig
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)  # meta-llama/Llama-3.1-8B
 MEMORY = "memory"
 MAX_WORKERS = 4096
 MAX_PROCESSES = 64
@@ -152,11 +154,22 @@ class ClusterConfig:
         """Raises BadCheckpoint when there is no checkpoint where the model should be on this machine."""
         folder = Path(self.worker.model)
         if not folder.is_dir():
-            raise BadCheckpoint(
-                f"model: there is no folder {folder}: give --model a checkpoint's folder", param="model"
-            )
+            raise BadCheckpoint(f"model: {_no_folder(folder)}", param="model")
         if not (folder / "config.json").is_file():
-            raise BadCheckpoint(f"model: {folder} has no config.json: it is no checkpoint's folder", param="model")
+            raise BadCheckpoint(
+                f"model: {folder} has no config.json, so it is no checkpoint's folder: give --model the one that holds "
+                "config.json and the weights (*.safetensors)",
+                param="model",
+            )
+
+
+def _no_folder(path: Path) -> str:
+    if path.exists():
+        return f"{path} is a file: give --model the folder that it lies in"
+    told = f"there is no folder {path}: give --model a checkpoint's folder"
+    if _HUB_NAME.fullmatch(str(path)):
+        told += f"; Baton downloads nothing, as `hf download {path} --local-dir FOLDER` does"
+    return told
 
 
 def _check_index(where: str) -> None:

@@ -58,7 +58,9 @@ def read_file(path: Path) -> Table:
     except OSError as error:
         raise Misconfigured(f"--config {path}: {unusable(error)}", param="config") from error
     except ValueError as error:
-        raise Misconfigured(f"--config {path} is not TOML: {error}", param="config") from error
+        raise Misconfigured(
+            f"--config {path} is not TOML: {error}; `baton config` prints one that is", param="config"
+        ) from error
 
 
 def setting(text: str) -> Table:

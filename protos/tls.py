@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 
 from protos.errors import Misconfigured
+from protos.hints import unusable
 
 WORKER_NAME = "baton-worker"
 """What every worker's certificate is for (a DNS name of its subjectAltName). Workers come and go at changing addresses,
@@ -131,4 +132,4 @@ def _read(setting: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise Misconfigured(f"{setting}: {path}: {error.strerror}", param=setting) from error
+        raise Misconfigured(f"{setting}: {path}: {unusable(error)}", param=setting) from error

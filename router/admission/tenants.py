@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from protos.errors import InvalidRequest, Misconfigured
-from protos.hints import nearest
+from protos.hints import nearest, unusable
 
 ANONYMOUS = ""
 KEY_PREFIX = "sk-baton-"
@@ -122,9 +122,13 @@ def read_roster(path: Path) -> Roster:
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Misconfigured(f"tenants: {path}: {error.strerror}", param="tenants") from error
+        raise Misconfigured(
+            f"tenants: {path}: {unusable(error)}; `baton key` prints its lines", param="tenants"
+        ) from error
     except ValueError as error:
-        raise Misconfigured(f"tenants: {path} is not TOML: {error}", param="tenants") from error
+        raise Misconfigured(
+            f"tenants: {path} is not TOML: {error}; `baton key` prints its lines", param="tenants"
+        ) from error
     _known(found, _TOP, "at the top")
     share_cache = found.get("share_cache", False)
     if not isinstance(share_cache, bool):

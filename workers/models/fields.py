@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from protos.errors import BadCheckpoint
+from protos.hints import unusable
 
 D = TypeVar("D")
 
@@ -30,7 +31,7 @@ class Fields:
                 f"{path} does not exist: give the folder of a Hugging Face checkpoint, which holds {path.name}"
             ) from None
         except OSError as error:
-            raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+            raise BadCheckpoint(f"{path}: {unusable(error)}") from error
         except (ValueError, RecursionError) as error:
             raise BadCheckpoint(f"{path} is not valid JSON ({error}): download it again") from error
         if not isinstance(data, dict):

@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from protos.errors import BadCheckpoint
+from protos.hints import unusable
 from workers.models.fields import Fields
 
 _INDEX = "model.safetensors.index.json"
@@ -28,7 +29,7 @@ def open_weights(file: Path, *, framework: str) -> Any:
     except FileNotFoundError:
         raise BadCheckpoint(f"{file} is missing: download the checkpoint's shard again") from None
     except PermissionError as error:
-        raise BadCheckpoint(f"{file} cannot be read: {error.strerror}") from error
+        raise BadCheckpoint(f"{file}: {unusable(error)}") from error
     except (SafetensorError, OSError) as error:
         raise BadCheckpoint(f"{file} is truncated or damaged ({error}): download it again") from error
 

@@ -80,7 +80,17 @@ def test_serving_needs_a_model_that_is_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert "no model is given" in refused(monkeypatch, capsys, "serve")
-    assert "there is no folder" in refused(monkeypatch, capsys, "serve", "--model", str(tmp_path / "none"))
+    (tmp_path / "model.safetensors").touch()
+    told = {
+        str(tmp_path / "none"): f"there is no folder {tmp_path}/none: give --model a checkpoint's folder",
+        str(
+            tmp_path
+        ): "has no config.json, so it is no checkpoint's folder: give --model the one that holds config.json",
+        str(tmp_path / "model.safetensors"): "is a file: give --model the folder that it lies in",
+        "meta-llama/Llama-3.1-8B": "Baton downloads nothing, as `hf download meta-llama/Llama-3.1-8B --local",
+    }
+    for model, fix in told.items():
+        assert fix in refused(monkeypatch, capsys, "serve", "--model", model)
 
 
 def test_a_taken_port_is_named_before_anything_starts(
@@ -100,9 +110,11 @@ def test_a_taken_port_is_named_before_anything_starts(
     ("setting", "told"),
     [
         ("router.tenants={wrong}", "tenants: there is no setting 'tenant' at the top: did you mean 'tenants'?"),
-        ("router.tenants={wrong}.not", "No such file"),
+        ("router.tenants={wrong}.not", "No such file or directory: correct the path; `baton key` prints its lines"),
+        ("router.tenants=.", "tenants: .: Is a directory: give a file's path"),
         ("tls.cert={wrong}", "tls: key is missing"),
         ("peers.ca={wrong}", "peers: cert is missing"),
+        ("tls={{cert='{wrong}.not', key='{wrong}'}}", "toml.not: No such file or directory: correct the path"),
     ],
 )
 def test_files_that_are_wrong_are_named_before_anything_starts(
