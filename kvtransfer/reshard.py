@@ -20,6 +20,7 @@ from functools import lru_cache
 
 from kvtransfer.transport import Chunk
 from protos.errors import IncompatibleWorkers
+from protos.value import Value
 from protos.values import KVLayout, Ticket
 
 _MUST_AGREE = ("model", "num_layers", "num_kv_heads", "head_dim", "dtype")
@@ -117,8 +118,7 @@ def pieces(slices: Sequence[Slice]) -> tuple[range, ...]:
     return tuple(sorted({part.heads for part in slices}, key=lambda heads: heads.start))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Cut(Value, frozen=True, kw_only=True):
     """Where a payload lies in one rank's cache.
 
     `pieces` count heads from the rank's first. Unit i is the `i % k`-th of the k = block size / `unit` units in block

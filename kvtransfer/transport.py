@@ -27,6 +27,7 @@ from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
 from protos.errors import TransferFailed
+from protos.value import Value
 from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 
 PayloadIn = TypeVar("PayloadIn", contravariant=True)
@@ -41,8 +42,7 @@ def peer_name(address: LaneAddress) -> str:
     return f"{address.worker_id}#{address.incarnation}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(Value, frozen=True, kw_only=True):
     """Blocks [first_block, first_block + num_blocks) of a ticket's `block_ids`, and of them the layers
     [first_layer, first_layer + num_layers): all from the first on if `num_layers` is None."""
 
@@ -63,8 +63,7 @@ class Chunk:
         return self.num_blocks * layout.block_bytes * len(self.layers(layout.num_layers)) // layout.num_layers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class Sent(Value, frozen=True, kw_only=True):
     """The chunk has left this host for good: `num_bytes` in all, in `elapsed_s` on the lane, which were over at
     `ended_s` by the monotonic clock; None from a lane that has none."""
 
@@ -74,8 +73,7 @@ class Sent:
     ended_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived:
+class Arrived(Value, frozen=True, kw_only=True):
     """The chunk's payload waits to be taken (or dropped) on this rank, or has turned out to be void: then `num_bytes`
     is 0. `source` is the sender's `peer_name`; times are those of `Sent`."""
 

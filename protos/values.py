@@ -6,8 +6,9 @@ Units: `_s` seconds, `num_` counts, `_bytes` bytes. Token ids are plain ints; a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+
+from protos.value import Value
 
 BlockHash = bytes
 """16 bytes: chained hash of a full KV block and everything before it (`kvtransfer.hashing`)."""
@@ -37,8 +38,7 @@ class FinishReason(StrEnum):
         return self not in (FinishReason.PREFILLED, FinishReason.MOVED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Value, frozen=True, kw_only=True):
     """How the next token is chosen. `seed` is always set: the gateway draws one when the client gives none.
 
     The random number for an output token depends on (seed, its index in the output) alone.
@@ -65,8 +65,7 @@ class SamplingParams:
     grammar: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVLayout:
+class KVLayout(Value, frozen=True, kw_only=True):
     """Shape of one worker's KV cache; `num_kv_heads` counts over all its `tp` ranks, `block_size` is in tokens.
     `model` names what made the KV: equal shapes of two models do not make their caches the same. `device` is whose
     memory it lies in, "cpu" or "cuda", "" where that is not said."""
@@ -87,8 +86,7 @@ class KVLayout:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * width
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneAddress:
+class LaneAddress(Value, frozen=True, kw_only=True):
     """Where a worker can be met: the rendezvous store its lanes' process groups are made over."""
 
     worker_id: str
@@ -97,8 +95,7 @@ class LaneAddress:
     port: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
+class Ticket(Value, frozen=True, kw_only=True):
     """A decode worker's promise to keep `block_ids` for one request, and the right to write into them.
 
     The blocks hold tokens [num_cached_tokens, prompt length), in order; `num_cached_tokens` is a multiple of the
@@ -115,8 +112,7 @@ class Ticket:
     destination: LaneAddress
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(Value, frozen=True, kw_only=True):
     """One sequence to be continued after `prompt_ids + output_ids`.
 
     `output_ids` are tokens the client has already: the first token when decode takes over from prefill, or all of
@@ -139,8 +135,7 @@ class GenerateRequest:
     tells_progress: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveRequest:
+class ReserveRequest(Value, frozen=True, kw_only=True):
     """Asks a worker for blocks that `source` may write. `lease_s` bounds how long they are kept while
     no KV comes and nobody asks again with the same `request_id` and `generation`, which renews it; with a `gateway_id`
     they also go when that gateway's stream does. A sequence that grows while it moves needs room for `num_tokens`."""
@@ -156,8 +151,7 @@ class ReserveRequest:
     num_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveRequest:
+class MoveRequest(Value, frozen=True, kw_only=True):
     """Asks a worker to hand a running sequence over to where the ticket is. It answers on the stream: MOVED, once the
     rest of the KV is on its way, or an error without a finish reason, and the sequence goes on here."""
 
@@ -165,8 +159,7 @@ class MoveRequest:
     ticket: Ticket
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShareRequest:
+class ShareRequest(Value, frozen=True, kw_only=True):
     """Asks a worker to push cached blocks. `hashes` are the chain from the prompt's first block to the ticket's last;
     what is pushed ends before the first that is not cached any more."""
 
@@ -174,14 +167,12 @@ class ShareRequest:
     hashes: tuple[BlockHash, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
+class TokenLogprob(Value, frozen=True, kw_only=True):
     token_id: int
     logprob: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logprobs:
+class Logprobs(Value, frozen=True, kw_only=True):
     """Natural-log probabilities of one position: the chosen token and the most likely ones, best first. `rank` is the
     chosen token's, from 1 on; 0 is unknown."""
 
@@ -190,16 +181,14 @@ class Logprobs:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorInfo:
+class ErrorInfo(Value, frozen=True, kw_only=True):
     code: str
     message: str
     param: str = ""
     retry_after_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceUpdate:
+class SequenceUpdate(Value, frozen=True, kw_only=True):
     """What one engine step did to one request. `num_cached_tokens` is set on the first update that has tokens, and with
     `num_prompt_computed`: so many tokens of the prompt are read, cached ones among them, where that was asked for.
     An `error` without a `finish_reason` says why a move failed: the request goes on where it is."""
@@ -235,8 +224,7 @@ class Tier(IntEnum):
     HOST = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockStored:
+class BlockStored(Value, frozen=True, kw_only=True):
     """Blocks that became a cached prefix, in prompt order; `parent` is the block before the first, b"" at the root."""
 
     hashes: Sequence[BlockHash]
@@ -244,24 +232,21 @@ class BlockStored:
     tier: Tier = Tier.DEVICE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRemoved:
+class BlockRemoved(Value, frozen=True, kw_only=True):
     """Blocks that one tier dropped; the other may have them still."""
 
     hashes: Sequence[BlockHash]
     tier: Tier = Tier.DEVICE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cleared:
+class Cleared(Value, frozen=True, kw_only=True):
     """The whole cache is gone, in both tiers."""
 
 
 KVEvent = BlockStored | BlockRemoved | Cleared
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVEvents:
+class KVEvents(Value, frozen=True, kw_only=True):
     """Events first_seq, first_seq + 1, ... of one incarnation. A snapshot replaces everything known before;
     its `first_seq` is the number of the next event that will follow it."""
 
@@ -271,8 +256,7 @@ class KVEvents:
     snapshot: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneLoad:
+class LaneLoad(Value, frozen=True, kw_only=True):
     """The lanes of a worker that go over one transport for one reason: why it is not a faster one, "" for the fastest.
     All but `num_open` count since the worker's start. Of those lost, some were stuck (nothing moved, though the peer
     had not hung up), and some corrupt (a checksum was wrong)."""
@@ -286,8 +270,7 @@ class LaneLoad:
     num_corrupt: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLoad:
+class HostLoad(Value, frozen=True, kw_only=True):
     """The blocks a worker keeps in host memory. All but the first two count since its start: blocks copied from the
     device, dropped, and copied back, prompt tokens loaded instead of computed, and those that were there and were
     computed all the same, since that was quicker."""
@@ -304,8 +287,7 @@ class HostLoad:
     load_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLoad:
+class WorkerLoad(Value, frozen=True, kw_only=True):
     """A worker's load after a step. `num_free_blocks` counts evictable cached blocks as free."""
 
     step: int = 0
@@ -328,8 +310,7 @@ class WorkerLoad:
     host: HostLoad | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMessage:
+class StepMessage(Value, frozen=True, kw_only=True):
     """Everything one engine step has to tell one gateway. Requests that it has numbered, and has heard of, may be
     told of by `numbers` and `token_ids`, one for each, where there is one more token and nothing else to say."""
 
@@ -340,8 +321,7 @@ class StepMessage:
     token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(Value, frozen=True, kw_only=True):
     """First message of a gateway: who it is, and which KV events of which incarnation it wants next."""
 
     gateway_id: str
@@ -349,8 +329,7 @@ class Hello:
     next_seq: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInfo:
+class WorkerInfo(Value, frozen=True, kw_only=True):
     """What a worker says of itself at the handshake. `address` is host:port of its gRPC service. One that
     `reads_further` may be told several things by one message. `process_id` is its rank 0's, on its host."""
 
@@ -369,8 +348,7 @@ class WorkerInfo:
     process_id: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TicketStats:
+class TicketStats(Value, frozen=True, kw_only=True):
     """`direction` "in": blocks reserved here, to be written; "out": pushed from here. `owner` is the other worker."""
 
     ticket_id: str
@@ -382,8 +360,7 @@ class TicketStats:
     direction: str = "in"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneStats:
+class LaneStats(Value, frozen=True, kw_only=True):
     """One lane to one peer. `busy_s` was spent moving bytes; `idle_s` has passed since the last progress. `reason` says
     why its transport is not a faster one, or why it is in quarantine."""
 
@@ -396,8 +373,7 @@ class LaneStats:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierStats:
+class TierStats(Value, frozen=True, kw_only=True):
     """The blocks of one tier of a worker, "device" or "host". Of `num_blocks`, `num_used` hold what nothing else may be
     put over now, and `num_cached` are to be found by prompts. Since its start so many cached ones had to make room, or
     were copied from here to the device, and so many tokens of prompts were found here."""
@@ -411,17 +387,15 @@ class TierStats:
     num_hit_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStats:
+class WorkerStats(Value, frozen=True, kw_only=True):
     info: WorkerInfo
     load: WorkerLoad
-    tickets: tuple[TicketStats, ...] = field(default=())
-    lanes: tuple[LaneStats, ...] = field(default=())
-    tiers: tuple[TierStats, ...] = field(default=())
+    tickets: tuple[TicketStats, ...] = ()
+    lanes: tuple[LaneStats, ...] = ()
+    tiers: tuple[TierStats, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
+class Health(Value, frozen=True, kw_only=True):
     """Healthy means progress: false when requests are running and no step has finished within the bound."""
 
     healthy: bool
@@ -429,8 +403,7 @@ class Health:
     since_last_step_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVPiece:
+class KVPiece(Value, frozen=True, kw_only=True):
     """Part of a ticket's KV on its way: so many bytes (of rank 0) of some blocks, and of them some layers. `peer` is
     the other end of the lane; for `hidden_s` of the time the sequence was still computed."""
 
@@ -444,8 +417,7 @@ class KVPiece:
     hidden_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(Value, frozen=True, kw_only=True):
     """One part of a step, by the worker's own clock. `step` counts from 1, 0 for what belongs to none in particular;
     `depth` is how many other steps were in flight. `num_read`: positions of KV that the step reads, each once a row;
     `num_attended`: pairs of a computed position and one it looks at. `kv` is what is moved, where that is what took the
@@ -463,8 +435,7 @@ class Span:
     num_attended: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class Profile(Value, frozen=True, kw_only=True):
     """What a worker has recorded of its steps. `num_dropped` older spans are missing; `wall_offset_s` added to a span's
     times gives seconds since 1970."""
 

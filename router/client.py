@@ -14,11 +14,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from itertools import chain, count
 from typing import Any, NoReturn, TypeVar
 
 import grpc
+from msgspec.structs import replace
 
 from protos import worker_pb2, worker_pb2_grpc
 from protos.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, WorkerLost

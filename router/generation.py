@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
+from protos.value import Value
 from protos.values import FinishReason, Logprobs, Profile, SamplingParams, WorkerInfo, WorkerLoad, WorkerStats
 from router.shortcut import Note, Shortcut
 
@@ -47,8 +48,7 @@ class Job:
         return self._hashes[block_size]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDelta:
+class TokenDelta(Value, frozen=True, kw_only=True):
     """New tokens of a job, in order, each once, whatever workers made them; the token that stopped it is the last.
 
     `logprobs` has one entry a token when asked for. `prompt_logprobs` are of positions 1, 2, ... of the prompt and

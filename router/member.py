@@ -9,8 +9,10 @@ joining ──▶ ready ⇄ draining          ready: takes new work; draining: f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec.structs import replace
 
 from protos.errors import WorkerLost
 from protos.values import (

@@ -15,10 +15,11 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
+from msgspec.structs import replace
 
 from protos.values import GenerateRequest
 from protos.wire import Encoding

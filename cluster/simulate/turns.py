@@ -14,9 +14,11 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from operator import attrgetter
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from cluster.simulate.device import Device
 from cluster.simulate.gaps import Gaps

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from protos.value import Value
 from protos.values import WorkerRole
 
 if TYPE_CHECKING:
     from router.policies.candidates import Ways
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Line(Value, frozen=True, kw_only=True):
     """Seconds for an amount of work: `fixed_s`, and `each_s` for each unit of it."""
 
     fixed_s: float = 0.0
@@ -56,8 +56,7 @@ class RequestView:
     lanes: Mapping[str, Ways] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(Value, frozen=True, kw_only=True):
     """A worker that takes new work. Load is what it said last plus what was routed there and it has not seen yet.
 
     `num_cached_tokens` of this request are in its cache, always fewer than the request has; `num_host_tokens` of them

@@ -8,9 +8,9 @@ scheduler is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from protos.value import Value
 from protos.values import SequenceUpdate
 from workers.engine.batch import Batch, is_penalised
 from workers.engine.request import Request, State
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from workers.engine.scheduler import Scheduler
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(Value, frozen=True, kw_only=True):
     """Of the scheduler. `can_stop`: some tokens end an answer that does not ignore them. `can_take`: there is a block
     for every sequence, and nothing but taking it has to be done for it."""
 

@@ -13,14 +13,16 @@ device (`Row.follows`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from msgspec.structs import replace
+
+from protos.value import Value
 from protos.values import ErrorInfo, Logprobs, SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Sample(Value, frozen=True, kw_only=True):
     """How to choose the token after a row's last position.
 
     `index` counts the output tokens before it: with the seed it is all the randomness there is. `prompt_ids` and
@@ -42,8 +44,7 @@ def is_penalised(params: SamplingParams) -> bool:
     return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Value, frozen=True, kw_only=True):
     """Positions [start, stop) of one sequence. `block_ids` covers all positions up to the last.
 
     `token_ids` are the tokens there; if the last one is not known yet it is not among them, and `follows` says which
@@ -74,8 +75,7 @@ class Row:
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class Batch(Value, frozen=True, kw_only=True):
     """One step. Rows that continue a prompt and rows that decode one token are mixed; rows are in scheduling order."""
 
     rows: tuple[Row, ...]
@@ -99,8 +99,7 @@ class Batch:
         return sum(row.num_tokens * (row.start + row.stop + 1) // 2 for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowOutput:
+class RowOutput(Value, frozen=True, kw_only=True):
     """`token_id` is None where the row had nothing to sample; `logprobs` None where none were asked for. With an
     `error` the request cannot go on, for a reason of its own; `token_id` means nothing then. Nor does it where the row
     was `late`: nothing is known yet of what its grammar allows, and its last position is to be computed again."""
@@ -112,8 +111,7 @@ class RowOutput:
     late: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
+class StepOutput(Value, frozen=True, kw_only=True):
     """One `RowOutput` per row of the batch, in its order."""
 
     rows: tuple[RowOutput, ...]

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp, Store
 
 from protos.errors import WorkerLost
+from protos.value import remade
 
 T = TypeVar("T")
 
@@ -221,7 +222,7 @@ class _OurValues(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] in ("protos", "kvtransfer", "workers") and "." not in name:
             found = super().find_class(module, name)
-            if isinstance(found, type):
+            if isinstance(found, type) or found is remade:
                 return found
         raise pickle.UnpicklingError(f"{module}.{name} may not travel between ranks: send values of ours")
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
+from msgspec.structs import replace
 from torch.distributed import DistError
 
 from kvtransfer.transports.store import Board, BoardStore
