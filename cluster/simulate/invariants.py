@@ -18,6 +18,7 @@ from cluster.simulate.client import Clients
 from cluster.simulate.deployment import Deployment, Gateway
 from cluster.simulate.worker import SimulatedWorker
 from protos.values import BlockHash, BlockStored, Tier
+from router.fleet import ELSEWHERE_S
 from router.member import WorkerState
 
 SETTLING_S = 60.0
@@ -80,6 +81,8 @@ class Invariants:
             await asyncio.sleep(LOOK_S)
         lost = [worker_id for worker_id, life in lives.items() if self._lives().get(worker_id, life) != life]
         assert not lost, f"{lost[0]} ended {CALM_S:.0f} s after the last fault and request, or later: what did it hold?"
+        if self._deployment.config.siblings:
+            await asyncio.sleep(ELSEWHERE_S)  # what they told one another of counts for so long
         self.audit()
         assert not self._clients.asked
         assert not (missing := self._missing()), f"{missing[0]} {SETTLING_S:.0f} s after the last request"

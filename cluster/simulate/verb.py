@@ -54,6 +54,14 @@ Tp = Annotated[str | None, typer.Option(help="GPUs of a worker; several, such as
 Prefill = Annotated[
     str | None, typer.Option(help="Prefill workers; 0: colocated ones alone. 0:8 to sweep. Default: 1.")
 ]
+Gateways = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MAX_GATEWAYS,
+        help="Gateways, which share the requests. Default: one, of as many processes as are set.",
+    ),
+]
 Workers = Annotated[
     str | None, typer.Option(help="Colocated workers: --colocated goes without saying; 1:8 to sweep. Default: 1.")
 ]
@@ -80,7 +88,7 @@ def simulate(
     workers: Workers = None,
     policy: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}; several, with commas, to sweep.")] = None,
     host_kv_gib: flags.HostKv = None,
-    gateways: Annotated[int, typer.Option(min=1, max=MAX_GATEWAYS, help="Gateways, which share the requests.")] = 1,
+    gateways: Gateways = None,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
     calibration: Annotated[list[Path] | None, typer.Option(help="Bench profile, figures or steps. Repeatable.")] = None,
@@ -193,7 +201,7 @@ class _Scene:
     settings: ClusterConfig
     latency: Calibrated | None
     usd_per_gpu_hour: float
-    gateways: int
+    gateways: int | None
     leaping: bool
     audit_every: int
     seed: int
@@ -219,7 +227,8 @@ class _Scene:
             spec=spec,
             router=replace(self.settings.router, policy=choice.policy),
             supervision=self.settings.supervision,
-            num_gateways=self.gateways,
+            num_gateways=self.gateways or self.settings.processes,
+            siblings=self.gateways is None and self.settings.processes > 1,
             shared_index=self.settings.index != MEMORY,
             request_s=self.latency.request_s if self.latency is not None else 0.0,
             num_gpus=choice.tp,
@@ -233,7 +242,7 @@ class _Scene:
         workers = [f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)]
         until_s = max(session.due_s for session in sessions)
         random = drawn(
-            self.num_faults, seed=self.seed, workers=workers, num_gateways=self.gateways, until_s=until_s,
+            self.num_faults, seed=self.seed, workers=workers, num_gateways=config.num_gateways, until_s=until_s,
             with_store=config.shared_index,
         )  # fmt: skip
         return sorted([*self.faults, *random], key=lambda fault: fault.at_s)

@@ -93,7 +93,7 @@ def _days(seconds: float) -> str:
 
 def _rounded_up(value: float) -> str:
     """To two digits, none of which makes it too small."""
-    return f"{value * 1.05:.2g}"
+    return f"{float(f'{value * 1.05:.2g}'):g}"
 
 
 def _alone(item: Item) -> Session:

@@ -352,6 +352,14 @@ def test_pools_and_ranks_are_those_of_the_settings_unless_flags_say_more(tmp_pat
     assert "of 1P+2D tp1 " in call(*SMALL, "--set", "pools.colocated=3", "--decode", "2").stderr
 
 
+def test_processes_of_the_settings_are_gateways_that_know_of_one_another(tmp_path: Path) -> None:
+    log = tmp_path / "events.log"
+    faults = "--fault", "1 gateway-restart 1", "--events", str(log)
+    answer(*SMALL, "--set", "processes=2", *faults)
+    assert "gateway=gateway-2" in log.read_text()
+    assert "There is only 0" in str(call(*SMALL, "--set", "processes=2", "--gateways", "1", *faults).exception)
+
+
 def test_as_many_requests_are_asked_as_were_asked_for() -> None:
     told = answer(*SMALL, "--requests", "10", "--workload", "agents")
     assert "10 of 10" in told
