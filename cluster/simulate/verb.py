@@ -7,7 +7,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from cluster import flags
 from cluster.bench.report import Objective
@@ -33,10 +33,11 @@ from cluster.simulate.latency import Calibrated
 from cluster.simulate.page import page
 from cluster.simulate.report import summarise, summary_table
 from cluster.simulate.shapes import GPUS, MODELS, gpu_of
+from cluster.simulate.simulation import Outcome
 from cluster.simulate.simulation import simulate as run_simulation
 from cluster.simulate.sweep import Choice, Trial, asked, cheapest, closest, front, sweep_table
 from cluster.simulate.trouble import check
-from cluster.simulate.watch import Watch
+from cluster.simulate.watch import Watch, bars
 from cluster.simulate.workload import GENERATED, Load, Session, fitting, generated, recorded
 from cluster.status import PIPED_COLUMNS
 from protos.errors import Misconfigured
@@ -126,7 +127,7 @@ def simulate(
     every = _clusters(scene.settings, context.params)
     if sweep_all:
         return _sweep(scene, every, attainment, json_file)
-    _once(scene, every, json_file, html_file, events)
+    _once(scene, every[0], json_file, html_file, events)
 
 
 def _sessions(given: Mapping[str, Any]) -> list[Session]:
@@ -248,10 +249,7 @@ class _Scene:
         return sorted([*self.faults, *random], key=lambda fault: fault.at_s)
 
 
-def _once(
-    scene: _Scene, every: Sequence[Choice], json_file: Path | None, html_file: Path | None, events: Path | None
-) -> None:
-    choice = every[0]
+def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path | None, events: Path | None) -> None:
     config = scene.config(choice)
     sessions, num_left_out = fitting(scene.sessions, _longest(config))
     errors = Console(stderr=True)
@@ -259,11 +257,8 @@ def _once(
         errors.print(str(scene.latency))
     _tell_left_out(errors, num_left_out)
     start_s = time.perf_counter()
-    num_requests = sum(len(session.turns) for session in sessions)
-    until_s = max(session.due_s for session in sessions)
-    with Log(events) as log, _told(), Watch(errors, num_requests=num_requests, until_s=until_s) as watch:
-        schedule = scene.schedule(config, sessions)
-        outcome = run_simulation(config, sessions, schedule, write=log.write, watch=watch.begin)
+    with Log(events) as log, _told():
+        outcome = _run(scene, config, sessions, errors, write=log.write)
     took_s = time.perf_counter() - start_s
     summary = summarise(outcome, scene.objective)
     command, trials = shlex.join(["baton", *sys.argv[1:]]), [Trial(choice=choice, summary=summary)]
@@ -292,12 +287,11 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
     sessions, num_left_out = fitting(scene.sessions, longest)
     _tell_left_out(errors, num_left_out)
     trials: list[Trial] = []
-    columns = (BarColumn(40), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True) as bar:
+    with bars(errors) as bar:
         row = bar.add_task("", total=len(possible))
         for choice, config in possible.items():
             bar.update(row, description=str(choice))
-            trials.append(_try_out(scene, choice, config, sessions))
+            trials.append(_try_out(scene, choice, config, sessions, bar))
             bar.update(row, advance=1)
             if not bar.console.is_terminal:
                 bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False)
@@ -341,11 +335,28 @@ def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[C
     return possible
 
 
-def _try_out(scene: _Scene, choice: Choice, config: SimulationConfig, sessions: Sequence[Session]) -> Trial:
+def _try_out(
+    scene: _Scene, choice: Choice, config: SimulationConfig, sessions: Sequence[Session], bar: Progress
+) -> Trial:
     kept, _ = fitting(sessions, _longest(config))
     num_too_long = sum(len(session.turns) for session in sessions) - sum(len(session.turns) for session in kept)
-    outcome = run_simulation(config, kept, scene.schedule(config, kept))
+    outcome = _run(scene, config, kept, bar.console, above=bar)
     return Trial(choice=choice, summary=summarise(outcome, scene.objective), num_too_long=num_too_long)
+
+
+def _run(
+    scene: _Scene,
+    config: SimulationConfig,
+    sessions: Sequence[Session],
+    errors: Console,
+    *,
+    write: Callable[[str], object] | None = None,
+    above: Progress | None = None,
+) -> Outcome:
+    num_requests = sum(len(session.turns) for session in sessions)
+    until_s = max(session.due_s for session in sessions)
+    with Watch(errors, num_requests=num_requests, until_s=until_s, above=above) as watch:
+        return run_simulation(config, sessions, scene.schedule(config, sessions), write=write, watch=watch.begin)
 
 
 def _tell_left_out(errors: Console, num_left_out: int) -> None:
@@ -356,9 +367,8 @@ def _tell_left_out(errors: Console, num_left_out: int) -> None:
 def _soak(seeds: range) -> None:
     """Raises Exit(1) when an invariant broke in some."""
     num_broken = 0
-    columns = (BarColumn(40), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     errors = Console(stderr=True)
-    with Progress(*columns, console=errors, transient=True) as bar:
+    with bars(errors) as bar:
         row = bar.add_task("", total=len(seeds))
         for seed in seeds:
             try:

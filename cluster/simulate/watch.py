@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 BAR_EVERY_S = 0.5
 LINE_EVERY_S = 30.0
@@ -31,12 +31,25 @@ Look = Callable[[], Standing]
 """Any thread may, at any time."""
 
 
+def bars(console: Console) -> Progress:
+    """For rows of things that are done one by one; they go away at their end."""
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, refresh_per_second=1 / BAR_EVERY_S)
+
+
 class Watch:
-    """Shows a run of so many requests, the last of which comes after `until_s`, from `with` to its end. Nothing is
-    shown before `begin`. Writes to `console` alone."""
+    """Shows a run of so many requests, the last of which comes after `until_s`, from `with` to its end: beside the rows
+    of `above`, which somebody else began, if that is given. No line is written before `begin`. Writes to `console`
+    alone."""
 
     def __init__(
-        self, console: Console, *, num_requests: int, until_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console,
+        *,
+        num_requests: int,
+        until_s: float,
+        above: Progress | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console
         self._num_requests = num_requests
@@ -46,26 +59,28 @@ class Watch:
         self._look: Look | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._bar = (
-            Progress(*columns, console=console, transient=True, auto_refresh=False) if console.is_terminal else None
-        )
+        self._owns = above is None
+        self._bar = None if not console.is_terminal else bars(console) if above is None else above
+        self._row = TaskID(0)
 
     def begin(self, look: Look) -> None:
         self._look = look
 
     def __enter__(self) -> Watch:
         if self._bar is not None:
-            self._bar.add_task("workers start", total=self._num_requests)
-            self._bar.start()
+            self._row = self._bar.add_task("workers start", total=self._num_requests)
+            if self._owns:
+                self._bar.start()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        if self._bar is not None:
+        if self._bar is not None and self._owns:
             self._bar.stop()
+        elif self._bar is not None:
+            self._bar.remove_task(self._row)
 
     def show(self) -> None:
         """The bar as it is now, or another line."""
@@ -75,7 +90,7 @@ class Watch:
         left = self._left(standing)
         if self._bar is not None:
             told = f"{standing.at_s:,.0f} virtual s{left}"
-            self._bar.update(self._bar.task_ids[0], completed=standing.num_ended, description=told, refresh=True)
+            self._bar.update(self._row, completed=standing.num_ended, description=told, refresh=True)
         else:
             ended = f"{standing.num_ended:,} of {self._num_requests:,} requests have ended"
             told = f"{ended} in {standing.at_s:,.0f} s of virtual time{left}"

@@ -86,6 +86,8 @@ def test_a_run_says_how_far_it_is_on_stderr_alone(monkeypatch: pytest.MonkeyPatc
     result = call(*SMALL)
     assert "0 of 30 requests have ended in 0 s of virtual time" in result.stderr
     assert result.stdout == quiet
+    swept = call(*SMALL, "--sweep", "--workers", "1,2", "--ttft-ms", "900")
+    assert swept.stderr.count("0 of 30 requests have ended") == 2, "each of its clusters"
 
 
 def test_stepping_one_by_one_tells_the_same() -> None:

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from cluster.simulate.simulation import simulate
-from cluster.simulate.watch import Look, Standing, Watch
+from cluster.simulate.watch import Look, Standing, Watch, bars
 from tests.unit.cluster.simulate.towns import sessions, town
 
 
@@ -54,7 +54,18 @@ def test_a_terminal_has_a_bar_that_goes_away() -> None:
     told = shown((60.0, Standing(num_ended=100, at_s=40.0)), terminal=True)
     assert "100/1000" in told
     assert "40 virtual s, about 9 min left" in told
-    assert told.endswith("\x1b[2K"), "its line is empty again"
+    assert told.rstrip("\r").rpartition("100/1000")[2].count("\x1b[2K"), "its line is emptied at the end"
+
+
+def test_a_run_of_a_sweep_has_a_row_below_the_sweep_s() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={})
+    sweep = bars(console)
+    sweep.add_task("2 colocated", total=4)
+    with Watch(console, num_requests=1000, until_s=200.0, above=sweep) as watch:
+        watch.begin(lambda: Standing(num_ended=100, at_s=40.0))
+        watch.show()
+        assert [(row.completed, row.total) for row in sweep.tasks] == [(0, 4), (100, 1000)]
+    assert [row.description for row in sweep.tasks] == ["2 colocated"], "it goes with its run"
 
 
 def test_a_run_can_be_looked_at_and_is_the_same_for_it() -> None:
