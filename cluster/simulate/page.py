@@ -202,8 +202,8 @@ class _Drawing:
         parts = [f'<svg class="{size.name}" viewBox="0 0 {size.width} {HEIGHT}" role="img" ']
         parts[0] += f'aria-label="{escape(title)}">'
         for y in self._ups:
-            line = f'x1="{self._left:.0f}" x2="{size.width - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}"'
-            parts.append(f'<line class="grid" {line}/>')
+            ends = f'x1="{self._left:.0f}" x2="{size.width - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}"'
+            parts.append(f'<line class="grid" {ends}/>')
             at = f'x="{self._left - GAP:.0f}" y="{up(y) + 4:.1f}"'
             parts.append(f'<text {at} text-anchor="end">{_number(y)}</text>')
         told = [(across(x), f"{_number(x)} {unit}") for x in acrosses]
@@ -223,9 +223,9 @@ class _Drawing:
         seen = sorted((mark for mark in marks if self._low <= mark.at <= self._high), key=lambda mark: mark.at)
         parts = []
         for mark in seen:
-            x = f"{self._across(mark.at):.1f}"
-            line = f'x1="{x}" x2="{x}" y1="{TOP - 6}" y2="{HEIGHT - BOTTOM}"'
-            parts.append(f'<g class="mark"><title>{escape(mark.told)}</title><line {line}/></g>')
+            at = f"{self._across(mark.at):.1f}"
+            ends = f'x1="{at}" x2="{at}" y1="{TOP - 6}" y2="{HEIGHT - BOTTOM}"'
+            parts.append(f'<g class="mark"><title>{escape(mark.told)}</title><line {ends}/></g>')
         for x, label in self._apart([(self._across(mark.at), mark.label) for mark in seen]):
             parts.append(f'<text class="mark" x="{x:.1f}" y="{TOP - 9}" text-anchor="middle">{escape(label)}</text>')
         return parts
