@@ -155,7 +155,7 @@
       [`first token, median of the last ${ttft.count}`, seconds(ttft.s)],
       [`between tokens, median of ${tpot.count}`, seconds(tpot.s)],
       ["prompt tokens cached", share(numbers.cached, numbers.prompt)],
-      ["requests since the start", count(numbers.requests)],
+      ["requests ended", count(numbers.requests)],
     ];
     return told.map(([name, value]) => node("div", {}, node("dt", {}, name), node("dd", {}, value)));
   }
