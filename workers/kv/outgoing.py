@@ -12,6 +12,7 @@ sequence was HELD leaves it where it is.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -105,6 +106,7 @@ class Outgoing:
         self._group_bytes = group_bytes
         self._pushes: dict[str, Push] = {}  # by ticket
         self._leaving: dict[str, Push] = {}  # all offered, not all sent
+        self._forgone: list[str] = []  # of those, whom nobody wants: forgotten when what had left has been heard of
         self._moved: list[str] = []
         self._released: list[str] = []
         self._failed: dict[str, BatonError] = {}
@@ -211,7 +213,11 @@ class Outgoing:
             self._released.append(request.request_id)
 
     def withdraw(self, ticket_id: str) -> bool:
-        """Stops pushing shared blocks. Were there any?"""
+        """Stops pushing shared blocks, or what has not left yet of a request that has gone. Were there any?"""
+        if ticket_id in self._leaving:
+            self._mover.cancel(ticket_id)
+            self._forgone.append(ticket_id)
+            return True
         push = self._pushes.get(ticket_id)
         if push is None or isinstance(push.source, Request):
             return False
@@ -290,6 +296,10 @@ class Outgoing:
     def stats(self, now: float) -> tuple[TicketStats, ...]:
         return tuple(push_stats(push, now) for push in self._pushes.values())
 
+    def next_deadline_s(self) -> float:
+        """When the first lease ends of those under which something is on the wire; infinity where nothing is."""
+        return min((push.session.deadline_s for push in self._pushes.values()), default=math.inf)
+
     def shared_ids(self) -> Iterable[int]:
         """Every reference to a block that is held for others, as often as it is held."""
         return [i for push in self._pushes.values() if isinstance(push.source, Shared) for i in push.source.block_ids]
@@ -305,6 +315,9 @@ class Outgoing:
                 self._sent(event, now)
             else:
                 self._lost(event)
+        for ticket_id in self._forgone:
+            self._leaving.pop(ticket_id, None)
+        self._forgone.clear()
 
     def _advance(self, push: Push, now: float, num_in_flight: int | None) -> None:
         session, source = push.session, push.source

@@ -435,3 +435,34 @@ def test_load_counts_what_was_sent() -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(Misconfigured, match="chunk_bytes is 0"):
         PrefillConfig(chunk_bytes=0)
+
+
+def test_kv_of_a_request_that_has_gone_makes_room_on_its_lane() -> None:
+    """All of it was offered and none had left: it went on its way, and the next one's waited behind it."""
+    pair = Pair(chunk_blocks=1, staged_blocks=3)
+    pair.post.holding = True
+    pair.start("gone", prompt(12))
+    pair.step(4)
+    assert pair.post.num_carried == 3
+    pair.decode.engine.abort(["gone"])
+    assert pair.prefill.engine.abort(["gone"]) == 1
+    ticket = pair.start("next", prompt(12, seed=2))
+    pair.step(4)
+    assert pair.post.num_carried == 6, "what nobody wants is in the way"
+    pair.answer("next", prompt(12, seed=2), ticket)
+    pair.finish()
+    assert pair.text("next") == expected(prompt(12, seed=2))
+    assert pair.prefill.engine.load().transfer_bytes == 3 * BLOCK_BYTES
+
+
+def test_what_had_left_before_its_request_went_is_counted() -> None:
+    """As after every answer: its gateway ends it here once the other worker has answered."""
+    pair = Pair(chunk_blocks=1)
+    pair.post.holding = True
+    pair.start("r", prompt(12))
+    pair.step(4)
+    pair.post.deliver()
+    pair.prefill.engine.abort(["r"])
+    pair.decode.engine.abort(["r"])
+    pair.finish()
+    assert pair.prefill.engine.load().transfer_bytes == 3 * BLOCK_BYTES
