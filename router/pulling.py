@@ -197,5 +197,7 @@ class Pulls:
         )
 
     def _failed(self, pull: Pull, code: str, reason: str) -> None:
+        """Its reservation is given back at once: the request could wait for the very blocks until the lease ends."""
+        self.end(pull)
         self.failures[code] += 1
         log.info("%s computes what %s was to give: %s", pull.request_id, pull.holder.worker_id, reason)

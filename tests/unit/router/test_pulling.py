@@ -126,6 +126,20 @@ async def test_a_pull_that_fails_is_counted_and_the_reader_computes(make: Callab
     assert cluster.generate.pulls.failures == {code: 1}
 
 
+async def test_what_was_reserved_for_a_pull_that_fails_is_given_back_before_its_request_reads(
+    make: Callable[..., Cluster],
+) -> None:
+    """In a full memory the request waited for its own reservation, until that one's lease was over."""
+    cluster = await two_readers(make)
+    cluster["c1"].blocks.clear()
+    cluster["c0"].pause_after = 0
+    asking = asyncio.create_task(collect(cluster, job("r")))
+    await cluster["c0"].until(lambda: pull_id("r.1") in cluster["c0"].aborted)
+    assert not asking.done()
+    cluster["c0"].go()
+    assert tokens(await asking) == expected_tokens(PROMPT, 8)
+
+
 async def test_a_slow_pull_does_not_cost_the_reservation_behind_it(make: Callable[..., Cluster]) -> None:
     cluster = make(sibling_s=0.0, ticket_lease_s=0.1)
     await cluster.add("c1")
