@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -264,6 +264,10 @@ class Ledger:
     def tombstone(self, ticket_id: str, generation: int) -> Tombstone | None:
         found = self._tombstones.get(ticket_id)
         return found if found and found.generation == generation else None
+
+    def ticket_ids(self) -> Collection[str]:
+        """Of the live tickets."""
+        return self._live.keys()
 
     def reserved_ids(self) -> list[int]:
         """Every reference to a block that live tickets hold, as often as they hold it."""

@@ -118,6 +118,11 @@ class Session:
         all_sent = self.num_sent == self.num_offered
         self._deadline_s = math.inf if all_sent else now + self.ticket.lease_s
 
+    @property
+    def deadline_s(self) -> float:
+        """When the lease ends unless something is sent; infinity where nothing is on the wire."""
+        return self._deadline_s
+
     def expired(self, now: float) -> bool:
         """Has what was offered been stuck for so long that the destination may have given its blocks away?"""
         return now >= self._deadline_s

@@ -138,6 +138,11 @@ class Dispatcher:
         """The decisions made for a job, oldest first; empty when it is unknown or too long ago."""
         return self._chooser.decisions(request_id)
 
+    def assert_idle(self) -> None:
+        """No job is tried apart, and none waits in line for room."""
+        self._suspects.assert_idle()
+        assert not self._line.locked(), "somebody waits in line for room after all jobs have ended"
+
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def _decide(self, journal: Journal) -> Attempt:

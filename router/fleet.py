@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -134,6 +134,10 @@ class Fleet:
         """Bytes of a block's KV; 0 while nobody was met."""
         reference = self._reference()
         return reference.layout.block_bytes if reference is not None else 0
+
+    def worker_ids(self) -> Collection[str]:
+        """Of all members, whatever their state."""
+        return self._members.keys()
 
     def member(self, worker_id: str) -> Member:
         """Raises WorkerLost for one that has left."""

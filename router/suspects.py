@@ -67,6 +67,9 @@ class Suspects:
         """To be begun before an attempt, told of its progress, and ended after it."""
         return Trial(suspicion, self._trial)
 
+    def assert_idle(self) -> None:
+        assert not self._trial.locked(), "a trial goes on after all attempts have ended"
+
     def _condemned(self, job_id: str, suspicion: Suspicion, life: Life) -> RequestKillsWorkers:
         self.num_condemned += 1
         return RequestKillsWorkers(

@@ -111,7 +111,7 @@ class Served:
 
 class Deployment:
     """Create on the loop, `start`, `stop`. Nothing will fail if it is `untroubled`. `workers` are those that live,
-    `served` those that have ended."""
+    `served` those that have ended, `stuck` says which made no progress though nothing held them up."""
 
     def __init__(self, config: SimulationConfig, chronicle: Chronicle, *, untroubled: bool = False) -> None:
         self.config = config
@@ -124,6 +124,7 @@ class Deployment:
         self.gateways: list[Gateway] = []
         self.plans: Sequence[WorkerPlan] = ()
         self.served: list[Served] = []
+        self.stuck: list[str] = []
         self.gaps = Gaps()
         self._skews = random.Random(f"{config.seed} clocks")
         self._num_gateways = 0
@@ -286,6 +287,8 @@ class Deployment:
         finally:
             await client.close()
         if not health.healthy:
+            stuck = [worker for worker in self.workers.values() if worker.info.address == address]
+            self.stuck += [f"{worker.worker_id}: {health.reason}" for worker in stuck if not worker.was_held_up]
             raise WorkerLost(health.reason)
 
     def _client(self, address: str) -> WorkerClient:

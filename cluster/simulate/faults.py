@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -130,11 +130,18 @@ def _unread(text: str, why: str) -> Misconfigured:
 
 
 def drawn(
-    num: int, *, seed: int, workers: Sequence[str], num_gateways: int, until_s: float, with_store: bool = False
+    num: int,
+    *,
+    seed: int,
+    workers: Sequence[str],
+    num_gateways: int,
+    until_s: float,
+    with_store: bool = False,
+    of: Collection[Kind] = tuple(Kind),
 ) -> list[Fault]:
-    """`num` faults of any kind at any time before `until_s`."""
+    """`num` faults of these kinds at any time before `until_s`."""
     rng = random.Random(f"{seed} faults")
-    kinds = [kind for kind in Kind if with_store or kind not in OF_STORES]
+    kinds = [kind for kind in of if with_store or kind not in OF_STORES]
     lanes = [f"{source}>{destination}" for source, destination in product(workers, workers) if source != destination]
     faults = []
     for _ in range(num):

@@ -3,7 +3,11 @@
 each request ends exactly once, with exactly its tokens    by its client, with every token (`client`)
 no block leaks, is freed early or has two owners           here, from engine, ledger and pool: numbers, of workers that
                                                            did something; block by block every so often
-queues stay bounded                                        here, every so often
+tickets end with their leases and their lanes              by the worker (`watched`), when it did something
+whoever is aborted leaves nothing on its worker            by the worker (`watched`), at once
+workers hold what some gateway counts on, and no more      here, by the worker's service, every so often
+who is not held up gets on                                 here, by what the supervisor is told
+queues stay bounded, and count who waits                   here, every so often
 whoever waits hears something                              here, every few seconds
 gateways know what workers cache, and no more              here, when all is over
 whoever was lost is back, nobody counts what has ended     here, when all is over
@@ -20,6 +24,7 @@ from cluster.simulate.worker import SimulatedWorker
 from protos.values import BlockHash, BlockStored, Tier
 from router.fleet import ELSEWHERE_S
 from router.member import WorkerState
+from workers.engine.request import State
 
 SETTLING_S = 60.0
 """How long after the last request a cluster may take until nothing is held any more: leases end, lanes give up."""
@@ -54,6 +59,7 @@ class Invariants:
             self._check_progress()
         if not self._every:
             return
+        assert not self._deployment.stuck, f"{self._deployment.stuck[0]}, and nothing held it up"
         for worker in self._deployment.workers.values():
             if worker.turns.num_turns != self._seen.get(worker):
                 self._seen[worker] = worker.turns.num_turns
@@ -65,6 +71,7 @@ class Invariants:
         for gateway in self._deployment.gateways:
             num_waiting, limit = gateway.admission.num_waiting, self._deployment.config.router.max_queued
             assert num_waiting <= limit, f"{num_waiting} wait in line at {gateway.name}, {limit} may"
+            gateway.admission.check_integrity()
         for worker in self._deployment.workers.values():
             worker.turns.settle()
             worker.check()
@@ -117,8 +124,9 @@ class Invariants:
         ]
 
     def _check_idle(self, gateway: Gateway) -> None:
-        assert not gateway.admission.num_waiting, f"{gateway.name} has somebody in line who has gone"
         assert not gateway.fleet.num_turned_away, f"{gateway.name} believes that somebody waits for room"
+        gateway.admission.assert_idle()
+        gateway.dispatcher.assert_idle()
         members = gateway.fleet.status()
         assert {known.worker_id for known in members} == self._deployment.workers.keys()
         for known in members:
@@ -143,5 +151,9 @@ def _blocks(chains: Iterable[BlockStored]) -> set[tuple[Tier, BlockHash]]:
 
 
 def _check_queues(worker: SimulatedWorker) -> None:
-    num_waiting, limit = worker.engine.scheduler.num_uninvited, worker.engine.scheduler.config.max_waiting
+    """`max_waiting` bounds those that came without a ticket, and have not begun."""
+    scheduler = worker.engine.scheduler
+    waiting = [request for request in scheduler.requests() if request.state is State.WAITING]
+    num_waiting = sum(request.ticket is None and not request.num_preemptions for request in waiting)
+    limit = scheduler.config.max_waiting
     assert num_waiting <= limit, f"{num_waiting} wait on {worker.worker_id}, {limit} may"

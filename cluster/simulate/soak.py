@@ -11,7 +11,7 @@ from cluster.bench.workload import Lengths
 from cluster.config import PoolsConfig, SupervisionConfig
 from cluster.simulate.client import ABORTED, GATEWAY_LOST
 from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, simulated_router
-from cluster.simulate.faults import CLIENTS, OF_WORKERS, Fault, Kind, drawn
+from cluster.simulate.faults import CLIENTS, OF_LANES, OF_WORKERS, Fault, Kind, drawn
 from cluster.simulate.lanes import Cards
 from cluster.simulate.latency import Roofline
 from cluster.simulate.network import Wire
@@ -25,6 +25,10 @@ GPU, MODEL = "h100", "llama-3-8b"
 AUDIT_EVERY = 64
 MAX_PROMPT = 400
 CROWDED_EVERY = 4
+RARER = 8
+BRIMFUL, TORN = 4, 1
+"""Of `RARER` clusters, which are."""
+TEARING = (*2 * (*OF_LANES, Kind.ABORTS), Kind.KILL, Kind.PAUSE, Kind.RESET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,10 @@ def trial(seed: int) -> Trial:
     config = _config(seed, rng)
     if seed % CROWDED_EVERY == CROWDED_EVERY - 1:
         return _crowded(seed, config)
+    if seed % RARER == BRIMFUL:
+        return _brimful(seed, config)
+    if seed % RARER == TORN:
+        return _torn(seed, config)
     name = rng.choice(("poisson", "bursts", "conversations", "agents", "agents"))
     many_turns = name in ("conversations", "agents")
     load = Load(
@@ -106,6 +114,64 @@ def _crowded(seed: int, config: SimulationConfig) -> Trial:
     return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
 
 
+def _brimful(seed: int, config: SimulationConfig) -> Trial:
+    """Prompts that fill their blocks to the last token, and decode workers that two or three prompts fill to the last
+    block: each answer lacks one more, all have come at once, and nobody is there to give one back."""
+    rng = random.Random(f"{seed} brimful")
+    block_size, num_blocks = config.spec.layout.block_size, rng.choice((2, 5))
+    length = Lengths(low=num_blocks * block_size, high=num_blocks * block_size)
+    load = Load(
+        num_requests=rng.choice((6, 12)),
+        rate=rng.choice((40.0, 200.0)),
+        prompts=length,
+        outputs=Lengths(low=1, high=rng.choice((4, num_blocks * block_size))),
+        seed=seed,
+    )
+    sessions = GENERATED["poisson"](load)
+    spec = replace(
+        config.spec,
+        num_blocks=num_blocks * rng.choice((2, 3)),
+        decode=replace(config.spec.decode, headroom=0.0),
+        host_blocks=0,
+    )
+    router = replace(config.router, local_prefill_tokens=0)
+    pools = PoolsConfig(prefill=rng.choice((1, 2)), decode=rng.choice((1, 2)))
+    config = replace(config, spec=spec, router=router, pools=pools)
+    return Trial(seed=seed, config=config, sessions=sessions, faults=_faults(seed, rng, config, sessions))
+
+
+def _torn(seed: int, config: SimulationConfig) -> Trial:
+    """KV that is long under way, prefixes that are fetched from others since reading takes longer still, and lanes
+    that are held up, cut or lose an end meanwhile."""
+    rng = random.Random(f"{seed} torn")
+    load = Load(
+        num_requests=rng.choice((16, 48)),
+        rate=rng.choice((10.0, 40.0)),
+        prompts=Lengths(low=1, high=64),
+        outputs=Lengths(low=1, high=16),
+        seed=seed,
+    )
+    made = agents(load, num_systems=2, system_tokens=rng.choice((64, 192)), num_turns=rng.choice((1, 4)))
+    sessions = [_hurried(session) for session in made]
+    spec = replace(
+        config.spec,
+        num_blocks=(4 * MAX_PROMPT) // config.spec.layout.block_size,
+        latency=Roofline(gpu=gpu_of(GPU), model=model_of(MODEL), compute_share=0.002),
+        prefill=replace(config.spec.prefill, chunk_bytes=2**22),
+    )
+    router = replace(config.router, policy=rng.choice(("round_robin", "least_loaded")))
+    pools = rng.choice((PoolsConfig(prefill=2, decode=2), PoolsConfig(prefill=1, decode=2), PoolsConfig(colocated=2)))
+    config = replace(
+        config, spec=spec, router=router, pools=pools, cards=replace(config.cards, rate=rng.choice((1e8, 2e8)))
+    )
+    workers = [f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)]
+    last_s = max(session.due_s for session in sessions) + 0.5
+    faults = drawn(
+        rng.choice((8, 24)), seed=seed, workers=workers, num_gateways=config.num_gateways, until_s=last_s, of=TEARING
+    )
+    return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
+
+
 def _faults(seed: int, rng: random.Random, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
     until_s = max(session.due_s for session in sessions) + 2.0
     workers = [f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)]
@@ -115,9 +181,8 @@ def _faults(seed: int, rng: random.Random, config: SimulationConfig, sessions: S
     )  # fmt: skip
 
 
-def run(seed: int, *, write: Callable[[str], object] | None = None) -> Outcome:
+def run(made: Trial, *, write: Callable[[str], object] | None = None) -> Outcome:
     """Raises AssertionError for a broken invariant, as `simulate` does, and for an error that nothing here explains."""
-    made = trial(seed)
     outcome = simulate(made.config, made.sessions, made.faults, write=write)
     excuses = _excuses(made)
     for record in outcome.records:

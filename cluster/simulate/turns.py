@@ -91,6 +91,7 @@ class EngineTurns:
         self._stopped = False
         self._frozen = False
         self.num_turns = 0
+        self.ticked_s = -math.inf  # when the engine's role was last told the time, by the engine's clock
 
     # -- as a service sees it ------------------------------------------------------------------------------------------
 
@@ -151,6 +152,11 @@ class EngineTurns:
         if over:
             self._progress.turned(self._engine, stepped=True, now=self._ahead_s[over - 1])
         return self._progress.health(now - self.skew_s)
+
+    @property
+    def is_due(self) -> bool:
+        """Has something been asked of the engine that it has not done yet?"""
+        return bool(self._inbox)
 
     # -- its process ---------------------------------------------------------------------------------------------------
 
@@ -242,7 +248,8 @@ class EngineTurns:
         engine, device = self._engine, self._device
         device.now_s = start_s
         num_steps, before = engine.num_steps, device.last if engine.num_in_flight else None
-        updates = engine.step(start_s + self.skew_s)
+        self.ticked_s = start_s + self.skew_s
+        updates = engine.step(self.ticked_s)
         self._reads = (before or device.last).reads_prompts
         self._note(updates, (device.now_s,))
         return device.now_s if engine.num_steps != num_steps or engine.num_in_flight else None

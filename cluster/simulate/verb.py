@@ -372,7 +372,7 @@ def _soak(seeds: range) -> None:
         row = bar.add_task("", total=len(seeds))
         for seed in seeds:
             try:
-                soaking.run(seed)
+                soaking.run(soaking.trial(seed))
             except Exception as error:
                 errors.print(f"{soaking.trial(seed).replay}: {soaking.reason(error)}", style="red", highlight=False)
                 if not soaking.is_broken_invariant(error):
@@ -393,7 +393,7 @@ def _replay(seed: int, events: Path | None) -> None:
     for fault in trial.faults:
         console.print(f"fault: {fault}", highlight=False)
     with Log(events) as log, _told():
-        outcome = soaking.run(seed, write=log.write)
+        outcome = soaking.run(trial, write=log.write)
     lost = keep(log.check)
     console.print(summary_table(summarise(outcome, Objective())))
     _tell_lost(lost)

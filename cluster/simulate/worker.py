@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cluster.simulate.device import Device
@@ -15,12 +16,14 @@ from cluster.simulate.latency import Latency
 from cluster.simulate.network import VALUES, Network, Port
 from cluster.simulate.tier import HostMemory
 from cluster.simulate.turns import EngineTurns
+from cluster.simulate.watched import TicketWatch, WatchedEngine, WatchedPool
 from decode_pool.config import DecodeConfig
 from decode_pool.role import DecodeRole
 from kvtransfer.events import EventLog
+from kvtransfer.transports.inproc import InprocSender
 from prefill_pool.config import PrefillConfig
 from prefill_pool.role import PrefillRole
-from protos.values import KVEvent, KVLayout, LaneAddress, WorkerInfo, WorkerRole, WorkerStats
+from protos.values import KVLayout, LaneAddress, WorkerInfo, WorkerRole, WorkerStats
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.engine.scheduler import Scheduler
@@ -53,27 +56,6 @@ class Spec:
     kept_events: int = 4096
     host_blocks: int = 0
     host_bytes_per_s: float = 25e9
-
-
-class _WatchedPool(BlockPool):
-    """No block may be handed out while a step in flight writes it, though its request has gone."""
-
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        record: Callable[[KVEvent], None],
-        *,
-        host: HostPool | None,
-        written_ids: Callable[[], Iterable[int]],
-    ) -> None:
-        super().__init__(num_blocks, block_size, record, host=host)
-        self._written_ids = written_ids
-
-    def release(self, block_ids: Sequence[int]) -> None:
-        super().release(block_ids)
-        written = [block_id for block_id in self._written_ids() if not self.num_references(block_id)]
-        assert not written, f"blocks {written} are freed early: a step in flight writes them"
 
 
 class SimulatedWorker:
@@ -110,10 +92,13 @@ class SimulatedWorker:
         )
         self.log = EventLog(incarnation, spec.kept_events)
         pool = self._make_pool()
-        self._mover = self._make_mover(lanes)
+        sender = lanes.exchange.sender(self._lane, spec.layout, wake=self._ring)
+        receiver = lanes.exchange.receiver(self._lane, spec.layout, wake=self._ring)
+        self._mover = Mover(Dock(self.device, spec.layout, sender=sender, receiver=receiver), _nobody_follows)
         self.role = self._make_role(pool)
+        self._tickets = TicketWatch(self.role, sender, receiver)
         scheduler = Scheduler(spec.scheduler, pool, self.role)
-        self.engine = Engine(scheduler, self.device, events=self.log, clock=self.device.clock, depth=spec.depth)
+        self.engine = self._make_engine(scheduler, sender)
         self.servicer = self._make_servicer()
         self.turns = EngineTurns(
             self.engine,
@@ -133,6 +118,7 @@ class SimulatedWorker:
         self._changes_turn = 0  # when tickets last came or ended
         self.port: Port | None = None
         self.has_left = False  # as it was told to
+        self.was_held_up = False  # frozen, or slowed
         self._leaving: asyncio.Task[None] | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -184,6 +170,7 @@ class SimulatedWorker:
     def freeze(self) -> None:
         """The process is stopped by a signal: sockets stay open, nothing moves."""
         assert self.port is not None
+        self.was_held_up = True
         self.turns.freeze()
         self.port.freeze()
 
@@ -204,6 +191,7 @@ class SimulatedWorker:
 
     def slow(self, factor: float) -> None:
         """Steps take `factor` times as long from now on."""
+        self.was_held_up = True
         self.turns.settle()
         self.device.slowness = factor
 
@@ -218,11 +206,19 @@ class SimulatedWorker:
         """The cheap part of `check`."""
         ledger, shared = self.role.ledger.reserved_ids(), self.role.outgoing.shared_ids()
         self.engine.scheduler.check_balance(len(ledger) + len(list(shared)))
+        self._tickets.check(self.turns.ticked_s)
 
     def check(self) -> None:
         """Between two steps: every block has the owners that are known of, and no others."""
         self.role.ledger.check_integrity()
         self.engine.check_integrity([*self.role.ledger.reserved_ids(), *self.role.outgoing.shared_ids()])
+        if not self.turns.is_due:
+            held = [
+                *(request.request_id for request in self.engine.scheduler.requests()),
+                *self.role.ledger.ticket_ids(),
+            ]
+            unowned = self.servicer.unowned(held)
+            assert not unowned, f"{self.worker_id} holds {unowned[0]}, and no gateway counts on it"
 
     def assert_idle(self) -> None:
         """Nobody uses this worker: nothing is held, nothing moves."""
@@ -261,9 +257,11 @@ class SimulatedWorker:
         num_blocks, block_size, host = spec.num_blocks, spec.layout.block_size, self._make_host(log)
         if not spec.thorough:
             return BlockPool(num_blocks, block_size, log.record, host=host)
-        return _WatchedPool(
-            num_blocks, block_size, log.record, host=host, written_ids=lambda: self.engine.written_ids()
-        )
+        return WatchedPool(num_blocks, block_size, log.record, host=host, written_ids=lambda: self.engine.written_ids())
+
+    def _make_engine(self, scheduler: Scheduler, sender: InprocSender) -> Engine:
+        make = partial(WatchedEngine, sender=sender) if self._spec.thorough else Engine
+        return make(scheduler, self.device, events=self.log, clock=self.device.clock, depth=self._spec.depth)
 
     def _make_host(self, log: EventLog) -> HostPool | None:
         spec = self._spec
@@ -272,16 +270,6 @@ class SimulatedWorker:
         block_bytes = spec.layout.block_bytes
         memory = HostMemory(self.device, block_s=block_bytes / spec.host_bytes_per_s)
         return HostPool(spec.host_blocks, memory, log.record, block_bytes=block_bytes)
-
-    def _make_mover(self, lanes: Lanes) -> Mover:
-        exchange, layout = lanes.exchange, self._spec.layout
-        dock = Dock(
-            self.device,
-            layout,
-            sender=exchange.sender(self._lane, layout, wake=self._ring),
-            receiver=exchange.receiver(self._lane, layout, wake=self._ring),
-        )
-        return Mover(dock, _nobody_follows)
 
     def _make_role(self, pool: BlockPool) -> PrefillRole | DecodeRole:
         spec = self._spec

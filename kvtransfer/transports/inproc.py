@@ -157,6 +157,14 @@ class InprocSender:
             for parcel in [parcel for parcel in self._under_way if parcel.chunk.ticket_id == ticket_id]:
                 self._forget(self._lanes[parcel.destination], parcel)
 
+    def carries(self, ticket_id: str) -> bool:
+        """Is anything of a ticket on its way?"""
+        return any(parcel.chunk.ticket_id == ticket_id for parcel in self._under_way)
+
+    def has_news(self) -> bool:
+        """Is there anything that was not polled?"""
+        return bool(self._events)
+
     def busy(self) -> bool:
         return bool(self._events or self._under_way)
 
@@ -260,6 +268,10 @@ class InprocReceiver:
 
     def forget(self, source: str, kept: Collection[Chunk]) -> None:
         """There is one rank: what has come in has come in everywhere."""
+
+    def has_news(self) -> bool:
+        """Is there anything that was not polled?"""
+        return bool(self._events)
 
     def busy(self) -> bool:
         return bool(self._events or self._staged)

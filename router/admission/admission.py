@@ -157,6 +157,20 @@ class Admission:
             self._line.remove(entry)
         return job, self._reading_s(job, _now()) if job.max_ttft_s is not None else None
 
+    def check_integrity(self) -> None:
+        """Everybody in line waits for a turn, and nobody else does."""
+        self._line.check_integrity()
+        self._returning.check_integrity()
+        due = {entry.number for entry in self._line}
+        undone = {number for number, turn in self._turns.items() if not turn.came.done()}
+        assert due <= self._turns.keys(), f"{sorted(due - self._turns.keys())} are in line who have gone"
+        assert undone <= due, f"{sorted(undone - due)} wait for a turn, and are not in line"
+
+    def assert_idle(self) -> None:
+        """Nobody waits, and nothing is kept of who has gone."""
+        assert not self._line, f"{len(self._line)} are in line who have gone"
+        assert not self._turns, f"turns are kept of {len(self._turns)} who have gone"
+
     # -- refusing ------------------------------------------------------------------------------------------------------
 
     def _check_hope(self, job: Job, entry: Entry, now: float) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
@@ -56,6 +56,12 @@ class Row:
     def before(self, entry: Entry) -> int:
         """Tokens of those that go before it. Who comes goes last, mostly: what is behind is less to look at."""
         return self.num_tokens - sum(other.num_tokens for other in self.entries[self._place(entry) :])
+
+    def check_integrity(self) -> None:
+        assert self.entries, "a row of nobody is kept"
+        assert all(_order(a) < _order(b) for a, b in pairwise(self.entries)), "a row is out of order"
+        num_tokens = sum(entry.num_tokens for entry in self.entries)
+        assert self.num_tokens == num_tokens, f"a row counts {self.num_tokens} tokens, {num_tokens} wait in it"
 
     def _place(self, entry: Entry) -> int:
         return bisect_left(self.entries, _order(entry), key=_order)
@@ -153,6 +159,15 @@ class FairQueue:
         """inf when none waits, or none has a deadline."""
         heads = (row.entries[0] for tenants in self._waiting.values() for row in tenants.values())
         return min((entry.deadline_s for entry in heads), default=float("inf"))
+
+    def check_integrity(self) -> None:
+        """What is counted is what waits."""
+        assert all(self._waiting.values()), "a priority that nobody has is kept"
+        rows = [row for tenants in self._waiting.values() for row in tenants.values()]
+        for row in rows:
+            row.check_integrity()
+        num_entries = sum(len(row.entries) for row in rows)
+        assert self._size == num_entries, f"{self._size} are said to wait, {num_entries} do"
 
     def _backlog(self, tenants: Mapping[str, Row], tenant: str) -> float:
         return self.served(tenant) + tenants[tenant].num_tokens / self._weights.get(tenant, 1.0)

@@ -75,6 +75,9 @@ class Returning:
             self._line.remove(last)
         return num_ahead / rate if rate else 0.0
 
+    def check_integrity(self) -> None:
+        self._line.check_integrity()
+
     def _move(self, rate: float, now: float) -> None:
         self._credit += rate * (now - self._moved_s)
         self._moved_s = now

@@ -108,11 +108,6 @@ class Scheduler:
         return self._blocked and bool(self._waiting)
 
     @property
-    def num_uninvited(self) -> int:
-        """Of those waiting, all that came without a ticket, and have not begun: `max_waiting` bounds them."""
-        return sum(request.ticket is None and not request.num_preemptions for request in self._waiting)
-
-    @property
     def queued_prefill_tokens(self) -> int:
         """Prompt tokens that are still to be computed; of those waiting without what is spared (`Loads.num_spared`)."""
         running = sum(request.num_to_compute for request in self._running if request.num_to_compute > 1)
@@ -143,6 +138,10 @@ class Scheduler:
         for request in known:
             (self.role.forget if request.state is State.HELD else self._end)(request)
         return len(known)
+
+    def requests(self) -> Collection[Request]:
+        """All that are here, whatever their state."""
+        return self._requests.values()
 
     def find(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)

@@ -33,6 +33,10 @@ class MovingRole:
     def reserve(self, request: ReserveRequest, now: float) -> Ticket:
         return self.incoming.reserve(request, now)
 
+    def next_deadline_s(self) -> float:
+        """When the first lease ends, of what comes or goes; infinity where there is none."""
+        return min(self.ledger.next_deadline_s(), self.outgoing.next_deadline_s())
+
     def tickets(self, now: float) -> tuple[TicketStats, ...]:
         return self.incoming.stats(now) + self.outgoing.stats(now)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -319,6 +319,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         while self._owners:
             self._disowned.clear()
             await self._disowned.wait()
+
+    def unowned(self, request_ids: Iterable[str]) -> list[str]:
+        """Those that no gateway counts on here."""
+        return [request_id for request_id in request_ids if request_id not in self._owners]
 
     def end_streams(self) -> None:
         """Every gateway gets what it is still to be told, and then the end of its stream."""

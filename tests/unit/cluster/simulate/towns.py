@@ -8,6 +8,8 @@ from typing import Any
 from cluster.bench.workload import Lengths
 from cluster.config import PoolsConfig, SupervisionConfig
 from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.simulate.faults import Fault
+from cluster.simulate.simulation import Outcome, simulate
 from cluster.simulate.workload import Load, Session, generated
 
 BLOCK_SIZE = 16
@@ -41,3 +43,13 @@ def sessions(
         seed=seed,
     )
     return generated(name, load)
+
+
+def run(*faults: str, workload: str = "poisson", **more: Any) -> tuple[Outcome, list[str]]:
+    """What came of 25 requests within a second or two, and the event log."""
+    lines: list[str] = []
+    asked = sessions(workload, num=25, rate=20.0)
+    outcome = simulate(
+        town(**{"audit_every": 20, **more}), asked, [Fault.parse(text) for text in faults], write=lines.append
+    )
+    return outcome, lines

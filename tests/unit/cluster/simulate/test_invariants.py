@@ -1,0 +1,266 @@
+"""What is looked at finds what is broken: bugs planted in production code, and what says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster import supervision
+from cluster.simulate import soak
+from cluster.simulate.config import simulated_router
+from cluster.simulate.device import Device
+from kvtransfer.events import EventCursor, EventLog, Gap
+from kvtransfer.ledger import Ledger
+from kvtransfer.reshard import Cut
+from kvtransfer.session import Session
+from protos.errors import BatonError
+from protos.values import BlockRemoved, Cleared, Hello, KVEvent, KVEvents
+from router.admission.admission import Admission, Turn
+from router.admission.fair import Entry, FairQueue, Row
+from router.dispatch import Dispatcher
+from router.member import Member
+from router.prefix.feed import Feed
+from router.suspects import Trial as Attempt
+from tests.unit.cluster.simulate.towns import run, town
+from workers.engine.engine import Engine
+from workers.engine.request import Request, State
+from workers.engine.scheduler import Scheduler
+from workers.kv.blocks import BlockPool
+from workers.kv.incoming import Incoming
+from workers.kv.outgoing import Outgoing
+from workers.rpc.server import GatewayStream, WorkerServicer
+
+
+def broken(*faults: str, workload: str = "poisson", **more: Any) -> str:
+    with pytest.raises((AssertionError, BaseExceptionGroup)) as failed:
+        run(*faults, workload=workload, **more)
+    assert soak.is_broken_invariant(failed.value)
+    return soak.reason(failed.value)
+
+
+def test_kv_that_never_came_shows_as_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(device: Device, cut: Cut, payload: object) -> None: ...
+
+    monkeypatch.setattr(Device, "write", forget)
+    assert "it must be" in broken()
+
+
+def test_a_block_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = BlockPool.release
+    monkeypatch.setattr(BlockPool, "release", lambda pool, block_ids: release(pool, block_ids[1:]))
+    assert "references" in broken() or "held" in broken()
+
+
+def test_a_block_that_is_freed_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that counts one holder of a block and no more, and does not mind who gives it back."""
+    acquire, release = BlockPool.acquire, BlockPool.release
+
+    def acquire_once(pool: BlockPool, block_ids: Iterable[int]) -> None:
+        acquire(pool, [block_id for block_id in block_ids if not pool.num_references(block_id)])
+
+    def release_held(pool: BlockPool, block_ids: Sequence[int]) -> None:
+        release(pool, [block_id for block_id in block_ids if pool.num_references(block_id)])
+
+    monkeypatch.setattr(BlockPool, "acquire", acquire_once)
+    monkeypatch.setattr(BlockPool, "release", release_held)
+    assert "their holders know of" in broken(workload="agents", prefill=0, decode=1)
+
+
+def broken_trial(seed: int, **more: Any) -> str:
+    made = soak.trial(seed)
+    with pytest.raises((AssertionError, BaseExceptionGroup)) as failed:
+        soak.run(replace(made, config=replace(made.config, **more)))
+    assert soak.is_broken_invariant(failed.value)
+    return soak.reason(failed.value)
+
+
+def test_a_block_that_is_freed_while_a_step_writes_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_last_step_of", lambda scheduler, request: None)
+    assert "a step in flight writes them" in broken_trial(1)
+
+
+def test_a_block_that_gateways_are_not_told_has_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = EventLog.record
+    monkeypatch.setattr(
+        EventLog, "record", lambda log, event: None if isinstance(event, BlockRemoved) else record(log, event)
+    )
+    assert "does not have any more" in broken(num_blocks=60)
+
+
+def test_a_line_that_grows_without_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Admission, "_bound", lambda admission, entry, now: None)
+    router = simulated_router(max_queued=1, max_backlog=1)
+    assert "wait in line" in broken(prefill=0, decode=1, router=router)
+
+
+def narrow(**more: Any) -> dict[str, Any]:
+    """A colocated worker on which two run, and one waits."""
+    spec = town().spec
+    scheduler = replace(spec.scheduler, max_waiting=1, max_num_seqs=2)
+    return {"prefill": 0, "decode": 1, "spec": replace(spec, scheduler=scheduler), **more}
+
+
+def test_more_that_wait_on_a_worker_than_may_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "_check_room", lambda engine: None)
+    assert "wait on decode-0, 1 may" in broken(**narrow())
+
+
+def test_whoever_waits_for_room_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = Dispatcher._wait_for_room
+
+    async def wait_and_count_on(dispatcher: Dispatcher, *arguments: Any) -> None:
+        await wait(dispatcher, *arguments)
+        dispatcher._fleet.num_turned_away += 1
+
+    monkeypatch.setattr(Dispatcher, "_wait_for_room", wait_and_count_on)
+    assert "believes that somebody waits for room" in broken(**narrow())
+
+
+def test_somebody_in_line_who_has_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks after the line, and whoever gives up stays in it."""
+
+    async def look_away(admission: Admission) -> None: ...
+
+    monkeypatch.setattr(Admission, "_watch", look_away)
+    monkeypatch.setattr(FairQueue, "remove", lambda line, entry: None)
+    assert "are in line who have gone" in broken(**narrow(router=simulated_router(max_queue_s=5.0)))
+
+
+def test_work_that_counts_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Member, "forget", lambda member, name: None)
+    assert "on their way to" in broken_trial(0)
+
+
+def test_a_request_that_waits_for_ever_is_found_without_audits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Incoming, "adopted", lambda incoming, request, ticket: False)
+    assert "has heard nothing for" in broken(audit_every=0, patience_s=50.0)
+
+
+def test_a_worker_that_does_not_come_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "delay_s", lambda num_failures, config: 1e5)
+    assert "was not started again" in broken("0.5 kill decode-0")
+
+
+def test_a_prompt_that_is_held_for_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker is soon started again, for it has work and makes no progress: that is not how to let go."""
+    forget = Outgoing.forget
+
+    def keep(outgoing: Outgoing, request: Request) -> None:
+        forget(outgoing, request)
+        if request.state is State.HELD:
+            outgoing._released.clear()
+
+    monkeypatch.setattr(Outgoing, "forget", keep)
+    assert "and no gateway counts on it" in broken_trial(23)
+    assert "what did it hold?" in broken_trial(23, audit_every=0)
+
+
+def test_an_error_that_nothing_explains_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def give_up(dispatcher: Dispatcher, error: BatonError, *_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Dispatcher, "_recover", give_up)
+    assert "nothing that happens here is a reason for it" in broken_trial(7)
+
+
+def test_a_lease_that_never_ends_is_found_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "expire", lambda ledger, now: ())
+    assert "after its lease" in broken_trial(20)
+
+
+def test_a_lease_that_never_ends_is_found_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "expired", lambda session, now: False)
+    assert "after its lease" in broken_trial(102)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "seed"), [(Ledger, "abort_source", 7), (Outgoing, "_lost", 11)], ids=["receiver", "sender"]
+)
+def test_a_ticket_whose_lane_was_lost_is_found(
+    owner: type[Any], name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, lambda *_: ())
+    assert "was lost" in broken_trial(seed)
+
+
+def test_a_reservation_that_its_gateway_gives_up_in_vain_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease ends some time, and hid it."""
+    monkeypatch.setattr(Incoming, "withdraw", lambda incoming, request_id: False)
+    assert "has its ticket still" in broken_trial(0)
+
+
+def test_kv_on_its_way_to_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outgoing, "withdraw", lambda outgoing, ticket_id: False)
+    assert "its KV is on its way still" in broken_trial(1)
+
+
+def test_what_a_lost_gateway_leaves_on_its_workers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(servicer: WorkerServicer, stream: GatewayStream) -> None:
+        servicer._streams.pop(stream, None)
+        for request_id in tuple(stream.request_ids):
+            servicer._disown(request_id)
+
+    monkeypatch.setattr(WorkerServicer, "_end", end)
+    assert "and no gateway counts on it" in broken_trial(2)
+
+
+def test_answers_that_wait_for_each_others_blocks_for_ever_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their worker was taken for dead after a while, and started again: that hid it."""
+    monkeypatch.setattr(Scheduler, "_break_tie", lambda scheduler: None)
+    assert "no step finished for 10 s, and nothing held it up" in broken_trial(52)
+
+
+def test_a_trial_apart_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Attempt, "end", lambda attempt: None)
+    assert "a trial goes on" in broken_trial(9)
+
+
+def test_turns_that_are_kept_of_those_who_have_gone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kept(dict[int, Turn]):
+        def pop(self, number: int, *_: object) -> Turn | None:  # type: ignore[override]
+            return self.get(number)
+
+    make = Admission.__init__
+
+    def make_and_keep(admission: Admission, *arguments: Any, **more: Any) -> None:
+        make(admission, *arguments, **more)
+        admission._turns = Kept()
+
+    monkeypatch.setattr(Admission, "__init__", make_and_keep)
+    assert "turns are kept of" in broken(**narrow())
+
+
+def test_a_line_that_counts_tokens_of_those_who_have_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = Row.remove
+
+    def remove_and_count_on(row: Row, entry: Entry) -> bool:
+        num_tokens, removed = row.num_tokens, remove(row, entry)
+        row.num_tokens = num_tokens
+        return removed
+
+    monkeypatch.setattr(Row, "remove", remove_and_count_on)
+    assert "wait in it" in broken_trial(3)
+
+
+def test_what_was_known_of_a_former_life_and_is_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either rule alone forgets it: whoever meets a new life, and whoever hears of its first event."""
+    accept = EventCursor.accept
+
+    def add(cursor: EventCursor, message: KVEvents) -> tuple[KVEvent, ...] | Gap:
+        news = accept(cursor, message)
+        if isinstance(news, Gap) or message.snapshot:
+            return news
+        return tuple(event for event in news if not isinstance(event, Cleared))
+
+    def greet(feed: Feed, worker_id: str, incarnation: int) -> Hello:
+        cursor = feed._cursors.setdefault(worker_id, EventCursor())
+        if feed._peers is not None:
+            feed._peers.met(worker_id)
+        return Hello(gateway_id=feed._gateway_id, incarnation=cursor.incarnation, next_seq=cursor.next_seq)
+
+    monkeypatch.setattr(EventCursor, "accept", add)
+    monkeypatch.setattr(Feed, "hello", greet)
+    assert "does not have any more" in broken_trial(139)
