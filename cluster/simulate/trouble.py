@@ -13,6 +13,7 @@ from cluster.simulate.client import Clients
 from cluster.simulate.config import SimulationConfig
 from cluster.simulate.deployment import Deployment
 from cluster.simulate.faults import CLIENTS, OF_EVENTS, OF_WORKERS, STORE, Fault, Kind
+from cluster.simulate.lanes import STALL_S
 from cluster.simulate.worker import SimulatedWorker
 from protos.errors import Misconfigured
 from protos.hints import listed
@@ -186,15 +187,24 @@ class Trouble:
         match fault.kind:
             case Kind.LANE_STALL:
                 lanes.hold(source, destination)
-                await asyncio.sleep(fault.duration_s)
+                left_s = fault.duration_s
+                while left_s > STALL_S:
+                    await asyncio.sleep(STALL_S)
+                    left_s -= STALL_S
+                    self._cut(source, destination)
+                await asyncio.sleep(left_s)
                 lanes.let_go(source, destination)
             case Kind.LANE_SLOW:
                 lanes.condition(source, destination).slowness = fault.amount
                 await asyncio.sleep(fault.duration_s)
                 lanes.condition(source, destination).slowness = 1.0
             case _:
-                workers = self._deployment.workers
-                lanes.cut(workers[source].info.lane, workers[destination].info.lane)
+                self._cut(source, destination)
+
+    def _cut(self, source: str, destination: str) -> None:
+        workers = self._deployment.workers
+        if source in workers and destination in workers:
+            self._deployment.lanes.cut(workers[source].info.lane, workers[destination].info.lane)
 
     async def _store(self, fault: Fault) -> None:
         store = self._deployment.store
@@ -241,7 +251,9 @@ class EventTrouble:
         return events
 
     def _swap(self, events: Events) -> Events:
-        """Every second message's events come before those of the first."""
+        """Every second message's events come before those of the first; messages without any are none."""
+        if not events:
+            return ()
         if not self._kept:
             self._kept = events
             return ()
