@@ -14,7 +14,7 @@ import numpy as np
 from protos.values import WorkerRole
 from router.member import Member
 from router.policies.base import Line
-from router.policies.candidates import FEW, LINES, NUM_ROWS, ROWS, Candidates, Crew, Figures, Floats, Row
+from router.policies.candidates import FEW, LINES, NUM_ROWS, ROWS, Candidates, Crew, Figures, Floats, Places, Row
 from router.predict import LOADING, READING, RECEIVING, STEPPING, Predictor
 from router.prefix.index import Match
 from router.standing import NOTHING_KNOWN, Standing
@@ -24,6 +24,8 @@ _UNKNOWN: tuple[tuple[str, Line], ...] = (
 )  # fmt: skip
 _LINES_UNKNOWN = tuple(seconds for _, line in _UNKNOWN for seconds in (line.fixed_s, line.each_s))
 _NOTHING = Figures(0, 0, 0, 0, 0, 0.0, 0.0)
+_Rows = Sequence[int] | Places
+"""Where the offered stand among the members: in order, and each once."""
 
 
 class Offers:
@@ -67,7 +69,7 @@ class Offers:
         crew, places = self._taking()
         if self._are_few:
             return Candidates(crew, rows=[(0, 0, *self._figures[row], 0.0, *_LINES_UNKNOWN) for row in places])
-        return Candidates(crew, self._table if len(places) == len(self._members) else self._table[:, places])
+        return Candidates(crew, self._table if self._are_all(places) else self._table[:, places])
 
     def candidates(self, matched: Match, num_tokens: int, block_size: int, *, now: float) -> Candidates:
         """Workers that take new work and are trusted. `matched` is an index's answer for a sequence of `num_tokens`
@@ -76,7 +78,7 @@ class Offers:
         crew, places = self._trusted(now)
         if self._are_few:
             return Candidates(crew, rows=self._rows_of(crew, places, matched, num_tokens, block_size, now))
-        table = self._table[:, places]
+        table = self._table.copy() if self._are_all(places) else self._table[:, places]
         if len(crew):
             _cached(table, crew, matched, num_tokens, block_size)
             self._expect(table, crew, places, now)
@@ -100,8 +102,8 @@ class Offers:
         self._due = dict.fromkeys(self._members.values())  # whose standing is to be asked for
         self._block_sizes = [0] * count
         self._sizes = None
-        self._crew: tuple[Crew, Sequence[int]] | None = None
-        self._crew_without: tuple[Collection[Member], Crew, Sequence[int]] | None = None
+        self._crew: tuple[Crew, _Rows] | None = None
+        self._crew_without: tuple[Collection[Member], Crew, _Rows] | None = None
         self._changed.update(dict.fromkeys(self._members.values()))
         self._is_laid_out = True
 
@@ -160,13 +162,16 @@ class Offers:
 
     # -- who is offered ------------------------------------------------------------------------------------------------
 
-    def _taking(self) -> tuple[Crew, Sequence[int]]:
+    def _are_all(self, places: _Rows) -> bool:
+        return len(places) == len(self._members)
+
+    def _taking(self) -> tuple[Crew, _Rows]:
         if self._crew is None:
             taking = [(member, row) for member, row in self._rows.items() if self._roles[row] is not None]
             self._crew = _crew(taking)
         return self._crew
 
-    def _trusted(self, now: float) -> tuple[Crew, Sequence[int]]:
+    def _trusted(self, now: float) -> tuple[Crew, _Rows]:
         """Those that take work, without those whose breaker gives them a pause: never a pool's last."""
         paused = [member for member in self._doubted if not member.breaker.allows(now)]
         if not paused:
@@ -180,8 +185,9 @@ class Offers:
 
     # -- what changes with every request -------------------------------------------------------------------------------
 
-    def _expect(self, table: Floats, crew: Crew, places: Sequence[int], now: float) -> None:
-        expected = self._predictor.expectations(crew.worker_ids, self._standings[:, places], now=now)
+    def _expect(self, table: Floats, crew: Crew, places: _Rows, now: float) -> None:
+        standings = self._standings if self._are_all(places) else self._standings[:, places]
+        expected = self._predictor.expectations(crew.worker_ids, standings, now=now)
         table[ROWS["recent_tokens"]] = expected.recent_tokens
         for name in LINES:
             lines = getattr(expected, name)
@@ -189,11 +195,11 @@ class Offers:
         table[ROWS["loading"] + 1] *= self._token_bytes[places]
 
     def _rows_of(
-        self, crew: Crew, places: Sequence[int], matched: Match, num_tokens: int, block_size: int, now: float
+        self, crew: Crew, places: _Rows, matched: Match, num_tokens: int, block_size: int, now: float
     ) -> Sequence[Row]:
         """The same for few, worker by worker."""
         rows: list[Row] = []
-        if not places:
+        if not len(places):
             return rows
         expected = self._predictor.expected_of_few(crew.worker_ids, [self._standing[row] for row in places], now=now)
         for worker_id, row, known in zip(crew.worker_ids, places, expected, strict=True):
@@ -217,9 +223,8 @@ def _cached(table: Floats, crew: Crew, matched: Match, num_tokens: int, block_si
                 hosted[place] = num_cached - min(matched.num_on_device(worker_id) * block_size, num_tokens - 1)
 
 
-def _crew(members: Iterable[tuple[Member, int]]) -> tuple[Crew, Sequence[int]]:
+def _crew(members: Iterable[tuple[Member, int]]) -> tuple[Crew, _Rows]:
     known = [(member.worker_id, member.role, row) for member, row in members if member.role is not None]
-    return (
-        Crew([worker_id for worker_id, _, _ in known], [role for _, role, _ in known]),
-        [row for _, _, row in known],
-    )
+    rows = [row for _, _, row in known]
+    crew = Crew([worker_id for worker_id, _, _ in known], [role for _, role, _ in known])
+    return crew, rows if len(rows) <= FEW else np.array(rows, dtype=np.intp)

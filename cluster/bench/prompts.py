@@ -31,7 +31,7 @@ class Prompts:
     def ids(self, spans: Sequence[Span]) -> list[int]:
         found: list[int] = []
         for span in spans:
-            found += self._stream(span.key, _room(span.num_tokens))[: span.num_tokens]
+            found += self._stream(span.key, span.num_tokens)
         return found
 
     def text(self, spans: Sequence[Span]) -> str:
@@ -41,11 +41,6 @@ class Prompts:
     def _draw(self, key: Key, num_tokens: int) -> list[int]:
         # Philox's stream is part of numpy's promise of stability, unlike that of default_rng.
         bits = np.random.Philox(np.random.SeedSequence((self._seed, *key)))
-        raw = bits.random_raw(num_tokens)
-        found: list[int] = self._ids[raw % np.uint64(self._high - self._low)].tolist()
+        places = (bits.random_raw(num_tokens) % np.uint64(self._high - self._low)).view(np.int64)
+        found: list[int] = self._ids.take(places).tolist()
         return found
-
-
-def _room(num_tokens: int) -> int:
-    """The next power of two: spans of one key and nearly one length share an entry."""
-    return 1 << (num_tokens - 1).bit_length()

@@ -14,7 +14,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import Any, NoReturn, TypeVar
 
 Result = TypeVar("Result")
@@ -38,14 +38,59 @@ class OutsideWorld(AssertionError):
     """A socket, a thread or a process was asked for: nothing real exists in a simulation."""
 
 
+class Handle:
+    """What `asyncio.Handle` is to its callers. Half of a callback's cost was in that one's, made to be debugged."""
+
+    __slots__ = ("args", "callback", "context", "is_cancelled")
+
+    def __init__(self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None) -> None:
+        self.callback: Callable[..., object] | None = callback
+        self.args = args
+        self.context = context if context is not None else copy_context()
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled, self.callback, self.args = True, None, ()
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+
+class Timer(Handle):
+    """What `asyncio.TimerHandle` is to its callers."""
+
+    __slots__ = ("_loop", "_when")
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: VirtualLoop,
+        context: Context | None,
+    ) -> None:
+        super().__init__(callback, args, context)
+        self._loop = loop
+        self._when = when
+
+    def when(self) -> float:
+        return self._when
+
+    def cancel(self) -> None:
+        if not self.is_cancelled:
+            super().cancel()
+            self._loop.one_was_cancelled()
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """`seed` decides the order of timers that are due at one instant; `after` is called when each instant is over.
 
     An exception that nobody catches ends `run_until_complete` with it.
     """
 
-    _ready: deque[asyncio.Handle]  # asyncio's own
+    _ready: deque[Handle]  # asyncio's own, as are these
     _stopping: bool
+    _closed: bool
 
     def __init__(self, *, seed: int = 0, after: Callable[[], None] | None = None) -> None:
         super().__init__()
@@ -53,7 +98,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.num_callbacks = 0
         self._now_s = 0.0
         self._order = random.Random(f"{seed} order of timers").getrandbits(64)
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, Timer]] = []
         self._num_timers = 0
         self._num_cancelled = 0
         self._num_this_instant = 0
@@ -64,18 +109,33 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now_s
 
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Handle:
+        if self._closed:
+            self._check_closed()
+        handle = Handle(callback, args, context)
+        self._ready.append(handle)
+        return handle
+
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        self._check_closed()
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+    ) -> Timer:
+        if self._closed:
+            self._check_closed()
+        timer = Timer(when, callback, args, self, context)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, timer))
         return timer
 
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Timer:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
+    ) -> Handle:
         if threading.get_ident() != self._thread:
             raise OutsideWorld("a thread called into the simulation: its time is not ours")
         return self.call_soon(callback, *args, context=context)
@@ -89,11 +149,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+    def one_was_cancelled(self) -> None:
         """Timeouts that were not needed are most of all timers: they are swept out once they are half of the heap."""
         self._num_cancelled += 1
         if self._num_cancelled > 64 and self._num_cancelled * 2 > len(self._timers):
-            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            self._timers = [entry for entry in self._timers if not entry[2].is_cancelled]
             heapq.heapify(self._timers)
             self._num_cancelled = 0
 
@@ -111,8 +171,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         num = len(ready)
         for _ in range(num):
             handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+            if handle.callback is not None:
+                try:
+                    handle.context.run(handle.callback, *handle.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self.call_exception_handler({"message": f"{handle.callback} failed", "exception": error})
         self.num_callbacks += num
         self._num_this_instant += num
         if self._num_this_instant > MAX_CALLBACKS_AN_INSTANT:
@@ -125,7 +190,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _jump(self) -> None:
         timers = self._timers
-        while timers and timers[0][2].cancelled():
+        while timers and timers[0][2].is_cancelled:
             heapq.heappop(timers)
             self._num_cancelled -= 1
         if not timers:
@@ -140,13 +205,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         due = []
         while timers and timers[0][0] <= self._now_s:
             timer = heapq.heappop(timers)[2]
-            if timer.cancelled():
+            if timer.is_cancelled:
                 self._num_cancelled -= 1
             else:
                 due.append(timer)
         self._ready.extend(due if len(due) < 2 else self._shuffled(due))
 
-    def _shuffled(self, due: list[asyncio.TimerHandle]) -> list[asyncio.TimerHandle]:
+    def _shuffled(self, due: list[Timer]) -> list[Timer]:
         """A function of seed, time and the order they were asked for in. How many timers there were before changes
         nothing, so that who leaps over events of its own changes no other's order. Mixed as in Steele, Lea and Flood,
         "Fast splittable pseudorandom number generators" (2014)."""

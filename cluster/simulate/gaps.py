@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -16,25 +15,36 @@ class Gaps:
     """Of all answers of a run. A pause in which an answer moves to another worker is a gap as any other."""
 
     def __init__(self) -> None:
-        self._last_s: dict[str, float] = {}
+        self._last_s: dict[str, float] = {}  # of each attempt
+        self._attempts: dict[str, str] = {}  # the last of each job
         self._seen: dict[int, tuple[int, float]] = {}  # by logarithm: how many gaps, and their sum
         self._max_s = 0.0
 
     def made(self, request_ids: Sequence[str], ends_s: Sequence[float]) -> None:
         """Steps that ended at these times brought each of these requests a token each."""
-        first_s, since_s = ends_s[0], Counter[float]()
+        first_s, end_s, last_s = ends_s[0], ends_s[-1], self._last_s
+        since_s: dict[float, int] = {}
         for request_id in request_ids:
-            job = request_id.rpartition(".")[0]  # whatever its attempt
-            if (last_s := self._last_s.get(job)) is not None:
-                since_s[last_s] += 1
-            self._last_s[job] = ends_s[-1]
-        for last_s, times in since_s.items():
-            self._count(first_s - last_s, times)
+            before_s = last_s.get(request_id)
+            if before_s is None:
+                before_s = self._begin(request_id)
+            if before_s is not None:
+                since_s[before_s] = since_s.get(before_s, 0) + 1
+            last_s[request_id] = end_s
+        for before_s, times in since_s.items():
+            self._count(first_s - before_s, times)
         for before_s, after_s in pairwise(ends_s):
             self._count(after_s - before_s, len(request_ids))
 
     def ended(self, request_id: str) -> None:
-        self._last_s.pop(request_id.rpartition(".")[0], None)
+        self._last_s.pop(request_id, None)
+        self._attempts.pop(request_id.rpartition(".")[0], None)
+
+    def _begin(self, request_id: str) -> float | None:
+        """Of an attempt that brings its first token: when the one before it brought its last."""
+        job = request_id.rpartition(".")[0]
+        before, self._attempts[job] = self._attempts.get(job), request_id
+        return self._last_s.pop(before, None) if before is not None else None
 
     def spread(self) -> Spread | None:
         """None where no answer had two tokens."""

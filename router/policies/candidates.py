@@ -312,7 +312,14 @@ class Candidates(Sequence[Candidate]):
     def _of(self, crew: Crew, places: Sequence[int] | Places) -> Candidates:
         if self._rows is not None:
             return Candidates(crew, rows=[self._rows[place] for place in places])
-        return Candidates(crew, self.table[:, places])
+        return Candidates(crew, self.table[:, _span(places)])
+
+
+def _span(places: Sequence[int] | Places) -> Sequence[int] | Places | slice:
+    """The same places as a slice, which needs no copy, where they are ascending and without a gap, as a pool's are."""
+    if not (isinstance(places, np.ndarray) and len(places)) or not (np.diff(places) == 1).all():
+        return places
+    return slice(int(places[0]), int(places[-1]) + 1)
 
 
 Known = Candidate | Candidates
@@ -389,7 +396,11 @@ class Scores(Sequence[Score]):
 
     def cheapest(self, count: int) -> Places:
         """So many of them, the first of equals first."""
-        return np.argsort(self.totals, kind="stable")[:count]
+        totals = self.totals
+        if count >= len(totals):
+            return np.argsort(totals, kind="stable")
+        lowest = np.flatnonzero(totals <= np.partition(totals, count - 1)[count - 1])
+        return lowest[np.argsort(totals[lowest], kind="stable")][:count]
 
 
 def scores(candidates: Candidates, **terms: Floats) -> Scores:

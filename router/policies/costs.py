@@ -90,13 +90,17 @@ def least(one: Numbers, other: Numbers) -> Numbers:
     return min(one, other)
 
 
-def transfer_s(view: RequestView, reader: str, writers: Candidates) -> Floats:
-    """How long an answer is held up for its KV: what the writer's device lacks, over the lane between the two."""
+def transfer_s(view: RequestView, readers: Sequence[str], writers: Candidates) -> Floats:
+    """[readers, writers]: how long an answer is held up for its KV, which is what the writer's device lacks, over the
+    lane between the two."""
     num_bytes = num_off_device(view, writers) / view.block_size * view.block_bytes
-    seconds = writers.receiving(num_bytes)
-    if ways := view.lanes.get(reader):
-        lines = ways.lines(writers.crew)
-        seconds = np.where(np.isnan(lines.each_s), seconds, lines(num_bytes))
+    unmeasured = writers.receiving(num_bytes)
+    known = [ways.lines(writers.crew) if (ways := view.lanes.get(reader)) else None for reader in readers]
+    seconds = np.tile(unmeasured, (len(readers), 1))
+    if rows := [row for row, lines in enumerate(known) if lines is not None]:
+        fixed_s = np.array([lines.fixed_s for lines in known if lines is not None])
+        each_s = np.array([lines.each_s for lines in known if lines is not None])
+        seconds[rows] = np.where(np.isnan(each_s), unmeasured, fixed_s + each_s * num_bytes)
     return seconds
 
 
@@ -104,7 +108,7 @@ def outlook(view: RequestView, candidates: Sequence[Candidate], decision: Decisi
     """What to expect of a decision, whatever policy made it."""
     writer = named(candidates, decision.decode)
     reader = writer if decision.prefill is None else named(candidates, decision.prefill)
-    handing = 0.0 if reader is writer else transfer_s(view, reader.worker_id, Candidates.of([writer]))[0]
+    handing = 0.0 if reader is writer else transfer_s(view, [reader.worker_id], Candidates.of([writer]))[0, 0]
     return Outlook(
         ttft_s=ttft_s(view, reader),
         tpot_s=tpot_s(writer),

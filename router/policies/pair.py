@@ -35,8 +35,8 @@ class ShortRemainder:
         return (missing < self.max_tokens) & (missing < self.max_share * view.num_tokens)
 
 
-Between = Callable[[RequestView, str, Candidates], Floats]
-"""The cost of handing KV over from a reader to each of the writers."""
+Between = Callable[[RequestView, Sequence[str], Candidates], Floats]
+"""[readers, writers]: the cost of handing KV over from each of some readers to each of the writers."""
 
 NEAR_READERS = 8  # that may win by a better lane; those behind them would have to be better by far
 NEVER = 1e15
@@ -142,9 +142,9 @@ def _handed_over(
         return _Reading(readers=reading, place=np.full(count, best), cost=np.full(count, reading.totals[best]))
     near = reading.cheapest(NEAR_READERS)
     worker_ids, readings = reading.crew.worker_ids, reading.totals[near]
-    handing = np.array([between(view, worker_ids[place], writers) for place in near])
+    handing = between(view, [worker_ids[place] for place in near], writers)
     if best not in near:
-        own = between(view, worker_ids[best], writers)
+        [own] = between(view, [worker_ids[best]], writers)
         return _Reading(
             readers=reading, place=np.full(count, best), cost=np.full(count, reading.totals[best]), transfer=own
         )
