@@ -392,7 +392,11 @@ class Fleet:
                 return
 
     def _enter(self, member: Member, state: WorkerState, reason: str = "") -> None:
+        was = member.state
         if member.enter(state, reason, now=asyncio.get_running_loop().time()):
+            if was is state is WorkerState.LOST:  # that it is not back yet either is no news
+                self._changed()
+                return
             if member.state is WorkerState.LEFT:
                 log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address)
                 self._changed()

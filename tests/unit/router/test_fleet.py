@@ -151,6 +151,21 @@ async def test_a_worker_that_was_told_to_leave_is_not_called_lost(
         assert member.reason == "it left as it was told to, and no successor has come for 10 minutes"
 
 
+async def test_that_a_worker_is_lost_is_told_once(
+    make: Callable[..., Cluster], caplog: pytest.LogCaptureFixture
+) -> None:
+    """That nobody answers there afterwards either is no news, though the reason it is given changes."""
+    cluster = make()
+    await cluster.add("c0")
+    with caplog.at_level(logging.INFO, logger="baton.router"):
+        await cluster["c0"].die()
+        await cluster.until_state("c0", WorkerState.LOST)
+        first = reason(cluster, "c0")
+        await cluster.until(lambda: reason(cluster, "c0") != first)
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("c0" in line and "lost" in line for line in told) == 1, told
+
+
 async def test_a_worker_may_leave_in_the_moment_it_is_lost(make: Callable[..., Cluster]) -> None:
     """Both cancel what waits for its messages; only one of them means that it should be met again."""
     cluster = make()
