@@ -288,7 +288,7 @@ class Deployment:
             await client.close()
         if not health.healthy:
             stuck = [worker for worker in self.workers.values() if worker.info.address == address]
-            self.stuck += [f"{worker.worker_id}: {health.reason}" for worker in stuck if not worker.was_held_up]
+            self.stuck += [f"{worker.worker_id}: {health.reason}" for worker in stuck if not worker.held_up]
             raise WorkerLost(health.reason)
 
     def _client(self, address: str) -> WorkerClient:

@@ -20,6 +20,7 @@ from cluster.simulate.watched import TicketWatch, WatchedEngine, WatchedPool
 from decode_pool.config import DecodeConfig
 from decode_pool.role import DecodeRole
 from kvtransfer.events import EventLog
+from kvtransfer.ledger import TicketState
 from kvtransfer.transports.inproc import InprocSender
 from prefill_pool.config import PrefillConfig
 from prefill_pool.role import PrefillRole
@@ -118,7 +119,7 @@ class SimulatedWorker:
         self._changes_turn = 0  # when tickets last came or ended
         self.port: Port | None = None
         self.has_left = False  # as it was told to
-        self.was_held_up = False  # frozen, or slowed
+        self._was_held_up = False  # frozen, or slowed
         self._leaving: asyncio.Task[None] | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -137,6 +138,12 @@ class SimulatedWorker:
     @property
     def busy(self) -> bool:
         return self.frozen or self.engine.has_work()
+
+    @property
+    def held_up(self) -> bool:
+        """Is there a reason for which it may make no progress? Whatever holds up KV is its source's, or a lane's."""
+        waits = any(ticket.state != TicketState.ARRIVED for ticket in self.role.ledger.stats(0.0))
+        return self._was_held_up or waits
 
     def start(self) -> WorkerInfo:
         self.port = self._network.listen(self.info.address, self.servicer)
@@ -170,7 +177,7 @@ class SimulatedWorker:
     def freeze(self) -> None:
         """The process is stopped by a signal: sockets stay open, nothing moves."""
         assert self.port is not None
-        self.was_held_up = True
+        self._was_held_up = True
         self.turns.freeze()
         self.port.freeze()
 
@@ -191,7 +198,7 @@ class SimulatedWorker:
 
     def slow(self, factor: float) -> None:
         """Steps take `factor` times as long from now on."""
-        self.was_held_up = True
+        self._was_held_up = True
         self.turns.settle()
         self.device.slowness = factor
 
@@ -280,7 +287,8 @@ class SimulatedWorker:
     def _quiet_until(self) -> float:
         """Tickets whose KV has not come are left alone until their leases end; whatever moves wants every turn. So does
         what follows from a ticket's end: whoever waited for it is told in the turn after."""
-        if self.role.outgoing.busy() or self._mover.is_moving():  # its lanes never idle
+        role = self.role
+        if role.outgoing.busy() or role.incoming.has_failures() or self._mover.is_moving():  # its lanes never idle
             return -math.inf
         num_changes = self.role.ledger.num_changes
         if num_changes != self._num_changes:

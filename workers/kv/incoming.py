@@ -241,6 +241,10 @@ class Incoming:
         self._failed.clear()
         return failed
 
+    def has_failures(self) -> bool:
+        """Has the next tick to say that a request cannot go on?"""
+        return bool(self._failed)
+
     def busy(self) -> bool:
         """Also while a ticket is out: its lease must be able to end."""
         return bool(len(self.ledger) or self._failed)
