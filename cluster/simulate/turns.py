@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from itertools import chain
 from operator import attrgetter
 from typing import TypeVar
 
@@ -394,6 +395,6 @@ def _joined(updates: Sequence[SequenceUpdate]) -> SequenceUpdate:
     first, last = updates[0], updates[-1]
     return replace(
         last,
-        token_ids=tuple([token_id for update in updates for token_id in update.token_ids]),
+        token_ids=tuple(chain.from_iterable([update.token_ids for update in updates])),
         num_cached_tokens=first.num_cached_tokens,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from protos.value import Value
 from protos.values import SequenceUpdate
-from workers.engine.batch import Batch, is_penalised
+from workers.engine.batch import Batch
 from workers.engine.request import Request, State
 from workers.kv.blocks import BlockPool
 
@@ -44,35 +44,41 @@ def num_alike(running: Sequence[Request], last: Batch, limits: Limits, num_in_fl
     already. They go on with the `last` batch: it must have sampled for these, and for nobody else."""
     if len(last.rows) != len(running):
         return 0
+    least = limits.max_len
     for request, row in zip(running, last.rows, strict=True):
         if row.sample is None or row.request_id != request.request_id:
             return 0
-    return max(0, min(_num_plain(request, limits, num_in_flight) for request in running))
+        least = min(least, _num_plain(request, limits, num_in_flight))
+        if least <= 0:
+            return 0
+    return least
 
 
 def _num_plain(request: Request, limits: Limits, num_in_flight: int) -> int:
     num_output, sampling, size = len(request.output_ids), request.sampling, limits.block_size
-    decodes = request.num_to_plan == 1 and request.num_due == num_in_flight and num_output > request.num_given
-    decodes = decodes and request.num_planned - request.num_computed == num_in_flight  # no rest after a preemption
-    may_stop = sampling.stop_token_ids or (limits.can_stop and not sampling.ignore_eos)
-    special = sampling.logprobs is not None or num_output < sampling.min_tokens or is_penalised(sampling)
-    special = special or bool(sampling.grammar)
-    if not decodes or may_stop or special:
+    num_tokens, num_due, num_computed = len(request.prompt_ids) + num_output, request.num_due, request.num_computed
+    num_planned = request.num_planned
+    decodes = num_tokens + num_due - num_planned == 1 and num_due == num_in_flight and num_output > request.num_given
+    if not decodes or num_planned - num_computed != num_in_flight:  # the latter: a rest after a preemption
+        return 0
+    may_stop = limits.can_stop and not sampling.ignore_eos
+    if may_stop or num_output < sampling.min_tokens or not request.decodes_plainly:
         return 0
     ahead = max(num_in_flight, 1)
     return min(
         sampling.max_tokens - num_output - ahead,
-        limits.max_len - request.num_tokens - ahead,
-        len(request.block_ids) * size + 1 - request.num_expected + limits.can_take,
-        (request.num_sealed + 1) * size - 1 - request.num_computed + limits.can_take,
+        limits.max_len - num_tokens - ahead,
+        len(request.block_ids) * size + 1 - num_tokens - num_due + limits.can_take,
+        (request.num_sealed + 1) * size - 1 - num_computed + limits.can_take,
     )
 
 
 def take(running: Sequence[Request], pool: BlockPool, num_steps: int) -> dict[str, int]:
     """The blocks that the last of so many plain steps begins, by request; they are the requests' from now on."""
     taken: dict[str, int] = {}
+    size = pool.block_size
     for request in running:
-        if pool.blocks_for(request.num_expected + num_steps - 1) > len(request.block_ids):
+        if request.num_expected + num_steps - 1 > len(request.block_ids) * size:
             fresh = pool.allocate(1)
             assert fresh is not None, "plain steps take no more blocks than there are"
             request.block_ids += fresh

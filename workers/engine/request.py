@@ -23,6 +23,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from protos.values import BlockHash, GenerateRequest, SamplingParams, Ticket
+from workers.engine.batch import is_penalised
 
 if TYPE_CHECKING:
     from workers.engine.loading import Load
@@ -44,7 +45,8 @@ class Request:
     with the request. `num_cached` is what its first admission found (a recomputation is not the client's gain).
     `num_prompt_reported` prompt logprobs are with the client. `num_due` tokens are being sampled by steps in flight.
     `awaited` is a block another request is computing. `num_spared` tokens were cached or being computed when it came.
-    `load` are blocks that come from the host before it can start.
+    `load` are blocks that come from the host before it can start. `decodes_plainly`: nothing is asked for that makes
+    steps differ, no stop ids, logprobs, penalties or grammar.
     """
 
     request_id: str
@@ -55,6 +57,7 @@ class Request:
     ticket: Ticket | None = None
     pull: Ticket | None = None
     tells_progress: bool = False
+    decodes_plainly: bool = False
     arrival_s: float = 0.0
     rank: tuple[float, int] = (0.0, 0)
     output_ids: list[int] = field(default_factory=list)
@@ -86,6 +89,7 @@ class Request:
             ticket=request.ticket,
             pull=request.pull,
             tells_progress=request.tells_progress,
+            decodes_plainly=_decodes_plainly(request.sampling),
             arrival_s=arrival_s,
             output_ids=list(request.output_ids),
             num_given=len(request.output_ids),
@@ -124,3 +128,8 @@ class Request:
         if start >= prompt:
             return tuple(self.output_ids[start - prompt : stop - prompt])
         return self.prompt_ids[start:] + tuple(self.output_ids[: stop - prompt])
+
+
+def _decodes_plainly(sampling: SamplingParams) -> bool:
+    asks = sampling.stop_token_ids or sampling.logprobs is not None or sampling.grammar
+    return not asks and not is_penalised(sampling)

@@ -110,7 +110,7 @@ class Scheduler:
     @property
     def queued_prefill_tokens(self) -> int:
         """Prompt tokens that are still to be computed; of those waiting without what is spared (`Loads.num_spared`)."""
-        running = sum(request.num_to_compute for request in self._running if request.num_to_compute > 1)
+        running = sum([num for request in self._running if (num := request.num_to_compute) > 1])
         waiting = (r.num_to_compute - self.loads.num_spared(r) for r in self._waiting if not r.adopted)
         return running + sum(waiting)
 
