@@ -1,8 +1,8 @@
 """What a value is made of that is made for every token, row or message (docs/adr/0025): a msgspec struct.
 
 One is made in a tenth of a microsecond, a frozen dataclass in one or two, and Python's collector of cycles never looks
-at it: a value holds nothing that could lead back to it. To `dataclasses.replace`, `fields` and `asdict`, to orjson, and
-to type checkers it is a dataclass as any other.
+at it: a value holds nothing that could lead back to it. `dataclasses.replace` and `asdict`, the names and types of
+`fields`, orjson and type checkers take it for a dataclass.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from msgspec import Struct
 
 
 class Value(Struct, frozen=True, gc=False):
-    """Frozen, slotted, compared and hashed by its fields. Whoever derives says `frozen=True, kw_only=True`."""
+    """Frozen, slotted, compared and hashed by its fields. Derived from once: `class Row(Value, frozen=True,
+    kw_only=True)`. Raises TypeError for a value of another one's fields."""
 
     def __init_subclass__(cls, **config: Any) -> None:
         super().__init_subclass__(**config)
+        if cls.__bases__ != (Value,):
+            raise TypeError(f"{cls.__name__} derives from another value: write its fields down, each value has its own")
         told = type(cls.__name__, (), {"__annotations__": get_annotations(cls)})
         described: Any = dataclass(init=False, repr=False, eq=False)(told)
         cls.__dataclass_fields__ = described.__dataclass_fields__

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -134,10 +134,6 @@ class Fleet:
         """Bytes of a block's KV; 0 while nobody was met."""
         reference = self._reference()
         return reference.layout.block_bytes if reference is not None else 0
-
-    def worker_ids(self) -> Collection[str]:
-        """Of all members, whatever their state."""
-        return self._members.keys()
 
     def member(self, worker_id: str) -> Member:
         """Raises WorkerLost for one that has left."""
@@ -393,19 +389,16 @@ class Fleet:
 
     def _enter(self, member: Member, state: WorkerState, reason: str = "") -> None:
         was = member.state
-        if member.enter(state, reason, now=asyncio.get_running_loop().time()):
-            if was is state is WorkerState.LOST:  # that it is not back yet either is no news
-                self._changed()
-                return
-            if member.state is WorkerState.LEFT:
-                log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address)
-                self._changed()
-                return
+        if not member.enter(state, reason, now=asyncio.get_running_loop().time()):
+            return
+        if member.state is WorkerState.LEFT:
+            log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address)
+        elif not was is state is WorkerState.LOST:  # that it is not back yet either is no news
             log.log(
                 logging.INFO if state in (WorkerState.READY, WorkerState.DRAINING) else logging.WARNING,
                 STATE_LINE, member.worker_id, member.address, state, f": {reason}" if reason else "",
             )  # fmt: skip
-            self._changed()
+        self._changed()
 
     def _changed(self) -> None:
         self._turn.set()

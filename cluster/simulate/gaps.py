@@ -37,8 +37,8 @@ class Gaps:
             self._count(after_s - before_s, len(request_ids))
 
     def ended(self, request_id: str) -> None:
-        self._last_s.pop(request_id, None)
-        self._attempts.pop(request_id.rpartition(".")[0], None)
+        last = self._attempts.pop(request_id.rpartition(".")[0], request_id)
+        self._last_s.pop(last, None)
 
     def _begin(self, request_id: str) -> float | None:
         """Of an attempt that brings its first token: when the one before it brought its last."""

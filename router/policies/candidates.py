@@ -395,11 +395,12 @@ class Scores(Sequence[Score]):
         return Scores(self.crew, self.totals, self.terms, np.array(places, dtype=np.intp))
 
     def cheapest(self, count: int) -> Places:
-        """So many of them, the first of equals first."""
+        """So many of them, the first of equals first. Totals are numbers, or infinite."""
         totals = self.totals
         if count >= len(totals):
             return np.argsort(totals, kind="stable")
         lowest = np.flatnonzero(totals <= np.partition(totals, count - 1)[count - 1])
+        assert len(lowest) >= count, "a total that is no number"
         return lowest[np.argsort(totals[lowest], kind="stable")][:count]
 
 

@@ -9,11 +9,11 @@ computed may be read, and blocks that were reserved may be written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol, TypedDict
 
 from protos.errors import BatonError, InvalidRequest
-from protos.value import Value
 from protos.values import BlockHash, GenerateRequest, LaneLoad, Ticket
 from workers.engine.batch import Batch
 from workers.engine.loading import Load
@@ -28,7 +28,8 @@ class Disposition(Enum):
     RELEASE = auto()  # finish it for the client ("prefilled"), free its blocks now
 
 
-class Tick(Value, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
     """`moved`: running requests that go on elsewhere, and are HELD from now on. `stayed`: those that were to move and
     cannot; they go on here. `released`: held requests whose blocks may go now. `failed`: requests that cannot go on;
     their blocks go too.

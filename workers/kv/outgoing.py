@@ -350,10 +350,10 @@ class Outgoing:
             session.offered(chunk, now)
 
     def _sent(self, event: Sent, now: float) -> None:
-        self._busy_s += event.elapsed_s
         ticket_id = event.chunk.ticket_id
         push = self._pushes.get(ticket_id) or self._leaving.get(ticket_id)
         if push is not None and push.session.ticket.generation == event.chunk.generation:
+            self._busy_s += event.elapsed_s  # with its bytes or not at all: routing divides the two
             self._num_bytes += event.chunk.num_bytes(push.session.ticket.layout)  # from all ranks
             push.session.sent(event.chunk, now)
             hidden_s = push.hidden_s(event)

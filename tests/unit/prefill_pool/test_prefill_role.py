@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.session import Session
-from kvtransfer.transport import Sent
+from kvtransfer.transport import Chunk, Sent
 from prefill_pool.config import PrefillConfig
 from protos.errors import IncompatibleWorkers, InvalidRequest, Misconfigured, TransferFailed
 from protos.values import FinishReason, SamplingParams
@@ -24,6 +24,7 @@ from tests.unit.decode_pool.pair import (
     prompt,
 )
 from workers.engine.request import Request
+from workers.kv.mover import Mover
 from workers.kv.outgoing import Push, Shared
 from workers.toy import toy_tokens
 
@@ -466,3 +467,22 @@ def test_what_had_left_before_its_request_went_is_counted() -> None:
     pair.decode.engine.abort(["r"])
     pair.finish()
     assert pair.prefill.engine.load().transfer_bytes == 3 * BLOCK_BYTES
+
+
+def test_what_was_on_the_wire_when_its_request_went_does_not_slow_down_its_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Routing divides the bytes by the seconds: neither counts, or both do."""
+    pair = Pair(chunk_blocks=1)
+    pair.post.holding = True
+    ticket = pair.start("r", prompt(12))
+    pair.step(4)
+    pair.prefill.engine.abort(["r"])
+    pair.decode.engine.abort(["r"])
+    chunk = Chunk(ticket_id=ticket.ticket_id, generation=ticket.generation, first_block=0, num_blocks=1)
+    pair.step(1)
+    late = [[Sent(chunk=chunk, num_bytes=BLOCK_BYTES, elapsed_s=0.5)]]
+    monkeypatch.setattr(Mover, "poll_sent", lambda mover: late.pop() if late else [])
+    pair.finish()
+    load = pair.prefill.engine.load()
+    assert (load.transfer_bytes, load.transfer_s) == (0, 0.0)

@@ -56,3 +56,11 @@ class _Point(Value, frozen=True, kw_only=True):
 
 def test_defaults_are_those_that_are_written() -> None:
     assert replace(_Point(x=1), x=5) == _Point(x=5, y=2)
+
+
+def test_a_value_has_fields_of_its_own_alone() -> None:
+    """Those it inherited would be there, and `dataclasses` and orjson would leave them out."""
+    with pytest.raises(TypeError, match="_Deeper derives from another value"):
+
+        class _Deeper(_Point, frozen=True, kw_only=True):
+            z: int

@@ -150,6 +150,14 @@ def test_gaps_are_between_the_tokens_of_one_answer_wherever_they_are_made() -> N
     assert spread.p90 == pytest.approx(900, rel=0.01)
 
 
+def test_gaps_forget_a_job_that_ends_without_another_token() -> None:
+    gaps = Gaps()
+    gaps.made(["a.1"], [1.0])
+    gaps.ended("a.2")
+    gaps.made(["a.3"], [90.0])
+    assert gaps.spread() is None, "another job of that name"
+
+
 def test_a_worker_that_keeps_blocks_for_others_is_not_stuck() -> None:
     """The rule of the real engine's loop, `workers.rpc.progress`."""
     spec = replace(town().spec, stall_s=1.0)
