@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,6 @@ from tests.unit.decode_pool.pair import (
     prompt,
 )
 from workers.engine.request import Request
-from workers.kv.mover import Mover
 from workers.kv.outgoing import Push, Shared
 from workers.toy import toy_tokens
 
@@ -482,7 +482,10 @@ def test_what_was_on_the_wire_when_its_request_went_does_not_slow_down_its_lane(
     chunk = Chunk(ticket_id=ticket.ticket_id, generation=ticket.generation, first_block=0, num_blocks=1)
     pair.step(1)
     late = [[Sent(chunk=chunk, num_bytes=BLOCK_BYTES, elapsed_s=0.5)]]
-    monkeypatch.setattr(Mover, "poll_sent", lambda mover: late.pop() if late else [])
+    role: Any = pair.prefill.scheduler.role
+    monkeypatch.setattr(role.outgoing._mover, "poll_sent", lambda: late.pop() if late else [])
+    pair.step(1)
+    assert not late
     pair.finish()
     load = pair.prefill.engine.load()
     assert (load.transfer_bytes, load.transfer_s) == (0, 0.0)

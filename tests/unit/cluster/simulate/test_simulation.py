@@ -154,7 +154,7 @@ def test_gaps_forget_a_job_that_ends_without_another_token() -> None:
     gaps = Gaps()
     gaps.made(["a.1"], [1.0])
     gaps.ended("a.2")
-    gaps.made(["a.3"], [90.0])
+    gaps.made(["a.1"], [90.0])
     assert gaps.spread() is None, "another job of that name"
 
 
