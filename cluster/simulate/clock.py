@@ -59,7 +59,7 @@ class Handle:
 class Timer(Handle):
     """What `asyncio.TimerHandle` is to its callers."""
 
-    __slots__ = ("_loop", "_when")
+    __slots__ = ("_loop", "_when", "is_due")
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Timer(Handle):
         super().__init__(callback, args, context)
         self._loop = loop
         self._when = when
+        self.is_due = False
 
     def when(self) -> float:
         return self._when
@@ -79,7 +80,8 @@ class Timer(Handle):
     def cancel(self) -> None:
         if not self.is_cancelled:
             super().cancel()
-            self._loop.one_was_cancelled()
+            if not self.is_due:  # every `asyncio.sleep` cancels its own, which is in the heap no more
+                self._loop.one_was_cancelled()
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -208,6 +210,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if timer.is_cancelled:
                 self._num_cancelled -= 1
             else:
+                timer.is_due = True
                 due.append(timer)
         self._ready.extend(due if len(due) < 2 else self._shuffled(due))
 

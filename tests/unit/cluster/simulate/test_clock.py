@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -67,6 +68,33 @@ def test_a_timeout_that_was_not_needed_leaves_nothing_behind() -> None:
         return asyncio.get_running_loop().time()
 
     assert run(timeouts()) == pytest.approx(1.0)
+
+
+def test_what_was_never_in_vain_is_not_swept_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep that is over cancels its timer, which is among the others no more."""
+    sweep, num_sweeps = heapq.heapify, 0
+
+    def counted(timers: list[Any]) -> None:
+        nonlocal num_sweeps
+        num_sweeps += 1
+        sweep(timers)
+
+    monkeypatch.setattr(heapq, "heapify", counted)
+
+    async def sleeps() -> None:
+        for _ in range(1000):
+            await asyncio.sleep(0.001)
+
+    run(sleeps())
+    assert not num_sweeps
+
+    async def timeouts() -> None:
+        for _ in range(1000):
+            async with asyncio.timeout(3600):
+                await asyncio.sleep(0.001)
+
+    run(timeouts())
+    assert 0 < num_sweeps <= 1000 / 64, "every one of them had at least 64 to sweep out"
 
 
 def test_waiting_for_nothing_is_a_deadlock_and_says_who_waits() -> None:
