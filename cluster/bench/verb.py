@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import shlex
 import sys
@@ -275,11 +276,11 @@ def check_writable(path: Path | None, flag: str = "json") -> None:
     """Before a long run, whose figures would be lost. Leaves no new file. Raises Misconfigured."""
     if path is None:
         return
-    was_there = path.exists()
     try:
+        was_there = path.exists()
         path.open("ab").close()
         if not was_there:
-            path.unlink()
+            Path(os.path.realpath(path)).unlink()  # of a link to nothing yet, what has just been made
     except OSError as error:
         raise Misconfigured(f"--{flag} {path}: {unusable(error, to_write=True)}", param=flag) from error
 

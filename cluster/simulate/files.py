@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from os.path import realpath
 from pathlib import Path
 from typing import TextIO
 
@@ -13,15 +14,15 @@ from protos.hints import unusable
 
 def check(written: Mapping[str, Path | None], read: Mapping[str, Sequence[Path | None]]) -> None:
     """By flag. Raises Misconfigured for what could not be written, and for what another flag would lose by it."""
-    whose = {path.resolve(): f"--{flag} reads" for flag, paths in read.items() for path in paths if path is not None}
+    whose = {realpath(path): f"--{flag} reads" for flag, paths in read.items() for path in paths if path is not None}
     for flag, path in written.items():
         if path is None:
             continue
         check_writable(path, flag)
         if not path.exists() or path.is_file():
-            if (other := whose.get(path.resolve())) is not None:
+            if (other := whose.get(realpath(path))) is not None:
                 raise Misconfigured(f"--{flag} {path}: {other} that file: give another path", param=flag)
-            whose[path.resolve()] = f"--{flag} writes"
+            whose[realpath(path)] = f"--{flag} writes"
 
 
 def write(path: Path, text: str, flag: str) -> None:

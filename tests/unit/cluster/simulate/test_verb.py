@@ -362,6 +362,26 @@ def test_processes_of_the_settings_are_gateways_that_know_of_one_another(tmp_pat
     assert "There is only 0" in str(call(*SMALL, "--set", "processes=2", "--gateways", "1", *faults).exception)
 
 
+def test_a_link_to_a_file_that_is_not_there_yet_is_written_through(tmp_path: Path) -> None:
+    link, figures = tmp_path / "latest.json", tmp_path / "run.json"
+    link.symlink_to(figures)
+    assert isinstance(call(*SMALL, "--json", str(link), "--decode", "1:3").exception, Misconfigured)
+    assert link.is_symlink()
+    assert not figures.exists(), "it has not run"
+    answer(*SMALL, "--json", str(link))
+    assert link.is_symlink()
+    assert json.loads(figures.read_text())["runs"]
+
+
+def test_paths_that_cannot_be_are_told_with_their_flag(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for flag, path in (("--json", "a" * 300), ("--json", str(loop)), ("--trace", str(loop))):
+        error = call(flag, path).exception
+        assert isinstance(error, Misconfigured)
+        assert str(error).startswith(f"{flag} {path}: ")
+
+
 def test_as_many_requests_are_asked_as_were_asked_for() -> None:
     told = answer(*SMALL, "--requests", "10", "--workload", "agents")
     assert "10 of 10" in told
