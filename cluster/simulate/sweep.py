@@ -58,31 +58,40 @@ class Trial:
         return self.summary.costs.usd
 
 
-def numbers(text: str, *, param: str, least: int = 0) -> list[int]:
-    """From "2", "1,2,4" or "1:4". Raises Misconfigured."""
-    low, colon, high = text.partition(":")
-    try:
-        found: Sequence[int] = range(int(low), int(high) + 1) if colon else [int(one) for one in text.split(",")]
-    except ValueError:
-        found = ()
-    if not found or min(found) < least or max(found) > MAX_WORKERS:
-        raise Misconfigured(
-            f"--{param} {shlex.quote(text)}: give numbers from {least} to {MAX_WORKERS}, such as 2, 1,2,4 or 1:4",
-            param=param,
-        )
-    return list(dict.fromkeys(found))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """What `source`, a flag or a setting, says of one of a cluster's traits. Numbers are `least` or more."""
 
+    name: str
+    source: str
+    text: str
+    least: int = 0
 
-def policies(text: str, *, param: str) -> list[str]:
-    """Names with commas between them. Raises Misconfigured."""
-    found = list(dict.fromkeys(text.split(",")))
-    for name in found:
-        if name not in NAMES:
+    def __str__(self) -> str:
+        return f"{self.source} {shlex.quote(self.text)}"
+
+    def numbers(self) -> list[int]:
+        """From "2", "1,2,4" or "1:4". Raises Misconfigured."""
+        low, colon, high = self.text.partition(":")
+        try:
+            found = [int(one) for one in ((low, high) if colon else self.text.split(","))]
+        except ValueError:
+            found = []
+        if not found or min(found) < self.least or max(found) > MAX_WORKERS or (colon and found[0] > found[1]):
             raise Misconfigured(
-                f"{param} {shlex.quote(text)}: there is no policy {name!r}: choose of {', '.join(NAMES)}",
-                param="policy",
+                f"{self}: give numbers from {self.least} to {MAX_WORKERS}, such as 2, 1,2,4 or 1:4", param=self.name
             )
-    return found
+        return list(range(found[0], found[1] + 1)) if colon else list(dict.fromkeys(found))
+
+    def policies(self) -> list[str]:
+        """Names with commas between them. Raises Misconfigured."""
+        found = list(dict.fromkeys(self.text.split(",")))
+        for name in found:
+            if name not in NAMES:
+                raise Misconfigured(
+                    f"{self}: there is no policy {name!r}: choose of {', '.join(NAMES)}", param=self.name
+                )
+        return found
 
 
 def asked(
@@ -102,43 +111,42 @@ def asked(
         if (value := getattr(pools, name)) is not None:
             why = "simulated workers all have as many ranks: give --tp instead"
             raise Misconfigured(f"pools.{name} = {value}: {why}", param=name)
-    if workers is None and prefill is None and decode is None and pools.colocated:
-        workers = str(pools.colocated)
-    texts = {"workers": workers} if workers is not None else {
-        "prefill": _given(prefill, pools.prefill), "decode": _given(decode, pools.decode)
-    }  # fmt: skip
-    texts["tp"] = _given(tp, settings.worker.tp)
-    found = {name: numbers(text, param=name, least=int(name in ("workers", "tp"))) for name, text in texts.items()}
-    texts["policy"] = settings.router.policy if policy is None else policy
-    names = policies(texts["policy"], param="router.policy" if policy is None else "--policy")
-    several = [f"--{name} {texts[name]}" for name, values in (found | {"policy": names}).items() if len(values) > 1]
-    num = math.prod(len(values) for values in found.values()) * len(names)
+    if workers is not None or (prefill is None and decode is None and pools.colocated):
+        readers = _Said(name="prefill", source="--prefill", text="0")
+        writers = _said("workers", workers, "pools.colocated", pools.colocated, least=1)
+    else:
+        readers = _said("prefill", prefill, "pools.prefill", pools.prefill)
+        writers = _said("decode", decode, "pools.decode", pools.decode)
+    ranks = _said("tp", tp, "worker.tp", settings.worker.tp, least=1)
+    chosen = _said("policy", policy, "router.policy", settings.router.policy)
+    counts = {said: said.numbers() for said in (readers, writers, ranks)}
+    names = chosen.policies()
+    nums = {said: len(values) for said, values in counts.items()} | {chosen: len(names)}
+    several = ", ".join(str(said) for said, each in nums.items() if each > 1)
+    num = math.prod(nums.values())
     if num > 1 and not to_sweep:
         raise Misconfigured(
-            f"{', '.join(several)}: {num:,} clusters are asked for: give one of each, or --sweep to compare them",
-            param="sweep",
+            f"{several}: {num:,} clusters are asked for: give one of each, or --sweep to compare them", param="sweep"
         )
     if num > MAX_CLUSTERS:
         raise Misconfigured(
-            f"{', '.join(several)}: --sweep would try {num:,} clusters: give at most {MAX_CLUSTERS:,}", param="sweep"
+            f"{several}: --sweep would try {num:,} clusters: give at most {MAX_CLUSTERS:,}", param="sweep"
         )
-    every = choices(
-        prefill=found.get("prefill", [0]), decode=found.get("decode") or found["workers"], tp=found["tp"],
-        policies=names,
-    )  # fmt: skip
+    every = choices(prefill=counts[readers], decode=counts[writers], tp=counts[ranks], policies=names)
     if not every:
         raise Misconfigured(
-            f"--decode {texts['decode']}: somebody must write the answers, so give at least 1; --workers N is N "
-            "colocated workers, which read and write",
+            f"{writers}: somebody must write the answers, so give at least 1; --workers N is N colocated workers, "
+            "which read and write",
             param="decode",
         )
     return every
 
 
-def _given(flag: str | None, setting: int | None) -> str:
+def _said(name: str, flag: str | None, path: str, setting: object, *, least: int = 0) -> _Said:
+    """By the flag, or by the setting of that path where there is none. What neither says is 1."""
     if flag is not None:
-        return flag
-    return "1" if setting is None else str(setting)
+        return _Said(name=name, source=f"--{name}", text=flag, least=least)
+    return _Said(name=name, source=path, text="1" if setting is None else str(setting), least=least)
 
 
 def choices(

@@ -242,6 +242,9 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         (("--tp", "1,2", "--policy", "slo,prefix_aware"), "--tp 1,2, --policy slo,prefix_aware: 4 clusters"),
         (("--sweep", "--prefill", "1:999", "--decode", "1:999"), "--sweep would try 998,001 clusters: give at most"),
         (("--decode", "99999999999"), "--decode 99999999999: give numbers from 0 to 4096"),
+        (("--tp", "1:1000000000000"), "--tp 1:1000000000000: give numbers from 1 to 4096"),
+        (("--decode", "-1000000000000:1"), "--decode -1000000000000:1: give numbers from 0 to 4096"),
+        (("--prefill", "4:1"), "--prefill 4:1: give numbers from 0 to 4096"),
         (("--workers", "0"), "--workers 0: give numbers from 1 to 4096"),
         (("--workers", ""), "--workers '': give numbers"),
         (
@@ -275,6 +278,12 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         (("--policy", "dice"), "--policy dice: there is no policy 'dice': choose of round_robin, "),
         (("--policy", ""), "--policy '': there is no policy ''"),
         (("--set", "router.policy=dice"), "router.policy dice: there is no policy 'dice'"),
+        (("--set", "router.policy=slo,round_robin"), "router.policy slo,round_robin: 2 clusters are asked for"),
+        (
+            ("--tp", "1,2", "--set", "router.policy=slo,round_robin"),
+            "--tp 1,2, router.policy slo,round_robin: 4 clusters",
+        ),
+        (("--set", "worker.tp=5000"), "worker.tp 5000: give numbers from 1 to 4096"),
         (("--policy", "slo,"), "--policy slo,: there is no policy ''"),
         (("--prefill", "3", "--decode", "0"), "at least 1; --workers N is N colocated"),
         (("--input-len", "5:"), "--input-len 5:"),
