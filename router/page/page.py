@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from html import escape
 from pathlib import Path
 
@@ -22,7 +23,6 @@ def mount_page(app: FastAPI, gateway: Gateway) -> None:
     """Puts the page on the application."""
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
     template = (_HERE / "page.html").read_text(encoding="utf-8")
-    document = template.replace("{{style}}", style).replace("{{script}}", script)
     headers = {
         "content-security-policy": _policy(style, script),
         "x-content-type-options": "nosniff",
@@ -33,17 +33,18 @@ def mount_page(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/")
     async def page() -> Response:
         told = {
-            "model": gateway.card.name,
+            "style": style,
+            "script": script,
+            "model": escape(gateway.card.name),
             "has_chat": str(gateway.template is not None).lower(),
             "asks_for_keys": str(not gateway.reception.roster.is_open).lower(),
         }
-        return Response(_filled(document, told), media_type="text/html", headers=headers)
+        return Response(_filled(template, told), media_type="text/html", headers=headers)
 
 
-def _filled(document: str, told: dict[str, str]) -> str:
-    for name, value in told.items():
-        document = document.replace(f"{{{{{name}}}}}", escape(value))
-    return document
+def _filled(template: str, told: dict[str, str]) -> str:
+    """In one pass: what has been filled in is no place for more."""
+    return re.sub(r"{{(\w+)}}", lambda place: told[place[1]], template)
 
 
 def _policy(style: str, script: str) -> str:

@@ -14,7 +14,7 @@
   const at = (id) => document.getElementById(id);
   const shown = new Map();  // what each part shows, so that a part that has not changed keeps its selection
   const samples = [];       // of the counters, for rates
-  let asked = "", job = null, timer = 0, heard = null;
+  let asked = "", job = null, timer = 0, turns = 0, heard = null;
 
   // -- what is told becomes nodes -------------------------------------------------------------------------------------
 
@@ -296,7 +296,9 @@
     at("told").classList.remove("stale");
   }
 
+  // Of the looks under way only the latest may say anything: another one began before a key was given or forgotten.
   async function look() {
+    const turn = turns;
     const names = {
       in_flight: "baton_requests_in_flight", waiting: "baton_admission_waiting", requests: "baton_requests_total",
       output: "baton_generated_tokens_total", prompt: "baton_prompt_tokens_total", cached: "baton_cached_tokens_total",
@@ -306,13 +308,16 @@
         get("admin/status"), fetch("ready", { cache: "no-store" }).then((one) => one.json()),
         get(`admin/requests?limit=${NUM_REQUESTS}`), answer("metrics").then((one) => one.text()),
       ]);
+      if (turn !== turns) return;
       tell(status, ready, latest.requests, totals(metrics, names));
       if (asked && !(job?.jobs?.every((one) => one.state === "ended"))) await explain();
+      if (turn !== turns) return;
       heard = new Date();
       at("heard").textContent = `as of ${heard.toLocaleTimeString()}`;
       at("door").hidden = at("trouble").hidden = true;
       at("forget").hidden = !sessionStorage.getItem(KEY);
     } catch (error) {
+      if (turn !== turns) return;
       if (error instanceof Refused && [401, 403].includes(error.status)) return shut(error);
       const since = heard ? `, what is shown is of ${heard.toLocaleTimeString()}` : "";
       at("trouble").textContent = `The gateway does not answer (${error.message})${since}. It is asked again every ${PERIOD_MS / 1000} s.`;
@@ -327,10 +332,7 @@
   // Nothing is asked until there is another key: this one will not be better in two seconds.
   function shut(refusal) {
     const had = sessionStorage.getItem(KEY);
-    sessionStorage.removeItem(KEY);
-    ask("");
-    shown.clear();
-    at("told").hidden = at("trouble").hidden = at("forget").hidden = true;
+    forget();
     at("refusal").textContent = had ? refusal.message : "Whoever wants to see this cluster needs a key.";
     at("door").hidden = false;
     at("state").textContent = "needs a key";
@@ -338,7 +340,23 @@
     at("key").focus();
   }
 
+  // The key, and what it has shown.
+  function forget() {
+    turns += 1;
+    clearTimeout(timer);
+    sessionStorage.removeItem(KEY);
+    ask("");
+    for (const id of shown.keys()) at(id).replaceChildren();
+    shown.clear();
+    heard = null;
+    at("heard").textContent = "";
+    at("state").textContent = "asking ...";
+    at("state").className = "pill";
+    at("told").hidden = at("trouble").hidden = at("forget").hidden = true;
+  }
+
   function next() {
+    turns += 1;
     clearTimeout(timer);
     if (!document.hidden) look();
   }
@@ -350,8 +368,7 @@
     next();
   });
   at("forget").addEventListener("click", () => {
-    clearTimeout(timer);
-    sessionStorage.removeItem(KEY);
+    forget();
     next();
   });
   document.addEventListener("visibilitychange", () => {

@@ -18,11 +18,11 @@ ASKED = {"model": "tiny", "prompt": list(range(100, 130)), "max_tokens": 6, "tem
 
 
 @asynccontextmanager
-async def operating(cluster: Cluster) -> AsyncIterator[tuple[httpx.AsyncClient, Routing]]:
+async def operating(cluster: Cluster, **changes: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Routing]]:
     """The whole way from HTTP to the fake workers, on one set of records."""
     routing = routing_of(cluster.config)
     generate = Dispatcher(fleet=cluster.fleet, policy=policy_of(cluster.config), config=cluster.config, routing=routing)
-    gateway = make_gateway(generate, fleet=cluster.fleet, routing=routing)
+    gateway = make_gateway(generate, fleet=cluster.fleet, routing=routing, **changes)
     async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
         yield client, routing
 

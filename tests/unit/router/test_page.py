@@ -1,10 +1,13 @@
-"""The page at /: it comes whole, is let in nowhere by itself, and turns nothing it is told into HTML."""
+"""The page at /: it comes whole, is let in nowhere by itself, turns nothing it is told into HTML, shows the cluster."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
+import json
 import re
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,17 +15,22 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import pytest
 from prometheus_client import generate_latest
 
 from router.admission.admission import Refused
 from router.admission.metrics import AdmissionCollector
 from router.admission.reception import Reception
 from router.admission.tenants import hash_of
+from router.member import WorkerState
 from router.metrics import RequestMetrics
+from tests.unit.router.fake_cluster import Cluster
+from tests.unit.router.operating import ask, operating
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
-ADMIN = "sk-baton-admin"
-TENANTS = f'admin_keys = ["{hash_of(ADMIN)}"]\n[tenants.acme]\nkeys = ["{hash_of("sk-baton-acme")}"]\n'
+ADMIN, ACME = "sk-baton-admin", "sk-baton-acme"
+TENANTS = f'admin_keys = ["{hash_of(ADMIN)}"]\n[tenants.acme]\nkeys = ["{hash_of(ACME)}"]\n'
+STORY = Path(__file__).with_name("page.mjs")
 
 
 class Document(HTMLParser):
@@ -86,7 +94,7 @@ async def test_what_it_is_told_never_becomes_html() -> None:
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval|Function\(|DOMParser", script)
     assert page.policy()["require-trusted-types-for"] == "'script'", "browsers that know it hold the script to that"
 
-    name = """<img src=x onerror=alert(1)>"'</title>{{script}}"""
+    name = """<img src=x onerror=alert(1)>"'</title>{{script}}{{asks_for_keys}}"""
     hostile = await fetch(card=replace(make_gateway(None).card, name=name))
     assert [tag for tag, _ in hostile.elements] == [tag for tag, _ in page.elements]
     [html] = [attributes for tag, attributes in hostile.elements if tag == "html"]
@@ -128,3 +136,65 @@ async def test_the_metrics_it_reads_are_told() -> None:
     read = set(re.findall(r'"(baton_\w+)"', script))
     assert read
     assert read <= told
+
+
+async def node(*arguments: str) -> str:
+    """What it writes."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec("node", *arguments, stdout=pipe, stderr=pipe)
+    said, trouble = await process.communicate()
+    assert process.returncode == 0, trouble.decode()
+    return said.decode()
+
+
+TOLD = [
+    "ready", "as of .*", r"requests in flight \| 1 \|", r"requests ended \| 1 \|", r"prefill \| 1/1 \|.*",
+    r"decode \| 1/2 \|.*", r"p0 \| ready \| cpu \| 127.0.0.1:.*", r"d0 \| ready \| cpu \| 127.0.0.1:.*",
+    r"d1 \| lost: .*", r"running \| .* \| running \| 30 \| .* \| d0 \|",
+    r"ended \| .* \| length \| 30 \| 0 \| 6 \| .* \| p0 \| d0 \|", "Forget the key",
+]  # fmt: skip
+WHY = [".*: p0 reads, d0 writes; expected .*", "cache of p0: 0 of 7 blocks .*"]
+DOOR, WRONG = "Whoever wants to see this cluster needs a key.", "This key opens no /admin.*"
+
+
+def shown(lines: list[str]) -> list[str]:
+    """Which of all these there are lines of."""
+    return [one for one in [*TOLD, *WHY, DOOR, WRONG] if any(re.fullmatch(one, line) for line in lines)]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node, in which the page's script would run")
+async def test_who_has_a_key_sees_the_cluster_until_it_is_forgotten(cluster: Cluster, tmp_path: Path) -> None:
+    if await node("--print", "typeof fetch") != "function\n":
+        pytest.skip("this node has no fetch, which the page's script needs: version 18 has")
+    (tmp_path / "tenants.toml").write_text(TENANTS)
+    async with operating(cluster, reception=Reception(tmp_path / "tenants.toml")) as (client, _):
+        client.headers["authorization"] = f"Bearer {ACME}"
+        assert (await ask(client, "ended")).status_code == 200
+        d0 = cluster["d0"]
+        d0.pause_after = 2
+        running = asyncio.create_task(ask(client, "running"))
+        await d0.until(lambda: len(d0.submitted) == 2)
+        await cluster.add("d1")
+        await cluster["d1"].die()
+        await cluster.until_state("d1", WorkerState.LOST)
+        seen = json.loads(await node(str(STORY), str(client.base_url).rstrip("/"), ADMIN))
+        d0.go()
+        assert (await running).status_code == 200
+
+    assert shown(seen["opened"]) == [DOOR]
+    assert shown(seen["a wrong key"]) == [WRONG]
+    assert shown(seen["the key"]) == TOLD
+    assert shown(seen["why"]) == shown(seen["another tab and back"]) == [*TOLD, *WHY]
+    assert shown(seen["the moment it is forgotten"]) == []
+    assert shown(seen["forgotten"]) == [DOOR]
+    assert shown(seen["the key after a wrong one"]) == TOLD
+    assert shown(seen["forgotten again"]) == [DOOR]
+    for step in ("opened", "a wrong key", "forgotten", "forgotten again"):
+        assert seen[step][-1] == "[key: none, looks to come: 0]", step
+    for step in ("the key", "another tab and back", "the key after a wrong one"):
+        assert seen[step][-1] == f"[key: {ADMIN}, looks to come: 1]", step
+
+    assert seen["and the look from before"] == seen["another tab and back"]
+    assert seen["and what had been asked with the key"] == seen["forgotten"]
+    assert seen["and the wrong one's refusal"] == seen["the key after a wrong one"]
+    assert seen["and why it runs"] == seen["forgotten again"]
