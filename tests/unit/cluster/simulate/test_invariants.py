@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvtransfer.events import EventCursor, EventLog, Gap
 from kvtransfer.ledger import Ledger
 from kvtransfer.reshard import Cut
 from kvtransfer.session import Session
+from kvtransfer.transport import LaneLost, peer_name
 from protos.errors import BatonError
 from protos.values import BlockRemoved, Cleared, Hello, KVEvent, KVEvents
 from router.admission.admission import Admission, Turn
@@ -69,17 +70,46 @@ def test_a_block_that_is_freed_too_early_is_found(monkeypatch: pytest.MonkeyPatc
     assert "their holders know of" in broken(workload="agents", prefill=0, decode=1)
 
 
+def having(what: str, seed: int, owner: type[Any], name: str, *, matters: Callable[..., object] | None = None) -> int:
+    """The seed of a soak's cluster, once it has been seen that a sound one has the situation without which what is
+    about to be broken hurts nobody: a call that `matters`, or else whose result is something."""
+    sound, num_times = getattr(owner, name), 0
+
+    def watched(*arguments: Any) -> Any:
+        nonlocal num_times
+        did = matters is not None and bool(matters(*arguments))
+        result = sound(*arguments)
+        num_times += bool(result) if matters is None else did
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, watched)
+        soak.run(soak.trial(seed))
+    assert num_times, f"seed {seed} of the soak no longer has {what}: give one that has"
+    return seed
+
+
 def broken_trial(seed: int, **more: Any) -> str:
     made = soak.trial(seed)
-    with pytest.raises((AssertionError, BaseExceptionGroup)) as failed:
+    try:
         soak.run(replace(made, config=replace(made.config, **more)))
-    assert soak.is_broken_invariant(failed.value)
-    return soak.reason(failed.value)
+    except (AssertionError, BaseExceptionGroup) as error:
+        found = error
+    else:
+        pytest.fail(f"{made.replay}: what is broken here is not found: mend what looks for it, or give another seed")
+    assert soak.is_broken_invariant(found)
+    return soak.reason(found)
+
+
+def test_a_seed_that_has_lost_its_situation_is_told_with_what_it_had() -> None:
+    with pytest.raises(AssertionError, match="seed 0 of the soak no longer has three moons: give one that has"):
+        having("three moons", 0, Member, "forget", matters=lambda member, name: False)
 
 
 def test_a_block_that_is_freed_while_a_step_writes_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = having("somebody who leaves while a step writes", 1, Scheduler, "_last_step_of")
     monkeypatch.setattr(Scheduler, "_last_step_of", lambda scheduler, request: None)
-    assert "a step in flight writes them" in broken_trial(1)
+    assert "a step in flight writes them" in broken_trial(seed)
 
 
 def test_a_block_that_gateways_are_not_told_has_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +160,9 @@ def test_somebody_in_line_who_has_gone_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_work_that_counts_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = having("work that was routed", 0, Member, "forget", matters=lambda member, name: name in member._routed)
     monkeypatch.setattr(Member, "forget", lambda member, name: None)
-    assert "on their way to" in broken_trial(0)
+    assert "on their way to" in broken_trial(seed)
 
 
 def test_a_request_that_waits_for_ever_is_found_without_audits_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,48 +184,59 @@ def test_a_prompt_that_is_held_for_nobody_is_found(monkeypatch: pytest.MonkeyPat
         if request.state is State.HELD:
             outgoing._released.clear()
 
+    seed = having("a held prompt that ends", 23, Outgoing, "forget", matters=lambda _, one: one.state is State.HELD)
     monkeypatch.setattr(Outgoing, "forget", keep)
-    assert "and no gateway counts on it" in broken_trial(23)
-    assert "what did it hold?" in broken_trial(23, audit_every=0)
+    assert "and no gateway counts on it" in broken_trial(seed)
+    assert "what did it hold?" in broken_trial(seed, audit_every=0)
 
 
 def test_an_error_that_nothing_explains_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def give_up(dispatcher: Dispatcher, error: BatonError, *_: object) -> None:
         raise error
 
+    seed = having("an attempt that fails", 7, Dispatcher, "_recover")
     monkeypatch.setattr(Dispatcher, "_recover", give_up)
-    assert "nothing that happens here is a reason for it" in broken_trial(7)
+    assert "nothing that happens here is a reason for it" in broken_trial(seed)
 
 
 def test_a_lease_that_never_ends_is_found_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = having("a lease that ends at the receiver", 20, Ledger, "expire")
     monkeypatch.setattr(Ledger, "expire", lambda ledger, now: ())
-    assert "after its lease" in broken_trial(20)
+    assert "after its lease" in broken_trial(seed)
 
 
 def test_a_lease_that_never_ends_is_found_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = having("a lease that ends at the sender", 102, Session, "expired")
     monkeypatch.setattr(Session, "expired", lambda session, now: False)
-    assert "after its lease" in broken_trial(102)
+    assert "after its lease" in broken_trial(seed)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "seed"), [(Ledger, "abort_source", 7), (Outgoing, "_lost", 11)], ids=["receiver", "sender"]
-)
-def test_a_ticket_whose_lane_was_lost_is_found(
-    owner: type[Any], name: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, lambda *_: ())
+def test_a_ticket_whose_lane_was_lost_is_found_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = having("KV that is awaited from a lost lane", 7, Ledger, "abort_source")
+    monkeypatch.setattr(Ledger, "abort_source", lambda *_: ())
+    assert "was lost" in broken_trial(seed)
+
+
+def test_a_ticket_whose_lane_was_lost_is_found_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pushes(outgoing: Outgoing, event: LaneLost) -> bool:
+        return any(peer_name(push.session.ticket.destination) == event.peer for push in outgoing._pushes.values())
+
+    seed = having("KV on its way over a lost lane", 11, Outgoing, "_lost", matters=pushes)
+    monkeypatch.setattr(Outgoing, "_lost", lambda outgoing, event: None)
     assert "was lost" in broken_trial(seed)
 
 
 def test_a_reservation_that_its_gateway_gives_up_in_vain_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease ends some time, and hid it."""
+    seed = having("a reservation that its gateway gives up", 0, Incoming, "withdraw")
     monkeypatch.setattr(Incoming, "withdraw", lambda incoming, request_id: False)
-    assert "has its ticket still" in broken_trial(0)
+    assert "has its ticket still" in broken_trial(seed)
 
 
 def test_kv_on_its_way_to_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = having("KV on its way to somebody who has gone", 1, Outgoing, "withdraw")
     monkeypatch.setattr(Outgoing, "withdraw", lambda outgoing, ticket_id: False)
-    assert "its KV is on its way still" in broken_trial(1)
+    assert "its KV is on its way still" in broken_trial(seed)
 
 
 def test_what_a_lost_gateway_leaves_on_its_workers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,19 +245,26 @@ def test_what_a_lost_gateway_leaves_on_its_workers_is_found(monkeypatch: pytest.
         for request_id in tuple(stream.request_ids):
             servicer._disown(request_id)
 
+    seed = having("a gateway that goes", 2, WorkerServicer, "_end", matters=lambda _, stream: stream.request_ids)
     monkeypatch.setattr(WorkerServicer, "_end", end)
-    assert "and no gateway counts on it" in broken_trial(2)
+    assert "and no gateway counts on it" in broken_trial(seed)
 
 
 def test_answers_that_wait_for_each_others_blocks_for_ever_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their worker was taken for dead after a while, and started again: that hid it."""
+
+    def ties(scheduler: Scheduler) -> bool:
+        return sum(bool(request.adopted) for request in scheduler._waiting) > 1
+
+    seed = having("answers that wait for each other", 52, Scheduler, "_break_tie", matters=ties)
     monkeypatch.setattr(Scheduler, "_break_tie", lambda scheduler: None)
-    assert "no step finished for 10 s, and nothing held it up" in broken_trial(52)
+    assert "no step finished for 10 s, and nothing held it up" in broken_trial(seed)
 
 
 def test_a_trial_apart_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = having("a trial apart", 9, Attempt, "end", matters=lambda attempt: attempt._holds)
     monkeypatch.setattr(Attempt, "end", lambda attempt: None)
-    assert "a trial goes on" in broken_trial(9)
+    assert "a trial goes on" in broken_trial(seed)
 
 
 def test_turns_that_are_kept_of_those_who_have_gone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +290,9 @@ def test_a_line_that_counts_tokens_of_those_who_have_gone_is_found(monkeypatch: 
         row.num_tokens = num_tokens
         return removed
 
+    seed = having("a line that somebody leaves to others", 3, Row, "remove", matters=lambda row, _: row.entries[1:])
     monkeypatch.setattr(Row, "remove", remove_and_count_on)
-    assert "wait in it" in broken_trial(3)
+    assert "wait in it" in broken_trial(seed)
 
 
 def test_what_was_known_of_a_former_life_and_is_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +311,11 @@ def test_what_was_known_of_a_former_life_and_is_kept_is_found(monkeypatch: pytes
             feed._peers.met(worker_id)
         return Hello(gateway_id=feed._gateway_id, incarnation=cursor.incarnation, next_seq=cursor.next_seq)
 
+    def knows(feed: Feed, worker_id: str, incarnation: int) -> bool:
+        known = feed._cursors.get(worker_id)
+        return known is not None and known.incarnation < incarnation and feed.index.num_blocks(worker_id) > 0
+
+    seed = having("a new life of whom much is known", 139, Feed, "hello", matters=knows)
     monkeypatch.setattr(EventCursor, "accept", add)
     monkeypatch.setattr(Feed, "hello", greet)
-    assert "does not have any more" in broken_trial(139)
+    assert "does not have any more" in broken_trial(seed)
