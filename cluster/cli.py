@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import shlex
@@ -137,3 +138,9 @@ def _run(arguments: Sequence[str]) -> None:
     except BatonError as error:
         print(f"baton: {error.message}", file=sys.stderr)
         sys.exit(2 if isinstance(error, Misconfigured) else 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else what is left for stdout fails once more at the exit
+        print(f"baton: {error.filename or 'stdout'}: {os.strerror(error.errno)}: make room there", file=sys.stderr)
+        sys.exit(1)

@@ -83,6 +83,11 @@ class Fault:
         if numbers.get("for", 0.0) > MAX_SPAN_S:
             raise _unread(text, f"'for {numbers['for']:.10g}' is too long: give at most {MAX_SPAN_S:,.0f} seconds")
         kind = Kind(words[1])
+        for name, kinds in (("for", LASTING), ("by", MEASURED)):
+            if name in numbers and kind not in kinds:
+                raise _unread(text, f"{kind} has no {name!r}, leave it out: those that have are {', '.join(kinds)}")
+        if numbers.get("for") == 0:
+            raise _unread(text, "'for 0' is no time at all: give more than 0 seconds")
         amount = numbers.get("by", 1.0 if kind is Kind.ABORTS else AMOUNT)
         if kind in _AMOUNTS and not _AMOUNTS[kind][0](amount):
             raise _unread(text, f"{kind} by {amount:.10g} means nothing: give {_AMOUNTS[kind][1]}")

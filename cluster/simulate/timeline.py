@@ -42,7 +42,8 @@ class Timeline:
         num_queued = sum(gateway.admission.num_waiting for gateway in deployment.gateways)
         for role in sorted({plan.role for plan in deployment.plans}):
             engines = [worker.engine for worker in deployment.workers.values() if worker.info.role is role]
-            num_blocks = sum(engine.pool.num_blocks for engine in engines) or 1
+            pools = [engine.pool for engine in engines]
+            num_used = sum(pool.num_blocks - pool.num_free for pool in pools)
             self.samples.append(
                 Sample(
                     at_s=at_s,
@@ -51,6 +52,6 @@ class Timeline:
                     num_running=sum(engine.scheduler.num_running for engine in engines),
                     num_waiting=sum(engine.scheduler.num_waiting for engine in engines),
                     num_queued=num_queued,
-                    blocks_used=1 - sum(engine.pool.num_free for engine in engines) / num_blocks,
+                    blocks_used=num_used / max(1, sum(pool.num_blocks for pool in pools)),
                 )
             )

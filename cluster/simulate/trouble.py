@@ -117,6 +117,15 @@ class Trouble:
         await asyncio.sleep(max(0.0, due_s - self._loop.time()))
         return True
 
+    async def _while_it_lasts(self, fault: Fault) -> None:
+        """A long one ends soon after the load: nobody waits for what happens then."""
+        if fault.duration_s <= LATEST_S:
+            return await asyncio.sleep(fault.duration_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(fault.duration_s):
+                await self._over.wait()
+                await asyncio.sleep(LATEST_S)
+
     def _why_not(self, fault: Fault) -> str:
         """Empty where somebody is there whom it befalls."""
         workers = self._deployment.workers
@@ -170,16 +179,16 @@ class Trouble:
                 worker.jump(fault.amount)
             case Kind.PAUSE:
                 worker.freeze()
-                await asyncio.sleep(fault.duration_s)
+                await self._while_it_lasts(fault)
                 worker.thaw()
             case Kind.SLOW:
                 worker.slow(fault.amount)
-                await asyncio.sleep(fault.duration_s)
+                await self._while_it_lasts(fault)
                 worker.slow(1.0)
             case _:
                 assert fault.kind in OF_EVENTS
                 worker.spoil(EventTrouble(fault.kind))
-                await asyncio.sleep(fault.duration_s)
+                await self._while_it_lasts(fault)
                 worker.spoil(None)
 
     async def _lane(self, fault: Fault, source: str, destination: str) -> None:
@@ -190,13 +199,13 @@ class Trouble:
                 left_s = fault.duration_s
                 while left_s > STALL_S:
                     await asyncio.sleep(STALL_S)
-                    left_s -= STALL_S
+                    left_s = left_s - STALL_S if self._loop.time() < self._over_s + LATEST_S else 0.0
                     self._cut(source, destination)
                 await asyncio.sleep(left_s)
                 lanes.let_go(source, destination)
             case Kind.LANE_SLOW:
                 lanes.condition(source, destination).slowness = fault.amount
-                await asyncio.sleep(fault.duration_s)
+                await self._while_it_lasts(fault)
                 lanes.condition(source, destination).slowness = 1.0
             case _:
                 self._cut(source, destination)
@@ -212,7 +221,7 @@ class Trouble:
         store.part()
         if fault.kind is Kind.STORE_LOST:
             store.forget()
-        await asyncio.sleep(fault.duration_s)
+        await self._while_it_lasts(fault)
         store.meet()
 
     def _abort(self, share: float) -> None:

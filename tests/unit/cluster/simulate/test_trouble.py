@@ -16,7 +16,7 @@ from cluster.simulate.faults import Fault, Kind, drawn
 from cluster.simulate.network import Wire
 from cluster.simulate.simulation import Outcome, simulate
 from protos.errors import Misconfigured
-from protos.values import SequenceUpdate
+from protos.values import SequenceUpdate, WorkerRole
 from tests.unit.cluster.simulate.towns import run, town
 from workers.engine.engine import Engine
 from workers.engine.scheduler import Scheduler
@@ -186,12 +186,29 @@ def test_a_fault_that_is_written_down_can_be_read() -> None:
         ("1 pause decode-0 for 99999999", "'for 99999999' is too long: give at most 2,678,400 seconds"),
         ("1 aborts clients by 7", "aborts by 7 means nothing: give the share"),
         ("1 slow decode-0 for 3 by 0", "slow by 0 means nothing: give how many times slower"),
+        ("1 slow decode-0 for 0", "'for 0' is no time at all: give more than 0 seconds"),
+        ("1 kill decode-0 by 5", "kill has no 'by', leave it out: those that have are slow"),
+        ("1 drain decode-0 for 5", "drain has no 'for', leave it out: those that have are pause"),
     ],
 )
 def test_a_fault_that_cannot_be_read_is_named_with_the_place(text: str, place: str) -> None:
     with pytest.raises(Misconfigured, match="AT KIND TARGET") as told:
         Fault.parse(text)
     assert f"--fault {text!r}: {place}" in str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["slow prefill-0", "lane-stall prefill-0>decode-0", "events-drop decode-0"])
+def test_a_fault_that_would_last_for_weeks_ends_soon_after_the_load(kind: str) -> None:
+    outcome, _ = run(f"0.5 {kind} for 1000000", audit_every=0)
+    assert {record.error for record in outcome.records} == {""}
+    assert outcome.duration_s < 200
+
+
+def test_a_pool_without_workers_uses_no_memory() -> None:
+    outcome, _ = run("0.5 kill decode-0", "0.5 kill decode-1", audit_every=0)
+    alone = [one for one in outcome.samples if one.role is WorkerRole.DECODE and not one.num_workers]
+    assert alone, "it is started again at once: nothing was looked at"
+    assert {one.blocks_used for one in alone} == {0.0}
 
 
 def test_the_report_lists_the_faults_that_happened_by_the_clock_of_the_event_log() -> None:

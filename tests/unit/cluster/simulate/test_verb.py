@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -338,6 +340,16 @@ def test_what_cannot_be_written_at_the_end_is_told_after_the_table() -> None:
     result = call("--replay", "1", "--events", full)
     assert "event log" in result.stdout
     assert isinstance(result.exception, Misconfigured)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="nothing here is always full")
+def test_a_full_stdout_is_told_in_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        baton = [sys.executable, "-c", "from cluster.entry import main; main()", "simulate", *SMALL]
+        ended = subprocess.run(baton, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].endswith("baton: stdout: No space left on device: make room there")
+    assert "Traceback" not in ended.stderr
 
 
 ROOM = "make room, or give a path on another disk"
