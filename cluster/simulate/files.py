@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os.path import realpath
 from pathlib import Path
 from typing import TextIO
@@ -48,31 +49,28 @@ class Log:
     """The file of the event log. It is opened with the first event: a run that never began leaves what was there. One
     that cannot be written on ends there, and the run goes on: `check` says so at its end."""
 
+    write: Callable[[str], object] | None
+    """None where no log is wanted."""
+
     def __init__(self, path: Path | None) -> None:
-        self._path = path
+        self.write = partial(self._write, path) if path is not None else None
         self._file: TextIO | None = None
         self._lost: Misconfigured | None = None
-
-    @property
-    def write(self) -> Callable[[str], object] | None:
-        """None where no log is wanted."""
-        return self._write if self._path is not None else None
 
     def check(self) -> None:
         """Raises Misconfigured if some of it was lost."""
         if self._lost is not None:
             raise self._lost
 
-    def _write(self, text: str) -> None:
+    def _write(self, path: Path, text: str) -> None:
         if self._lost is not None:
             return
-        assert self._path is not None
         try:
             if self._file is None:
-                self._file = self._path.open("w", encoding="utf-8")
+                self._file = path.open("w", encoding="utf-8")
             self._file.write(text)
         except OSError as error:
-            self._lost = _lost("events", self._path, error)
+            self._lost = _lost("events", path, error)
 
     def __enter__(self) -> Log:
         return self
@@ -80,12 +78,11 @@ class Log:
     def __exit__(self, *_: object) -> None:
         if self._file is None:
             return
-        assert self._path is not None
         try:
             self._file.close()
         except OSError as error:
-            self._lost = self._lost or _lost("events", self._path, error)
+            self._lost = self._lost or _lost("events", self._file.name, error)
 
 
-def _lost(flag: str, path: Path, error: OSError) -> Misconfigured:
+def _lost(flag: str, path: Path | str, error: OSError) -> Misconfigured:
     return Misconfigured(f"--{flag} {path}: {unusable(error, to_write=True)}", param=flag)
