@@ -15,6 +15,7 @@ from cluster.simulate.deployment import Served
 from cluster.simulate.latency import Latency, step_of
 from cluster.simulate.simulation import Outcome
 from cluster.simulate.trouble import Happened
+from cluster.simulate.workload import Session
 from protos.hints import counted
 
 MAX_FAULTS = 12
@@ -57,9 +58,14 @@ class Hits:
 class Summary:
     """`handed_over`: the share of answers written by another worker than the one that read the prompt. Of the time, end
     to end, of answers whose KV travelled: `transfer_share` it was on its way, `transfer_waited` clients saw.
-    `num_not_asked` requests are not in the report: an earlier one of their conversation had failed."""
+    `num_not_asked` requests are not in the report: an earlier one of their conversation had failed. Nor are the
+    `num_left_out` sessions, of `num_left_out_requests`: no worker holds their length. `cluster` says in a line what was
+    simulated, empty where nobody chose it."""
 
+    cluster: str
     report: Report
+    num_left_out: int
+    num_left_out_requests: int
     num_not_asked: int
     hits: Hits
     pools: Sequence[Pool]
@@ -73,12 +79,18 @@ class Summary:
     faults: Sequence[Happened] = ()
 
 
-def summarise(outcome: Outcome, objective: Objective) -> Summary:
+def summarise(
+    outcome: Outcome, objective: Objective, *, cluster: str = "", left_out: Sequence[Session] = ()
+) -> Summary:
+    """`left_out`: the sessions of the load that the simulation was not given, for they are too long."""
     # Between the first and the last token one message may tell of many: gaps are the workers'.
     transfers = outcome.transfers
     report = replace(make_report(outcome.records, objective), itl_s=outcome.itl_s, late_s=None)
     return Summary(
+        cluster=cluster,
         report=report,
+        num_left_out=len(left_out),
+        num_left_out_requests=sum(len(session.turns) for session in left_out),
         num_not_asked=outcome.num_not_asked,
         hits=_hits(outcome, report),
         pools=[_pool(role, lives) for role, lives in _by_role(outcome.served).items()],
@@ -164,6 +176,11 @@ def summary_table(summary: Summary) -> RenderableType:
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="dim")
     facts.add_column()
+    if summary.cluster:
+        facts.add_row("cluster", Text(summary.cluster))
+    if summary.num_left_out:
+        told = counted(summary.num_left_out, "session"), counted(summary.num_left_out_requests, "request")
+        facts.add_row("left out", Text(f"{told[0]} ({told[1]}): no worker holds them", "red"))
     if summary.num_not_asked:
         facts.add_row("not asked", Text(f"{summary.num_not_asked:,}: their conversation had failed before", "red"))
     facts.add_row("prompt tokens cached by tier", _tiers(summary.hits))

@@ -40,17 +40,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Requests that were not asked count as missed: `num_too_long`, for its workers hold none of their length, and
-    those whose conversation had failed before."""
+    """Requests that were not asked count as missed: those for which its workers are too small, and those whose
+    conversation had failed before."""
 
     choice: Choice
     summary: Summary
-    num_too_long: int = 0
 
     @property
     def good_share(self) -> float:
         report = self.summary.report
-        num_not_asked = self.num_too_long + self.summary.num_not_asked
+        num_not_asked = self.summary.num_left_out_requests + self.summary.num_not_asked
         return (report.good_share or 0.0) * report.num_requests / (report.num_requests + num_not_asked)
 
     @property

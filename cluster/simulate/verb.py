@@ -31,7 +31,7 @@ from cluster.simulate.files import Log, keep, write
 from cluster.simulate.files import check as check_files
 from cluster.simulate.latency import Calibrated
 from cluster.simulate.page import page
-from cluster.simulate.report import summarise, summary_table
+from cluster.simulate.report import Summary, summarise, summary_table
 from cluster.simulate.shapes import GPUS, MODELS, gpu_of
 from cluster.simulate.simulation import Outcome
 from cluster.simulate.simulation import simulate as run_simulation
@@ -238,6 +238,13 @@ class _Scene:
             seed=self.seed,
         )
 
+    def cluster(self, choice: Choice) -> dict[str, Any]:
+        return {**asdict(choice), "gpu": self.gpu, "model": self.model}
+
+    def summary(self, choice: Choice, outcome: Outcome, left_out: Sequence[Session]) -> Summary:
+        cluster = f"{choice}, GPU {self.gpu}, model {self.model}"
+        return summarise(outcome, self.objective, cluster=cluster, left_out=left_out)
+
     def schedule(self, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
         """The faults written down, and those that are drawn."""
         workers = [f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)]
@@ -251,16 +258,16 @@ class _Scene:
 
 def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path | None, events: Path | None) -> None:
     config = scene.config(choice)
-    sessions, num_left_out = fitting(scene.sessions, _longest(config))
+    sessions, left_out = fitting(scene.sessions, _longest(config))
     errors = Console(stderr=True)
     if scene.latency is not None:
         errors.print(str(scene.latency))
-    _tell_left_out(errors, num_left_out)
+    _tell_left_out(errors, left_out)
     start_s = time.perf_counter()
     with Log(events) as log, _told():
         outcome = _run(scene, config, sessions, errors, write=log.write)
     took_s = time.perf_counter() - start_s
-    summary = summarise(outcome, scene.objective)
+    summary = scene.summary(choice, outcome, left_out)
     command, trials = shlex.join(["baton", *sys.argv[1:]]), [Trial(choice=choice, summary=summary)]
     latency = str(scene.latency or "")
 
@@ -270,7 +277,7 @@ def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path
             write(html_file, made, "html")
 
     # Files first: nobody may read the table to its end, such as `| head`.
-    lost = keep(log.check, partial(_write_json, json_file, _document(command, trials, scene.latency)), write_page)
+    lost = keep(log.check, partial(_write_json, json_file, _document(scene, command, trials)), write_page)
     Console().print(summary_table(summary))
     errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim")
     _tell_lost(lost)
@@ -282,25 +289,29 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
         raise Misconfigured("--sweep needs to know what is good: give --ttft-ms, --tpot-ms or both", param="sweep")
     errors = Console(stderr=True)
     possible = _possible(scene, every, errors)
-    # What no cluster can hold tells none from another; what some can is missed by the others.
-    longest = max(_longest(config) for config in possible.values())
-    sessions, num_left_out = fitting(scene.sessions, longest)
-    _tell_left_out(errors, num_left_out)
+    _, left_out = fitting(scene.sessions, max(_longest(config) for config in possible.values()))
+    _tell_left_out(errors, left_out)
     trials: list[Trial] = []
     with bars(errors) as bar:
         row = bar.add_task("", total=len(possible))
         for choice, config in possible.items():
             bar.update(row, description=str(choice))
-            trials.append(_try_out(scene, choice, config, sessions, bar))
+            trials.append(_try_out(scene, choice, config, bar))
             bar.update(row, advance=1)
             if not bar.console.is_terminal:
                 bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False)
     best = cheapest(trials, attainment)
-    document = _document(shlex.join(["baton", *sys.argv[1:]]), trials, scene.latency)
-    marks = {"front": [asdict(one.choice) for one in front(trials)], "cheapest": best and asdict(best.choice)}
+    document = _document(scene, shlex.join(["baton", *sys.argv[1:]]), trials)
+    marks = {
+        "front": [scene.cluster(one.choice) for one in front(trials)],
+        "cheapest": best and scene.cluster(best.choice),
+    }
     lost = keep(partial(_write_json, json_file, {**document, "attainment": attainment, **marks}))
     console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     console.print(sweep_table(trials, attainment))
+    console.print(f"GPU {scene.gpu}, model {scene.model}", highlight=False)
+    if left_out:
+        console.print(f"{_too_long(left_out)}: all clusters miss them", style="yellow", highlight=False)
     if best is None:
         nearest = closest(trials)
         near = f"the closest: {nearest.choice}, for {nearest.good_share:.1%}" if nearest else "none for a single one"
@@ -335,13 +346,11 @@ def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[C
     return possible
 
 
-def _try_out(
-    scene: _Scene, choice: Choice, config: SimulationConfig, sessions: Sequence[Session], bar: Progress
-) -> Trial:
-    kept, _ = fitting(sessions, _longest(config))
-    num_too_long = sum(len(session.turns) for session in sessions) - sum(len(session.turns) for session in kept)
+def _try_out(scene: _Scene, choice: Choice, config: SimulationConfig, bar: Progress) -> Trial:
+    """What this cluster cannot hold it has missed."""
+    kept, left_out = fitting(scene.sessions, _longest(config))
     outcome = _run(scene, config, kept, bar.console, above=bar)
-    return Trial(choice=choice, summary=summarise(outcome, scene.objective), num_too_long=num_too_long)
+    return Trial(choice=choice, summary=scene.summary(choice, outcome, left_out))
 
 
 def _run(
@@ -359,9 +368,13 @@ def _run(
         return run_simulation(config, sessions, scene.schedule(config, sessions), write=write, watch=watch.begin)
 
 
-def _tell_left_out(errors: Console, num_left_out: int) -> None:
-    if num_left_out:
-        errors.print(f"{counted(num_left_out, 'session')} left out: longer than a worker can hold", style="yellow")
+def _tell_left_out(errors: Console, left_out: Sequence[Session]) -> None:
+    if left_out:
+        errors.print(_too_long(left_out), style="yellow")
+
+
+def _too_long(left_out: Sequence[Session]) -> str:
+    return f"{counted(len(left_out), 'session')} left out: longer than a worker can hold"
 
 
 def _soak(seeds: range) -> None:
@@ -423,12 +436,12 @@ def _tell_lost(lost: Sequence[str]) -> None:
         raise Misconfigured("; ".join(lost))
 
 
-def _document(command: str, trials: Sequence[Trial], calibrated: Calibrated | None) -> dict[str, Any]:
+def _document(scene: _Scene, command: str, trials: Sequence[Trial]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "command": command,
-        "calibration": asdict(calibrated) if calibrated is not None else None,
-        "runs": [{"cluster": asdict(trial.choice), "figures": asdict(trial.summary)} for trial in trials],
+        "calibration": asdict(scene.latency) if scene.latency is not None else None,
+        "runs": [{"cluster": scene.cluster(trial.choice), "figures": asdict(trial.summary)} for trial in trials],
     }
 
 

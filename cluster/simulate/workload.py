@@ -214,8 +214,8 @@ def generated(name: str, load: Load) -> list[Session]:
     return [*sessions[:-1], replace(last, turns=last.turns[: len(last.turns) - num_more])]
 
 
-def fitting(sessions: Sequence[Session], max_model_len: int) -> tuple[list[Session], int]:
-    """The sessions whose last turn fits, and how many do not. Raises Misconfigured if none does."""
+def fitting(sessions: Sequence[Session], max_model_len: int) -> tuple[list[Session], list[Session]]:
+    """The sessions whose last turn fits, and those whose does not. Raises Misconfigured if none does."""
     kept = [session for session in sessions if session.num_tokens <= max_model_len]
     if not kept:
         shortest = min(session.num_tokens for session in sessions)
@@ -224,7 +224,7 @@ def fitting(sessions: Sequence[Session], max_model_len: int) -> tuple[list[Sessi
             "tokens that a worker holds: lower --input-len, --output-len or --trace-scale, or give workers more GPUs, "
             "memory or worker.max_model_len"
         )
-    return kept, len(sessions) - len(kept)
+    return kept, [session for session in sessions if session.num_tokens > max_model_len]
 
 
 def _turn(kind: int, number: int, load: Load, rng: random.Random) -> Turn:

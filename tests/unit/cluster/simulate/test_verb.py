@@ -104,7 +104,8 @@ def test_a_sweep_finds_the_cheapest_cluster_that_is_good_enough(tmp_path: Path) 
     assert "the cheapest for 95% of the requests: 1 colocated" in told
     swept = json.loads(file.read_text())
     assert len(swept["runs"]) == 4
-    assert swept["cheapest"] == swept["front"][0] == {"prefill": 0, "decode": 1, "tp": 1, "policy": "slo"}
+    cheapest = {"prefill": 0, "decode": 1, "tp": 1, "policy": "slo", "gpu": "h100", "model": "llama-3-8b"}
+    assert swept["cheapest"] == swept["front"][0] == cheapest
     assert swept["attainment"] == 0.95
 
 
@@ -166,6 +167,42 @@ def test_what_a_cluster_cannot_hold_it_has_missed(tmp_path: Path) -> None:
     )  # fmt: skip
     met = {row.split()[2]: row.split()[6] for row in told.splitlines() if row.startswith("1 col")}
     assert met == {"tp2": "50.0%", "tp4": "100.0%"}
+
+
+def test_a_load_that_is_left_out_is_in_every_report_and_missed_in_a_sweep(tmp_path: Path) -> None:
+    """It was told on stderr alone, and a sweep met its objective for all of what was left."""
+    figures, page = tmp_path / "run.json", tmp_path / "run.html"
+    load = "--workload", "conversations", *SMALL, "--input-len", "50:900", "--set", "worker.max_model_len=900"
+    told = answer(*load, "--json", str(figures), "--html", str(page))
+    found = json.loads(figures.read_text())["runs"][0]["figures"]
+    num_requests = found["num_left_out_requests"]
+    assert num_requests > found["num_left_out"] > 0, "a conversation asks more than once"
+    assert found["report"]["num_requests"] + num_requests == 30
+    for report in (told, page.read_text()):
+        assert f"{found['num_left_out']} sessions ({num_requests} requests): no worker holds them" in " ".join(
+            report.split()
+        )
+    met = 100 * (1 - num_requests / 30)
+    swept = call(*load, "--sweep", "--workers", "1,2", "--ttft-ms", "90000", "--attainment", "0.95")
+    assert swept.exit_code == 1, "a load that is mostly not tried is not met"
+    assert f"{found['num_left_out']} sessions left out: longer than a worker can hold: all" in swept.stdout
+    assert [row.split()[6] for row in swept.stdout.splitlines() if " colocated tp1 " in row[:20]] == [f"{met:.1f}%"] * 2
+
+
+def test_every_report_says_what_was_simulated(tmp_path: Path) -> None:
+    """Pools and policy stood on stderr alone, GPU and model nowhere."""
+    figures, page, swept = tmp_path / "run.json", tmp_path / "run.html", tmp_path / "swept.json"
+    choice = *SMALL, "--gpu", "h200", "--model", "qwen3-32b", "--policy", "least_loaded"
+    told = answer(*choice, "--tp", "2", "--decode", "2", "--json", str(figures), "--html", str(page))
+    for report in (told, page.read_text()):
+        assert re.search("cluster +1P[+]2D tp2 least_loaded, GPU h200, model qwen3-32b", report)
+    cluster = {"prefill": 1, "decode": 2, "tp": 2, "policy": "least_loaded", "gpu": "h200", "model": "qwen3-32b"}
+    assert json.loads(figures.read_text())["runs"][0]["cluster"] == cluster
+    told = answer(*choice, "--tp", "2", "--decode", "1,2", "--sweep", "--ttft-ms", "90000", "--json", str(swept))
+    assert "GPU h200, model qwen3-32b" in told
+    found = json.loads(swept.read_text())
+    assert found["cheapest"] in [run["cluster"] for run in found["runs"]]
+    assert cluster in [run["cluster"] for run in found["runs"]]
 
 
 def test_a_cluster_that_holds_none_of_the_sessions_is_left_out_of_a_sweep() -> None:
