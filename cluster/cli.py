@@ -66,12 +66,18 @@ class _Command(TyperCommand):
             if wrong is None or error.param is None:
                 raise
             flag, (first, *_) = error.param.opts[0], wrong()
-            told = f"{flag} {shlex.quote(str(first['input']))}: {_fix(first)}"
+            told = f"{flag} {shlex.quote(str(first['input']))}: {_fix(first, _range(error.param))}"
             raise Misconfigured(told, param=flag.lstrip("-")) from error
 
 
-def _fix(wrong: Mapping[str, Any]) -> str:
-    """Of one of pydantic's errors, which say what should be, but in their own words."""
+def _range(param: Any) -> str | None:
+    """Of an option with both bounds."""
+    low, high = getattr(param, "min", None), getattr(param, "max", None)
+    return None if low is None or high is None else f"give a number from {_bound(low)} to {_bound(high)}"
+
+
+def _fix(wrong: Mapping[str, Any], bounded: str | None) -> str:
+    """Of one of pydantic's errors, which say what should be, but in their own words and with one bound of two."""
     bounds = wrong.get("ctx", {})
     match wrong["type"]:
         case "int_parsing" | "int_from_float":
@@ -79,9 +85,9 @@ def _fix(wrong: Mapping[str, Any]) -> str:
         case "float_parsing":
             return "give a number"
         case "greater_than_equal":
-            return f"give {_bound(bounds['ge'])} or more"
+            return bounded or f"give {_bound(bounds['ge'])} or more"
         case "less_than_equal":
-            return f"give {_bound(bounds['le'])} or less"
+            return bounded or f"give {_bound(bounds['le'])} or less"
         case _:
             return str(wrong["msg"]).removeprefix("Value error, ").rstrip(".")
 

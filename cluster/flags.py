@@ -45,7 +45,7 @@ OnDevice = Annotated[Device | None, typer.Option("--device", help="Default: auto
 InDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Default: auto, that of the checkpoint.")]
 HostKv = Annotated[
     float | None,
-    typer.Option("--host-kv-gib", help="Host memory of a worker for KV that its device evicts. Default: 0."),
+    typer.Option("--host-kv-gib", min=0, help="Host memory of a worker for KV that its device evicts. Default: 0."),
 ]
 Index = Annotated[
     str | None,

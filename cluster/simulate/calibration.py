@@ -146,15 +146,10 @@ def read_points(path: Path) -> list[Measured]:
     except ValueError as error:
         raise Misconfigured(f"--calibration {path}: it is not JSON: {error}", param="calibration") from error
     try:
-        if isinstance(content, dict):
-            return _steps_of_profile(content["traceEvents"]) if "traceEvents" in content else _steps_of_bench(content)
-        return [
-            Measured(
-                step=step_of([(int(computed), int(context)) for computed, context in one["rows"]]),
-                seconds=float(one["seconds"]),
-            )
-            for one in content
-        ]
+        points = _points(content)
+        if not any(point.step.num_rows for point in points):
+            raise ValueError("there is no measured step in it")
+        return points
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{error}; " if isinstance(error, ValueError) else ""
         raise Misconfigured(
@@ -162,6 +157,18 @@ def read_points(path: Path) -> list[Measured]:
             "with --profile, or with --concurrency and --json",
             param="calibration",
         ) from error
+
+
+def _points(content: Any) -> list[Measured]:
+    if isinstance(content, dict):
+        return _steps_of_profile(content["traceEvents"]) if "traceEvents" in content else _steps_of_bench(content)
+    return [
+        Measured(
+            step=step_of([(int(computed), int(context)) for computed, context in one["rows"]]),
+            seconds=float(one["seconds"]),
+        )
+        for one in content
+    ]
 
 
 @dataclass(slots=True, eq=False)

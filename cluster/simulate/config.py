@@ -11,7 +11,7 @@ from cluster.settings import Table, make_config, merge, read_file, setting
 from cluster.simulate.lanes import Cards
 from cluster.simulate.latency import Latency, Roofline
 from cluster.simulate.network import Wire
-from cluster.simulate.shapes import gpu_of, model_of, num_blocks
+from cluster.simulate.shapes import MODELS, gpu_of, model_of, num_blocks
 from cluster.simulate.worker import Spec
 from protos.errors import Misconfigured
 from router.config import RouterConfig
@@ -20,6 +20,7 @@ from workers.config import SchedulerConfig
 VOCAB_SIZE = 32_768
 MEMORY_SHARE = 0.9
 MAX_HOST_GIB = 16_384  # of one worker
+SIMULATED_DTYPES = ("auto", "bfloat16")
 HOST_SHARE = 0.8  # of what PCIe carries by its data sheet, in copies of whole blocks
 GPU_WORKERS: Table = {
     "model": "simulated",
@@ -67,11 +68,23 @@ class SimulationConfig:
 
 
 def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
-    """What `baton serve` would read, over the defaults of a GPU's worker. Raises Misconfigured."""
+    """What `baton serve` would read, over the defaults of a GPU's worker. Raises Misconfigured, also for a type of
+    numbers that would need room which simulated models do not take."""
     tables = merge(GPU_WORKERS, read_file(file) if file is not None else {})
     for one in further:
-        tables = merge(tables, setting(one))
-    return make_config(tables)
+        if "model" in (table := setting(one)):
+            raise Misconfigured(
+                f"--set {one}: no checkpoint is read: give --model one of {', '.join(MODELS)}", param="model"
+            )
+        tables = merge(tables, table)
+    config = make_config(tables)
+    if config.worker.dtype not in SIMULATED_DTYPES:
+        raise Misconfigured(
+            f"worker.dtype = {config.worker.dtype!r}: simulated KV is bfloat16, and weights are no larger, so sizes "
+            "would not be yours: leave it out",
+            param="worker.dtype",
+        )
+    return config
 
 
 def hardware_spec(

@@ -170,8 +170,12 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
     every = [one.name for one in context.command.params if one.name is not None]
     if context.params["replay"] is not None:
         why = "--replay SEED runs one of --soak's clusters, as its seed made it"
+        flags.refuse_others(context, "--replay SEED writes an event log alone", {*every} - {"json_file", "html_file"})
         flags.refuse_others(context, why, {"replay", "events"})
     elif context.params["soak"] is not None:
+        files = {"json_file", "html_file", "events"}
+        flags.refuse_others(context, "--soak N writes no files; --replay SEED has --events", {*every} - files)
+        flags.refuse_others(context, "--soak N looks at all invariants every few events", {*every} - {"audit_every"})
         flags.refuse_others(context, "--soak N makes its clusters, loads and faults itself", {"soak", "seed"})
     elif context.params["sweep_all"]:
         flags.refuse_others(context, "--sweep runs many clusters", {*every} - {"html_file", "events"})
@@ -183,7 +187,8 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
     else:
         flags.refuse_others(context, "without --trace FILE", {*every} - {"trace_scale", "trace_speed"})
     if context.params["colocated"] or context.params["workers"] is not None:
-        why = "--workers N are colocated workers, instead of two pools"
+        asked_by = "--workers N asks" if context.params["workers"] is not None else "--colocated asks"
+        why = f"{asked_by} for colocated workers, instead of two pools"
         flags.refuse_others(context, why, {*every} - {"prefill", "decode"})
     read = {"trace": [context.params["trace"]], "config": [context.params["file"]]}
     check_files(written, read | {"calibration": context.params["calibration"] or ()})
@@ -238,6 +243,13 @@ class _Scene:
             seed=self.seed,
         )
 
+    def fitting(self, config: SimulationConfig) -> tuple[list[Session], list[Session]]:
+        """The sessions that its workers hold, and the others. Raises Misconfigured if there are none of the first."""
+        longest = _longest(config)
+        if self.settings.worker.num_blocks is not None and longest < config.spec.scheduler.max_model_len:
+            return fitting(self.sessions, longest, more="raise worker.num_blocks")
+        return fitting(self.sessions, longest)
+
     def cluster(self, choice: Choice) -> dict[str, Any]:
         return {**asdict(choice), "gpu": self.gpu, "model": self.model}
 
@@ -258,7 +270,7 @@ class _Scene:
 
 def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path | None, events: Path | None) -> None:
     config = scene.config(choice)
-    sessions, left_out = fitting(scene.sessions, _longest(config))
+    sessions, left_out = scene.fitting(config)
     errors = Console(stderr=True)
     if scene.latency is not None:
         errors.print(str(scene.latency))
@@ -332,7 +344,7 @@ def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[C
     for choice in every:
         try:
             config = scene.config(choice)
-            fitting(scene.sessions, _longest(config))
+            scene.fitting(config)
             check(scene.faults, config)
             possible[choice] = config
         except Misconfigured as error:
@@ -348,7 +360,7 @@ def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[C
 
 def _try_out(scene: _Scene, choice: Choice, config: SimulationConfig, bar: Progress) -> Trial:
     """What this cluster cannot hold it has missed."""
-    kept, left_out = fitting(scene.sessions, _longest(config))
+    kept, left_out = scene.fitting(config)
     outcome = _run(scene, config, kept, bar.console, above=bar)
     return Trial(choice=choice, summary=scene.summary(choice, outcome, left_out))
 

@@ -214,15 +214,21 @@ def generated(name: str, load: Load) -> list[Session]:
     return [*sessions[:-1], replace(last, turns=last.turns[: len(last.turns) - num_more])]
 
 
-def fitting(sessions: Sequence[Session], max_model_len: int) -> tuple[list[Session], list[Session]]:
-    """The sessions whose last turn fits, and those whose does not. Raises Misconfigured if none does."""
+def fitting(
+    sessions: Sequence[Session],
+    max_model_len: int,
+    *,
+    more: str = "give workers more GPUs, memory or worker.max_model_len",
+) -> tuple[list[Session], list[Session]]:
+    """The sessions whose last turn fits, and those whose does not. Raises Misconfigured if none does, naming what would
+    make `more` room."""
     kept = [session for session in sessions if session.num_tokens <= max_model_len]
     if not kept:
         shortest = min(session.num_tokens for session in sessions)
         raise Misconfigured(
             f"every session is longer (the shortest: {shortest} tokens, prompts and answers) than the {max_model_len} "
-            "tokens that a worker holds: lower --input-len, --output-len or --trace-scale, or give workers more GPUs, "
-            "memory or worker.max_model_len"
+            "tokens that a worker holds: lower --input-len, --output-len or --trace-scale, or "
+            f"{more}"
         )
     return kept, [session for session in sessions if session.num_tokens > max_model_len]
 

@@ -288,19 +288,34 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         (("--workers", ""), "--workers '': give numbers"),
         (
             ("--workers", "2", "--decode", "3"),
-            "--workers N are colocated workers, instead of two pools: leave --decode",
+            "--workers N asks for colocated workers, instead of two pools: leave --decode",
         ),
-        (("--colocated", "--prefill", "1"), "instead of two pools: leave --prefill out"),
+        (
+            ("--colocated", "--prefill", "1"),
+            "--colocated asks for colocated workers, instead of two pools: leave --prefill out",
+        ),
         (("--set", "pools.decode_tp=2"), "pools.decode_tp = 2: simulated workers all have as many ranks: give --tp"),
-        (("--requests", "0"), "--requests 0: give 1 or more"),
-        (("--requests", "99999999999"), "--requests 99999999999: give 10,000,000 or less"),
+        (("--set", "worker.dtype=float32"), "worker.dtype = 'float32': simulated KV is bfloat16"),
+        (("--set", "model=/none"), "--set model=/none: no checkpoint is read: give --model one of llama-3-8b, "),
+        (
+            ("--set", "worker.num_blocks=1"),
+            "than the 64 tokens that a worker holds: lower --input-len, --output-len or "
+            "--trace-scale, or raise worker.num_blocks",
+        ),
+        (("--host-kv-gib", "-1"), "--host-kv-gib -1: give 0 or more"),
+        (("--soak", "3", "--json", "x"), "--soak N writes no files; --replay SEED has --events: leave --json out"),
+        (("--soak", "3", "--audit-every", "9"), "--soak N looks at all invariants every few events: leave --audit-"),
+        (("--replay", "3", "--html", "x"), "--replay SEED writes an event log alone: leave --html out"),
+        (("--attainment", "nan"), "--attainment nan: give a number from 0 to 1"),
+        (("--requests", "0"), "--requests 0: give a number from 1 to 10,000,000"),
+        (("--requests", "99999999999"), "--requests 99999999999: give a number from 1 to 10,000,000"),
         (("--requests", "1.5"), "--requests 1.5: give a whole number"),
         (("--requests", ""), "--requests '': give a whole number"),
         (("--rate", "often"), "--rate often: give a number"),
         (("--rate", "1e-9"), "--rate 1e-09: the last of 30 requests comes after 347,222 days of virtual time"),
         (("--ttft-ms", "nan"), "--ttft-ms nan: give 0 or more"),
-        (("--faults", "999999999"), "--faults 999999999: give 100,000 or less"),
-        (("--gateways", "999999999"), "--gateways 999999999: give 1,000 or less"),
+        (("--faults", "999999999"), "--faults 999999999: give a number from 0 to 100,000"),
+        (("--gateways", "999999999"), "--gateways 999999999: give a number from 1 to 1,000"),
         (("--usd-per-gpu-hour", "inf"), "--usd-per-gpu-hour inf: give a price"),
         (("--host-kv-gib", "1e300"), "--host-kv-gib 1e+300: give at most 16,384"),
         (("--input-len", "999999"), "than the 131072 tokens that a worker holds: lower --input-len"),
@@ -438,6 +453,20 @@ def test_paths_that_cannot_be_are_told_with_their_flag(tmp_path: Path) -> None:
         error = call(flag, path).exception
         assert isinstance(error, Misconfigured)
         assert str(error).startswith(f"{flag} {path}: ")
+
+
+def test_a_calibration_without_steps_is_told_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "steps.json").write_text("[]")
+    said = str(call(*SMALL, "--calibration", str(tmp_path / "steps.json")).exception)
+    assert said.startswith(
+        f"--calibration {tmp_path / 'steps.json'}: there is no measured step in it; give a JSON list"
+    )
+
+
+def test_a_file_of_a_real_cluster_can_be_given_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text('model = "/none"\nport = 9\n[worker]\ndevice = "cpu"\ndtype = "bfloat16"\n')
+    assert answer(*SMALL, "--config", str(file)) == answer(*SMALL)
 
 
 def test_as_many_requests_are_asked_as_were_asked_for() -> None:
