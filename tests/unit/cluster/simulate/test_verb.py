@@ -297,11 +297,7 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         (("--set", "pools.decode_tp=2"), "pools.decode_tp = 2: simulated workers all have as many ranks: give --tp"),
         (("--set", "worker.dtype=float32"), "worker.dtype = 'float32': simulated KV is bfloat16"),
         (("--set", "model=/none"), "--set model=/none: no checkpoint is read: give --model one of llama-3-8b, "),
-        (
-            ("--set", "worker.num_blocks=1"),
-            "than the 64 tokens that a worker holds: lower --input-len, --output-len or "
-            "--trace-scale, or raise worker.num_blocks",
-        ),
+        (("--set", "worker.num_blocks=1"), "or --trace-scale, or raise worker.num_blocks"),
         (("--host-kv-gib", "-1"), "--host-kv-gib -1: give 0 or more"),
         (("--soak", "3", "--json", "x"), "--soak N writes no files; --replay SEED has --events: leave --json out"),
         (("--soak", "3", "--audit-every", "9"), "--soak N looks at all invariants every few events: leave --audit-"),
