@@ -31,9 +31,11 @@
     shown.set(id, said);
     const focused = document.activeElement?.dataset?.request;
     at(id).replaceChildren(...[build(data)].flat());
-    if (focused && !at(id).contains(document.activeElement)) {
-      [...at(id).querySelectorAll("[data-request]")].find((one) => one.dataset.request === focused)?.focus();
-    }
+    if (focused && !at(id).contains(document.activeElement)) focusOn(focused, id);
+  }
+
+  function focusOn(request, id) {
+    [...at(id).querySelectorAll("[data-request]")].find((one) => one.dataset.request === request)?.focus();
   }
 
   // A column is [heading, class, cell of a row]; a cell is text or a node.
@@ -43,7 +45,7 @@
     const body = node("tbody", {}, ...rows.slice(0, MAX_ROWS).map((row) => line("td", (column) => column[2](row))));
     const made = node("table", {}, node("thead", {}, line("th", (column) => column[0])), body);
     const more = rows.length - MAX_ROWS;
-    return more > 0 ? [made, node("p", { class: "dim" }, `and ${count(more)} more: baton status`)] : made;
+    return more > 0 ? [made, node("p", { class: "dim" }, `and ${count(more)} more: ${command("status")}`)] : made;
   }
 
   const styled = (text, style) => node("span", { class: style ?? STYLES[text] ?? "" }, text);
@@ -140,7 +142,7 @@
       ["output", "number spare", (one) => count(one.output_tokens)],
       ["TTFT", "number", (one) => seconds(one.ttft_s)],
       ["TPOT", "number", (one) => seconds(one.tpot_s)],
-      ["read by", "word spare", (one) => one.prefill ?? "-"],
+      ["read by", "word spare", (one) => one.prefill ?? one.decode ?? "-"],
       ["written by", "word spare", (one) => one.decode ?? "-"],
     ], requests.slice(0, NUM_SHOWN), "No request has come to this gateway yet: try the one below.");
   }
@@ -166,24 +168,36 @@
     return choice.prefill ? `${choice.prefill} reads, ${choice.decode} writes` : `${choice.decode} alone${choice.alone ? ` (${choice.alone})` : ""}`;
   }
 
+  // What there is of it: a decision after a failure had its first token before it, one that failed has neither.
+  function measuredOf(measured) {
+    const known = [["ttft_s", "to the first token"], ["tpot_s", "each"]].filter(([name]) => measured?.[name] != null);
+    return known.length ? `; measured ${known.map(([name, what]) => `${seconds(measured[name])} ${what}`).join(", ")}` : "";
+  }
+
+  // A table for each role, whose costs differ. What the policy `slo` weighs are seconds, what others weigh has no unit.
   function decision(choice) {
     const scores = choice.scores.map((one) => ({ ...one, terms: Object.fromEntries(Object.entries(one.terms)
       .map(([name, cost]) => [name.startsWith("reading by ") ? "reading" : name, cost])) }));
-    const names = [...new Set(scores.flatMap((one) => Object.keys(one.terms)))];
     const cached = new Map(choice.candidates.map((one) => [one.worker_id, one.num_cached_tokens]));
-    const rows = scores.sort((a, b) => (a.role === b.role ? a.total - b.total : a.role === "prefill" ? -1 : 1));
-    const figure = (value) => (value === undefined ? "" : String(Number(value.toPrecision(3))));
-    const measured = choice.measured?.ttft_s != null ? `; measured ${seconds(choice.measured.ttft_s)}` : "";
-    return [
-      node("p", {}, `after ${seconds(choice.at_s)}, ${choice.policy}: `, node("strong", {}, way(choice)),
-        `; expected ${seconds(choice.expected.ttft_s)} to the first token, then ${seconds(choice.expected.tpot_s)} each${measured}`),
-      node("div", { class: "wide" }, ...[table([
+    const [unit, scale] = choice.policy === "slo" ? [" (ms)", 1000] : ["", 1];
+    const figure = (cost) => (cost >= 1000 ? count(cost) : String(Number(cost.toPrecision(3))));
+    const cell = (cost) => (cost === undefined ? "" : figure(scale * cost));
+    const costs = (role) => {
+      const rows = scores.filter((one) => one.role === role).sort((a, b) => a.total - b.total);
+      const names = [...new Set(rows.flatMap((one) => Object.keys(one.terms)))];
+      return node("div", { class: "wide" }, ...[table([
         ["worker", "word", (one) => styled(one.worker_id, [choice.prefill, choice.decode].includes(one.worker_id) ? "good" : "")],
+        [`total${unit}`, "number", (one) => node("strong", {}, cell(one.total))],
         ["role", "word", (one) => one.role],
         ["cached", "number", (one) => count(cached.get(one.worker_id) ?? 0)],
-        ...names.map((name) => [name, "number", (one) => figure(one.terms[name])]),
-        ["total", "number", (one) => figure(one.total)],
-      ], rows, "No candidate was scored.")].flat()),
+        ...names.map((name) => [`${name}${unit}`, "number", (one) => cell(one.terms[name])]),
+      ], rows, "")].flat());
+    };
+    const roles = POOLS.filter((role) => scores.some((one) => one.role === role));
+    return [
+      node("p", {}, `after ${seconds(choice.at_s)}, ${choice.policy}: `, node("strong", {}, way(choice)),
+        `; expected ${seconds(choice.expected.ttft_s)} to the first token, then ${seconds(choice.expected.tpot_s)} each${measuredOf(choice.measured)}`),
+      ...(roles.length ? roles.map(costs) : [node("p", { class: "dim" }, "No candidate was scored.")]),
     ];
   }
 
@@ -204,7 +218,7 @@
 
   function explained({ name, jobs, misses, refusal }) {
     const close = node("button", { type: "button" }, "Close");
-    close.addEventListener("click", () => ask(""));
+    close.addEventListener("click", leave);
     if (refusal) return [node("h3", {}, name), node("p", { class: "bad" }, refusal), close];
     const parts = jobs.flatMap((one) => [
       node("h3", {}, `${name} (${one.job})`),
@@ -212,7 +226,14 @@
       ...(one.message ? [node("p", { class: "bad" }, one.message)] : []),
       ...one.choices.flatMap(decision), timeline(one.timeline), ...(misses[one.job] ? cacheOf(misses[one.job]) : []),
     ]);
-    return [...parts, node("p", { class: "dim" }, "In a terminal: ", node("code", {}, `baton why ${name}`)), close];
+    return [...parts, node("p", { class: "dim" }, "In a terminal: ", node("code", {}, command(`why ${quoted(name)}`))), close];
+  }
+
+  // Back to where it was asked.
+  function leave() {
+    const name = asked;
+    ask("");
+    focusOn(name, "requests");
   }
 
   async function ask(name) {
@@ -371,14 +392,23 @@
     forget();
     next();
   });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && asked) leave();
+  });
   document.addEventListener("visibilitychange", () => {
     if (!document.hidden && at("door").hidden) next();
   });
 
+  // -- in a terminal --------------------------------------------------------------------------------------------------
+
+  const root = new URL(".", location.href).href, gateway = root.replace(/\/$/, "");
+  const quoted = (text) => (/^[\w.:/@%-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+  const command = (verb) => `baton ${verb}${gateway === page.cliUrl ? "" : ` --url ${quoted(gateway)}`}`;
+  for (const one of document.querySelectorAll("[data-verb]")) one.textContent = command(one.dataset.verb);
+
   // -- a request to try -----------------------------------------------------------------------------------------------
 
-  const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
-  const isChat = page.hasChat === "true", root = new URL(".", location.href).href;
+  const isChat = page.hasChat === "true";
   const body = isChat
     ? { model: page.model, messages: [{ role: "user", content: "What does os.path.join do?" }] }
     : { model: page.model, prompt: "Once upon a time", max_tokens: 32 };

@@ -1,6 +1,7 @@
-// The gateway's page in node: `node page.mjs URL KEY`. As much of a browser as the page's script uses, what somebody does
-// there, and on stdout what is seen after each step, as JSON: {step: [line, ...]}, the last line being what is not seen.
-const [url, key] = process.argv.slice(2);
+// The gateway's page in node: `node page.mjs URL KEY [ITS ADDRESS IN THE BROWSER]`. As much of a browser as the page's
+// script uses, what somebody does there, and on stdout what is seen after each step, as JSON: {step: [line, ...]}, the
+// last line being what is not seen.
+const [url, key, href = `${url}/`] = process.argv.slice(2);
 
 // -- as much of a document as the script uses -------------------------------------------------------------------------
 
@@ -27,8 +28,8 @@ class Element extends Node {
   get all() { return this.children.flatMap((one) => (one instanceof Element ? [one, ...one.all] : [])); }
   contains(other) { return other === this || this.all.includes(other); }
   querySelectorAll(selector) {
-    if (selector !== "[data-request]") throw new Error(`this document does not know ${selector}`);
-    return this.all.filter((one) => "request" in one.dataset);
+    const [, name] = selector.match(/^\[data-(\w+)\]$/);
+    return this.all.filter((one) => name in one.dataset);
   }
   addEventListener(name, listener) { this.listeners[name] = listener; }
   click() { return this.listeners.click(); }
@@ -111,10 +112,10 @@ const { root, ids } = parsed(html.replace(/<(script|style)>[^]*?<\/\1>|<!.*?>/g,
 const at = (id) => ids.get(id) ?? null;
 const page = {
   documentElement: root, hidden: false, activeElement: null, listeners: {}, getElementById: at,
-  createElement: (tag) => new Element(tag), addEventListener(name, listener) { this.listeners[name] = listener; },
+  createElement: (tag) => new Element(tag), querySelectorAll: (selector) => root.querySelectorAll(selector), addEventListener(name, listener) { this.listeners[name] = listener; },
 };
 const browser = {
-  document: page, Node, navigator: {}, location: { href: `${url}/` }, fetch: ask, setTimeout: wait,
+  document: page, Node, navigator: {}, location: { href }, fetch: ask, setTimeout: wait,
   clearTimeout: (name) => timers.delete(name),
   sessionStorage: { getItem: (name) => kept.get(name) ?? null, setItem: (name, value) => kept.set(name, value), removeItem: (name) => kept.delete(name) },
 };
@@ -125,6 +126,14 @@ await after("opened", () => new Function(...Object.keys(browser), script)(...Obj
 await after("a wrong key", () => type("sk-wrong"));
 await after("the key", () => type(key));
 await after("why", () => why("ended"));
+
+const press = (key) => page.listeners.keydown({ key });
+press("a");
+note("another key");
+press("Escape");
+note("Escape");
+told["Escape"].push(`[focus: ${page.activeElement?.dataset.request}]`);
+await after("why, once more", () => why("ended"));
 
 let arrive = await held(/./, tick);
 page.hidden = true;

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +19,7 @@ import httpx
 import pytest
 from prometheus_client import generate_latest
 
+from cluster.remote import DEFAULT_URL
 from router.admission.admission import Refused
 from router.admission.metrics import AdmissionCollector
 from router.admission.reception import Reception
@@ -162,25 +164,75 @@ def shown(lines: list[str]) -> list[str]:
     return [one for one in [*TOLD, *WHY, DOOR, WRONG] if any(re.fullmatch(one, line) for line in lines)]
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node, in which the page's script would run")
-async def test_who_has_a_key_sees_the_cluster_until_it_is_forgotten(cluster: Cluster, tmp_path: Path) -> None:
-    if await node("--print", "typeof fetch") != "function\n":
-        pytest.skip("this node has no fetch, which the page's script needs: version 18 has")
-    (tmp_path / "tenants.toml").write_text(TENANTS)
-    async with operating(cluster, reception=Reception(tmp_path / "tenants.toml")) as (client, _):
+async def story(cluster: Cluster, writer: str, directory: Path, href: str = "") -> dict[str, list[str]]:
+    """What somebody sees, step by step, who comes when one request has ended and `writer` runs another."""
+    if shutil.which("node") is None or await node("--print", "typeof fetch") != "function\n":
+        pytest.skip("there is no node that has fetch, in which the page's script would run: version 18 does")
+    (directory / "tenants.toml").write_text(TENANTS)
+    async with operating(cluster, reception=Reception(directory / "tenants.toml")) as (client, _):
         client.headers["authorization"] = f"Bearer {ACME}"
         assert (await ask(client, "ended")).status_code == 200
-        d0 = cluster["d0"]
-        d0.pause_after = 2
+        worker = cluster[writer]
+        worker.pause_after, count = 2, len(worker.submitted)
         running = asyncio.create_task(ask(client, "running"))
-        await d0.until(lambda: len(d0.submitted) == 2)
+        await worker.until(lambda: len(worker.submitted) == count + 1)
         await cluster.add("d1")
         await cluster["d1"].die()
         await cluster.until_state("d1", WorkerState.LOST)
-        seen = json.loads(await node(str(STORY), str(client.base_url).rstrip("/"), ADMIN))
-        d0.go()
+        url = str(client.base_url).rstrip("/")
+        seen: dict[str, list[str]] = json.loads(await node(str(STORY), url, ADMIN, href or f"{url}/"))
+        worker.go()
         assert (await running).status_code == 200
+    return seen
 
+
+async def test_why_tells_the_deciding_cost_first_with_its_unit(make: Callable[..., Cluster], tmp_path: Path) -> None:
+    cluster = make(policy="slo", local_prefill_tokens=0)
+    await cluster.add("p0", "d0")
+    why = "\n".join((await story(cluster, "d0", tmp_path))["why"])
+    [(total, reading)] = re.findall(r"\np0 \| ([\d.,]+) \| prefill \| 0 \| (.*) \|\n", why)
+    assert float(total) == pytest.approx(sum(float(one) for one in reading.split(" | ")), rel=0.02)
+    assert float(total) > 0.1, "milliseconds"
+    assert "\nworker | total (ms) | role | cached | overhead (ms) | queue (ms) |" in why
+    assert re.search(r"\nworker \| total \(ms\) \| role \| cached \| decode \(ms\) \|.* reading \(ms\) \|\nd0 \|", why)
+    assert re.search(r"; measured [\d.]+ m?s to the first token, [\d.]+ m?s each\n", why)
+
+
+async def test_costs_that_are_no_time_have_no_unit_and_who_does_all_reads(
+    make: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    cluster = make(policy="round_robin")
+    await cluster.add("d0")
+    why = (await story(cluster, "d0", tmp_path))["why"]
+    [heading] = [one for one in why if one.startswith("worker | total")]
+    assert heading == "worker | total | role | cached | turn | reading |"
+    assert any(re.fullmatch(r"ended \| .* \| d0 \| d0 \|", line) for line in why)
+
+
+@pytest.mark.parametrize(
+    ("href", "flag"),
+    [
+        (f"{DEFAULT_URL}/", ""),
+        ("http://127.0.0.1:8011/", " --url http://127.0.0.1:8011"),
+        ("https://llm.example/baton/?x#y", " --url https://llm.example/baton"),
+    ],
+)
+async def test_the_commands_it_tells_reach_this_gateway(cluster: Cluster, tmp_path: Path, href: str, flag: str) -> None:
+    seen = "\n".join((await story(cluster, "d0", tmp_path, href))["why"])
+    told = re.findall(r"baton (?:status|why|chat)\b[^,\n]*", seen)
+    assert told == [f"baton {verb}{flag}" for verb in ("why ended", "status", "why", "chat")]
+
+
+async def test_escape_closes_the_panel_and_goes_back_to_the_request(cluster: Cluster, tmp_path: Path) -> None:
+    seen = await story(cluster, "d0", tmp_path)
+    assert shown(seen["another key"]) == [*TOLD, *WHY]
+    assert shown(seen["Escape"]) == TOLD
+    assert seen["Escape"][-1] == "[focus: ended]"
+    assert shown(seen["why, once more"]) == [*TOLD, *WHY]
+
+
+async def test_who_has_a_key_sees_the_cluster_until_it_is_forgotten(cluster: Cluster, tmp_path: Path) -> None:
+    seen = await story(cluster, "d0", tmp_path)
     assert shown(seen["opened"]) == [DOOR]
     assert shown(seen["a wrong key"]) == [WRONG]
     assert shown(seen["the key"]) == TOLD
