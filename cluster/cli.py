@@ -147,6 +147,8 @@ def _run(arguments: Sequence[str]) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else what is left for stdout fails once more at the exit
+        from cluster.log import lead_nowhere
+
+        lead_nowhere(sys.stdout)  # else what is left for it fails once more at the exit
         print(f"baton: {error.filename or 'stdout'}: {os.strerror(error.errno)}: make room there", file=sys.stderr)
         sys.exit(1)

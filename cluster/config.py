@@ -73,6 +73,10 @@ class PoolsConfig:
         decode = 1 if self.decode is None else self.decode
         return {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
 
+    def worker_ids(self) -> list[str]:
+        """As `cluster.placement` names them."""
+        return [f"{role}-{place}" for role, count in self.counts().items() for place in range(count)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:

@@ -31,7 +31,7 @@ class LogConsole(Console):
         if self.quiet:
             return
         self.quiet = True
-        _lead_nowhere(self.file)  # for what the interpreter and libraries say there
+        lead_nowhere(self.file)  # for what the interpreter and libraries say there
         signal.raise_signal(signal.SIGHUP)
 
 
@@ -51,10 +51,11 @@ class ResultConsole(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        _lead_nowhere(self.file)  # else the interpreter tries again at the end, and exits with 120
+        lead_nowhere(self.file)  # else the interpreter tries again at the end, and exits with 120
 
 
-def _lead_nowhere(file: IO[str]) -> None:
+def lead_nowhere(file: IO[str]) -> None:
+    """What is written there from now on is dropped, by libraries and the interpreter's end, too."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file.fileno())
     os.close(nowhere)

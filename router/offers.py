@@ -8,13 +8,26 @@ worked out anew. What depends on the request (what is cached of it) and on the m
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from protos.values import WorkerRole
 from router.member import Member
 from router.policies.base import Line
-from router.policies.candidates import FEW, LINES, NUM_ROWS, ROWS, Candidates, Crew, Figures, Floats, Places, Row
+from router.policies.candidates import (
+    FEW,
+    LINES,
+    NUM_ROWS,
+    ROWS,
+    Candidates,
+    Columns,
+    Crew,
+    Figures,
+    Floats,
+    Row,
+    columns,
+)
 from router.predict import LOADING, READING, RECEIVING, STEPPING, Predictor
 from router.prefix.index import Match
 from router.standing import NOTHING_KNOWN, Standing
@@ -24,8 +37,14 @@ _UNKNOWN: tuple[tuple[str, Line], ...] = (
 )  # fmt: skip
 _LINES_UNKNOWN = tuple(seconds for _, line in _UNKNOWN for seconds in (line.fixed_s, line.each_s))
 _NOTHING = Figures(0, 0, 0, 0, 0, 0.0, 0.0)
-_Rows = Sequence[int] | Places
-"""Where the offered stand among the members: in order, and each once."""
+
+
+class _Offered(NamedTuple):
+    """Who they are, where they stand among the members, and their columns in a table of all members."""
+
+    crew: Crew
+    places: Sequence[int]
+    columns: Columns
 
 
 class Offers:
@@ -66,22 +85,22 @@ class Offers:
     def loads(self) -> Candidates:
         """Workers that take new work, for whoever looks at their load alone, and does not keep it."""
         self._refresh(None)
-        crew, places = self._taking()
+        crew, places, columns = self._taking()
         if self._are_few:
             return Candidates(crew, rows=[(0, 0, *self._figures[row], 0.0, *_LINES_UNKNOWN) for row in places])
-        return Candidates(crew, self._table if self._are_all(places) else self._table[:, places])
+        return Candidates(crew, self._table[:, columns])
 
     def candidates(self, matched: Match, num_tokens: int, block_size: int, *, now: float) -> Candidates:
         """Workers that take new work and are trusted. `matched` is an index's answer for a sequence of `num_tokens`
         tokens, of which the last must always be computed."""
         self._refresh(now)
-        crew, places = self._trusted(now)
+        crew, places, columns = self._trusted(now)
         if self._are_few:
             return Candidates(crew, rows=self._rows_of(crew, places, matched, num_tokens, block_size, now))
-        table = self._table.copy() if self._are_all(places) else self._table[:, places]
+        table = self._table[:, columns].copy()
         if len(crew):
             _cached(table, crew, matched, num_tokens, block_size)
-            self._expect(table, crew, places, now)
+            self._expect(table, crew, columns, now)
         return Candidates(crew, table)
 
     # -- what changes seldom -------------------------------------------------------------------------------------------
@@ -102,8 +121,8 @@ class Offers:
         self._due = dict.fromkeys(self._members.values())  # whose standing is to be asked for
         self._block_sizes = [0] * count
         self._sizes = None
-        self._crew: tuple[Crew, _Rows] | None = None
-        self._crew_without: tuple[Collection[Member], Crew, _Rows] | None = None
+        self._crew: _Offered | None = None
+        self._crew_without: tuple[Collection[Member], _Offered] | None = None
         self._changed.update(dict.fromkeys(self._members.values()))
         self._is_laid_out = True
 
@@ -162,16 +181,13 @@ class Offers:
 
     # -- who is offered ------------------------------------------------------------------------------------------------
 
-    def _are_all(self, places: _Rows) -> bool:
-        return len(places) == len(self._members)
-
-    def _taking(self) -> tuple[Crew, _Rows]:
+    def _taking(self) -> _Offered:
         if self._crew is None:
             taking = [(member, row) for member, row in self._rows.items() if self._roles[row] is not None]
             self._crew = _crew(taking)
         return self._crew
 
-    def _trusted(self, now: float) -> tuple[Crew, _Rows]:
+    def _trusted(self, now: float) -> _Offered:
         """Those that take work, without those whose breaker gives them a pause: never a pool's last."""
         paused = [member for member in self._doubted if not member.breaker.allows(now)]
         if not paused:
@@ -180,26 +196,25 @@ class Offers:
             taking = [(member, row) for member, row in self._rows.items() if self._roles[row] is not None]
             roles = {member.role for member, _ in taking if member not in paused}
             kept = [(member, row) for member, row in taking if member not in paused or member.role not in roles]
-            self._crew_without = (paused, *_crew(kept))
-        return self._crew_without[1:]
+            self._crew_without = (paused, _crew(kept))
+        return self._crew_without[1]
 
     # -- what changes with every request -------------------------------------------------------------------------------
 
-    def _expect(self, table: Floats, crew: Crew, places: _Rows, now: float) -> None:
-        standings = self._standings if self._are_all(places) else self._standings[:, places]
-        expected = self._predictor.expectations(crew.worker_ids, standings, now=now)
+    def _expect(self, table: Floats, crew: Crew, columns: Columns, now: float) -> None:
+        expected = self._predictor.expectations(crew.worker_ids, self._standings[:, columns], now=now)
         table[ROWS["recent_tokens"]] = expected.recent_tokens
         for name in LINES:
             lines = getattr(expected, name)
             table[ROWS[name]], table[ROWS[name] + 1] = lines.fixed_s, lines.each_s
-        table[ROWS["loading"] + 1] *= self._token_bytes[places]
+        table[ROWS["loading"] + 1] *= self._token_bytes[columns]
 
     def _rows_of(
-        self, crew: Crew, places: _Rows, matched: Match, num_tokens: int, block_size: int, now: float
+        self, crew: Crew, places: Sequence[int], matched: Match, num_tokens: int, block_size: int, now: float
     ) -> Sequence[Row]:
         """The same for few, worker by worker."""
         rows: list[Row] = []
-        if not len(places):
+        if not places:
             return rows
         expected = self._predictor.expected_of_few(crew.worker_ids, [self._standing[row] for row in places], now=now)
         for worker_id, row, known in zip(crew.worker_ids, places, expected, strict=True):
@@ -223,8 +238,8 @@ def _cached(table: Floats, crew: Crew, matched: Match, num_tokens: int, block_si
                 hosted[place] = num_cached - min(matched.num_on_device(worker_id) * block_size, num_tokens - 1)
 
 
-def _crew(members: Iterable[tuple[Member, int]]) -> tuple[Crew, _Rows]:
+def _crew(members: Iterable[tuple[Member, int]]) -> _Offered:
     known = [(member.worker_id, member.role, row) for member, row in members if member.role is not None]
-    rows = [row for _, _, row in known]
+    places = [row for _, _, row in known]
     crew = Crew([worker_id for worker_id, _, _ in known], [role for _, role, _ in known])
-    return crew, rows if len(rows) <= FEW else np.array(rows, dtype=np.intp)
+    return _Offered(crew, places, columns(places))

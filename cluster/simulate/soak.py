@@ -164,7 +164,7 @@ def _torn(seed: int, config: SimulationConfig) -> Trial:
     config = replace(
         config, spec=spec, router=router, pools=pools, cards=replace(config.cards, rate=rng.choice((1e8, 2e8)))
     )
-    workers = [f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)]
+    workers = config.pools.worker_ids()
     last_s = max(session.due_s for session in sessions) + 0.5
     faults = drawn(
         rng.choice((8, 24)), seed=seed, workers=workers, num_gateways=config.num_gateways, until_s=last_s, of=TEARING
@@ -174,7 +174,7 @@ def _torn(seed: int, config: SimulationConfig) -> Trial:
 
 def _faults(seed: int, rng: random.Random, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
     until_s = max(session.due_s for session in sessions) + 2.0
-    workers = [f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)]
+    workers = config.pools.worker_ids()
     return drawn(
         rng.choice((0, 2, 5, 10)), seed=seed, workers=workers, num_gateways=config.num_gateways, until_s=until_s,
         with_store=config.shared_index,

@@ -40,7 +40,7 @@ class Happened:
 
 def check(faults: Sequence[Fault], config: SimulationConfig) -> None:
     """Raises Misconfigured for a target that cannot exist, with the kind of target the fault takes."""
-    known = [f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)]
+    known = config.pools.worker_ids()
     for fault in faults:
         takes = _wrong(fault, config, sorted(known))
         if takes:

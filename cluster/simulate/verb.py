@@ -259,7 +259,7 @@ class _Scene:
 
     def schedule(self, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
         """The faults written down, and those that are drawn."""
-        workers = [f"{role}-{place}" for role, count in config.pools.counts().items() for place in range(count)]
+        workers = config.pools.worker_ids()
         until_s = max(session.due_s for session in sessions)
         random = drawn(
             self.num_faults, seed=self.seed, workers=workers, num_gateways=config.num_gateways, until_s=until_s,

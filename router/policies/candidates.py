@@ -23,6 +23,7 @@ from router.policies.base import Candidate, Line, RequestView, Score
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.intp]
+Columns = Places | slice
 
 NUMBERS = (
     "num_cached_tokens", "num_host_tokens", "num_requests", "num_waiting", "queued_prefill_tokens", "num_free_blocks",
@@ -71,12 +72,12 @@ class Crew:
         return {worker_id: place for place, worker_id in enumerate(self.worker_ids)}
 
     @cached_property
-    def readers(self) -> tuple[Crew, Places]:
-        """The prefill pool, and where its workers stand among these."""
+    def readers(self) -> Pool:
+        """The prefill pool."""
         return self._pool(lambda role: role is WorkerRole.PREFILL)
 
     @cached_property
-    def writers(self) -> tuple[Crew, Places]:
+    def writers(self) -> Pool:
         """Those that decode."""
         return self._pool(lambda role: role is not WorkerRole.PREFILL)
 
@@ -87,9 +88,25 @@ class Crew:
     def take(self, places: Sequence[int] | Places) -> Crew:
         return Crew([self.worker_ids[place] for place in places], [self.roles[place] for place in places])
 
-    def _pool(self, belongs: Callable[[WorkerRole], bool]) -> tuple[Crew, Places]:
+    def _pool(self, belongs: Callable[[WorkerRole], bool]) -> Pool:
         places = [place for place, role in enumerate(self.roles) if belongs(role)]
-        return (self if len(places) == len(self) else self.take(places)), np.array(places, dtype=np.intp)
+        crew = self if len(places) == len(self) else self.take(places)
+        return Pool(crew, np.array(places, dtype=np.intp), columns(places))
+
+
+class Pool(NamedTuple):
+    """Some of a crew: who they are, where they stand among it, and the columns that a table of it has for them."""
+
+    crew: Crew
+    places: Places
+    columns: Columns
+
+
+def columns(places: Sequence[int]) -> Columns:
+    """Of places that ascend: a slice, which needs no copy, where they have no gap, as a pool's have none."""
+    if places and places[-1] - places[0] + 1 == len(places):
+        return slice(places[0], places[-1] + 1)
+    return np.array(places, dtype=np.intp)
 
 
 FEW = 8
@@ -291,7 +308,7 @@ class Candidates(Sequence[Candidate]):
         return self[self.crew.places[worker_id]]
 
     def take(self, places: Sequence[int] | Places) -> Candidates:
-        return self._of(self.crew.take(places), places)
+        return self._of(self.crew.take(places), places, places)
 
     def besides(self, worker_ids: Collection[str]) -> Candidates:
         """Those left without some; all if none is left."""
@@ -300,26 +317,19 @@ class Candidates(Sequence[Candidate]):
 
     @property
     def readers(self) -> Candidates:
-        return self._pool(*self.crew.readers)
+        return self._pool(self.crew.readers)
 
     @property
     def writers(self) -> Candidates:
-        return self._pool(*self.crew.writers)
+        return self._pool(self.crew.writers)
 
-    def _pool(self, crew: Crew, places: Places) -> Candidates:
-        return self if crew is self.crew else self._of(crew, places)
+    def _pool(self, pool: Pool) -> Candidates:
+        return self if pool.crew is self.crew else self._of(*pool)
 
-    def _of(self, crew: Crew, places: Sequence[int] | Places) -> Candidates:
+    def _of(self, crew: Crew, places: Sequence[int] | Places, columns: Sequence[int] | Columns) -> Candidates:
         if self._rows is not None:
             return Candidates(crew, rows=[self._rows[place] for place in places])
-        return Candidates(crew, self.table[:, _span(places)])
-
-
-def _span(places: Sequence[int] | Places) -> Sequence[int] | Places | slice:
-    """The same places as a slice, which needs no copy, where they are ascending and without a gap, as a pool's are."""
-    if not (isinstance(places, np.ndarray) and len(places)) or not (np.diff(places) == 1).all():
-        return places
-    return slice(int(places[0]), int(places[-1]) + 1)
+        return Candidates(crew, self.table[:, columns])
 
 
 Known = Candidate | Candidates

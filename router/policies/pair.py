@@ -311,7 +311,7 @@ def told(candidates: Candidates, decision: Decision) -> Candidates:
     rivals = candidates.num_cached_tokens.copy()
     rivals[reader] = -1
     role = candidates.crew.roles[reader]
-    pool = candidates.crew.readers[1] if role is WorkerRole.PREFILL else candidates.crew.writers[1]
+    pool = (candidates.crew.readers if role is WorkerRole.PREFILL else candidates.crew.writers).places
     costs = decision.scores.now() if isinstance(decision.scores, Later) else decision.scores
     named = costs.worker_ids if isinstance(costs, Costs) else [one.worker_id for one in costs]
     kept = {*(places[worker_id] for worker_id in named), reader, places[decision.decode]}
