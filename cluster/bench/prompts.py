@@ -19,11 +19,14 @@ WORDS = (
 
 
 class Prompts:
-    """`vocab_size` ids there are, if known; the outer tenths, where special tokens live, are left out."""
+    """`vocab_size` ids there are, if known; the outer tenths, where special tokens live, are left out. Prompts are made
+    of at most `num_ids` of the others."""
 
-    def __init__(self, *, seed: int, vocab_size: int | None) -> None:
+    def __init__(self, *, seed: int, vocab_size: int | None, num_ids: int | None = None) -> None:
         size = vocab_size or MIN_VOCAB
         self._low, self._high = size // 10, size - size // 10
+        if num_ids is not None:
+            self._high = min(self._high, self._low + num_ids)
         self._ids = np.arange(self._low, self._high).astype(object)  # prompts share these numbers, not copies of them
         self._seed = seed
         self._stream = lru_cache(maxsize=4096)(self._draw)  # a trace's shared blocks come again and again

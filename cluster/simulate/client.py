@@ -28,6 +28,10 @@ ABORTED = "aborted"
 GATEWAY_LOST = "gateway_lost"
 ALONE = "alone"
 
+PROMPT_IDS = 256
+"""So many ids simulated prompts are made of: few enough to stay in the processor's cache, and a block of them still
+never equals another by chance."""
+
 
 class Answer:
     """The tokens that must follow a prompt, one by one."""
@@ -90,7 +94,7 @@ class Clients:
         self.transfers = Transfers()
         self._deployment = deployment
         self._chronicle = chronicle
-        self._prompts = Prompts(seed=seed, vocab_size=VOCAB_SIZE)
+        self._prompts = Prompts(seed=seed, vocab_size=VOCAB_SIZE, num_ids=PROMPT_IDS)
         self._loop = asyncio.get_running_loop()
         self._start_s = 0.0
         self._num_asked = 0

@@ -144,6 +144,8 @@ class EngineTurns:
             self._rest()
 
     def _rouse(self) -> None:
+        if self._cut():
+            return
         self.settle()
         if not self._busy:
             self._arm(self._loop.time())
@@ -362,19 +364,45 @@ class EngineTurns:
             self._arm(self._ahead_s[-1])
         return bool(self._ahead_s)
 
+    def _cut(self) -> bool:
+        """The leap ends with the step under way, and is taken at once when that is over, as if it had been taken now
+        and that step begun; unless somebody must hear of the steps before it. True also of a leap that is cut already.
+        """
+        ahead_s = self._ahead_s
+        if not ahead_s or self._busy:
+            return bool(ahead_s)
+        num_over = bisect_right(ahead_s, self._loop.time())
+        if not self._withholds or self._engine.draining or num_over == len(ahead_s) or self._shows(num_over):
+            return False
+        self._ahead_s = ahead_s[: num_over + 1]
+        self._busy, self._reads = True, False
+        self._num_calm += 1
+        self._disarm()
+        self._arm(ahead_s[num_over])
+        return True
+
+    def _shows(self, num_over: int) -> bool:
+        """Does a gateway hear of the last of so many steps after it has sent what ends the leap?"""
+        return num_over > 0 and self._ahead_s[num_over - 1] > self._loop.time() - self._round_trip_s
+
     def settle(self) -> None:
         """Takes the steps of a leap that are over by now, and begins the one under way, which ends as any other."""
-        ahead_s, self._ahead_s = self._ahead_s, []
+        ahead_s = self._ahead_s
         if not ahead_s:
             return
         self.num_turns += 1
+        if self._busy:  # it was cut to these
+            self._ahead_s = []
+            self._note(self._engine.repeat(len(ahead_s)), ahead_s)
+            return
         num_over = bisect_right(ahead_s, self._loop.time())
+        shows = self._shows(num_over)
+        self._ahead_s = []
         if num_over:
             self._note(self._engine.repeat(num_over), ahead_s[:num_over])
             self._progress.turned(self._engine, stepped=True, now=ahead_s[num_over - 1])
         if num_over < len(ahead_s):
-            # Does a gateway hear of the last one after it has sent what ends the leap?
-            self._tell(shows=num_over > 0 and ahead_s[num_over - 1] > self._loop.time() - self._round_trip_s)
+            self._tell(shows=shows)
             self._note(self._engine.repeat(1), ahead_s[num_over : num_over + 1])
             self._busy, self._reads = True, False
             self._disarm()
