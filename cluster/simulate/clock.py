@@ -1,7 +1,8 @@
 """An event loop whose clock jumps: nothing sleeps, nothing is read or written, and everything happens in one order.
 
     callbacks that are ready ─▶ run, in the order they were called for (asyncio promises that)
-    none is ready            ─▶ jump to the next timers' time; those of one instant in an order drawn from the seed
+    none is ready            ─▶ jump to the next timers' time; those of one instant in an order drawn from the seed,
+                                but for the ticks of who has nothing to do, which come first: some runs go without
 
 A loop that touches the world outside, or that has nothing left to wait for, raises: both are faults of a simulation.
 """
@@ -23,6 +24,7 @@ MAX_SPAN_S = 31 * 86_400.0
 """Of virtual time that nobody may ask for more of. Idle seconds are not skipped: heartbeats, leases, health checks and
 the supervisor's timers are the production code's, and an idle worker's take 0.1 to 0.2 ms of a core for each."""
 MAX_CALLBACKS_AN_INSTANT = 5_000_000
+_FIRST = 2**62
 _WORD = 2**64 - 1
 
 
@@ -130,6 +132,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         heapq.heappush(self._timers, (when, self._num_timers, timer))
         return timer
 
+    def call_first(self, when: float, callback: Callable[[], object]) -> Timer:
+        """Before all else that is due then, whose order is the same without it."""
+        timer = Timer(when, callback, (), self, None)
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers - _FIRST, timer))
+        return timer
+
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Timer:
@@ -204,14 +213,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if when > self._now_s:
             self._now_s = when
             self._num_this_instant = 0
-        due = []
+        due: list[Timer] = []
         while timers and timers[0][0] <= self._now_s:
-            timer = heapq.heappop(timers)[2]
+            _, number, timer = heapq.heappop(timers)
             if timer.is_cancelled:
                 self._num_cancelled -= 1
             else:
                 timer.is_due = True
-                due.append(timer)
+                (due if number > 0 else self._ready).append(timer)
         self._ready.extend(due if len(due) < 2 else self._shuffled(due))
 
     def _shuffled(self, due: list[Timer]) -> list[Timer]:
@@ -229,6 +238,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         self._fault = error if error is not None else AssertionError(context.get("message", "a callback failed"))
+
+
+def running_loop() -> VirtualLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop
 
 
 def run_virtually(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Result:

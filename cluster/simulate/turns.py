@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from cluster.simulate.clock import Timer, running_loop
 from cluster.simulate.device import Device
 from cluster.simulate.gaps import Gaps
 from protos.values import Health, KVEvents, SequenceUpdate, StepMessage, WorkerLoad
@@ -73,9 +74,9 @@ class EngineTurns:
         self._turning = False
         self.skew_s = skew_s
         self._quiet_until = quiet_until
-        self._loop = asyncio.get_running_loop()
+        self._loop = running_loop()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
         self._updates: list[SequenceUpdate] = []  # of steps that nobody was told of
         self._withholds = withholds and quiet_until is not None
         self._round_trip_s = round_trip_s
@@ -243,7 +244,8 @@ class EngineTurns:
         """Nothing can be computed: looks again when the role may have something to do, in whole ticks from now."""
         quiet_s = self._quiet_until() - self._loop.time() - self.skew_s if self._quiet_until is not None else 0.0
         num_ticks = max(1, math.ceil(quiet_s / IDLE_TICK_S)) if math.isfinite(quiet_s) else 1
-        self._arm(self._loop.time() + num_ticks * IDLE_TICK_S)
+        if self._timer is None:
+            self._timer = self._loop.call_first(self._loop.time() + num_ticks * IDLE_TICK_S, self._due)
 
     def _step(self, start_s: float) -> float | None:
         """One step of the engine from `start_s` on; when it is over, or None if there was nothing to compute. Its

@@ -6,11 +6,12 @@ import asyncio
 import heapq
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 
-from cluster.simulate.clock import Deadlock, OutsideWorld, VirtualLoop, run_virtually
+from cluster.simulate.clock import Deadlock, OutsideWorld, VirtualLoop, run_virtually, running_loop
 
 Result = TypeVar("Result")
 
@@ -29,9 +30,11 @@ def test_a_day_passes_at_once_and_to_the_second() -> None:
     assert time.monotonic() - start_s < 60
 
 
-def order_of_ties(seed: int) -> list[int]:
+def order_of_ties(seed: int, *, num_first: int = 0) -> list[int]:
     async def ties() -> list[int]:
         order: list[int] = []
+        for number in range(-num_first, 0):
+            running_loop().call_first(1, partial(order.append, number))
 
         async def one(number: int) -> None:
             await asyncio.sleep(1)
@@ -47,6 +50,11 @@ def test_what_happens_at_one_instant_is_ordered_by_the_seed() -> None:
     assert order_of_ties(1) == order_of_ties(1)
     assert order_of_ties(1) != order_of_ties(2)
     assert sorted(order_of_ties(1)) == list(range(20))
+
+
+def test_what_comes_first_changes_no_order_of_the_rest() -> None:
+    for seed in range(10):
+        assert order_of_ties(seed, num_first=3) == [-3, -2, -1, *order_of_ties(seed)]
 
 
 def test_callbacks_keep_the_order_asyncio_promises() -> None:
