@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,13 @@ GPU_WORKERS: Table = {
     "prefill": {"chunk_bytes": 128 * 2**20},  # copied in a tenth of a millisecond; fewer events than smaller ones
 }
 """Settings that suit large models on GPUs; those of the file and of `--set` are put over them."""
+WITHOUT_EFFECT = frozenset({
+    "host", "port", "grpc_port", "served_name", "discovery", "lanes", "ray", "tls", "peers", "supervision.grace_s",
+    "worker.device", "worker.cuda_graphs", "worker.bind_cores", "worker.collective_timeout_s", "prefill.group_bytes",
+    "router.shadow_policy", "router.max_body_bytes", "router.body_timeout_s", "router.keep_alive_s", "router.tenants",
+    "router.cors_origins", "router.canary_every", "router.tool_parser", "router.disable_any_whitespace",
+})  # fmt: skip
+"""Settings, and whole tables of them, that nothing simulated reads."""
 
 
 def simulated_router(policy: str = "prefix_aware", **settings: float) -> RouterConfig:
@@ -85,6 +92,20 @@ def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
             param="worker.dtype",
         )
     return config
+
+
+def without_effect(further: Sequence[str]) -> list[str]:
+    """Which settings of `--set` change nothing in a simulation."""
+    given = (name for one in further for name in _names(setting(one)))
+    return [name for name in dict.fromkeys(given) if not WITHOUT_EFFECT.isdisjoint({name, name.partition(".")[0]})]
+
+
+def _names(table: Table, above: str = "") -> Iterator[str]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _names(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}"
 
 
 def hardware_spec(

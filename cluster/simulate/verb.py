@@ -25,7 +25,7 @@ from cluster.bench.workload import Lengths
 from cluster.config import ClusterConfig, PoolsConfig
 from cluster.simulate import soak as soaking
 from cluster.simulate.calibration import calibrate, read_points
-from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings
+from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, without_effect
 from cluster.simulate.faults import Fault, drawn
 from cluster.simulate.files import Log, keep, write
 from cluster.simulate.files import check as check_files
@@ -195,7 +195,14 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
 
 
 def _settings(file: Path | None, further: Sequence[str], host_kv_gib: float | None) -> ClusterConfig:
-    return read_settings(file, further if host_kv_gib is None else (*further, f"worker.host_kv_gib={host_kv_gib!r}"))
+    """Of `--set`, what changes nothing is told: nobody shall wait for it. Raises Misconfigured."""
+    settings = read_settings(
+        file, further if host_kv_gib is None else (*further, f"worker.host_kv_gib={host_kv_gib!r}")
+    )
+    if names := without_effect(further):
+        told = f"no effect in a simulation: --set {', '.join(names)}"
+        Console(stderr=True).print(told, style="yellow", highlight=False, soft_wrap=True)
+    return settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,31 @@
+"""Settings of `baton serve` that a simulation has no use for: they are told of, and are what they are said to be."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner
+
+from cluster.cli import make_app
+from cluster.settings import TABLES, TOP
+from cluster.simulate.config import WITHOUT_EFFECT
+
+
+def told(*further: str) -> str:
+    few = "simulate", "--requests", "2", "--input-len", "50", "--output-len", "5"
+    result = CliRunner().invoke(make_app(["simulate"]), [*few, *(word for one in further for word in ("--set", one))])
+    assert result.exit_code == 0, result.output
+    return result.stderr
+
+
+def test_settings_that_change_nothing_are_named_in_one_line() -> None:
+    given = "port=9", 'worker.device="cpu"', "worker.max_num_seqs=8", "lanes={stall_s=9,idle_s=9}", "port=10"
+    lines = [line for line in told(*given).splitlines() if "no effect" in line]
+    assert lines == ["no effect in a simulation: --set port, worker.device, lanes.stall_s, lanes.idle_s"]
+
+
+def test_nothing_is_said_of_settings_that_count() -> None:
+    assert "no effect" not in told("worker.max_num_seqs=8", "prefill.chunk_bytes=1048576", 'index="redis://any"')
+
+
+def test_only_settings_that_exist_are_known_to_have_none() -> None:
+    owned = {f"{table}.{name}" for table, parts in TABLES.items() for name in parts.__dataclass_fields__}
+    assert {*TOP, *TABLES, *owned} >= WITHOUT_EFFECT
