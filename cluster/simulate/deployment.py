@@ -111,7 +111,8 @@ class Served:
 
 class Deployment:
     """Create on the loop, `start`, `stop`. Nothing will fail if it is `untroubled`. `workers` are those that live,
-    `served` those that have ended, `stuck` says which made no progress though nothing held them up."""
+    `served` those that have ended, `stuck` says which made no progress though nothing held them up. `num_made` counts
+    all workers there ever were."""
 
     def __init__(self, config: SimulationConfig, chronicle: Chronicle, *, untroubled: bool = False) -> None:
         self.config = config
@@ -125,6 +126,7 @@ class Deployment:
         self.plans: Sequence[WorkerPlan] = ()
         self.served: list[Served] = []
         self.stuck: list[str] = []
+        self.num_made = 0
         self.gaps = Gaps()
         self._skews = random.Random(f"{config.seed} clocks")
         self._num_gateways = 0
@@ -231,6 +233,7 @@ class Deployment:
         except Exception as error:  # there will never be one: the simulation ends with it
             self._loop.call_exception_handler({"message": f"{worker_id} cannot be made", "exception": error})
             raise
+        self.num_made += 1
         try:
             yield Loading(share=0.0)
             await asyncio.sleep(self.config.load_s)

@@ -18,7 +18,7 @@ from cluster.simulate.faults import Fault, Kind
 from cluster.simulate.invariants import Invariants
 from cluster.simulate.timeline import Sample, Timeline
 from cluster.simulate.trouble import Happened, Trouble, check
-from cluster.simulate.watch import Look, Standing
+from cluster.simulate.watch import Look, Standing, Starting
 from cluster.simulate.workload import Session
 
 NUM_SAMPLES = 150
@@ -53,9 +53,9 @@ def simulate(
     write: Callable[[str], object] | None = None,
     watch: Callable[[Look], object] | None = None,
 ) -> Outcome:
-    """`write` gets every line of the event log; `watch`, when the load begins, what says how far it is. Raises
-    AssertionError when an invariant breaks, the BatonError of a worker that never starts, and Misconfigured for a fault
-    whose target cannot exist."""
+    """`write` gets every line of the event log; `watch` what says how far the workers' start is and then, when the load
+    begins, how far that is. Raises AssertionError when an invariant breaks, the BatonError of a worker that never
+    starts, and Misconfigured for a fault whose target cannot exist."""
     check(faults, config)
     loop = VirtualLoop(seed=config.seed)
 
@@ -66,6 +66,8 @@ def simulate(
         forgetful = any(fault.kind is Kind.INDEX_LOST for fault in faults)
         invariants = Invariants(deployment, clients, forgetful=forgetful)
         loop.after = deployment.assert_no_faults
+        if watch is not None:
+            watch(lambda: Starting(num_made=deployment.num_made, num_workers=len(config.pools.worker_ids())))
         try:
             await deployment.start()
         finally:  # also what a cluster that does not start has done

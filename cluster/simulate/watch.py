@@ -13,10 +13,25 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from protos.hints import counted
+
 BAR_EVERY_S = 0.5
 LINE_EVERY_S = 30.0
 LEAST_TO_FORETELL = 0.01
 """Of a run; before that nothing is said about how long the rest takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starting:
+    """Before the load begins: so many workers have been made. When all have, the gateways meet them."""
+
+    num_made: int
+    num_workers: int
+
+    def __str__(self) -> str:
+        if self.num_made >= self.num_workers:
+            return f"gateways meet {counted(self.num_workers, 'worker')}"
+        return f"{self.num_made:,} of {counted(self.num_workers, 'worker')} made"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +42,7 @@ class Standing:
     at_s: float
 
 
-Look = Callable[[], Standing]
+Look = Callable[[], Starting | Standing]
 """Any thread may, at any time."""
 
 
@@ -84,17 +99,20 @@ class Watch:
 
     def show(self) -> None:
         """The bar as it is now, or another line."""
-        if self._look is None:
-            return
-        standing = self._look()
-        left = self._left(standing)
+        match self._look and self._look():
+            case Starting() as starting:
+                self._tell(0, str(starting), str(starting))
+            case Standing(num_ended=num_ended, at_s=at_s) as standing:
+                left = self._left(standing)
+                ended = f"{num_ended:,} of {self._num_requests:,} requests have ended"
+                line = f"{ended} in {at_s:,.0f} s of virtual time{left}"
+                self._tell(num_ended, f"{at_s:,.0f} virtual s{left}", line)
+
+    def _tell(self, num_ended: int, beside_bar: str, line: str) -> None:
         if self._bar is not None:
-            told = f"{standing.at_s:,.0f} virtual s{left}"
-            self._bar.update(self._row, completed=standing.num_ended, description=told, refresh=True)
+            self._bar.update(self._row, completed=num_ended, description=beside_bar, refresh=True)
         else:
-            ended = f"{standing.num_ended:,} of {self._num_requests:,} requests have ended"
-            told = f"{ended} in {standing.at_s:,.0f} s of virtual time{left}"
-            self._console.print(told, highlight=False, soft_wrap=True)
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def _run(self) -> None:
         while not self._over.wait(LINE_EVERY_S if self._bar is None else BAR_EVERY_S):

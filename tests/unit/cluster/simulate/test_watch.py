@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from cluster.simulate.simulation import simulate
-from cluster.simulate.watch import Look, Standing, Watch, bars
+from cluster.simulate.watch import Look, Standing, Starting, Watch, bars
 from tests.unit.cluster.simulate.towns import sessions, town
 
 
@@ -20,7 +20,7 @@ class Clock:
         return self.now_s
 
 
-def shown(*standings: tuple[float, Standing], terminal: bool) -> str:
+def shown(*standings: tuple[float, Starting | Standing], terminal: bool) -> str:
     """What a watch of 1,000 requests, the last of which comes after 200 s, has written by its end."""
     clock, file = Clock(), io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=80, _environ={})
@@ -50,6 +50,14 @@ def test_where_nobody_asks_for_long_virtual_time_says_what_is_left() -> None:
     assert "about 18 min left" in shown((120.0, Standing(num_ended=500, at_s=20.0)), terminal=False)
 
 
+def test_while_workers_start_it_is_told_how_many_there_are() -> None:
+    """Thousands take a while, in which no request can end."""
+    half, all_made = Starting(num_made=1200, num_workers=4000), Starting(num_made=4000, num_workers=4000)
+    told = shown((30.0, half), (60.0, all_made), terminal=False)
+    assert told.splitlines() == ["1,200 of 4,000 workers made", "gateways meet 4,000 workers"]
+    assert "1,200 of 4,000 workers made" in shown((1.0, half), terminal=True)
+
+
 def test_a_terminal_has_a_bar_that_goes_away() -> None:
     told = shown((60.0, Standing(num_ended=100, at_s=40.0)), terminal=True)
     assert "100/1000" in told
@@ -73,7 +81,9 @@ def test_a_run_can_be_looked_at_and_is_the_same_for_it() -> None:
     asked = sessions("conversations", num=20)
     outcome = simulate(town(), asked, watch=looks.append)
     assert outcome.fingerprint == simulate(town(), asked).fingerprint
-    (look,) = looks
-    standing = look()
+    start, load = looks
+    assert start() == Starting(num_made=4, num_workers=4)
+    standing = load()
+    assert isinstance(standing, Standing)
     assert standing.num_ended == sum(len(session.turns) for session in asked)
     assert standing.at_s >= outcome.duration_s
