@@ -20,6 +20,8 @@ STYLES = {
     "ready": "green", "draining": "yellow", "joining": "yellow", "left": "yellow", "lost": "red", "incompatible": "red",
     "quarantined": "red", "stuck": "red",
 }  # fmt: skip
+HERE = ("ready", "draining")
+"""States of workers that tell of their load: what others last told of it is no news."""
 
 PIPED_COLUMNS = 160
 SHORT = 40  # a reason that is longer is told below the table
@@ -106,7 +108,7 @@ def _pools(workers: Sequence[Worker]) -> Sheet:
     )
     for pool in sorted({_pool(worker) for worker in workers}, key=_rank):
         members = [worker for worker in workers if _pool(worker) == pool]
-        loads = [worker["load"] for worker in members if worker["state"] in ("ready", "draining")]
+        loads = [worker["load"] for worker in members if worker["state"] in HERE]
 
         def total(name: str, loads: Sequence[Mapping[str, Any]] = loads) -> int:
             return sum(load[name] for load in loads)
@@ -148,7 +150,7 @@ def _workers(workers: Sequence[Worker]) -> Sheet:
         "Workers", *columns, spare=("process", "cached", "step", "prefill\ntok/s", "address", "on", "waiting", "KV")
     )
     for worker in workers:
-        load, info = worker["load"], worker["info"] or {}
+        info = worker["info"] or {}
         reason = worker["reason"] if len(worker["reason"]) <= SHORT else ""
         told = f"{worker['state']}: {reason}" if reason else worker["state"]
         table.add_row(
@@ -157,14 +159,21 @@ def _workers(workers: Sequence[Worker]) -> Sheet:
             worker["address"],
             str(info.get("process_id") or "-"),
             info.get("device", "?"),
-            f"{load['num_running']:,}",
-            f"{load['num_waiting']:,}",
-            f"{1 - load['num_free_blocks'] / load['num_blocks']:.0%}" if load["num_blocks"] else "-",
-            _cached(worker),
-            f"{load['prefill_tokens_per_s']:,.0f}" if load["prefill_tokens_per_s"] else "-",
-            f"{load['decode_step_s'] * 1000:,.1f} ms" if load["decode_step_s"] else "-",
+            *(_load(worker) if worker["state"] in HERE else ["-"] * 6),
         )
     return table
+
+
+def _load(worker: Worker) -> list[str]:
+    load = worker["load"]
+    return [
+        f"{load['num_running']:,}",
+        f"{load['num_waiting']:,}",
+        f"{1 - load['num_free_blocks'] / load['num_blocks']:.0%}" if load["num_blocks"] else "-",
+        _cached(worker),
+        f"{load['prefill_tokens_per_s']:,.0f}" if load["prefill_tokens_per_s"] else "-",
+        f"{load['decode_step_s'] * 1000:,.1f} ms" if load["decode_step_s"] else "-",
+    ]
 
 
 def _cached(worker: Worker) -> str:

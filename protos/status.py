@@ -7,6 +7,7 @@ for people and foreign clients, `baton-error-bin` (a serialised ErrorInfo) for o
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any, NoReturn
 
 import grpc
@@ -29,6 +30,15 @@ _FOREIGN: dict[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequest,  # a message over the size limit: sending it again cannot help
+}
+
+# How gRPC tells of a connection; the first that fits.
+_CONNECTIONS = {
+    "Connection refused": "nothing listens there (connection refused)",
+    "DNS|[Dd]omain name|Name or service": "the name of its host is not known",
+    "No route to host|unreachable": "no network leads to its host",
+    "[Tt]ime(d )?out|FD Shutdown": "it does not answer",
+    "Socket closed|reset|RST_STREAM|Cancelling all calls|GOAWAY|Broken pipe|recvmsg|Endpoint closing": "it hung up",
 }
 
 
@@ -68,6 +78,11 @@ def error_of(failed: grpc.RpcError) -> BatonError:
         return said
     code, details = _status(failed)
     return _FOREIGN.get(code, Internal)(details or code.name)
+
+
+def in_words(details: str) -> str:
+    """What has become of a connection, for people; what gRPC said where that is not known to mean anything else."""
+    return next((told for sign, told in _CONNECTIONS.items() if re.search(sign, details)), details)
 
 
 def _shortened(text: str) -> str:

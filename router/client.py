@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from protos import worker_pb2, worker_pb2_grpc
 from protos.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, WorkerLost
-from protos.status import error_of, peer_error
+from protos.status import error_of, in_words, peer_error
 from protos.tls import WORKER_NAME, PeerTls, why_refused
 from protos.values import (
     FinishReason,
@@ -448,7 +448,6 @@ class WorkerClient:
             return error
         if isinstance(error, DeadlineExceeded):
             return WorkerLost(f"the worker at {self.address} did not answer in time")
-        why = why_refused(error.message)
-        return WorkerLost(
-            f"the worker at {self.address} cannot be reached: {f'{why} ({error.message})' if why else error.message}"
-        )
+        log.debug("worker at %s: %s", self.address, error.message)
+        why = why_refused(error.message) or in_words(error.message)
+        return WorkerLost(f"the worker at {self.address} cannot be reached: {why}")

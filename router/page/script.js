@@ -52,6 +52,7 @@
   const count = (number) => Math.round(number).toLocaleString("en");
   const seconds = (s) => (s === null || s === undefined ? "-" : s >= 1 ? `${s.toFixed(2)} s` : `${(s * 1000).toFixed(1)} ms`);
   const duration = (s) => (s < 60 ? `${s.toFixed(1)} s` : s < 3600 ? `${Math.round(s / 60)} min` : `${(s / 3600).toFixed(1)} h`);
+  const onHost = (all, host) => `${count(all)}${host ? ` (${count(host)} host)` : ""}`;
   const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "-");
 
   function bytes(number) {
@@ -73,6 +74,7 @@
   const rank = (worker) => (POOLS.indexOf(poolOf(worker)) + POOLS.length + 1) % (POOLS.length + 1);
   const sum = (workers, of) => workers.reduce((whole, one) => whole + of(one.load), 0);
   const used = (load) => load.num_blocks - load.num_free_blocks;
+  const isHere = (worker) => ["ready", "draining"].includes(worker.state);
 
   function kvUse(part, whole) {
     if (!whole) return "-";
@@ -82,7 +84,7 @@
   function pools(workers) {
     const rows = [...new Set(workers.map(poolOf))].map((name) => {
       const members = workers.filter((one) => poolOf(one) === name);
-      return { name, members, live: members.filter((one) => ["ready", "draining"].includes(one.state)) };
+      return { name, members, live: members.filter(isHere) };
     });
     return table([
       ["pool", "word", (row) => row.name],
@@ -99,17 +101,20 @@
     ], rows, "No worker has joined yet.");
   }
 
+  // What one that is away last told of its load is no news: it has none.
+  const ifHere = (cell) => (one) => (isHere(one) ? cell(one) : "-");
+
   const workerTable = (workers) => table([
     ["worker", "word", (one) => one.worker_id],
     ["state", "", (one) => styled(one.reason ? `${one.state}: ${one.reason}` : one.state, STYLES[one.state])],
     ["on", "spare", (one) => one.info?.device ?? "?"],
     ["address", "spare", (one) => one.address],
-    ["running", "number", (one) => count(one.load.num_running)],
-    ["waiting", "number", (one) => count(one.load.num_waiting)],
-    ["KV use", "number", (one) => kvUse(used(one.load), one.load.num_blocks)],
-    ["cached blocks", "number spare", (one) => count(one.num_cached_blocks)],
-    ["prefill tok/s", "number spare", (one) => (one.load.prefill_tokens_per_s ? count(one.load.prefill_tokens_per_s) : "-")],
-    ["step", "number spare", (one) => (one.load.decode_step_s ? seconds(one.load.decode_step_s) : "-")],
+    ["running", "number", ifHere((one) => count(one.load.num_running))],
+    ["waiting", "number", ifHere((one) => count(one.load.num_waiting))],
+    ["KV use", "number", ifHere((one) => kvUse(used(one.load), one.load.num_blocks))],
+    ["cached blocks", "number spare", ifHere((one) => onHost(one.num_cached_blocks, one.num_host_blocks))],
+    ["prefill tok/s", "number spare", ifHere((one) => (one.load.prefill_tokens_per_s ? count(one.load.prefill_tokens_per_s) : "-"))],
+    ["step", "number spare", ifHere((one) => (one.load.decode_step_s ? seconds(one.load.decode_step_s) : "-"))],
   ], workers, "No worker has joined yet.");
 
   const laneTable = (lanes) => table([
@@ -174,11 +179,16 @@
     return known.length ? `; measured ${known.map(([name, what]) => `${seconds(measured[name])} ${what}`).join(", ")}` : "";
   }
 
+  function shadow(one) {
+    const way = one.prefill ? `${one.prefill} and ${one.decode}` : `${one.decode} alone`, difference_s = one.ttft_difference_s;
+    return `${one.policy} would have taken ${way}: first token ${difference_s < 0 ? "-" : "+"}${seconds(Math.abs(difference_s))}`;
+  }
+
   // A table for each role, whose costs differ. What the policy `slo` weighs are seconds, what others weigh has no unit.
   function decision(choice) {
     const scores = choice.scores.map((one) => ({ ...one, terms: Object.fromEntries(Object.entries(one.terms)
       .map(([name, cost]) => [name.startsWith("reading by ") ? "reading" : name, cost])) }));
-    const cached = new Map(choice.candidates.map((one) => [one.worker_id, one.num_cached_tokens]));
+    const cached = new Map(choice.candidates.map((one) => [one.worker_id, onHost(one.num_cached_tokens, one.num_host_tokens)]));
     const [unit, scale] = choice.policy === "slo" ? [" (ms)", 1000] : ["", 1];
     const figure = (cost) => (cost >= 1000 ? count(cost) : String(Number(cost.toPrecision(3))));
     const cell = (cost) => (cost === undefined ? "" : figure(scale * cost));
@@ -189,15 +199,17 @@
         ["worker", "word", (one) => styled(one.worker_id, [choice.prefill, choice.decode].includes(one.worker_id) ? "good" : "")],
         [`total${unit}`, "number", (one) => node("strong", {}, cell(one.total))],
         ["role", "word", (one) => one.role],
-        ["cached", "number", (one) => count(cached.get(one.worker_id) ?? 0)],
+        ["cached", "number", (one) => cached.get(one.worker_id) ?? "0"],
         ...names.map((name) => [`${name}${unit}`, "number", (one) => cell(one.terms[name])]),
       ], rows, "")].flat());
     };
+    const { ttft_s, tpot_s, load_s, num_host_tokens } = choice.expected, load = num_host_tokens ? ` (load ${seconds(load_s)})` : "";
     const roles = POOLS.filter((role) => scores.some((one) => one.role === role));
     return [
       node("p", {}, `after ${seconds(choice.at_s)}, ${choice.policy}: `, node("strong", {}, way(choice)),
-        `; expected ${seconds(choice.expected.ttft_s)} to the first token, then ${seconds(choice.expected.tpot_s)} each${measuredOf(choice.measured)}`),
+        `; expected ${seconds(ttft_s)}${load} to the first token, then ${seconds(tpot_s)} each${measuredOf(choice.measured)}`),
       ...(roles.length ? roles.map(costs) : [node("p", { class: "dim" }, "No candidate was scored.")]),
+      ...choice.shadows.map((one) => node("p", {}, shadow(one))),
     ];
   }
 
@@ -210,8 +222,9 @@
   }
 
   function cacheOf(miss) {
+    const host = miss.num_expected_on_host ? `, ${count(miss.num_expected_on_host)} of them in host memory` : "";
     return [
-      node("p", {}, `cache of ${miss.reader}: ${count(miss.num_found)} of ${count(miss.num_blocks)} blocks of ${miss.block_size} tokens found, ${count(miss.num_expected)} expected`),
+      node("p", {}, `cache of ${miss.reader}: ${count(miss.num_found)} of ${count(miss.num_blocks)} blocks of ${miss.block_size} tokens found, ${count(miss.num_expected)} expected${host}`),
       node("ul", {}, ...miss.findings.map((one) => node("li", {}, node("strong", {}, one.reason), `: ${one.told}`))),
     ];
   }

@@ -128,6 +128,12 @@ async def test_why_a_lane_is_slow_or_in_quarantine_is_shown() -> None:
     assert "quarantined: nothing moved for 5 s" in shown
 
 
+async def test_what_a_lost_worker_last_told_of_its_load_is_no_news() -> None:
+    lost = Worker(worker_id="prefill-0", state="lost", reason="it died", info=PREFILL, load=LOAD)
+    [row] = [row for row in rows(await ask(Crew(lost))) if row[:2] == ["prefill-0", "lost:"]]
+    assert row[-6:] == ["-"] * 6
+
+
 async def test_why_a_worker_is_lost_is_shown() -> None:
     shown = await ask(crew())
     assert "lost: it died" in shown

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from protos import errors
-from protos.status import CODE_KEY, abort_with, error_of
+from protos.status import CODE_KEY, abort_with, error_of, in_words
 
 
 class Refusals:
@@ -70,3 +70,18 @@ async def test_a_peer_that_is_not_there_is_unavailable() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         error = error_of(await refused(channel))
     assert isinstance(error, errors.Unavailable)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("last error: UNKNOWN: ipv4:127.0.0.1:1: connect: Connection refused (111)", "nothing listens there"),
+        ("DNS resolution failed for nowhere:1: C-ares status is not ARES_SUCCESS: timeout", "the name of its host"),
+        ("connection attempt timed out before receiving SETTINGS frame", "it does not answer"),
+        ("keepalive ping timeout", "it does not answer"),
+        ("recvmsg:Connection reset by peer", "it hung up"),
+        ("something that grpc has never said before", "something that grpc has never said before"),
+    ],
+)
+def test_what_became_of_a_connection_is_told_in_words(said: str, told: str) -> None:
+    assert in_words(said).startswith(told)

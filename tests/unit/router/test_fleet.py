@@ -166,6 +166,17 @@ async def test_that_a_worker_is_lost_is_told_once(
     assert sum("c0" in line and "lost" in line for line in told) == 1, told
 
 
+async def test_why_a_worker_cannot_be_reached_is_told_in_words(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0")
+    address = cluster["c0"].address
+    await cluster["c0"].die()
+    await cluster.until_state("c0", WorkerState.LOST)
+    assert reason(cluster, "c0") == f"the worker at {address} cannot be reached: it hung up"
+    nobody = f"the worker at {address} cannot be reached: nothing listens there (connection refused)"
+    await cluster.until(lambda: reason(cluster, "c0") == nobody)
+
+
 async def test_a_worker_may_leave_in_the_moment_it_is_lost(make: Callable[..., Cluster]) -> None:
     """Both cancel what waits for its messages; only one of them means that it should be met again."""
     cluster = make()

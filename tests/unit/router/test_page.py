@@ -20,13 +20,16 @@ import pytest
 from prometheus_client import generate_latest
 
 from cluster.remote import DEFAULT_URL
+from kvtransfer.hashing import chain_hashes
+from protos.values import BlockRemoved, BlockStored, Tier
 from router.admission.admission import Refused
 from router.admission.metrics import AdmissionCollector
 from router.admission.reception import Reception
-from router.admission.tenants import hash_of
+from router.admission.tenants import Tenant, hash_of
 from router.member import WorkerState
 from router.metrics import RequestMetrics
-from tests.unit.router.fake_cluster import Cluster
+from tests.unit.router.fake_cluster import PROMPT, Cluster
+from tests.unit.router.fake_worker import BLOCK_SIZE
 from tests.unit.router.operating import ask, operating
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
@@ -152,7 +155,7 @@ async def node(*arguments: str) -> str:
 TOLD = [
     "ready", "as of .*", r"requests in flight \| 1 \|", r"requests ended \| 1 \|", r"prefill \| 1/1 \|.*",
     r"decode \| 1/2 \|.*", r"p0 \| ready \| cpu \| 127.0.0.1:.*", r"d0 \| ready \| cpu \| 127.0.0.1:.*",
-    r"d1 \| lost: .*", r"running \| .* \| running \| 30 \| .* \| d0 \|",
+    r"d1 \| lost: .* \| cpu \| 127.0.0.1:\d+( \| -){6} \|", r"running \| .* \| running \| 30 \| .* \| d0 \|",
     r"ended \| .* \| length \| 30 \| 0 \| 6 \| .* \| p0 \| d0 \|", "Forget the key",
 ]  # fmt: skip
 WHY = [".*: p0 reads, d0 writes; expected .*", "cache of p0: 0 of 7 blocks .*"]
@@ -196,6 +199,22 @@ async def test_why_tells_the_deciding_cost_first_with_its_unit(make: Callable[..
     assert "\nworker | total (ms) | role | cached | overhead (ms) | queue (ms) |" in why
     assert re.search(r"\nworker \| total \(ms\) \| role \| cached \| decode \(ms\) \|.* reading \(ms\) \|\nd0 \|", why)
     assert re.search(r"; measured [\d.]+ m?s to the first token, [\d.]+ m?s each\n", why)
+
+
+async def test_why_tells_what_is_on_a_host_and_what_a_shadow_would_have_done(
+    make: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    cluster = make(policy="slo", shadow_policy="round_robin")
+    hashes = chain_hashes(PROMPT, BLOCK_SIZE, salt=Tenant(name="acme").cache_salt(b""))
+    await cluster.add("d0")
+    on_host = BlockStored(hashes=hashes[1:3], parent=hashes[0], tier=Tier.HOST)
+    cluster["d0"].tell(BlockStored(hashes=hashes[:3]), on_host, BlockRemoved(hashes=hashes[1:3]))
+    await cluster.until(lambda: cluster.fleet.status()[0].num_host_blocks == 2)
+    why = "\n".join((await story(cluster, "d0", tmp_path))["why"])
+    assert f" | decode | {3 * BLOCK_SIZE} ({2 * BLOCK_SIZE} host) | " in why
+    assert re.search(r"; expected [\d.]+ m?s \(load [\d.]+ m?s\) to the first token", why)
+    assert "3 expected, 2 of them in host memory" in why
+    assert re.search(r"\nround_robin would have taken d0 alone: first token [+-][\d.]+ m?s\n", why)
 
 
 async def test_costs_that_are_no_time_have_no_unit_and_who_does_all_reads(
