@@ -127,21 +127,27 @@ def _measured(measured: View) -> str:
 
 
 def _costs(choice: View) -> Sheet:
-    """Every candidate's terms; the readers' and the writers' differ."""
+    """Every candidate's total and terms; the readers' and the writers' differ. What the policy `slo` weighs are
+    seconds, what others weigh has no unit."""
     names = list(dict.fromkeys(name for one in choice["scores"] for name in _terms(one)))
     cached = {one["worker_id"]: _cached(one) for one in choice["candidates"]}
-    table = _table("", "worker", "role", "cached", *names, "total")
+    unit, scale = (" (ms)", 1000) if choice["policy"] == "slo" else ("", 1)
+    table = _table("", "worker", f"total{unit}", "role", "cached", *(f"{name}{unit}" for name in names))
     chosen = (choice["prefill"], choice["decode"])
     for one in sorted(choice["scores"], key=lambda one: (one["role"] != "prefill", one["total"])):
         terms = _terms(one)
         table.add_row(
             Text(one["worker_id"], "bold green" if one["worker_id"] in chosen else ""),
+            _figure(scale * one["total"]),
             one["role"],
             cached.get(one["worker_id"], "0"),
-            *(f"{terms[name]:.3g}" if name in terms else "" for name in names),
-            f"{one['total']:.3g}",
+            *(_figure(scale * terms[name]) if name in terms else "" for name in names),
         )
     return table
+
+
+def _figure(cost: float) -> str:
+    return f"{cost:,.0f}" if cost >= 1000 else f"{cost:.3g}"
 
 
 def _cached(candidate: View) -> str:
@@ -157,7 +163,7 @@ def _terms(scored: View) -> Mapping[str, float]:
 
 def _shadow(one: View) -> str:
     way = f"{one['prefill']} and {one['decode']}" if one["prefill"] else f"{one['decode']} alone"
-    return f"{one['policy']} would have taken {way}: first token {one['ttft_difference_s']:+.3f} s"
+    return f"{one['policy']} would have taken {way}: first token {1000 * one['ttft_difference_s']:+,.1f} ms"
 
 
 def _timeline(events: Sequence[View]) -> Sheet:

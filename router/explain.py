@@ -186,7 +186,10 @@ def _elsewhere(choice: Choice, found: int) -> Iterator[Finding]:
     best = max(others, key=lambda one: one.num_cached_tokens)
     costs = {scored.worker_id: scored.total for scored in choice.decision.scores}
     had, got = costs.get(best.worker_id), costs.get(reader.worker_id)
-    cost = f": it would have cost {had:.4g}, against {got:.4g}" if had is not None and got is not None else ""
+    unit, scale = (" ms", 1000) if choice.decision.policy == "slo" else ("", 1)  # others' costs are no seconds
+    cost = ""
+    if had is not None and got is not None:
+        cost = f": it would have cost {scale * had:.4g}{unit}, against {scale * got:.4g}{unit}"
     told = f"{best.worker_id} held {best.num_cached_tokens // size} blocks and was not chosen{cost}"
     yield Finding(reason=Reason.ELSEWHERE, told=told, worker=best.worker_id)
 

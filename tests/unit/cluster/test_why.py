@@ -75,6 +75,24 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
         assert word in told
     assert told.count("d0") >= 1
     assert told.count("d1") >= 1
+    [score] = [one for one in job["choices"][0]["scores"] if one["worker_id"] == "p0"]
+    [row] = re.findall(r"^p0 +([\d.,]+) +prefill ", told, re.MULTILINE)
+    assert float(row.replace(",", "")) == pytest.approx(1000 * score["total"], rel=0.01), "the total is first, in ms"
+    assert "(ms)" in told
+
+
+async def test_costs_that_are_no_time_have_no_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster(policy="least_loaded")
+    try:
+        await cluster.add("d0")
+        async with operating(cluster) as (client, _):
+            await ask(client, "mine")
+            await asyncio.to_thread(why, "mine", str(client.base_url))
+    finally:
+        await cluster.close()
+    told = capsys.readouterr().out
+    assert re.search(r"^worker +total +role +cached ", told, re.MULTILINE)
+    assert "(ms)" not in told
 
 
 async def test_nothing_is_called_measured_that_was_not(capsys: pytest.CaptureFixture[str]) -> None:
