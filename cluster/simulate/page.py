@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
+from itertools import pairwise
 from typing import NamedTuple
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from protos.hints import counted
 
 HEIGHT, TOP, BOTTOM, RIGHT, GAP = 240, 44, 30, 16, 6
 NUM_COLOURS = 5
+DASH = 6
 NUM_SLOTS = 60
 MANY_FAULTS = 20
 """More are folded away."""
@@ -186,8 +188,9 @@ def plot(
 
 
 class _Drawing:
-    """One plot of one size. Above it are two rows: of names of lines, and of marks' labels, so that no text lies over a
-    curve. Labels that would lie over their neighbour are left out."""
+    """One plot of one size. Lines that lie over another are dashed, so that both are seen. Above the plot are two rows:
+    of names of lines, and of marks' labels, so that no text lies over a curve. Labels that would lie over their
+    neighbour are left out."""
 
     def __init__(self, size: Size, ups: Sequence[float], *, low: float, high: float, log: bool) -> None:
         self._size = size
@@ -211,9 +214,14 @@ class _Drawing:
             f'<text x="{x:.1f}" y="{HEIGHT - 9}" text-anchor="middle">{text}</text>' for x, text in self._apart(told)
         ]
         name_at = self._left
+        below: list[set[tuple[str, str]]] = []
         for k, (name, line) in enumerate(lines.items()):
-            path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line)
-            parts.append(f'<polyline class="s{k % NUM_COLOURS}" points="{path}"/>')
+            points = [f"{across(x):.1f},{up(y):.1f}" for x, y in line]
+            pieces = set(pairwise(points))
+            hidden = sum(not pieces.isdisjoint(other) for other in below)
+            below.append(pieces)
+            dashes = f' stroke-dasharray="{DASH} {DASH * hidden}"' if hidden else ""
+            parts.append(f'<polyline class="s{k % NUM_COLOURS}"{dashes} points="{" ".join(points)}"/>')
             if name:
                 parts.append(f'<text class="f{k % NUM_COLOURS}" x="{name_at:.1f}" y="14">{escape(name)}</text>')
                 name_at += size.text(name) + 3 * GAP

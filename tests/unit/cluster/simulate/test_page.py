@@ -54,3 +54,18 @@ def test_faults_that_are_near_one_another_all_have_lines_and_some_have_numbers()
     svg = drawn(OVER_TIME, NARROW, marks=MARKS)
     assert svg.count("<title>kill decode-") == len(MARKS)
     assert 5 < svg.count('<text class="mark"') < len(MARKS)
+
+
+def dashed(*lines: Line) -> list[str]:
+    """The gaps of each line, empty for a solid one."""
+    svg = drawn({f"line {number}": line for number, line in enumerate(lines)}, WIDE)
+    return [gaps for _, gaps in re.findall(r'<polyline class="s\d"( stroke-dasharray="([^"]*)")? points', svg)]
+
+
+def test_a_line_that_lies_over_another_lets_it_show() -> None:
+    level, rising = [(0.0, 1.0), (5.0, 1.0), (9.0, 1.0)], [(0.0, 1.0), (5.0, 1.0), (9.0, 4.0)]
+    assert dashed(level, level) == ["", "6 6"], "equal"
+    assert dashed(level, rising) == ["", "6 6"], "in part"
+    assert dashed(level, level, rising) == ["", "6 6", "6 12"], "all three are seen"
+    assert dashed(level, [(0.0, 2.0), (5.0, 2.0), (9.0, 2.0)]) == ["", ""]
+    assert dashed(level, [(0.0, 4.0), (5.0, 1.0), (9.0, 3.0)]) == ["", ""], "a point in common hides nothing"
