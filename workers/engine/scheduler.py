@@ -33,7 +33,7 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from kvtransfer.hashing import chain_hashes, salted
 from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate
@@ -136,7 +136,10 @@ class Scheduler:
         their blocks are free when it is applied."""
         known = [self._requests[name] for name in dict.fromkeys(request_ids) if name in self._requests]
         for request in known:
-            (self.role.forget if request.state is State.HELD else self._end)(request)
+            if request.state is State.HELD:
+                self.role.forget(request)
+            else:
+                self._end(request)
         return len(known)
 
     def requests(self) -> Collection[Request]:
@@ -260,11 +263,8 @@ class Scheduler:
             return None
         usable = request.hashes[: self._num_cacheable(request)]
         matched = self.pool.match(usable)
-        request.awaited = None
-        for block_hash in usable[len(matched) :]:
-            if block_hash not in self._promised:
-                break
-            request.awaited = block_hash
+        num_shared = len(matched) + self._num_promised(usable[len(matched) :])
+        request.awaited = usable[num_shared - 1] if num_shared > len(matched) else None
         return matched if request.awaited is None else None
 
     def _spared(self, request: Request) -> int:
@@ -272,11 +272,12 @@ class Scheduler:
         usable = request.hashes[: self._num_cacheable(request)]
         num_blocks = len(self.pool.match(usable))
         num_blocks += self.loads.num_on_host(usable[num_blocks:])
-        for block_hash in usable[num_blocks:]:
-            if block_hash not in self._promised:
-                break
-            num_blocks += 1
+        num_blocks += self._num_promised(usable[num_blocks:])
         return num_blocks * self.pool.block_size
+
+    def _num_promised(self, hashes: Iterable[BlockHash]) -> int:
+        """How many of the first are being computed or loaded."""
+        return len(list(takewhile(self._promised.__contains__, hashes)))
 
     def _num_cacheable(self, request: Request) -> int:
         """Blocks that need not be computed if they are cached: never the last token, which is to be sampled from,
