@@ -27,7 +27,7 @@ class LaneTotals:
 
     def note(self, role: WorkerRole, before: WorkerLoad, now: WorkerLoad) -> None:
         """What a worker's lanes did between two of its messages."""
-        if not now.lanes:
+        if not now.lanes or now.lanes == before.lanes:
             return
         known = {(lane.transport, lane.reason): lane for lane in before.lanes}
         for lane in now.lanes:

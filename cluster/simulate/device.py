@@ -28,10 +28,11 @@ _NOTHING = RowOutput()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """A copy of some blocks on its way; `nbytes` is what real ones would weigh."""
+    """A copy of some blocks on its way; `nbytes` is what real ones would weigh, `sums` are whole blocks' own."""
 
     content: Any  # uint16 [units, positions of a unit]
     nbytes: int
+    sums: Sequence[int] | None = None
 
 
 @dataclass(slots=True)
@@ -176,25 +177,26 @@ class Device:
     def _go_on(self, row: Row, block_ids: Sequence[int], token_id: int, num_steps: int) -> tuple[list[int], int, int]:
         """The row's last token and those that follow; the sum over all positions, and how many these are. Only the last
         may be in another block than the first."""
-        position, total = self._totals[row.request_id]
-        assert position == row.stop
+        start, total = self._totals[row.request_id]
+        assert start == row.stop
         assert row.sample is not None
-        start = position
-        params, index, size = row.sample.params, row.sample.index, self._vocab_size
+        params, size = row.sample.params, self._vocab_size
         seed, stride = (params.seed * 31, 17) if params.temperature > 0 else (0, 0)
+        total += (base := WEIGHT * STRIDE + seed + row.sample.index * stride)  # what `summed_token` adds
         values, tokens = [], [token_id]
-        for _ in range(num_steps):
+        for position in range(start, start + num_steps):
             value = (position + 1) * ((token_id + 1) * 7919 + position) % MODULUS
-            position, index, total = position + 1, index + 1, total + value
-            token_id = (WEIGHT * STRIDE + total + seed + index * stride) % MODULUS % size
+            total += value + stride
+            token_id = total % MODULUS % size
             values.append(value)
             tokens.append(token_id)
+        total -= base + num_steps * stride
         index, offset = divmod(start, self._block_size)
         if offset + num_steps > self._block_size:
             self._put_on(block_ids[index + 1], 0, values[-1:])
             del values[-1]
         self._put_on(block_ids[index], offset, values)
-        return tokens, total, position
+        return tokens, total, start + num_steps
 
     def _put_on(self, block_id: int, offset: int, values: list[int]) -> None:
         """The next positions of a block."""
@@ -242,25 +244,27 @@ class Device:
         """A copy of whole blocks, whatever part of them is asked for: positions have no layers and no heads here."""
         content = self._content[list(cut.block_ids)].reshape(-1, cut.unit)
         share = len(cut.layers) / self._layout.num_layers * cut.unit / self._layout.block_size
-        if cut.units != range(len(content)):
+        whole = cut.units == range(len(content))
+        if not whole:
             content = content[np.minimum(cut.units, len(content) - 1)]
         return Payload(
             content=content,
             nbytes=int(len(cut.units) * share * self._layout.block_bytes),
+            sums=[self._sums[block_id] for block_id in cut.block_ids] if whole else None,
         )
 
     def write(self, cut: Cut, payload: Payload) -> None:
-        self.put(cut.block_ids, payload.content.reshape(len(cut.block_ids), self._block_size))
+        self.put(cut.block_ids, payload.content.reshape(len(cut.block_ids), self._block_size), payload.sums)
 
     def content(self, block_ids: Sequence[int]) -> Any:
         """A copy of whole blocks."""
         return self._content[list(block_ids)]
 
-    def put(self, block_ids: Sequence[int], content: Any) -> None:
-        """Overwrites whole blocks."""
+    def put(self, block_ids: Sequence[int], content: Any, sums: Sequence[int] | None = None) -> None:
+        """Overwrites whole blocks. `sums` are the new ones', or None if they are not known."""
         ids, rows = list(block_ids), np.asarray(content)
         self._content[ids] = rows
-        for block_id, total in zip(ids, rows.sum(axis=1).tolist(), strict=True):
+        for block_id, total in zip(ids, rows.sum(axis=1).tolist() if sums is None else sums, strict=True):
             self._sums[block_id] = total
 
     def wait_until(self, when_s: float) -> None:

@@ -110,7 +110,13 @@ class Scheduler:
     @property
     def queued_prefill_tokens(self) -> int:
         """Prompt tokens that are still to be computed; of those waiting without what is spared (`Loads.num_spared`)."""
-        running = sum([num for request in self._running if (num := request.num_to_compute) > 1])
+        running = sum(
+            [  # `Request.num_to_compute`, without a call for each of many
+                num
+                for one in self._running
+                if (num := len(one.prompt_ids) + len(one.output_ids) - one.num_computed) > 1
+            ]
+        )
         waiting = (r.num_to_compute - self.loads.num_spared(r) for r in self._waiting if not r.adopted)
         return running + sum(waiting)
 
