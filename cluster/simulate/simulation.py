@@ -20,8 +20,11 @@ from cluster.simulate.timeline import Sample, Timeline
 from cluster.simulate.trouble import Happened, Trouble, check
 from cluster.simulate.watch import Look, Standing, Starting
 from cluster.simulate.workload import Session
+from kvtransfer.hashing import remembering
 
 NUM_SAMPLES = 150
+REMEMBERED_PROMPTS = 256
+"""Whose hashes are kept: gateway, reader and writer want them within a few steps of one another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,5 +109,5 @@ def simulate(
             faults=trouble.happened,
         )
 
-    with collecting_in_bulk():
+    with collecting_in_bulk(), remembering(REMEMBERED_PROMPTS):
         return run_virtually(main(), loop=loop)

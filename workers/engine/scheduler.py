@@ -459,7 +459,7 @@ class Scheduler:
 
     def _extend_hashes(self, request: Request) -> None:
         size, known = self.pool.block_size, len(request.hashes)
-        fresh = request.tokens(known * size, request.num_tokens // size * size)
+        fresh = request.tokens(known * size, request.num_tokens)
         parent = request.hashes[-1] if known else None
         request.hashes += chain_hashes(fresh, size, salt=request.cache_salt, parent=parent)
 
