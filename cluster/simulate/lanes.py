@@ -51,10 +51,10 @@ class Lanes:
     """`exchange` is where senders and receivers are made; lives on one event loop."""
 
     def __init__(self, cards: Cards) -> None:
-        self.exchange = Exchange(self._carry, max_staged_bytes=cards.max_staged_bytes)
+        self._loop = asyncio.get_running_loop()
+        self.exchange = Exchange(self._carry, max_staged_bytes=cards.max_staged_bytes, clock=self._loop.time)
         self.num_bytes = 0
         self._cards = cards
-        self._loop = asyncio.get_running_loop()
         self._sending: dict[str, float] = {}  # peer -> when its card is free again
         self._receiving: dict[str, float] = {}
         self._conditions: dict[tuple[str, str], Condition] = {}

@@ -8,6 +8,7 @@ makes them when its clock says so.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -29,6 +30,7 @@ class Parcel:
     chunk: Chunk
     payload: Any
     num_bytes: int
+    offered_s: float
 
 
 Carry = Callable[[Parcel, Callable[[], None]], None]
@@ -42,14 +44,23 @@ def _nothing() -> None:
     """For an end that nobody waits for."""
 
 
+def _no_time() -> float:
+    """Of lanes that tell of no time that they were busy."""
+    return 0.0
+
+
 class Exchange:
     """Where the ends of one process meet. `carry` is called for each parcel, and delivers it: now, later or never.
 
-    `max_staged_bytes` bounds what may be under way on one lane.
+    `max_staged_bytes` bounds what may be under way on one lane. A lane carries one parcel after the other: by `clock`,
+    each takes from when it was offered, or the one before it was over, until it is delivered.
     """
 
-    def __init__(self, carry: Carry = _at_once, *, max_staged_bytes: int = 256 * 2**20) -> None:
+    def __init__(
+        self, carry: Carry = _at_once, *, max_staged_bytes: int = 256 * 2**20, clock: Callable[[], float] = _no_time
+    ) -> None:
         self.carry = carry
+        self.clock = clock
         self.max_staged_bytes = max_staged_bytes
         self._lock = threading.RLock()
         self._senders: dict[str, InprocSender] = {}
@@ -95,13 +106,24 @@ class _Lane:
     peer: str
     num_staged_bytes: int = 0
     num_bytes: int = 0
+    busy_s: float = 0.0
+    over_s: float = -math.inf  # the last parcel
     lost: bool = False
     told: LaneStats | None = None
+
+    def moved(self, num_bytes: int, elapsed_s: float) -> None:
+        self.num_bytes += num_bytes
+        self.busy_s += elapsed_s
 
     def stats(self) -> LaneStats:
         if self.told is None or self.told.num_bytes != self.num_bytes:
             self.told = LaneStats(
-                peer=self.peer, transport="inproc", state="open", num_bytes=self.num_bytes, busy_s=0.0, idle_s=0.0
+                peer=self.peer,
+                transport="inproc",
+                state="open",
+                num_bytes=self.num_bytes,
+                busy_s=self.busy_s,
+                idle_s=0.0,
             )
         return self.told
 
@@ -139,6 +161,7 @@ class InprocSender:
                 chunk=chunk,
                 payload=payload,
                 num_bytes=int(getattr(payload, "nbytes", 0)),
+                offered_s=self._exchange.clock(),
             )
             if not lane.lost:
                 lane.num_staged_bytes += parcel.num_bytes
@@ -202,12 +225,14 @@ class InprocSender:
     def _deliver(self, lane: _Lane, parcel: Parcel) -> None:
         """Nothing happens for a parcel that was cancelled, or whose lane was lost, while it was under way."""
         with self._exchange._lock:
+            now = self._exchange.clock()
+            elapsed_s, lane.over_s = now - max(parcel.offered_s, lane.over_s), now
             if lane.lost or parcel not in self._under_way:
                 return
             self._forget(lane, parcel)
-            lane.num_bytes += parcel.num_bytes
-            self._events.append(Sent(chunk=parcel.chunk, num_bytes=parcel.num_bytes, elapsed_s=0.0))
-            self._exchange._receivers[parcel.destination]._arrive(parcel)
+            lane.moved(parcel.num_bytes, elapsed_s)
+            self._events.append(Sent(chunk=parcel.chunk, num_bytes=parcel.num_bytes, elapsed_s=elapsed_s))
+            self._exchange._receivers[parcel.destination]._arrive(parcel, elapsed_s)
         self._wake()
 
     def _forget(self, lane: _Lane, parcel: Parcel) -> None:
@@ -303,12 +328,12 @@ class InprocReceiver:
             del self._staged[chunk]
         return payload
 
-    def _arrive(self, parcel: Parcel) -> None:
+    def _arrive(self, parcel: Parcel, elapsed_s: float) -> None:
         lane = self._lanes.setdefault(parcel.source, _Lane(parcel.source))
-        lane.num_bytes += parcel.num_bytes
+        lane.moved(parcel.num_bytes, elapsed_s)
         self._staged.setdefault(parcel.chunk, deque()).append(parcel.payload)
         self._events.append(
-            Arrived(chunk=parcel.chunk, source=parcel.source, num_bytes=parcel.num_bytes, elapsed_s=0.0)
+            Arrived(chunk=parcel.chunk, source=parcel.source, num_bytes=parcel.num_bytes, elapsed_s=elapsed_s)
         )
         self._wake()
 

@@ -107,7 +107,7 @@ def test_a_seed_that_has_lost_its_situation_is_told_with_what_it_had() -> None:
 
 
 def test_a_block_that_is_freed_while_a_step_writes_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = having("somebody who leaves while a step writes", 1, Scheduler, "_last_step_of")
+    seed = having("somebody who leaves while a step writes", 41, Scheduler, "_last_step_of")
     monkeypatch.setattr(Scheduler, "_last_step_of", lambda scheduler, request: None)
     assert "a step in flight writes them" in broken_trial(seed)
 

@@ -15,6 +15,7 @@ import pytest
 from cluster.bench.report import Objective
 from cluster.bench.workload import Span
 from cluster.simulate.clock import VirtualLoop, run_virtually
+from cluster.simulate.config import simulated_router
 from cluster.simulate.gaps import Gaps
 from cluster.simulate.lanes import Cards, Lanes
 from cluster.simulate.latency import Calibrated
@@ -238,6 +239,17 @@ def test_the_report_says_what_share_of_answers_time_their_kv_travelled() -> None
     assert 0.0 < fast[1] <= fast[0] < slow[0] < 1.0
     assert slow[1] > 10 * fast[1]
     assert shares(prefill=0) == (0.0, 0.0)
+
+
+def test_prefixes_are_pulled_over_lanes_that_were_measured_as_quick() -> None:
+    """A token's KV is 131 kB, and takes longer at 1 GB/s, as which unmeasured lanes count, than it is to compute."""
+    asked = sessions("agents", num=40)
+
+    def pulled(rate: float) -> float:
+        config = town(router=simulated_router(policy="round_robin"), cards=Cards(rate=rate))
+        return summarise(simulate(config, asked), Objective()).hits.pulled
+
+    assert pulled(1e9) == 0.0 < pulled(50e9)
 
 
 @pytest.mark.parametrize(("method", "seen"), [("_make_pool", TypeError), ("start", AssertionError)])
