@@ -110,13 +110,8 @@ class Scheduler:
     @property
     def queued_prefill_tokens(self) -> int:
         """Prompt tokens that are still to be computed; of those waiting without what is spared (`Loads.num_spared`)."""
-        running = sum(
-            [  # `Request.num_to_compute`, without a call for each of many
-                num
-                for one in self._running
-                if (num := len(one.prompt_ids) + len(one.output_ids) - one.num_computed) > 1
-            ]
-        )
+        left = [len(r.prompt_ids) + len(r.output_ids) - r.num_computed for r in self._running]  # of many: no calls
+        running = sum([num for num in left if num > 1])
         waiting = (r.num_to_compute - self.loads.num_spared(r) for r in self._waiting if not r.adopted)
         return running + sum(waiting)
 
