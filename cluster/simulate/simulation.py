@@ -23,8 +23,8 @@ from cluster.simulate.workload import Session
 from kvtransfer.hashing import remembering
 
 NUM_SAMPLES = 150
-REMEMBERED_PROMPTS = 256
-"""Whose hashes are kept: gateway, reader and writer want them within a few steps of one another."""
+REMEMBERED_PROMPTS = 1024
+"""Whose hashes are kept: gateway, reader and writer want them within some steps of one another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
