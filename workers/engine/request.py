@@ -129,6 +129,12 @@ class Request:
             return tuple(self.output_ids[start - prompt : stop - prompt])
         return self.prompt_ids[start:] + tuple(self.output_ids[: stop - prompt])
 
+    def in_blocks(self, first: int, block_size: int) -> tuple[int, ...]:
+        """Token ids of the full blocks from the `first` on, perhaps with a rest after them: the prompt itself, not a
+        copy, if no block of the answer is full yet."""
+        stop = self.num_tokens // block_size * block_size
+        return self.prompt_ids if not first and stop <= self.num_prompt else self.tokens(first * block_size, stop)
+
 
 def _decodes_plainly(sampling: SamplingParams) -> bool:
     asks = sampling.stop_token_ids or sampling.logprobs is not None or sampling.grammar

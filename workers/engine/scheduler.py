@@ -454,9 +454,8 @@ class Scheduler:
 
     def _extend_hashes(self, request: Request) -> None:
         size, known = self.pool.block_size, len(request.hashes)
-        fresh = request.tokens(known * size, request.num_tokens)
         parent = request.hashes[-1] if known else None
-        request.hashes += chain_hashes(fresh, size, salt=request.cache_salt, parent=parent)
+        request.hashes += chain_hashes(request.in_blocks(known, size), size, salt=request.cache_salt, parent=parent)
 
     # -- letting go ----------------------------------------------------------------------------------------------------
 
