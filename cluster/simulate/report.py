@@ -35,8 +35,9 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """USD a million tokens. All that the GPUs cost, also while they idle, is shared out by the device time each kind
-    of token took: prompts that were computed, prompts found in a cache (which still are looked at), answers."""
+    """USD a million tokens of whole answers, which pay for failed ones too: prices times tokens are the USD. All that
+    the GPUs cost, also while they idle, is shared out by the device time each kind of token took: prompts that were
+    computed, prompts found in a cache (which still are looked at), answers."""
 
     gpu_hours: float
     usd: float
@@ -47,7 +48,8 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hits:
-    """Shares of all prompt tokens: found on the reader's device, loaded from its host, pulled from another worker."""
+    """Shares of whole answers' prompt tokens: found on the reader's device, loaded from its host, pulled from another
+    worker."""
 
     device: float
     host: float
@@ -106,11 +108,16 @@ def summarise(
 
 
 def _hits(outcome: Outcome, report: Report) -> Hits:
-    """Host and pulled ones as the workers counted them, the rest of what clients were told is the device's."""
-    num_prompt = report.num_prompt_tokens or 1
-    host = sum(life.load.host.num_hit_tokens for life in outcome.served if life.load.host is not None) / num_prompt
-    pulled = sum(life.load.num_pulled_tokens for life in outcome.served) / num_prompt
-    return Hits(device=max(0.0, (report.cached_share or 0.0) - host - pulled), host=host, pulled=pulled)
+    """What was cached of whole answers, shared out as workers counted host and pulled tokens among all they told of."""
+    host = sum(life.load.host.num_hit_tokens for life in outcome.served if life.load.host is not None)
+    pulled = sum(life.load.num_pulled_tokens for life in outcome.served)
+    num_cached = max(1, host + pulled, sum(record.num_cached or 0 for record in outcome.records))
+    share = report.cached_share or 0.0
+    return Hits(
+        device=share * (num_cached - host - pulled) / num_cached,
+        host=share * host / num_cached,
+        pulled=share * pulled / num_cached,
+    )
 
 
 def _by_role(served: Sequence[Served]) -> Mapping[str, list[Served]]:
@@ -140,8 +147,9 @@ def _costs(outcome: Outcome, report: Report) -> Costs:
     usd = gpu_hours * config.usd_per_gpu_hour
     prompt_s = sum(life.tally.prompt_s for life in outcome.served)
     answer_s = sum(life.tally.answer_s for life in outcome.served)
-    cached_s = min(prompt_s, sum(_looking_s(config.spec.latency, record) for record in outcome.records))
-    num_cached = sum(record.num_cached or 0 for record in outcome.records)
+    whole = [record for record in outcome.records if not record.error]
+    cached_s = min(prompt_s, sum(_looking_s(config.spec.latency, record) for record in whole))
+    num_cached = sum(record.num_cached or 0 for record in whole)
 
     def per_million(device_s: float, num_tokens: int) -> float:
         if not num_tokens or not prompt_s + answer_s:

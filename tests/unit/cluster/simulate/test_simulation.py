@@ -16,6 +16,7 @@ from cluster.bench.report import Objective
 from cluster.bench.workload import Span
 from cluster.simulate.clock import VirtualLoop, run_virtually
 from cluster.simulate.config import simulated_router
+from cluster.simulate.faults import Fault
 from cluster.simulate.gaps import Gaps
 from cluster.simulate.lanes import Cards, Lanes
 from cluster.simulate.latency import Calibrated
@@ -130,6 +131,21 @@ def test_blocks_come_back_from_host_memory_as_they_were_and_leaps_change_nothing
     assert leaping.report.num_completed == leaping.report.num_requests
     assert leaping.hits.host > 0.05
     assert leaping.hits.device + leaping.hits.host == pytest.approx(leaping.report.cached_share)
+
+
+def test_prices_and_tiers_are_of_whole_answers_though_others_failed() -> None:
+    config = town(prefill=0, decode=1, num_blocks=600, usd_per_gpu_hour=2.0)
+    config = replace(config, spec=replace(config.spec, host_blocks=2000, host_bytes_per_s=50e9))
+    faults = [Fault.parse(f"{at_s} aborts clients by 1") for at_s in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)]
+    told = summarise(simulate(config, sessions("agents", num=60, rate=20.0, max_output=80), faults), Objective())
+    costs, hits, report = told.costs, told.hits, told.report
+    assert report.errors["aborted"] > report.num_completed > 0
+    assert hits.host > 0
+    assert hits.device + hits.host + hits.pulled == pytest.approx(report.cached_share)
+    num_cached = (report.cached_share or 0.0) * report.num_prompt_tokens
+    assert costs.per_million_input > costs.per_million_cached > 0
+    paid = costs.per_million_input * (report.num_prompt_tokens - num_cached) + costs.per_million_cached * num_cached
+    assert (paid + costs.per_million_output * report.num_output_tokens) / 1e6 == pytest.approx(costs.usd)
 
 
 def test_gaps_are_between_the_tokens_of_one_answer_wherever_they_are_made() -> None:
