@@ -10,8 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +24,18 @@ _FEW = 4  # blocks that hashlib is done with before compiled code would have bee
 
 Hash = Callable[[BlockHash, bytes, int], bytes]
 """(parent, tokens as little-endian words, bytes of a block) -> the packed hashes of all blocks."""
+
+
+class Remembering(tuple[int, ...]):
+    """Token ids that keep what was hashed of them. Where gateway and workers are one process, as in a simulation, each
+    hashes the very same prompt; elsewhere nothing is gained. A slice of them, or a sum, is a plain tuple."""
+
+    hashed: dict[tuple[BlockHash, int, int], bytes]
+
+    def __new__(cls, token_ids: Iterable[int]) -> Remembering:
+        self = super().__new__(cls, token_ids)
+        self.hashed = {}
+        return self
 
 
 def root_hash(salt: bytes = b"") -> BlockHash:
@@ -50,8 +61,12 @@ def chain_hashes(
     root = root_hash(salt) if parent is None else parent
     library = _library() if num_full >= _FEW else None
     if library is not None and isinstance(token_ids, tuple | list):
-        of_ids = _of_ids if _remembered is None or isinstance(token_ids, list) else _remembered.of_ids
-        return Chain(of_ids(library, root, token_ids, num_full, block_size))
+        if not isinstance(token_ids, Remembering):
+            return Chain(_of_ids(library, root, token_ids, num_full, block_size))
+        key = root, num_full, block_size
+        if key not in token_ids.hashed:
+            token_ids.hashed[key] = _of_ids(library, root, token_ids, num_full, block_size)
+        return Chain(token_ids.hashed[key])
     ids = array("I", token_ids[: num_full * block_size])
     assert ids.itemsize == _TOKEN_BYTES
     if sys.byteorder == "big":
@@ -69,40 +84,6 @@ def _of_ids(
     if wrong >= 0:
         raise OverflowError(f"token id {token_ids[wrong]} is no number from 0 to 2**32 - 1")
     return out.raw
-
-
-class _Remembered:
-    """Hashes of the last `num_prompts` tuples that were asked for."""
-
-    def __init__(self, num_prompts: int) -> None:
-        self._num_prompts = num_prompts
-        self._known: dict[tuple[int, BlockHash, int, int], tuple[Sequence[int], bytes]] = {}  # oldest first
-
-    def of_ids(
-        self, library: ctypes.PyDLL, root: BlockHash, token_ids: Sequence[int], num_blocks: int, block_size: int
-    ) -> bytes:
-        key = id(token_ids), root, num_blocks, block_size  # nobody else's: the tuple lives as long as its entry
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = token_ids, _of_ids(library, root, token_ids, num_blocks, block_size)
-            if len(self._known) > self._num_prompts:
-                del self._known[next(iter(self._known))]
-        return known[1]
-
-
-_remembered: _Remembered | None = None
-
-
-@contextmanager
-def remembering(num_prompts: int) -> Iterator[None]:
-    """Within it the hashes of so many prompts are kept, each by the very tuple that it is. Where gateway and workers
-    are one process, as in a simulation, they hash the same tuple, each for itself; elsewhere nothing is gained."""
-    global _remembered
-    before, _remembered = _remembered, _Remembered(num_prompts)
-    try:
-        yield
-    finally:
-        _remembered = before
 
 
 def in_python(parent: BlockHash, data: bytes, block_bytes: int) -> bytes:

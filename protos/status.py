@@ -35,7 +35,7 @@ _FOREIGN: dict[grpc.StatusCode, type[BatonError]] = {
 # How gRPC tells of a connection; the first that fits.
 _CONNECTIONS = {
     "Connection refused": "nothing listens there (connection refused)",
-    "DNS|[Dd]omain name|Name or service": "the name of its host is not known",
+    "DNS|[Dd]omain name|Name or service": "the name of its host could not be looked up",
     "No route to host|unreachable": "no network leads to its host",
     "[Tt]ime(d )?out|FD Shutdown": "it does not answer",
     "Socket closed|reset|RST_STREAM|Cancelling all calls|GOAWAY|Broken pipe|recvmsg|Endpoint closing": "it hung up",

@@ -21,7 +21,7 @@ import grpc
 from msgspec.structs import replace
 
 from protos import worker_pb2, worker_pb2_grpc
-from protos.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, WorkerLost
+from protos.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, Unavailable, WorkerLost
 from protos.status import error_of, in_words, peer_error
 from protos.tls import WORKER_NAME, PeerTls, why_refused
 from protos.values import (
@@ -449,5 +449,6 @@ class WorkerClient:
         if isinstance(error, DeadlineExceeded):
             return WorkerLost(f"the worker at {self.address} did not answer in time")
         log.debug("worker at %s: %s", self.address, error.message)
-        why = why_refused(error.message) or in_words(error.message)
+        told = in_words(error.message) if isinstance(error, Unavailable) else error.message
+        why = why_refused(error.message) or told
         return WorkerLost(f"the worker at {self.address} cannot be reached: {why}")

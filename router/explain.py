@@ -189,9 +189,14 @@ def _elsewhere(choice: Choice, found: int) -> Iterator[Finding]:
     unit, scale = (" ms", 1000) if choice.decision.policy == "slo" else ("", 1)  # others' costs are no seconds
     cost = ""
     if had is not None and got is not None:
-        cost = f": it would have cost {scale * had:.4g}{unit}, against {scale * got:.4g}{unit}"
+        cost = f": it would have cost {_figure(scale * had)}{unit}, against {_figure(scale * got)}{unit}"
     told = f"{best.worker_id} held {best.num_cached_tokens // size} blocks and was not chosen{cost}"
     yield Finding(reason=Reason.ELSEWHERE, told=told, worker=best.worker_id)
+
+
+def _figure(cost: float) -> str:
+    """A cost as people read it."""
+    return f"{cost:,.0f}" if cost >= 1000 else f"{cost:.4g}"
 
 
 def _evicted(choice: Choice, block: BlockHash, found: int, losses: Losses) -> Iterator[Finding]:

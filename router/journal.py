@@ -50,7 +50,7 @@ class Journal:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Everything that must be in a KV cache before the next token."""
-        return self.job.prompt_ids + tuple(self.output_ids)  # the prompt itself while there is nothing else
+        return self.job.prompt_ids if not self.output_ids else (*self.job.prompt_ids, *self.output_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ from cluster.simulate.deployment import Deployment, Gateway
 from cluster.simulate.device import WEIGHT, weighed
 from cluster.simulate.lanes import Travel
 from cluster.simulate.workload import Session, Turn
+from kvtransfer.hashing import Remembering
 from protos.errors import BatonError
 from protos.values import SamplingParams
 from router.generation import Job
@@ -118,7 +119,7 @@ class Clients:
         for number, turn in enumerate(session.turns):
             if number:
                 await asyncio.sleep(turn.pause_s)
-            prompt_ids = (*said, *self._prompts.ids(turn.spans))
+            prompt_ids = Remembering((*said, *self._prompts.ids(turn.spans)))
             answer = await self._ask(_name(session, number), turn, prompt_ids)
             if answer is None:
                 return

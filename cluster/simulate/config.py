@@ -34,7 +34,7 @@ WITHOUT_EFFECT = frozenset({
     "router.shadow_policy", "router.max_body_bytes", "router.body_timeout_s", "router.keep_alive_s", "router.tenants",
     "router.cors_origins", "router.canary_every", "router.tool_parser", "router.disable_any_whitespace",
 })  # fmt: skip
-"""Settings, and whole tables of them, that nothing simulated reads."""
+"""Settings, and whole tables of them, that change no result of a simulation."""
 
 
 def simulated_router(policy: str = "prefix_aware", **settings: float) -> RouterConfig:

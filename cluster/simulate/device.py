@@ -28,11 +28,11 @@ _NOTHING = RowOutput()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """A copy of some blocks on its way; `nbytes` is what real ones would weigh, `sums` are whole blocks' own."""
+    """A copy of some blocks on its way; `nbytes` is what real ones would weigh, `sums` are the blocks' own."""
 
     content: Any  # uint16 [units, positions of a unit]
     nbytes: int
-    sums: Sequence[int] | None = None
+    sums: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -244,13 +244,11 @@ class Device:
         """A copy of whole blocks, whatever part of them is asked for: positions have no layers and no heads here."""
         content = self._content[list(cut.block_ids)].reshape(-1, cut.unit)
         share = len(cut.layers) / self._layout.num_layers * cut.unit / self._layout.block_size
-        whole = cut.units == range(len(content))
-        if not whole:
-            content = content[np.minimum(cut.units, len(content) - 1)]
+        assert cut.units == range(len(content)), "all simulated workers have blocks of one size"
         return Payload(
             content=content,
             nbytes=int(len(cut.units) * share * self._layout.block_bytes),
-            sums=[self._sums[block_id] for block_id in cut.block_ids] if whole else None,
+            sums=[self._sums[block_id] for block_id in cut.block_ids],
         )
 
     def write(self, cut: Cut, payload: Payload) -> None:

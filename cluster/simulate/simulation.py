@@ -20,11 +20,8 @@ from cluster.simulate.timeline import Sample, Timeline
 from cluster.simulate.trouble import Happened, Trouble, check
 from cluster.simulate.watch import Look, Standing, Starting
 from cluster.simulate.workload import Session
-from kvtransfer.hashing import remembering
 
 NUM_SAMPLES = 150
-REMEMBERED_PROMPTS = 1024
-"""Whose hashes are kept: gateway, reader and writer want them within some steps of one another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,5 +106,5 @@ def simulate(
             faults=trouble.happened,
         )
 
-    with collecting_in_bulk(), remembering(REMEMBERED_PROMPTS):
+    with collecting_in_bulk():
         return run_virtually(main(), loop=loop)

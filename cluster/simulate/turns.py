@@ -272,7 +272,7 @@ class EngineTurns:
         events = self._engine.drain_events()
         if not updates and not events:
             return
-        if self._withholds and not self._engine.draining:
+        if self._is_withholding:
             updates = self._sifted(updates)
             if not updates and shows is None and self._num_calm > LEAST_CALM:
                 return self._say(events)
@@ -282,6 +282,11 @@ class EngineTurns:
             return
         told = self._told if shows is not False else None
         self._publish(StepMessage(updates=merged(updates), events=(events,) if events else (), load=told))
+
+    @property
+    def _is_withholding(self) -> bool:
+        """A worker that drains tells all: its answers move on with what was told of them."""
+        return self._withholds and not self._engine.draining
 
     def _sifted(self, updates: Sequence[SequenceUpdate]) -> list[SequenceUpdate]:
         """Without further tokens of answers that are told of already: they come with the end of the answer, or with
@@ -374,11 +379,10 @@ class EngineTurns:
         if not ahead_s or self._busy:
             return bool(ahead_s)
         num_over = bisect_right(ahead_s, self._loop.time())
-        if not self._withholds or self._engine.draining or num_over == len(ahead_s) or self._shows(num_over):
+        if not self._is_withholding or num_over == len(ahead_s) or self._shows(num_over):
             return False
         self._ahead_s = ahead_s[: num_over + 1]
         self._busy, self._reads = True, False
-        self._num_calm += 1
         self._disarm()
         self._arm(ahead_s[num_over])
         return True
@@ -396,6 +400,8 @@ class EngineTurns:
         if self._busy:  # it was cut to these
             self._ahead_s = []
             self._note(self._engine.repeat(len(ahead_s)), ahead_s)
+            if len(ahead_s) > 1:
+                self._progress.turned(self._engine, stepped=True, now=ahead_s[-2])
             return
         num_over = bisect_right(ahead_s, self._loop.time())
         shows = self._shows(num_over)

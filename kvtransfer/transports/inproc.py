@@ -114,9 +114,10 @@ class _Lane:
     def moved(self, num_bytes: int, elapsed_s: float) -> None:
         self.num_bytes += num_bytes
         self.busy_s += elapsed_s
+        self.told = None
 
     def stats(self) -> LaneStats:
-        if self.told is None or self.told.num_bytes != self.num_bytes:
+        if self.told is None:
             self.told = LaneStats(
                 peer=self.peer,
                 transport="inproc",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.hashing import chain_hashes, fastest, in_python, remembering, root_hash
+from kvtransfer.hashing import Remembering, chain_hashes, fastest, in_python, root_hash
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -77,16 +77,14 @@ def test_compiled_code_and_hashlib_give_the_same(parent: bytes, words: int, num_
     assert fastest()(parent, data, 4 * words) == in_python(parent, data, 4 * words)
 
 
-def test_what_is_remembered_of_a_prompt_is_what_is_worked_out_for_it() -> None:
-    prompts = [tuple(Random(seed).choices(range(2**32), k=100)) for seed in range(6)]
-    asked = [(prompt, size, salt) for prompt in prompts for size in (4, 16) for salt in (b"", b"tenant")]
-    fresh = [chain_hashes(prompt, size, salt=salt) for prompt, size, salt in asked]
-    with remembering(2):
-        for (prompt, size, salt), chain in zip(asked, fresh, strict=True):
-            for _ in range(2):
-                assert chain_hashes(prompt, size, salt=salt) == chain
-            assert chain_hashes(prompt[:50], size, salt=salt) == chain[: 50 // size]
-            changed = list(prompt)
-            assert chain_hashes(changed, size, salt=salt) == chain
-            changed[0] ^= 1
-            assert chain_hashes(changed, size, salt=salt) != chain
+def test_a_prompt_remembers_of_each_salt_and_block_size_what_is_worked_out_for_others() -> None:
+    for seed in range(6):
+        prompt = tuple(Random(seed).choices(range(2**32), k=100))
+        remembering = Remembering(prompt)
+        for _ in range(2):
+            for size in (4, 16):
+                for salt in (b"", b"tenant"):
+                    assert chain_hashes(remembering, size, salt=salt) == chain_hashes(prompt, size, salt=salt)
+                    rest, tail, parent = prompt[size:], remembering[size:], chain_hashes(prompt, size, salt=salt)[0]
+                    assert chain_hashes(rest, size, parent=parent) == chain_hashes(tail, size, parent=parent)
+                    assert chain_hashes(remembering, size, parent=parent) == chain_hashes(prompt, size, parent=parent)

@@ -32,7 +32,8 @@ def test_a_lane_is_busy_with_one_parcel_after_the_other() -> None:
     )
 
     def offer(block: int) -> None:
-        sender.offer(ticket, Chunk(ticket_id="r1", generation=1, first_block=block, num_blocks=1), bytes(128))
+        chunk = Chunk(ticket_id="r1", generation=1, first_block=block, num_blocks=1)
+        sender.offer(ticket, chunk, memoryview(bytes(128)))
 
     def deliver_at(when: float) -> None:
         nonlocal now
@@ -41,6 +42,7 @@ def test_a_lane_is_busy_with_one_parcel_after_the_other() -> None:
 
     offer(0)
     offer(1)
+    assert [lane.busy_s for lane in sender.lanes()] == [0.0]
     deliver_at(1.0)
     deliver_at(3.0)
     now = 10.0
@@ -48,4 +50,4 @@ def test_a_lane_is_busy_with_one_parcel_after_the_other() -> None:
     deliver_at(10.5)
     assert [event.elapsed_s for event in sender.poll() if isinstance(event, Sent)] == [1.0, 2.0, 0.5]
     assert [event.elapsed_s for event in receiver.poll() if isinstance(event, Arrived)] == [1.0, 2.0, 0.5]
-    assert [lane.busy_s for lane in (*sender.lanes(), *receiver.lanes())] == [3.5, 3.5]
+    assert [(lane.num_bytes, lane.busy_s) for lane in (*sender.lanes(), *receiver.lanes())] == [(384, 3.5)] * 2

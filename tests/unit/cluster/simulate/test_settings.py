@@ -1,4 +1,4 @@
-"""Settings of `baton serve` that a simulation has no use for: they are told of, and are what they are said to be."""
+"""Settings of `baton serve` that a simulation has no use for: they exist, and are told of."""
 
 from __future__ import annotations
 
