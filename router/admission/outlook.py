@@ -37,17 +37,23 @@ class Room:
 
     def fits(self, candidates: Candidates, num_blocks: int) -> bool:
         """Is there a worker, or a pair of them, that would begin with a request of so many blocks soon? Where nobody
-        writes at all the answer is yes: what to do then is for the dispatcher to say."""
+        writes at all the answer is yes: what to do then is for the dispatcher to say. A decode worker does not count as
+        a reader while there are others: it has nothing to read, and reads little, if any, of what comes."""
         readers, writers = candidates.readers, candidates.writers
         if not len(writers):
             return True
+        alone = writers.crew.colocated if len(readers) else np.ones(len(writers), dtype=np.bool_)
         if len(candidates) <= FEW:
-            having_room = [one for one in figures_of(writers) if self.writes(one, num_blocks)]
-            if any(map(self.reads, having_room)):
+            having_room = [
+                (one, reads)
+                for one, reads in zip(figures_of(writers), alone.tolist(), strict=True)
+                if self.writes(one, num_blocks)
+            ]
+            if any(reads and self.reads(one) for one, reads in having_room):
                 return True
             return bool(having_room) and any(map(self.reads, figures_of(readers)))
         room = self.writes(writers, num_blocks)
-        if (room & self.reads(writers)).any():
+        if (room & alone & self.reads(writers)).any():
             return True
         return bool(room.any() and len(readers) and self.reads(readers).any())
 

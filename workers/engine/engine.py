@@ -422,7 +422,8 @@ class Engine:
 def _are_ids(token_ids: Sequence[int], vocab_size: int) -> bool:
     """Is each from 0 to below `vocab_size`? In a third of the time that `min` and `max` take of a long prompt."""
     try:
-        return int(np.frombuffer(array("I", token_ids), dtype=np.uintc).max()) < vocab_size
+        ids = array("I", tuple(token_ids))  # a plain one: `array` asks any other sequence for each of its items
+        return int(np.frombuffer(ids, dtype=np.uintc).max()) < vocab_size
     except OverflowError:
         return False
 

@@ -136,7 +136,7 @@ async def test_a_better_candidate_that_was_not_chosen_is_told_with_its_cost(past
     past.read(by="p1")
     finding = past.why(past.read(p1=4))
     assert (finding.reason, finding.worker) == (Reason.ELSEWHERE, "p1")
-    assert "held 4 blocks and was not chosen: it would have cost 1000 ms, against 1000 ms" in finding.told
+    assert "held 4 blocks and was not chosen: it would have cost 1,000 ms, against 1,000 ms" in finding.told
 
 
 async def test_an_index_ahead_of_its_worker_is_told(past: Past) -> None:
