@@ -30,7 +30,7 @@ GATEWAY_LOST = "gateway_lost"
 ALONE = "alone"
 
 PROMPT_IDS = 256
-"""So many ids simulated prompts are made of: few enough to stay in the processor's cache, and a block of them still
+"""So many ids simulated prompts are made of: few enough to stay in the processor's cache, and a block of 16 of them
 never equals another by chance."""
 
 
