@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
+import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from typing import Any, NoReturn, TypeVar
 
@@ -89,7 +91,8 @@ class Timer(Handle):
 class VirtualLoop(asyncio.BaseEventLoop):
     """`seed` decides the order of timers that are due at one instant; `after` is called when each instant is over.
 
-    An exception that nobody catches ends `run_until_complete` with it.
+    An exception that nobody catches ends `run_until_complete` with it. `over_s` is when the run was over, one way or
+    another: what happens after that is clean-up.
     """
 
     _ready: deque[Handle]  # asyncio's own, as are these
@@ -100,6 +103,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.after = after
         self.num_callbacks = 0
+        self.over_s: float | None = None
         self._now_s = 0.0
         self._order = random.Random(f"{seed} order of timers").getrandbits(64)
         self._timers: list[tuple[float, int, Timer]] = []
@@ -235,6 +239,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
             places.append((mixed ^ (mixed >> 31), place))
         return [due[place] for _, place in sorted(places)]
 
+    def interrupt(self) -> None:
+        """Ends the run with what is ready now: nothing stops half-way."""
+        self._fault = KeyboardInterrupt()
+
+    def check_interrupted(self) -> None:
+        if isinstance(self._fault, KeyboardInterrupt):
+            fault, self._fault = self._fault, None
+            raise fault
+
     def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         self._fault = error if error is not None else AssertionError(context.get("message", "a callback failed"))
@@ -250,11 +263,33 @@ def run_virtually(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Re
     """Runs a coroutine to its end in virtual time. Raises what it raises, or what happened beside it."""
     asyncio.set_event_loop(loop)
     try:
-        return loop.run_until_complete(main)
+        with _interruptible(loop):
+            return loop.run_until_complete(main)
     finally:
+        loop.over_s = loop.time()
         _end(loop)
         asyncio.set_event_loop(None)
         loop.close()
+
+
+@contextmanager
+def _interruptible(loop: VirtualLoop) -> Iterator[None]:
+    """Ctrl-C waits for a moment between two callbacks; a second one does not."""
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, usual)
+        loop.interrupt()
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+        loop.check_interrupted()  # it came too late for the loop to see
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def _end(loop: VirtualLoop) -> None:

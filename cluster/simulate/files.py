@@ -45,6 +45,12 @@ def keep(*writes: Callable[[], None]) -> list[str]:
     return lost
 
 
+def tell_lost(lost: Sequence[str]) -> None:
+    """Raises Misconfigured for files that could not be written."""
+    if lost:
+        raise Misconfigured("; ".join(lost))
+
+
 class Log:
     """The file of the event log. It is opened with the first event: a run that never began leaves what was there. One
     that cannot be written on ends there, and the run goes on: `check` says so at its end."""

@@ -45,6 +45,17 @@ class Outcome:
     faults: Sequence[Happened] = ()
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, so many seconds after the load began, or before it did."""
+
+    def __init__(self, at_s: float | None) -> None:
+        super().__init__(at_s)
+        self.at_s = at_s
+
+    def __str__(self) -> str:
+        return f"interrupted at {self.at_s:,.2f} s of the load" if self.at_s else "interrupted before the load began"
+
+
 def simulate(
     config: SimulationConfig,
     sessions: Sequence[Session],
@@ -55,16 +66,15 @@ def simulate(
 ) -> Outcome:
     """`write` gets every line of the event log; `watch` what says how far the workers' start is and then, when the load
     begins, how far that is. Raises AssertionError when an invariant breaks, the BatonError of a worker that never
-    starts, and Misconfigured for a fault whose target cannot exist."""
+    starts, Misconfigured for a fault whose target cannot exist, and Interrupted, where the event log ends."""
     check(faults, config)
     loop = VirtualLoop(seed=config.seed)
+    chronicle = Chronicle(loop, write)
 
     async def main() -> Outcome:
-        chronicle = Chronicle(write)
         deployment = Deployment(config, chronicle, untroubled=not faults)
         clients = Clients(deployment, chronicle, seed=config.seed)
-        forgetful = any(fault.kind is Kind.INDEX_LOST for fault in faults)
-        invariants = Invariants(deployment, clients, forgetful=forgetful)
+        invariants = Invariants(deployment, clients, forgetful=any(fault.kind is Kind.INDEX_LOST for fault in faults))
         loop.after = deployment.assert_no_faults
         if watch is not None:
             watch(lambda: Starting(num_made=deployment.num_made, num_workers=len(config.pools.worker_ids())))
@@ -107,4 +117,7 @@ def simulate(
         )
 
     with collecting_in_bulk():
-        return run_virtually(main(), loop=loop)
+        try:
+            return run_virtually(main(), loop=loop)
+        except KeyboardInterrupt:
+            raise Interrupted(chronicle.over_s) from None

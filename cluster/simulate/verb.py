@@ -7,8 +7,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +22,10 @@ from cluster.bench.report import Objective
 from cluster.bench.verb import write_json
 from cluster.bench.workload import Lengths
 from cluster.config import ClusterConfig, PoolsConfig
-from cluster.simulate import soak as soaking
 from cluster.simulate.calibration import calibrate, read_points
 from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, without_effect
 from cluster.simulate.faults import Fault, drawn
-from cluster.simulate.files import Log, keep, write
+from cluster.simulate.files import Log, keep, tell_lost, write
 from cluster.simulate.files import check as check_files
 from cluster.simulate.latency import Calibrated
 from cluster.simulate.page import page
@@ -35,6 +33,7 @@ from cluster.simulate.report import Summary, summarise, summary_table
 from cluster.simulate.shapes import GPUS, MODELS, gpu_of
 from cluster.simulate.simulation import Outcome
 from cluster.simulate.simulation import simulate as run_simulation
+from cluster.simulate.soak_verb import replay_one, soak_clusters, told
 from cluster.simulate.sweep import Choice, Trial, asked, cheapest, closest, front, sweep_table
 from cluster.simulate.trouble import check
 from cluster.simulate.watch import Watch, bars
@@ -66,8 +65,6 @@ Gateways = Annotated[
 Workers = Annotated[
     str | None, typer.Option(help="Colocated workers: --colocated goes without saying; 1:8 to sweep. Default: 1.")
 ]
-SOAKED_A_LINE = 100
-"""Clusters after which a soak that is not on a terminal says how far it is."""
 
 
 def simulate(
@@ -113,9 +110,9 @@ def simulate(
     logging.getLogger("baton").setLevel(logging.ERROR)  # a simulated worker's end is no news to a terminal
     _check(context, {"json": json_file, "html": html_file, "events": events})
     if replay is not None:
-        return _replay(replay, events)
+        return replay_one(replay, events)
     if soak is not None:
-        return _soak(range(seed, seed + soak))
+        return soak_clusters(range(seed, seed + soak))
     scene = _Scene(
         gpu=gpu, model=model, gateways=gateways, leaping=not single_step, seed=seed, audit_every=audit_every,
         settings=_settings(file, further or (), host_kv_gib), latency=_latency(calibration or ()),
@@ -200,8 +197,8 @@ def _settings(file: Path | None, further: Sequence[str], host_kv_gib: float | No
         file, further if host_kv_gib is None else (*further, f"worker.host_kv_gib={host_kv_gib!r}")
     )
     if names := without_effect(further):
-        told = f"no effect in a simulation: --set {', '.join(names)}"
-        Console(stderr=True).print(told, style="yellow", highlight=False, soft_wrap=True)
+        line = f"no effect in a simulation: --set {', '.join(names)}"
+        Console(stderr=True).print(line, style="yellow", highlight=False, soft_wrap=True)
     return settings
 
 
@@ -283,7 +280,7 @@ def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path
         errors.print(str(scene.latency))
     _tell_left_out(errors, left_out)
     start_s = time.perf_counter()
-    with Log(events) as log, _told():
+    with Log(events) as log, told(events):
         outcome = _run(scene, config, sessions, errors, write=log.write)
     took_s = time.perf_counter() - start_s
     summary = scene.summary(choice, outcome, left_out)
@@ -299,7 +296,7 @@ def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path
     lost = keep(log.check, partial(_write_json, json_file, _document(scene, command, trials)), write_page)
     Console().print(summary_table(summary))
     errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim")
-    _tell_lost(lost)
+    tell_lost(lost)
 
 
 def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file: Path | None) -> None:
@@ -337,7 +334,7 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
         console.print(f"no cluster meets the objective for {attainment:.0%} of the requests; {near}", style="yellow")
     else:
         console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {best.usd:,.2f}")
-    _tell_lost(lost)
+    tell_lost(lost)
     if best is None:
         raise typer.Exit(1)
 
@@ -396,63 +393,9 @@ def _too_long(left_out: Sequence[Session]) -> str:
     return f"{counted(len(left_out), 'session')} left out: longer than a worker can hold"
 
 
-def _soak(seeds: range) -> None:
-    """Raises Exit(1) when an invariant broke in some."""
-    num_broken = 0
-    errors = Console(stderr=True)
-    with bars(errors) as bar:
-        row = bar.add_task("", total=len(seeds))
-        for seed in seeds:
-            try:
-                soaking.run(soaking.trial(seed))
-            except Exception as error:
-                errors.print(f"{soaking.trial(seed).replay}: {soaking.reason(error)}", style="red", highlight=False)
-                if not soaking.is_broken_invariant(error):
-                    raise
-                num_broken += 1
-            bar.update(row, advance=1, description=f"{num_broken} broken" if num_broken else "")
-            num_done = seed - seeds.start + 1
-            if not errors.is_terminal and not num_done % SOAKED_A_LINE:
-                errors.print(f"{num_done:,} of {len(seeds):,}, {num_broken} broken", highlight=False)
-    Console().print(f"{counted(len(seeds), 'cluster')} in trouble, {num_broken} with a broken invariant")
-    if num_broken:
-        raise typer.Exit(1)
-
-
-def _replay(seed: int, events: Path | None) -> None:
-    trial = soaking.trial(seed)
-    console = Console()
-    for fault in trial.faults:
-        console.print(f"fault: {fault}", highlight=False)
-    with Log(events) as log, _told():
-        outcome = soaking.run(trial, write=log.write)
-    lost = keep(log.check)
-    console.print(summary_table(summarise(outcome, Objective())))
-    _tell_lost(lost)
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """A broken invariant is what was looked for: it is told, and ends with 1. Raises Exit(1), and whatever else ended
-    the simulation as it is."""
-    try:
-        yield
-    except Exception as error:
-        if not soaking.is_broken_invariant(error):
-            raise
-        Console(stderr=True).print(f"broken: {soaking.reason(error)}", style="red", highlight=False)
-        raise typer.Exit(1) from error
-
-
 def _write_json(path: Path | None, content: Mapping[str, Any]) -> None:
     if path is not None:
         write_json(path, content)
-
-
-def _tell_lost(lost: Sequence[str]) -> None:
-    """Raises Misconfigured for files that could not be written."""
-    if lost:
-        raise Misconfigured("; ".join(lost))
 
 
 def _document(scene: _Scene, command: str, trials: Sequence[Trial]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.simulate import soak
 from cluster.simulate.chronicle import Chronicle
-from cluster.simulate.clock import VirtualLoop, run_virtually
+from cluster.simulate.clock import VirtualLoop, run_virtually, running_loop
 from cluster.simulate.deployment import Deployment
 from cluster.simulate.faults import Fault, Kind, drawn
 from cluster.simulate.network import Wire
@@ -128,7 +128,7 @@ def test_gateways_know_when_their_store_is_gone_and_share_again_when_it_is_back(
     config = town(prefill=0, decode=1, num_gateways=2, shared_index=True)
 
     async def troubles() -> list[set[str]]:
-        deployment = Deployment(config, Chronicle(None))
+        deployment = Deployment(config, Chronicle(running_loop()))
         await deployment.start()
         shared, store = [one.shared for one in deployment.gateways if one.shared is not None], deployment.store
         assert store is not None

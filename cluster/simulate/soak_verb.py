@@ -1,0 +1,73 @@
+"""`baton simulate --soak` and `--replay`: random clusters in random trouble; how a run that has no end is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from cluster.bench.report import Objective
+from cluster.simulate import soak as soaking
+from cluster.simulate.files import Log, keep, tell_lost
+from cluster.simulate.report import summarise, summary_table
+from cluster.simulate.simulation import Interrupted
+from cluster.simulate.watch import bars
+from protos.hints import counted
+
+SOAKED_A_LINE = 100
+"""Clusters after which a soak that is not on a terminal says how far it is."""
+
+
+def soak_clusters(seeds: range) -> None:
+    """Raises Exit(1) when an invariant broke in some."""
+    num_broken = 0
+    errors = Console(stderr=True)
+    with bars(errors) as bar:
+        row = bar.add_task("", total=len(seeds))
+        for seed in seeds:
+            try:
+                soaking.run(soaking.trial(seed))
+            except Exception as error:
+                errors.print(f"{soaking.trial(seed).replay}: {soaking.reason(error)}", style="red", highlight=False)
+                if not soaking.is_broken_invariant(error):
+                    raise
+                num_broken += 1
+            bar.update(row, advance=1, description=f"{num_broken} broken" if num_broken else "")
+            num_done = seed - seeds.start + 1
+            if not errors.is_terminal and not num_done % SOAKED_A_LINE:
+                errors.print(f"{num_done:,} of {len(seeds):,}, {num_broken} broken", highlight=False)
+    Console().print(f"{counted(len(seeds), 'cluster')} in trouble, {num_broken} with a broken invariant")
+    if num_broken:
+        raise typer.Exit(1)
+
+
+def replay_one(seed: int, events: Path | None) -> None:
+    trial = soaking.trial(seed)
+    console = Console()
+    for fault in trial.faults:
+        console.print(f"fault: {fault}", highlight=False)
+    with Log(events) as log, told(events):
+        outcome = soaking.run(trial, write=log.write)
+    lost = keep(log.check)
+    console.print(summary_table(summarise(outcome, Objective())))
+    tell_lost(lost)
+
+
+@contextmanager
+def told(events: Path | None) -> Iterator[None]:
+    """A broken invariant is what was looked for: it is told, and ends with 1; Ctrl-C is told, and ends with 130. Raises
+    Exit, and whatever else ended the simulation as it is."""
+    try:
+        yield
+    except Interrupted as cut:
+        there = "" if events is None else f", where {events} ends"
+        Console(stderr=True).print(f"{cut}{there}", style="yellow", highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        if not soaking.is_broken_invariant(error):
+            raise
+        Console(stderr=True).print(f"broken: {soaking.reason(error)}", style="red", highlight=False)
+        raise typer.Exit(1) from error
