@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 from rich.console import Console
@@ -22,14 +23,18 @@ SOAKED_A_LINE = 100
 
 
 def soak_clusters(seeds: range) -> None:
-    """Raises Exit(1) when an invariant broke in some."""
-    num_broken = 0
+    """Raises Exit(1) when an invariant broke in some, Exit(130) after Ctrl-C."""
+    num_done = num_broken = 0
+    interrupted = False
     errors = Console(stderr=True)
     with bars(errors) as bar:
         row = bar.add_task("", total=len(seeds))
         for seed in seeds:
             try:
                 soaking.run(soaking.trial(seed))
+            except KeyboardInterrupt:
+                interrupted = True
+                break
             except Exception as error:
                 errors.print(f"{soaking.trial(seed).replay}: {soaking.reason(error)}", style="red", highlight=False)
                 if not soaking.is_broken_invariant(error):
@@ -39,9 +44,18 @@ def soak_clusters(seeds: range) -> None:
             num_done = seed - seeds.start + 1
             if not errors.is_terminal and not num_done % SOAKED_A_LINE:
                 errors.print(f"{num_done:,} of {len(seeds):,}, {num_broken} broken", highlight=False)
-    Console().print(f"{counted(len(seeds), 'cluster')} in trouble, {num_broken} with a broken invariant")
+    Console().print(f"{counted(num_done, 'cluster')} in trouble, {num_broken} with a broken invariant")
+    if interrupted:
+        tell_interrupted(num_done, len(seeds))
     if num_broken:
         raise typer.Exit(1)
+
+
+def tell_interrupted(num_done: int, num_asked: int) -> NoReturn:
+    """Raises Exit(130)."""
+    line = f"interrupted: {num_done:,} of {counted(num_asked, 'cluster')} done"
+    Console(stderr=True).print(line, style="yellow", highlight=False)
+    raise typer.Exit(130)
 
 
 def replay_one(seed: int, events: Path | None) -> None:

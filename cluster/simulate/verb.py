@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from cluster.simulate.report import Summary, summarise, summary_table
 from cluster.simulate.shapes import GPUS, MODELS, gpu_of
 from cluster.simulate.simulation import Outcome
 from cluster.simulate.simulation import simulate as run_simulation
-from cluster.simulate.soak_verb import replay_one, soak_clusters, told
+from cluster.simulate.soak_verb import replay_one, soak_clusters, tell_interrupted, told
 from cluster.simulate.sweep import Choice, Trial, asked, cheapest, closest, front, sweep_table
 from cluster.simulate.trouble import check
 from cluster.simulate.watch import Watch, bars
@@ -300,22 +301,16 @@ def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path
 
 
 def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file: Path | None) -> None:
-    """Raises Exit(1) where no cluster is good enough, and Misconfigured without an objective."""
+    """Raises Exit(1) where no cluster is good enough, Exit(130) after Ctrl-C, Misconfigured without an objective."""
     if not scene.objective.given:
         raise Misconfigured("--sweep needs to know what is good: give --ttft-ms, --tpot-ms or both", param="sweep")
     errors = Console(stderr=True)
     possible = _possible(scene, every, errors)
     _, left_out = fitting(scene.sessions, max(_longest(config) for config in possible.values()))
     _tell_left_out(errors, left_out)
-    trials: list[Trial] = []
-    with bars(errors) as bar:
-        row = bar.add_task("", total=len(possible))
-        for choice, config in possible.items():
-            bar.update(row, description=str(choice))
-            trials.append(_try_out(scene, choice, config, bar))
-            bar.update(row, advance=1)
-            if not bar.console.is_terminal:
-                bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False)
+    trials = _try_all(scene, possible, errors)
+    if not trials:
+        tell_interrupted(0, len(possible))
     best = cheapest(trials, attainment)
     document = _document(scene, shlex.join(["baton", *sys.argv[1:]]), trials)
     marks = {
@@ -335,6 +330,8 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
     else:
         console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {best.usd:,.2f}")
     tell_lost(lost)
+    if len(trials) < len(possible):
+        tell_interrupted(len(trials), len(possible))
     if best is None:
         raise typer.Exit(1)
 
@@ -360,6 +357,20 @@ def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[C
         others = f" and {counted(len(like) - 1, 'other')}" if len(like) > 1 else ""
         errors.print(f"left out: {reason} ({like[0]}{others})", style="yellow", highlight=False)
     return possible
+
+
+def _try_all(scene: _Scene, possible: Mapping[Choice, SimulationConfig], errors: Console) -> list[Trial]:
+    """One after the other, until Ctrl-C: fewer trials than there are clusters."""
+    trials: list[Trial] = []
+    with bars(errors) as bar, suppress(KeyboardInterrupt):
+        row = bar.add_task("", total=len(possible))
+        for choice, config in possible.items():
+            bar.update(row, description=str(choice))
+            trials.append(_try_out(scene, choice, config, bar))
+            bar.update(row, advance=1)
+            if not bar.console.is_terminal:
+                bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False)
+    return trials
 
 
 def _try_out(scene: _Scene, choice: Choice, config: SimulationConfig, bar: Progress) -> Trial:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import make_app
+from cluster.simulate import soak
 from cluster.simulate.chronicle import Chronicle
+from cluster.simulate.soak import Trial
 
 SMALL = ("--requests", "30", "--rate", "10", "--input-len", "50:400", "--output-len", "5:40")
 
@@ -51,3 +54,38 @@ def test_a_run_that_is_interrupted_before_its_load_says_so(tmp_path: Path, monke
     result = call(*SMALL)
     assert result.exit_code == 130
     assert result.stderr == "interrupted before the load began\n"
+
+
+def test_a_soak_that_is_interrupted_tells_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Trial] = []
+
+    def run(made: Trial) -> None:
+        if len(done) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        done.append(made)
+        if len(done) == 2:
+            raise AssertionError("a block is lost")
+
+    monkeypatch.setattr(soak, "run", run)
+    result = call("--soak", "50")
+    assert result.exit_code == 130
+    assert result.stdout == "3 clusters in trouble, 1 with a broken invariant\n"
+    assert result.stderr.splitlines()[-1] == "interrupted: 3 of 50 clusters done"
+
+
+def test_a_sweep_that_is_interrupted_tells_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "sweep.json"
+    sweep = (*SMALL, "--sweep", "--workers", "1:4", "--ttft-ms", "900", "--json", str(file))
+    interrupt_at(monkeypatch, 70, "asked")
+    result = call(*sweep)
+    assert result.exit_code == 130
+    assert "2 colocated tp1 slo" in result.stdout
+    assert "3 colocated tp1 slo" not in result.stdout
+    assert len(json.loads(file.read_text())["runs"]) == 2
+    assert result.stderr.splitlines()[-1] == "interrupted: 2 of 4 clusters done"
+    file.unlink()
+    interrupt_at(monkeypatch, 1, "asked")
+    result = call(*sweep)
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr.splitlines()[-1] == "interrupted: 0 of 4 clusters done"
+    assert not file.exists()
