@@ -111,7 +111,7 @@ def read_trace(path: Path, *, limit: int | None = None, scale: float = 1.0, spee
             )
     lines = list(_traced(path, limit))
     if not lines:
-        raise Misconfigured(f"--trace {path}: there is no request in it", param="trace")
+        raise Misconfigured(f"--trace {path}: there is no request in it: give a line for each", param="trace")
     start = lines[0]["timestamp"]
     return [
         Item(
@@ -134,7 +134,11 @@ def _traced(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
                     return
                 line = _checked(text, f"--trace {path}, line {number}")
                 if line["timestamp"] < before:
-                    raise Misconfigured(f"--trace {path}, line {number}: its timestamp is before the last line's")
+                    raise Misconfigured(
+                        f"--trace {path}, line {number}: its timestamp {line['timestamp']} is before the last line's "
+                        f"{before}: sort the lines by time",
+                        param="trace",
+                    )
                 before = line["timestamp"]
                 yield line
     except (OSError, UnicodeDecodeError) as error:
@@ -143,6 +147,8 @@ def _traced(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
 
 
 def _checked(text: str, where: str) -> dict[str, Any]:
+    if not text.strip():
+        raise Misconfigured(f"{where}: it is blank: leave it out", param="trace")
     try:
         line = json.loads(text)
     except ValueError as error:
@@ -162,10 +168,13 @@ def _unusable(line: Any) -> str | None:
     for name in _TRACE_FIELDS:
         if name not in line:
             return f"there is no {name}: {_GIVE_ALL}"
-    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
+    at_ms = line["timestamp"]
+    if type(at_ms) not in (int, float) or not 0 <= at_ms < math.inf:
+        return f"timestamp is {at_ms!r}: give a number from 0 on"
+    for name in ("input_length", "output_length"):
         value = line[name]
-        if type(value) not in (int, float) or not least <= value < math.inf:
-            return f"{name} is {value!r}: give a number from {least} on"
+        if type(value) is not int or value < 1:
+            return f"{name} is {value!r}: give a whole number from 1 on"
     ids = line["hash_ids"]
     if not isinstance(ids, list):
         return f"hash_ids is {str(ids)[:40]!r}: give a list of numbers"

@@ -108,12 +108,15 @@ def test_a_part_of_a_trace(tmp_path: Path) -> None:
         ({"timestamp": 0}, "there is no input_length: give timestamp, input_length"),
         (line(tokens=600, ids=(0,)), "1 hash_ids for 600 tokens: give 2"),
         (line(tokens=500, ids=(0, 1)), "2 hash_ids for 500 tokens: give 1"),
-        (line(tokens=0, ids=()), "input_length is 0: give a number from 1 on"),
-        (line(output=-1), "output_length is -1: give a number from 0 on"),
+        (line(tokens=0, ids=()), "input_length is 0: give a whole number from 1 on"),
+        (line(output=-1), "output_length is -1: give a whole number from 1 on"),
+        (line(output=0), "output_length is 0: give a whole number from 1 on"),
+        (line() | {"output_length": 2.9}, "output_length is 2.9: give a whole number from 1 on"),
+        (line() | {"input_length": 512.5}, "input_length is 512.5: give a whole number from 1 on"),
         (line(ids=("a", 1)), "hash_ids holds 'a': give whole numbers from 0 on"),
         (line(timestamp=-1), "timestamp is -1: give a number from 0 on"),
         ({**line(), "timestamp": "5"}, "timestamp is '5': give a number"),
-        ({**line(), "input_length": float("inf")}, "input_length is inf: give a number"),
+        ({**line(), "input_length": float("inf")}, "input_length is inf: give a whole number"),
     ],
 )
 def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, bad: Any, told: str) -> None:
@@ -123,12 +126,12 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, bad: Any, told: str) -> 
 
 
 def test_time_does_not_run_backwards(tmp_path: Path) -> None:
-    with pytest.raises(Misconfigured, match="line 2: its timestamp is before"):
+    with pytest.raises(Misconfigured, match="line 2: its timestamp 9 is before the last line's 10: sort"):
         read_trace(write(tmp_path, line(10), line(9)))
 
 
 def test_an_empty_or_missing_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Misconfigured, match="no request in it"):
+    with pytest.raises(Misconfigured, match="no request in it: give a line for each"):
         read_trace(write(tmp_path))
     with pytest.raises(Misconfigured, match=r"missing\.jsonl"):
         read_trace(tmp_path / "missing.jsonl")
@@ -163,3 +166,10 @@ def test_words_stand_for_tokens_and_share_prefixes_too() -> None:
     two = prompts.text([shared, Span(key=(0, 2), num_tokens=4)]).split(" ")
     assert (len(one), one[:6]) == (10, two[:6])
     assert one != two
+
+
+def test_a_blank_line_of_a_trace_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(json.dumps(line()) + "\n\n")
+    with pytest.raises(Misconfigured, match="line 2: it is blank: leave it out"):
+        read_trace(file)
