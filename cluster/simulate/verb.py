@@ -91,8 +91,8 @@ def simulate(
     file: flags.ConfigFile = None,
     further: flags.Set = None,
     calibration: Annotated[list[Path] | None, typer.Option(help="Bench profile, figures or steps. Repeatable.")] = None,
-    ttft_ms: Annotated[float | None, typer.Option(min=0, help="Objective: first token within.")] = None,
-    tpot_ms: Annotated[float | None, typer.Option(min=0, help="Objective: time per further token.")] = None,
+    ttft_ms: Annotated[float | None, typer.Option(help="Objective: first token within; above 0.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token; above 0.")] = None,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
     usd_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="Default: an example price of the GPU.")] = None,
     fault: Annotated[list[str] | None, typer.Option(help=r"'AT KIND TARGET \[for S] \[by N]'. Repeatable.")] = None,
@@ -132,7 +132,11 @@ def _sessions(given: Mapping[str, Any]) -> list[Session]:
     """Recorded or generated ones. Raises Misconfigured."""
     if given["trace"] is not None:
         limit, speed, scale = given["num_requests"], given["trace_speed"], given["trace_scale"]
-        return recorded(given["trace"], limit=limit, speed=speed, scale=scale)
+        sessions = recorded(given["trace"], limit=limit, speed=speed, scale=scale)
+        if limit is not None and len(sessions) < limit:
+            line = f"--requests {limit}: {given['trace']} has only {len(sessions):,}"
+            Console(stderr=True).print(line, style="yellow", highlight=False, soft_wrap=True)
+        return sessions
     load = Load(
         num_requests=given["num_requests"] or DEFAULT_REQUESTS,
         rate=given["rate"],

@@ -309,7 +309,7 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         (("--requests", ""), "--requests '': give a whole number"),
         (("--rate", "often"), "--rate often: give a number"),
         (("--rate", "1e-9"), "--rate 1e-09: the last of 30 requests comes after 347,222 days of virtual time"),
-        (("--ttft-ms", "nan"), "--ttft-ms nan: give 0 or more"),
+        (("--ttft-ms", "nan"), "--ttft-ms nan: give milliseconds, above 0"),
         (("--faults", "999999999"), "--faults 999999999: give a number from 0 to 100,000"),
         (("--gateways", "999999999"), "--gateways 999999999: give a number from 1 to 1,000"),
         (("--usd-per-gpu-hour", "inf"), "--usd-per-gpu-hour inf: give a price"),
