@@ -15,7 +15,7 @@ from cluster.simulate import soak as soaking
 from cluster.simulate.files import Log, keep, tell_lost
 from cluster.simulate.report import summarise, summary_table
 from cluster.simulate.simulation import Interrupted
-from cluster.simulate.watch import bars
+from cluster.simulate.watch import bars, warn
 from protos.hints import counted
 
 SOAKED_A_LINE = 100
@@ -53,8 +53,7 @@ def soak_clusters(seeds: range) -> None:
 
 def tell_interrupted(num_done: int, num_asked: int) -> NoReturn:
     """Raises Exit(130)."""
-    line = f"interrupted: {num_done:,} of {counted(num_asked, 'cluster')} done"
-    Console(stderr=True).print(line, style="yellow", highlight=False)
+    warn(f"interrupted: {num_done:,} of {counted(num_asked, 'cluster')} done")
     raise typer.Exit(130)
 
 
@@ -78,7 +77,7 @@ def told(events: Path | None) -> Iterator[None]:
         yield
     except Interrupted as cut:
         there = "" if events is None else f", where {events} ends"
-        Console(stderr=True).print(f"{cut}{there}", style="yellow", highlight=False, soft_wrap=True)
+        warn(f"{cut}{there}")
         raise typer.Exit(130) from None
     except Exception as error:
         if not soaking.is_broken_invariant(error):

@@ -382,10 +382,14 @@ class EngineTurns:
         if not self._is_withholding or num_over == len(ahead_s) or self._shows(num_over):
             return False
         self._ahead_s = ahead_s[: num_over + 1]
+        self._go_on_until(ahead_s[num_over])
+        return True
+
+    def _go_on_until(self, end_s: float) -> None:
+        """The plain step under way ends then, as any other."""
         self._busy, self._reads = True, False
         self._disarm()
-        self._arm(ahead_s[num_over])
-        return True
+        self._arm(end_s)
 
     def _shows(self, num_over: int) -> bool:
         """Does a gateway hear of the last of so many steps after it has sent what ends the leap?"""
@@ -412,9 +416,7 @@ class EngineTurns:
         if num_over < len(ahead_s):
             self._tell(shows=shows)
             self._note(self._engine.repeat(1), ahead_s[num_over : num_over + 1])
-            self._busy, self._reads = True, False
-            self._disarm()
-            self._arm(ahead_s[num_over])
+            self._go_on_until(ahead_s[num_over])
 
 
 def merged(updates: Sequence[SequenceUpdate]) -> tuple[SequenceUpdate, ...]:

@@ -37,7 +37,7 @@ from cluster.simulate.simulation import simulate as run_simulation
 from cluster.simulate.soak_verb import replay_one, soak_clusters, tell_interrupted, told
 from cluster.simulate.sweep import Choice, Trial, asked, cheapest, closest, front, sweep_table
 from cluster.simulate.trouble import check
-from cluster.simulate.watch import Watch, bars
+from cluster.simulate.watch import Watch, bars, warn
 from cluster.simulate.workload import GENERATED, Load, Session, fitting, generated, recorded
 from cluster.status import PIPED_COLUMNS
 from protos.errors import Misconfigured
@@ -134,8 +134,7 @@ def _sessions(given: Mapping[str, Any]) -> list[Session]:
         limit, speed, scale = given["num_requests"], given["trace_speed"], given["trace_scale"]
         sessions = recorded(given["trace"], limit=limit, speed=speed, scale=scale)
         if limit is not None and len(sessions) < limit:
-            line = f"--requests {limit}: {given['trace']} has only {len(sessions):,}"
-            Console(stderr=True).print(line, style="yellow", highlight=False, soft_wrap=True)
+            warn(f"--requests {limit}: {given['trace']} has only {len(sessions):,}")
         return sessions
     load = Load(
         num_requests=given["num_requests"] or DEFAULT_REQUESTS,
@@ -202,8 +201,7 @@ def _settings(file: Path | None, further: Sequence[str], host_kv_gib: float | No
         file, further if host_kv_gib is None else (*further, f"worker.host_kv_gib={host_kv_gib!r}")
     )
     if names := without_effect(further):
-        line = f"no effect in a simulation: --set {', '.join(names)}"
-        Console(stderr=True).print(line, style="yellow", highlight=False, soft_wrap=True)
+        warn(f"no effect in a simulation: --set {', '.join(names)}")
     return settings
 
 

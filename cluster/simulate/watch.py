@@ -42,6 +42,11 @@ class Standing:
     at_s: float
 
 
+def warn(line: str) -> None:
+    """On stderr, and on one line however narrow the terminal is."""
+    Console(stderr=True).print(line, style="yellow", highlight=False, soft_wrap=True)
+
+
 Look = Callable[[], Starting | Standing]
 """Any thread may, at any time."""
 
