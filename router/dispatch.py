@@ -23,7 +23,7 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
 from protos.errors import BatonError, Internal, NoWorkers, Overloaded, TransferFailed, WorkerDraining, WorkerLost
-from protos.values import FinishReason, ReserveRequest, SequenceUpdate
+from protos.values import FinishReason, ReserveRequest, SequenceUpdate, Ticket
 from router.choosing import Chooser, Routing, routing_of
 from router.client import Updates
 from router.config import RouterConfig
@@ -70,6 +70,12 @@ class Attempt:
     @property
     def worker_ids(self) -> tuple[str, ...]:
         return tuple(member.worker_id for member in self.members)
+
+    def end_pull(self) -> None:
+        """Once: whoever calls it again finds none."""
+        pull, self.pull = self.pull, None
+        if pull is not None:
+            pull.end()
 
     def rest_on(self, members: Sequence[Member]) -> None:
         self.moved_to = members
@@ -210,7 +216,7 @@ class Dispatcher:
         request_id = attempt.request_id
         finished = False
         try:
-            pull = await self.pulls.fetch(journal, attempt.pull)
+            pull = await self._fetch(journal, attempt)
             journal.read_since_s = _now()
             answer = worker.submit(journal.request(request_id, pull=pull))
             journal.record.note(What.SUBMITTED, _now(), worker=worker.worker_id)
@@ -221,7 +227,7 @@ class Dispatcher:
                     yield update
         finally:
             (worker.release if finished else worker.abort)(request_id)
-            self.pulls.end(attempt.pull)
+            attempt.end_pull()
 
     async def _handed_over(
         self, journal: Journal, attempt: Attempt, prefill: Member, decode: Member, tap: Tap | None
@@ -234,7 +240,7 @@ class Dispatcher:
             asked = self._reservation(journal, attempt, prefill)
             ticket = await decode.reserve(asked)
             with _renewing(asked, decode, ticket.lease_s) as renewals:
-                pull = await self.pulls.fetch(journal, attempt.pull)
+                pull = await self._fetch(journal, attempt)
                 journal.read_since_s = _now()
                 journal.record.note(What.RESERVED, _now(), worker=decode.worker_id, blocks=len(ticket.block_ids))
                 reading = prefill.submit(journal.request(request_id, ticket=ticket, pull=pull))
@@ -263,7 +269,15 @@ class Dispatcher:
         finally:
             (prefill.release if finished else prefill.abort)(request_id)
             (decode.release if finished and answer is not None else decode.abort)(request_id)
-            self.pulls.end(attempt.pull)
+            attempt.end_pull()
+
+    async def _fetch(self, journal: Journal, attempt: Attempt) -> Ticket | None:
+        """What comes of the attempt's pull. The reservation of one that fails is given back at once: the request could
+        wait for the very blocks until the lease ends."""
+        ticket = await self.pulls.fetch(journal, attempt.pull) if attempt.pull is not None else None
+        if ticket is None:
+            attempt.end_pull()
+        return ticket
 
     def _reservation(self, journal: Journal, attempt: Attempt, prefill: Member) -> ReserveRequest:
         """Asks for blocks for all that prefill will read: after a failure that is the prompt and what was emitted."""

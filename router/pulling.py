@@ -97,6 +97,11 @@ class Pull:
     holder: Member
     num_tokens: int
 
+    def end(self) -> None:
+        """Gives back what is left of it. What the request has taken over is its own."""
+        self.reader.abort(self.request_id)
+        self.holder.abort(self.request_id)
+
 
 class Pulls:
     """One for a router. `num_blocks` have been pulled; `failures` counts, by error code, pulls that came to nothing."""
@@ -155,11 +160,9 @@ class Pulls:
                     load_s=float(one.loading(num_tokens - on_device)) if num_tokens > on_device else 0.0,
                 )
 
-    async def fetch(self, journal: Journal, pull: Pull | None) -> Ticket | None:
+    async def fetch(self, journal: Journal, pull: Pull) -> Ticket | None:
         """A reservation on the reader into which the holder pushes; None when the reader had better begin to compute.
-        `end` it in any case."""
-        if pull is None:
-            return None
+        Whoever asks ends the pull in any case."""
         try:
             ticket = await pull.reader.reserve(self._reservation(journal, pull))
             block_size = pull.holder.block_size or ticket.layout.block_size
@@ -176,12 +179,6 @@ class Pulls:
         journal.record.note(What.PULLED, now, source=pull.holder.worker_id, blocks=num_blocks)
         return replace(ticket, block_ids=ticket.block_ids[:num_blocks])
 
-    def end(self, pull: Pull | None) -> None:
-        """Gives back what is left of a pull. What the request has taken over is its own."""
-        if pull is not None:
-            pull.reader.abort(pull.request_id)
-            pull.holder.abort(pull.request_id)
-
     def _reservation(self, journal: Journal, pull: Pull) -> ReserveRequest:
         if pull.holder.info is None:
             raise WorkerLost(f"worker {pull.holder.worker_id} was never met")
@@ -197,7 +194,5 @@ class Pulls:
         )
 
     def _failed(self, pull: Pull, code: str, reason: str) -> None:
-        """Its reservation is given back at once: the request could wait for the very blocks until the lease ends."""
-        self.end(pull)
         self.failures[code] += 1
         log.info("%s computes what %s was to give: %s", pull.request_id, pull.holder.worker_id, reason)

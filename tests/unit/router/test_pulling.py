@@ -140,6 +140,26 @@ async def test_what_was_reserved_for_a_pull_that_fails_is_given_back_before_its_
     assert tokens(await asking) == expected_tokens(PROMPT, 8)
 
 
+@pytest.mark.parametrize("reader", ["c0", "p0"])
+async def test_a_pull_that_fails_is_ended_once(make: Callable[..., Cluster], reader: str) -> None:
+    """Whether its request is written where it is read or handed over: each end tells both workers of the pull."""
+    cluster = await two_readers(make)
+    cluster["c1"].blocks.clear()
+    if reader == "p0":
+        await cluster.add("p0", "d0")
+        cluster["p0"].load = replace(cluster["p0"].load, prefill_tokens_per_s=100.0)
+        cluster["p0"].say()
+        await cluster.until(lambda: cluster.fleet.member("p0").load.prefill_tokens_per_s > 0)
+        cluster.choose("d0", prefill="p0")
+    await collect(cluster, job("r"))
+    assert cluster.generate.pulls.failures == {"evicted": 1}
+    for name in (reader, "c1"):
+        worker = cluster[name]
+        cluster.fleet.member(name).abort("last")  # what was said before has come when this has
+        await worker.until(lambda worker=worker: "last" in worker.aborted)  # type: ignore[misc]
+        assert worker.aborted.count(pull_id("r.1")) == 1
+
+
 async def test_a_slow_pull_does_not_cost_the_reservation_behind_it(make: Callable[..., Cluster]) -> None:
     cluster = make(sibling_s=0.0, ticket_lease_s=0.1)
     await cluster.add("c1")
