@@ -75,18 +75,19 @@ class Transfers:
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request under way. `heard_s` is when something last came of it."""
+    """A request under way. `heard_s` is when something last came of it; it is `handed_over` when tokens come of another
+    worker than the one that read the prompt."""
 
     request_id: str
     heard_s: float
     task: asyncio.Task[None] | None = None
-    num_output: int = 0
+    handed_over: bool = False
     times: list[float] = field(default_factory=list)
 
 
 class Clients:
     """Runs sessions against a deployment. `records` are of requests that have ended, `asked` of those that have not;
-    `num_handed_over` had their prompts read by another worker than the one that wrote the answer."""
+    `num_handed_over` whole answers were begun by the worker that read the prompt, and written on by another."""
 
     def __init__(self, deployment: Deployment, chronicle: Chronicle, *, seed: int) -> None:
         self.records: list[Record] = []
@@ -153,6 +154,7 @@ class Clients:
         except asyncio.CancelledError:
             error = ABORTED if gateway.alive else GATEWAY_LOST
         del self.asked[request_id], gateway.requests[asked.task]
+        self.num_handed_over += asked.handed_over and not error
         if (travels := self._deployment.lanes.take(request_id)) and asked.times and not error:
             self.transfers.count(travels, asked.times[0], asked.times[-1] - sent_s)
         by = self._deciders(gateway, request_id)
@@ -191,10 +193,11 @@ class Clients:
                     if not asked.times:
                         cached.append(delta.num_cached_tokens)
                         asked.times.append(now)
-                        by = self._deciders(gateway, job.request_id)
-                        self.num_handed_over += not by.rpartition(",")[2].startswith(ALONE)
-                        self._chronicle.note("first token", job.request_id, by=by)
+                        self._chronicle.note("first token", job.request_id, by=self._deciders(gateway, job.request_id))
                     else:
+                        if len(asked.times) == 1:  # the first token may have been the last: then nobody takes over
+                            by = self._deciders(gateway, job.request_id)
+                            asked.handed_over = not by.rpartition(",")[2].startswith(ALONE)
                         asked.times[1:] = [now]
                 ended = delta.finish_reason is not None
         assert ended, f"{job.request_id} ended without saying so"

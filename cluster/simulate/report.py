@@ -58,11 +58,11 @@ class Hits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """`handed_over`: the share of answers written by another worker than the one that read the prompt. Of the time, end
-    to end, of answers whose KV travelled: `transfer_share` it was on its way, `transfer_waited` clients saw.
-    `num_not_asked` requests are not in the report: an earlier one of their conversation had failed. Nor are the
-    `num_left_out` sessions, of `num_left_out_requests`: no worker holds their length. `cluster` says in a line what was
-    simulated, empty where nobody chose it."""
+    """`handed_over`: the share of whole answers that another worker wrote on than the one that read the prompt, which
+    makes the first token: no answer of one token. Of the time, end to end, of answers whose KV travelled:
+    `transfer_share` it was on its way, `transfer_waited` clients saw. `num_not_asked` requests are not in the report:
+    an earlier one of their conversation had failed. Nor are the `num_left_out` sessions, of `num_left_out_requests`: no
+    worker holds their length. `cluster` says in a line what was simulated, empty where nobody chose it."""
 
     cluster: str
     report: Report
@@ -97,7 +97,7 @@ def summarise(
         hits=_hits(outcome, report),
         pools=[_pool(role, lives) for role, lives in _by_role(outcome.served).items()],
         costs=_costs(outcome, report),
-        handed_over=outcome.num_handed_over / max(1, report.num_requests),
+        handed_over=outcome.num_handed_over / max(1, report.num_completed),
         transfer_bytes=outcome.transfer_bytes,
         transfer_share=transfers.travelled_s / (transfers.answers_s or 1.0),
         transfer_waited=transfers.waited_s / (transfers.answers_s or 1.0),

@@ -257,6 +257,22 @@ def test_the_report_says_what_share_of_answers_time_their_kv_travelled() -> None
     assert shares(prefill=0) == (0.0, 0.0)
 
 
+def test_answers_of_one_token_are_not_handed_over() -> None:
+    """The one token is the reader's: what was reserved for the rest is given back. Every such answer counted."""
+    short, long = sessions(num=3, max_output=1), sessions(num=9, max_output=20)[3:]
+    told = summarise(simulate(town(), [*_of(short, num_output=1), *_of(long, num_output=9)]), Objective())
+    assert told.report.num_completed == 9
+    assert told.handed_over == pytest.approx(6 / 9)
+    begun = simulate(town(), _of(long, num_output=900), [Fault.parse("1.5 aborts clients by 0.5")])
+    told = summarise(begun, Objective())
+    assert 0 < told.report.num_completed < told.report.num_requests
+    assert told.handed_over == 1.0, "of whole answers"
+
+
+def _of(asked: list[Session], *, num_output: int) -> list[Session]:
+    return [replace(one, turns=tuple(replace(turn, num_output=num_output) for turn in one.turns)) for one in asked]
+
+
 def test_prefixes_are_pulled_over_lanes_that_were_measured_as_quick() -> None:
     """A token's KV is 131 kB, and takes longer at 1 GB/s, as which unmeasured lanes count, than it is to compute."""
     asked = sessions("agents", num=40)
