@@ -27,14 +27,17 @@ Hash = Callable[[BlockHash, bytes, int], bytes]
 
 
 class Remembering(tuple[int, ...]):
-    """Token ids that keep what was hashed of them. Where gateway and workers are one process, as in a simulation, each
-    hashes the very same prompt; elsewhere nothing is gained. A slice of them, or a sum, is a plain tuple."""
+    """Token ids that keep what was hashed of them, and whether all are below some number. Where gateway and workers are
+    one process, as in a simulation, each hashes and checks the very same prompt; elsewhere nothing is gained. A slice
+    of them, or a sum, is a plain tuple."""
 
     hashed: dict[tuple[BlockHash, int, int], bytes]
+    are_below: dict[int, bool]
 
     def __new__(cls, token_ids: Iterable[int]) -> Remembering:
         self = super().__new__(cls, token_ids)
         self.hashed = {}
+        self.are_below = {}
         return self
 
 

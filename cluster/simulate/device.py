@@ -55,6 +55,12 @@ class Tally:
         self.answer_s += step_s * num_answer / step.num_tokens
         self.prompt_s += step_s * num_prompt / step.num_tokens
 
+    def count_plain(self, num_rows: int, steps_s: Sequence[float]) -> None:
+        """Steps that make a token for each of so many answers."""
+        self.num_answer_tokens += num_rows * len(steps_s)
+        for step_s in steps_s:
+            self.answer_s += step_s * num_rows / num_rows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
@@ -131,7 +137,7 @@ class Device:
     def foresee(self, num_steps: int, *, in_flight: bool) -> list[float]:
         """When so many more steps would be over, counted from the one `in_flight` if there is one."""
         rows = self.last.rows
-        num_rows, read = len(rows), sum([row.stop for row in rows])
+        num_rows, read = len(rows), sum([stop for stop, _ in self._totals.values()])  # each of them sampled
         free_s = max(self._free_s, self.now_s)
         self._steps_s, self._frees_s = [], []
         for number in range(self._num_launched, self._num_launched + num_steps):
@@ -155,11 +161,10 @@ class Device:
             block_ids = row.block_ids if block_id is None else (*row.block_ids, block_id)
             known, total, written = self._go_on(row, block_ids, output.token_id, num_steps)
             tokens.append(tuple(known[:-1] if in_flight else known[1:]))
-            rows.append(_moved(row, block_ids, num_steps, len(rows) if in_flight else known[-2], follows=in_flight))
+            rows.append(_moved(row, block_ids, written, len(rows) if in_flight else known[-2], follows=in_flight))
             outputs.append(RowOutput(token_id=known[-1]))
             totals[row.request_id] = (written, total)
-        for step_s in steps_s:
-            self.tally.count(Step(len(rows), len(rows), 0, 0.0), len(rows), step_s)
+        self.tally.count_plain(len(rows), steps_s)
         self.last, self.last_s = Batch(rows=tuple(rows)), steps_s[-1]
         self._totals, self._output = totals, StepOutput(rows=tuple(outputs))
         self._free_s, self.now_s = frees_s[-1], ends_s[-1]
@@ -175,38 +180,33 @@ class Device:
         )
 
     def _go_on(self, row: Row, block_ids: Sequence[int], token_id: int, num_steps: int) -> tuple[list[int], int, int]:
-        """The row's last token and those that follow; the sum over all positions, and how many these are. Only the last
-        may be in another block than the first."""
+        """The row's last token and those that follow; the sum over all positions, and how many these are."""
         start, total = self._totals[row.request_id]
         assert start == row.stop
         assert row.sample is not None
         params, size = row.sample.params, self._vocab_size
         seed, stride = (params.seed * 31, 17) if params.temperature > 0 else (0, 0)
         total += (base := WEIGHT * STRIDE + seed + row.sample.index * stride)  # what `summed_token` adds
-        values, tokens = [], [token_id]
-        for position in range(start, start + num_steps):
-            value = (position + 1) * ((token_id + 1) * 7919 + position) % MODULUS
-            total += value + stride
-            token_id = total % MODULUS % size
-            values.append(value)
-            tokens.append(token_id)
-        total -= base + num_steps * stride
-        index, offset = divmod(start, self._block_size)
-        if offset + num_steps > self._block_size:
-            self._put_on(block_ids[index + 1], 0, values[-1:])
-            del values[-1]
-        self._put_on(block_ids[index], offset, values)
-        return tokens, total, start + num_steps
-
-    def _put_on(self, block_id: int, offset: int, values: list[int]) -> None:
-        """The next positions of a block."""
-        if not offset:
-            self._content[block_id] = 0
-            self._sums[block_id] = 0
-        start = block_id * self._block_size + offset
-        there = self._flat[start : start + len(values)]
-        self._sums[block_id] += sum(values) - sum(there)
-        there[:] = array("H", values)
+        flat, tokens, stop = self._flat, [token_id], start + num_steps
+        while start < stop:
+            index, offset = divmod(start, self._block_size)
+            block_id = block_ids[index]
+            if not offset:
+                self._content[block_id] = 0
+                self._sums[block_id] = 0
+            there, added = range(start, min(stop, start + self._block_size - offset)), 0
+            place = block_id * self._block_size + offset
+            for position in there:
+                value = (position + 1) * ((token_id + 1) * 7919 + position) % MODULUS
+                added += value - flat[place]
+                flat[place] = value
+                total += value + stride
+                token_id = total % MODULUS % size
+                tokens.append(token_id)
+                place += 1
+            self._sums[block_id] += added
+            start = there.stop
+        return tokens, total - base - num_steps * stride, stop
 
     def _compute(self, batch: Batch) -> StepOutput:
         """All rows write before any reads. A sequence that only went on by a token need not be read again."""
@@ -306,16 +306,17 @@ class Device:
         return total + (int(self._content[block_ids[full], :rest].sum()) if rest else 0)
 
 
-def _moved(row: Row, block_ids: tuple[int, ...], num_steps: int, last: int, *, follows: bool) -> Row:
-    """The row so many plain steps on, also if it has just read the last of a prompt; `last` is its token, or which row
-    it follows: its own of the step before, even if its token was known then, as after a preemption."""
+def _moved(row: Row, block_ids: tuple[int, ...], stop: int, last: int, *, follows: bool) -> Row:
+    """The row so many plain steps on that it ends at `stop`, also if it has just read the last of a prompt; `last` is
+    its token, or which row it follows: its own of the step before, even if its token was known then, as after a
+    preemption."""
     assert row.sample is not None
     return Row(
         request_id=row.request_id,
         token_ids=() if follows else (last,),
-        start=row.stop - 1 + num_steps,
+        start=stop - 1,
         block_ids=block_ids,
-        sample=Sample(params=row.sample.params, index=row.sample.index + num_steps),
+        sample=Sample(params=row.sample.params, index=row.sample.index + stop - row.stop),
         prompt_len=row.prompt_len,
         follows=last if follows else None,
     )

@@ -22,23 +22,29 @@ class Gaps:
 
     def made(self, request_ids: Sequence[str], ends_s: Sequence[float]) -> None:
         """Steps that ended at these times brought each of these requests a token each."""
-        first_s, end_s, last_s = ends_s[0], ends_s[-1], self._last_s
-        since_s: dict[float, int] = {}
-        for request_id in request_ids:
-            before_s = last_s.get(request_id)
-            if before_s is None:
-                before_s = self._begin(request_id)
-            if before_s is not None:
-                since_s[before_s] = since_s.get(before_s, 0) + 1
-            last_s[request_id] = end_s
-        for before_s, times in since_s.items():
-            self._count(first_s - before_s, times)
+        first_s, last_s = ends_s[0], self._last_s
+        befores_s = [last_s.get(request_id) for request_id in request_ids]
+        last_s.update(dict.fromkeys(request_ids, ends_s[-1]))
+        if befores_s.count(befores_s[0]) == len(befores_s) and befores_s[0] is not None:  # nearly always
+            self._count(first_s - befores_s[0], len(befores_s))
+        else:
+            self._count_each(first_s, request_ids, befores_s)
         for before_s, after_s in pairwise(ends_s):
             self._count(after_s - before_s, len(request_ids))
 
     def ended(self, request_id: str) -> None:
         last = self._attempts.pop(request_id.rpartition(".")[0], request_id)
         self._last_s.pop(last, None)
+
+    def _count_each(self, first_s: float, request_ids: Sequence[str], befores_s: Sequence[float | None]) -> None:
+        since_s: dict[float, int] = {}
+        for request_id, before_s in zip(request_ids, befores_s, strict=True):
+            if before_s is None:
+                before_s = self._begin(request_id)
+            if before_s is not None:
+                since_s[before_s] = since_s.get(before_s, 0) + 1
+        for before_s, times in since_s.items():
+            self._count(first_s - before_s, times)
 
     def _begin(self, request_id: str) -> float | None:
         """Of an attempt that brings its first token: when the one before it brought its last."""

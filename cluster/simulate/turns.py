@@ -78,6 +78,7 @@ class EngineTurns:
         self._inbox: deque[Callable[[], None]] = deque()
         self._timer: Timer | None = None
         self._updates: list[SequenceUpdate] = []  # of steps that nobody was told of
+        self._are_plain = True  # those: tokens and nothing else
         self._withholds = withholds and quiet_until is not None
         self._round_trip_s = round_trip_s
         self._withheld: dict[str, list[SequenceUpdate]] = {}  # by requests that were told of
@@ -263,7 +264,8 @@ class EngineTurns:
         """What the steps since the last message have to say, as one message. With its load it `shows` that another step
         is over, which a gateway may wait for; not needed where nobody does."""
         updates, self._updates = self._updates, []
-        self._count_gaps(updates)
+        are_plain, self._are_plain = self._are_plain, True
+        self._count_gaps(() if are_plain else updates)
         self._num_calm += 1
         if not self._withholds:  # then whoever is told of an answer may still be told of its end
             num_rows, self._num_rows = self._num_rows, len(self._device.last.rows)
@@ -273,7 +275,7 @@ class EngineTurns:
         if not updates and not events:
             return
         if self._is_withholding:
-            updates = self._sifted(updates)
+            updates = self._sifted(updates, are_plain=are_plain)
             if not updates and shows is None and self._num_calm > LEAST_CALM:
                 return self._say(events)
         if shows is not False:
@@ -288,24 +290,25 @@ class EngineTurns:
         """A worker that drains tells all: its answers move on with what was told of them."""
         return self._withholds and not self._engine.draining
 
-    def _sifted(self, updates: Sequence[SequenceUpdate]) -> list[SequenceUpdate]:
+    def _sifted(self, updates: Sequence[SequenceUpdate], *, are_plain: bool) -> list[SequenceUpdate]:
         """Without further tokens of answers that are told of already: they come with the end of the answer, or with
         whatever else there is to say of it."""
         told: list[SequenceUpdate] = []
+        withheld = self._withheld
         for update in updates:
-            known = self._withheld.get(update.request_id)
-            if known is not None and update.is_plain:
+            known = withheld.get(update.request_id)
+            if known is not None and (are_plain or update.is_plain):
                 known.append(update)
                 continue
             told += known or ()
             told.append(update)
             if update.finish_reason is None:
-                self._withheld[update.request_id] = []
+                withheld[update.request_id] = []
             else:
-                self._withheld.pop(update.request_id, None)
+                withheld.pop(update.request_id, None)
         scheduler = self._engine.scheduler
-        if len(self._withheld) > 2 * scheduler.num_running + 64:  # some were aborted
-            self._withheld = {one: kept for one, kept in self._withheld.items() if one in scheduler}
+        if len(withheld) > 2 * scheduler.num_running + 64:  # some were aborted
+            self._withheld = {one: kept for one, kept in withheld.items() if one in scheduler}
         return told
 
     def _say(self, events: KVEvents | None) -> None:
@@ -315,9 +318,10 @@ class EngineTurns:
             self._told = load
             self._publish(StepMessage(events=(events,) if events else (), load=load))
 
-    def _note(self, updates: Sequence[SequenceUpdate], ends_s: Sequence[float]) -> None:
+    def _note(self, updates: Sequence[SequenceUpdate], ends_s: Sequence[float], *, are_plain: bool = False) -> None:
         """Keeps what steps that were over at these times brought, until it is told."""
         self._updates += updates
+        self._are_plain = self._are_plain and are_plain
         told = [update.request_id for update in updates if update.token_ids]
         if told and self._gaps is not None:
             self._made.append((told, ends_s))
@@ -403,7 +407,7 @@ class EngineTurns:
         self.num_turns += 1
         if self._busy:  # it was cut to these
             self._ahead_s = []
-            self._note(self._engine.repeat(len(ahead_s)), ahead_s)
+            self._take(ahead_s)
             if len(ahead_s) > 1:
                 self._progress.turned(self._engine, stepped=True, now=ahead_s[-2])
             return
@@ -411,12 +415,16 @@ class EngineTurns:
         shows = self._shows(num_over)
         self._ahead_s = []
         if num_over:
-            self._note(self._engine.repeat(num_over), ahead_s[:num_over])
+            self._take(ahead_s[:num_over])
             self._progress.turned(self._engine, stepped=True, now=ahead_s[num_over - 1])
         if num_over < len(ahead_s):
             self._tell(shows=shows)
-            self._note(self._engine.repeat(1), ahead_s[num_over : num_over + 1])
+            self._take(ahead_s[num_over : num_over + 1])
             self._go_on_until(ahead_s[num_over])
+
+    def _take(self, ends_s: Sequence[float]) -> None:
+        """Plain steps that are over then."""
+        self._note(self._engine.repeat(len(ends_s)), ends_s, are_plain=True)
 
 
 def merged(updates: Sequence[SequenceUpdate]) -> tuple[SequenceUpdate, ...]:

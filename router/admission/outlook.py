@@ -53,7 +53,7 @@ class Room:
                 return True
             return bool(having_room) and any(map(self.reads, figures_of(readers)))
         room = self.writes(writers, num_blocks)
-        if (room & alone & self.reads(writers)).any():
+        if (idle := room & alone).any() and (idle & self.reads(writers)).any():
             return True
         return bool(room.any() and len(readers) and self.reads(readers).any())
 

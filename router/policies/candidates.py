@@ -392,6 +392,7 @@ class Scores(Sequence[Score]):
         )
 
     def take(self, places: Sequence[int] | Places) -> Scores:
+        places = np.asarray(places, dtype=np.intp)  # once: each term would do it otherwise
         terms = [(name, cost[places]) for name, cost in self.terms]
         return Scores(self.crew.take(places), self.totals[places], terms, self.places[places])
 

@@ -93,22 +93,32 @@ def least(one: Numbers, other: Numbers) -> Numbers:
 def transfer_s(view: RequestView, readers: Sequence[str], writers: Candidates) -> Floats:
     """[readers, writers]: how long an answer is held up for its KV, which is what the writer's device lacks, over the
     lane between the two."""
-    num_bytes = num_off_device(view, writers) / view.block_size * view.block_bytes
+    num_bytes = _num_handed(view, writers)
     unmeasured = writers.receiving(num_bytes)
-    known = [ways.lines(writers.crew) if (ways := view.lanes.get(reader)) else None for reader in readers]
-    seconds = np.tile(unmeasured, (len(readers), 1))
-    if rows := [row for row, lines in enumerate(known) if lines is not None]:
-        fixed_s = np.array([lines.fixed_s for lines in known if lines is not None])
-        each_s = np.array([lines.each_s for lines in known if lines is not None])
-        seconds[rows] = np.where(np.isnan(each_s), unmeasured, fixed_s + each_s * num_bytes)
+    seconds = np.empty((len(readers), len(writers)))
+    for row, reader in zip(seconds, readers, strict=True):
+        if ways := view.lanes.get(reader):
+            lines = ways.lines(writers.crew)
+            np.multiply(lines.each_s, num_bytes, out=row)
+            row += lines.fixed_s
+            np.copyto(row, unmeasured, where=np.isnan(row))
+        else:
+            row[:] = unmeasured
     return seconds
+
+
+def _num_handed(view: RequestView, writer: KnownOf[Numbers]) -> Numbers:
+    """Bytes of KV that it needs from a reader."""
+    return num_off_device(view, writer) / view.block_size * view.block_bytes
 
 
 def outlook(view: RequestView, candidates: Sequence[Candidate], decision: Decision) -> Outlook:
     """What to expect of a decision, whatever policy made it."""
     writer = named(candidates, decision.decode)
     reader = writer if decision.prefill is None else named(candidates, decision.prefill)
-    handing = 0.0 if reader is writer else transfer_s(view, [reader.worker_id], Candidates.of([writer]))[0, 0]
+    ways = view.lanes.get(reader.worker_id)
+    lane = writer.receiving if ways is None else ways.get(writer.worker_id, writer.receiving)
+    handing = 0.0 if reader is writer else lane(_num_handed(view, writer))
     return Outlook(
         ttft_s=ttft_s(view, reader),
         tpot_s=tpot_s(writer),

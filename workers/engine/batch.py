@@ -72,7 +72,7 @@ class Row(Value, frozen=True, kw_only=True):
 
     @property
     def stop(self) -> int:
-        return self.start + self.num_tokens
+        return self.start + len(self.token_ids) + (self.follows is not None)  # asked of every row, several times a step
 
 
 class Batch(Value, frozen=True, kw_only=True):

@@ -425,8 +425,10 @@ class Scheduler:
         """What the plain steps that were planned brought, applied at once."""
         requests = [self._requests[row.request_id] for row in done.batch.rows]
         updates = [extended(request, tokens) for request, tokens in zip(requests, done.tokens, strict=True)]
+        size = self.pool.block_size
         for request in requests:
-            self._seal(request)
+            if request.num_computed // size > request.num_sealed:
+                self._seal(request)
         return updates
 
     def _after_prefill(self, request: Request) -> FinishReason | None:
