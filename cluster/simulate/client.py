@@ -154,6 +154,7 @@ class Clients:
         except asyncio.CancelledError:
             error = ABORTED if gateway.alive else GATEWAY_LOST
         del self.asked[request_id], gateway.requests[asked.task]
+        self._deployment.gaps.ended(request_id)
         self.num_handed_over += asked.handed_over and not error
         if (travels := self._deployment.lanes.take(request_id)) and asked.times and not error:
             self.transfers.count(travels, asked.times[0], asked.times[-1] - sent_s)

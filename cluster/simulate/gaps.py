@@ -1,4 +1,9 @@
-"""The time between the tokens of each answer (ITL), as workers make them: also of tokens that one message tells of."""
+"""The time between the tokens of each answer (ITL), as workers make them: also of tokens that one message tells of.
+
+They are counted as they are made, whether anybody hears of them or not: also those of an answer that fails in the end,
+and of a token that nobody heard of, made when its worker's connection, or the other worker of its pair, was just lost.
+That answer's pause is then two gaps, one as long as a step.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +37,10 @@ class Gaps:
         for before_s, after_s in pairwise(ends_s):
             self._count(after_s - before_s, len(request_ids))
 
-    def ended(self, request_id: str) -> None:
-        last = self._attempts.pop(request_id.rpartition(".")[0], request_id)
-        self._last_s.pop(last, None)
+    def ended(self, job: str) -> None:
+        """Nobody waits for it any more: no attempt will go on where the last one was."""
+        if (last := self._attempts.pop(job, None)) is not None:
+            self._last_s.pop(last, None)
 
     def _count_each(self, first_s: float, request_ids: Sequence[str], befores_s: Sequence[float | None]) -> None:
         since_s: dict[float, int] = {}

@@ -265,7 +265,7 @@ class EngineTurns:
         is over, which a gateway may wait for; not needed where nobody does."""
         updates, self._updates = self._updates, []
         are_plain, self._are_plain = self._are_plain, True
-        self._count_gaps(() if are_plain else updates)
+        self._count_gaps()
         self._num_calm += 1
         if not self._withholds:  # then whoever is told of an answer may still be told of its end
             num_rows, self._num_rows = self._num_rows, len(self._device.last.rows)
@@ -326,15 +326,11 @@ class EngineTurns:
         if told and self._gaps is not None:
             self._made.append((told, ends_s))
 
-    def _count_gaps(self, updates: Sequence[SequenceUpdate]) -> None:
-        if self._gaps is None:
-            return
+    def _count_gaps(self) -> None:
         made, self._made = self._made, []
-        for request_ids, ends_s in made:
-            self._gaps.made(request_ids, ends_s)
-        for update in updates:
-            if update.finish_reason is not None and update.finish_reason.is_last:
-                self._gaps.ended(update.request_id)
+        if self._gaps is not None:
+            for request_ids, ends_s in made:
+                self._gaps.made(request_ids, ends_s)
 
     def _say_idle(self) -> None:
         load = self._engine.load()

@@ -154,7 +154,7 @@ def test_gaps_are_between_the_tokens_of_one_answer_wherever_they_are_made() -> N
     gaps.made(["a.1", "b.1"], [1.0])
     gaps.made(["a.1"], [1.5, 2.0, 2.5])  # three steps, told at once
     gaps.made(["b.2"], [5.0])  # another attempt of the same job
-    gaps.ended("a.1")
+    gaps.ended("a")
     gaps.made(["a.1"], [90.0])
     spread = gaps.spread()
     assert spread is not None
@@ -167,12 +167,16 @@ def test_gaps_are_between_the_tokens_of_one_answer_wherever_they_are_made() -> N
     assert spread.p90 == pytest.approx(900, rel=0.01)
 
 
-def test_gaps_forget_a_job_that_ends_without_another_token() -> None:
-    gaps = Gaps()
-    gaps.made(["a.1"], [1.0])
-    gaps.ended("a.2")
-    gaps.made(["a.1"], [90.0])
-    assert gaps.spread() is None, "another job of that name"
+def test_the_pause_of_an_answer_whose_kv_was_lost_is_a_gap() -> None:
+    """The decode worker's failure ended the answer's gaps, though another attempt went on with it: the longest were
+    missing."""
+    stalled = [Fault.parse("0 lane-stall prefill-0>decode-0 for 9")]
+    outcome = simulate(town(prefill=1, decode=1), _of(sessions(num=1), num_output=9), stalled)
+    (record,) = outcome.records
+    assert outcome.itl_s is not None
+    assert outcome.itl_s.num == 8
+    assert outcome.itl_s.max > 4
+    assert 8 * outcome.itl_s.mean == pytest.approx(record.arrivals_s[-1] - record.arrivals_s[0], abs=0.01)
 
 
 def test_a_worker_that_keeps_blocks_for_others_is_not_stuck() -> None:
