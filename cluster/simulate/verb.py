@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from rich.text import Text
 
 from cluster import flags
 from cluster.bench.report import Objective
@@ -117,6 +118,7 @@ def simulate(
     scene = _Scene(
         gpu=gpu, model=model, gateways=gateways, leaping=not single_step, seed=seed, audit_every=audit_every,
         settings=_settings(file, further or (), host_kv_gib), latency=_latency(calibration or ()),
+        calibration=calibration or (),
         usd_per_gpu_hour=_price(gpu, usd_per_gpu_hour),
         objective=Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms)),
         sessions=_sessions(context.params),
@@ -213,6 +215,7 @@ class _Scene:
     model: str
     settings: ClusterConfig
     latency: Calibrated | None
+    calibration: Sequence[Path]
     usd_per_gpu_hour: float
     gateways: int | None
     leaping: bool
@@ -261,8 +264,15 @@ class _Scene:
         return {**asdict(choice), "gpu": self.gpu, "model": self.model}
 
     def summary(self, choice: Choice, outcome: Outcome, left_out: Sequence[Session]) -> Summary:
-        cluster = f"{choice}, GPU {self.gpu}, model {self.model}"
-        return summarise(outcome, self.objective, cluster=cluster, left_out=left_out)
+        return summarise(outcome, self.objective, cluster=f"{choice}, {self.hardware}", left_out=left_out)
+
+    @property
+    def hardware(self) -> str:
+        """Whose times are simulated, and whose sizes and prices."""
+        sheet = f"GPU {self.gpu}, model {self.model}"
+        if self.latency is None:
+            return sheet
+        return f"times calibrated on {', '.join(path.name for path in self.calibration)}; sizes and prices of {sheet}"
 
     def schedule(self, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
         """The faults written down, and those that are drawn."""
@@ -322,7 +332,7 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
     lost = keep(partial(_write_json, json_file, {**document, "attainment": attainment, **marks}))
     console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     console.print(sweep_table(trials, attainment))
-    console.print(f"GPU {scene.gpu}, model {scene.model}", highlight=False)
+    console.print(Text(scene.hardware))
     if left_out:
         console.print(f"{_too_long(left_out)}: all clusters miss them", style="yellow", highlight=False)
     if best is None:
@@ -415,9 +425,15 @@ def _document(scene: _Scene, command: str, trials: Sequence[Trial]) -> dict[str,
     return {
         "format": FORMAT,
         "command": command,
-        "calibration": asdict(scene.latency) if scene.latency is not None else None,
+        "calibration": _calibration(scene),
         "runs": [{"cluster": scene.cluster(trial.choice), "figures": asdict(trial.summary)} for trial in trials],
     }
+
+
+def _calibration(scene: _Scene) -> dict[str, Any] | None:
+    if scene.latency is None:
+        return None
+    return {"files": [str(path) for path in scene.calibration], **asdict(scene.latency)}
 
 
 def _longest(config: SimulationConfig) -> int:

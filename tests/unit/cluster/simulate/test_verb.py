@@ -205,6 +205,21 @@ def test_every_report_says_what_was_simulated(tmp_path: Path) -> None:
     assert cluster in [run["cluster"] for run in found["runs"]]
 
 
+def test_a_report_says_what_its_times_were_calibrated_on(tmp_path: Path) -> None:
+    """It said GPU and model alone, as if the times were theirs."""
+    file, figures, page = tmp_path / "my [machine].json", tmp_path / "run.json", tmp_path / "run.html"
+    steps = [{"rows": [[1, context]] * rows, "seconds": 0.01 + 0.001 * rows} for rows in (1, 4) for context in (9, 99)]
+    file.write_text(json.dumps(steps))
+    told = answer(*SMALL, "--calibration", str(file), "--json", str(figures), "--html", str(page))
+    said = "times calibrated on my [machine].json; sizes and prices of GPU h100, model llama-3-8b"
+    found = json.loads(figures.read_text())
+    assert found["calibration"]["files"] == [str(file)]
+    for report in (told, page.read_text(), found["runs"][0]["figures"]["cluster"]):
+        assert f"1P+1D tp1 slo, {said}" in " ".join(report.split())
+    swept = answer(*SMALL, "--calibration", str(file), "--sweep", "--decode", "1,2", "--ttft-ms", "90000")
+    assert said in " ".join(swept.split())
+
+
 def test_a_cluster_that_holds_none_of_the_sessions_is_left_out_of_a_sweep() -> None:
     result = call(
         "--requests", "2", "--input-len", "60000:60000", "--output-len", "5:5", "--model", "llama-3-70b",
