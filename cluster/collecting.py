@@ -35,7 +35,8 @@ def collect_rarely() -> None:
 def collecting_in_bulk() -> Iterator[None]:
     """For a long computation that nobody waits for step by step: young objects are looked at so many together that most
     are gone by then, and memory is gathered on huge pages whenever it has grown by a quarter. `gc.freeze()` within it,
-    once what stays to the end is there."""
+    once what stays to the end is there: the collector hardly ever comes back to that, so of many computations one after
+    the other what they have left is looked at here, as soon as it is much."""
     before, gathered = gc.get_threshold(), resident()
 
     def looked(phase: str, info: dict[str, int]) -> None:
@@ -51,7 +52,10 @@ def collecting_in_bulk() -> Iterator[None]:
     finally:
         gc.callbacks.remove(looked)
         gc.set_threshold(*before)
+        is_much = gc.get_freeze_count() > BULK
         gc.unfreeze()
+        if is_much:
+            gc.collect()
 
 
 def resident(statm: Path = Path("/proc/self/statm")) -> int:
