@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -105,6 +106,20 @@ def summarise(
         num_events=outcome.num_events,
         faults=outcome.faults,
     )
+
+
+def figures(summary: Summary) -> dict[str, Any]:
+    """For a file: times in whole microseconds, without the noise of floats."""
+    told: dict[str, Any] = _in_microseconds(asdict(summary))
+    return told
+
+
+def _in_microseconds(told: Any, *, is_time: bool = False) -> Any:
+    if isinstance(told, Mapping):
+        return {name: _in_microseconds(one, is_time=is_time or name.endswith("_s")) for name, one in told.items()}
+    if isinstance(told, list | tuple):
+        return [_in_microseconds(one, is_time=is_time) for one in told]
+    return round(told, 6) if is_time and isinstance(told, float) else told
 
 
 def _hits(outcome: Outcome, report: Report) -> Hits:

@@ -19,6 +19,7 @@ from cluster.simulate.shapes import gpu_of, model_of
 from cluster.simulate.simulation import Outcome, simulate
 from cluster.simulate.workload import GENERATED, Load, Session, agents, fitting
 from protos.errors import InvalidRequest, Overloaded, RequestKillsWorkers
+from protos.values import WorkerRole
 from router.policies.registry import NAMES
 
 GPU, MODEL = "h100", "llama-3-8b"
@@ -43,6 +44,18 @@ class Trial:
     @property
     def replay(self) -> str:
         return f"baton simulate --replay {self.seed}"
+
+    @property
+    def cluster(self) -> str:
+        """What is simulated, in a line."""
+        config, spec = self.config, self.config.spec
+        numbers = config.pools.counts()
+        if config.pools.colocated:
+            pools = f"{config.pools.colocated} colocated"
+        else:
+            pools = f"{numbers[WorkerRole.PREFILL]}P+{numbers[WorkerRole.DECODE]}D"
+        memory = f"{spec.num_blocks:,} blocks of {spec.layout.block_size} tokens"
+        return f"{pools} tp{config.num_gpus} {config.router.policy}, GPU {GPU}, model {MODEL}, {memory}"
 
 
 def trial(seed: int) -> Trial:
@@ -256,6 +269,7 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
         shared_index=random.Random(f"{seed} store").random() < 0.25,
         load_s=rng.choice((0.2, 2.0)),
         max_skew_s=1e5,
+        usd_per_gpu_hour=gpu_of(GPU).usd_per_hour,
         audit_every=AUDIT_EVERY,
         patience_s=400.0,
         seed=seed,

@@ -65,7 +65,7 @@ def replay_one(seed: int, events: Path | None) -> None:
     with Log(events) as log, told(events):
         outcome = soaking.run(trial, write=log.write)
     lost = keep(log.check)
-    console.print(summary_table(summarise(outcome, Objective())))
+    console.print(summary_table(summarise(outcome, Objective(), cluster=trial.cluster)))
     tell_lost(lost)
 
 

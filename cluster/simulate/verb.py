@@ -31,7 +31,7 @@ from cluster.simulate.files import Log, keep, tell_lost, write
 from cluster.simulate.files import check as check_files
 from cluster.simulate.latency import Calibrated
 from cluster.simulate.page import page
-from cluster.simulate.report import Summary, summarise, summary_table
+from cluster.simulate.report import Summary, figures, summarise, summary_table
 from cluster.simulate.shapes import GPUS, MODELS, gpu_of
 from cluster.simulate.simulation import Outcome
 from cluster.simulate.simulation import simulate as run_simulation
@@ -426,7 +426,7 @@ def _document(scene: _Scene, command: str, trials: Sequence[Trial]) -> dict[str,
         "format": FORMAT,
         "command": command,
         "calibration": _calibration(scene),
-        "runs": [{"cluster": scene.cluster(trial.choice), "figures": asdict(trial.summary)} for trial in trials],
+        "runs": [{"cluster": scene.cluster(trial.choice), "figures": figures(trial.summary)} for trial in trials],
     }
 
 

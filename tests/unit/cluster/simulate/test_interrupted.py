@@ -8,18 +8,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from cluster.cli import make_app
 from cluster.simulate import soak
 from cluster.simulate.chronicle import Chronicle
 from cluster.simulate.soak import Trial
-
-SMALL = ("--requests", "30", "--rate", "10", "--input-len", "50:400", "--output-len", "5:40")
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(make_app(["simulate"]), ["simulate", *arguments])
+from tests.unit.cluster.simulate.asking import SMALL, call
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, number: int, kind: str = "") -> None:

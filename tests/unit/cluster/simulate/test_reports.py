@@ -1,0 +1,109 @@
+"""What `baton simulate` says of a run, on a terminal, on its page and in its figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tests.unit.cluster.simulate.asking import SMALL, answer, call
+
+
+def test_it_says_how_fast_how_full_and_how_dear() -> None:
+    told = answer(*SMALL, "--ttft-ms", "500")
+    for words in ("30 of 30", "TTFT", "goodput", "GPUs busy", "USD a million tokens", "event log"):
+        assert words in told
+
+
+def test_turns_whose_conversation_had_failed_before_are_told_and_missed(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    asked = "--workload", "agents", "--requests", "24", "--rate", "40", "--output-len", "5:40", "--prefill", "0"
+    failing = *asked, "--fault", "1 aborts clients", "--ttft-ms", "90000", "--json", str(file)
+    told = answer(*failing)
+    figures = json.loads(file.read_text())["runs"][0]["figures"]
+    report, num_not_asked = figures["report"], figures["num_not_asked"]
+    assert num_not_asked > 0
+    assert report["num_requests"] + num_not_asked == 24
+    assert f"{num_not_asked}: their conversation had failed before" in told
+    swept = answer(*failing, "--sweep", "--attainment", "0.01")
+    assert f" {report['num_completed'] / 24:.1%} " in swept
+
+
+def test_a_load_that_is_left_out_is_in_every_report_and_missed_in_a_sweep(tmp_path: Path) -> None:
+    """It was told on stderr alone, and a sweep met its objective for all of what was left."""
+    figures, page = tmp_path / "run.json", tmp_path / "run.html"
+    load = "--workload", "conversations", *SMALL, "--input-len", "50:900", "--set", "worker.max_model_len=900"
+    told = answer(*load, "--json", str(figures), "--html", str(page))
+    found = json.loads(figures.read_text())["runs"][0]["figures"]
+    num_requests = found["num_left_out_requests"]
+    assert num_requests > found["num_left_out"] > 0, "a conversation asks more than once"
+    assert found["report"]["num_requests"] + num_requests == 30
+    for report in (told, page.read_text()):
+        assert f"{found['num_left_out']} sessions ({num_requests} requests): no worker holds them" in " ".join(
+            report.split()
+        )
+    met = 100 * (1 - num_requests / 30)
+    swept = call(*load, "--sweep", "--workers", "1,2", "--ttft-ms", "90000", "--attainment", "0.95")
+    assert swept.exit_code == 1, "a load that is mostly not tried is not met"
+    assert f"{found['num_left_out']} sessions left out: longer than a worker can hold: all" in swept.stdout
+    assert [row.split()[6] for row in swept.stdout.splitlines() if " colocated tp1 " in row[:20]] == [f"{met:.1f}%"] * 2
+
+
+def test_every_report_says_what_was_simulated(tmp_path: Path) -> None:
+    """Pools and policy stood on stderr alone, GPU and model nowhere."""
+    figures, page, swept = tmp_path / "run.json", tmp_path / "run.html", tmp_path / "swept.json"
+    choice = *SMALL, "--gpu", "h200", "--model", "qwen3-32b", "--policy", "least_loaded"
+    told = answer(*choice, "--tp", "2", "--decode", "2", "--json", str(figures), "--html", str(page))
+    for report in (told, page.read_text()):
+        assert re.search("cluster +1P[+]2D tp2 least_loaded, GPU h200, model qwen3-32b", report)
+    cluster = {"prefill": 1, "decode": 2, "tp": 2, "policy": "least_loaded", "gpu": "h200", "model": "qwen3-32b"}
+    assert json.loads(figures.read_text())["runs"][0]["cluster"] == cluster
+    told = answer(*choice, "--tp", "2", "--decode", "1,2", "--sweep", "--ttft-ms", "90000", "--json", str(swept))
+    assert "GPU h200, model qwen3-32b" in told
+    found = json.loads(swept.read_text())
+    assert found["cheapest"] in [run["cluster"] for run in found["runs"]]
+    assert cluster in [run["cluster"] for run in found["runs"]]
+
+
+def test_a_report_says_what_its_times_were_calibrated_on(tmp_path: Path) -> None:
+    """It said GPU and model alone, as if the times were theirs."""
+    file, figures, page = tmp_path / "my [machine].json", tmp_path / "run.json", tmp_path / "run.html"
+    steps = [{"rows": [[1, context]] * rows, "seconds": 0.01 + 0.001 * rows} for rows in (1, 4) for context in (9, 99)]
+    file.write_text(json.dumps(steps))
+    told = answer(*SMALL, "--calibration", str(file), "--json", str(figures), "--html", str(page))
+    said = "times calibrated on my [machine].json; sizes and prices of GPU h100, model llama-3-8b"
+    found = json.loads(figures.read_text())
+    assert found["calibration"]["files"] == [str(file)]
+    for report in (told, page.read_text(), found["runs"][0]["figures"]["cluster"]):
+        assert f"1P+1D tp1 slo, {said}" in " ".join(report.split())
+    swept = answer(*SMALL, "--calibration", str(file), "--sweep", "--decode", "1,2", "--ttft-ms", "90000")
+    assert said in " ".join(swept.split())
+
+
+def test_a_cluster_of_a_soak_says_what_it_was_and_cost() -> None:
+    """There was no such line, and all that it cost was USD 0."""
+    shapes = set()
+    for seed in range(1, 9):
+        told = " ".join(answer("--replay", str(seed)).split())
+        shape, said = re.search(r"cluster (.*?) tp1 (.*?tokens) ", told).groups()  # type: ignore[union-attr]
+        assert re.fullmatch(r"[a-z_]+, GPU h100, model llama-3-8b, [\d,]+ blocks of (4|16) tokens", said)
+        assert not re.search(r"output 0\.000", told)
+        for pool, number in re.findall(r"(colocated|decode|prefill) (\d) ", told):
+            assert f"{number} colocated" == shape if pool == "colocated" else f"{number}{pool[0].upper()}" in shape
+        shapes.add(shape)
+    assert len(shapes) > 2
+
+
+def test_times_in_figures_are_whole_microseconds(tmp_path: Path) -> None:
+    """A fault at 0.3 was one at 0.2999999999999998."""
+    file = tmp_path / "run.json"
+    answer(*SMALL, "--fault", "0.3 kill decode-0", "--json", str(file))
+    told = json.loads(file.read_text())["runs"][0]["figures"]
+    assert [fault["at_s"] for fault in told["faults"]] == [0.3]
+    report = told["report"]
+    for seconds in (report["duration_s"], *(value for name in TIMES for value in report[name].values())):
+        assert seconds == round(seconds, 6) > 0
+    assert told["costs"]["usd"] != round(told["costs"]["usd"], 6), "no time"
+
+
+TIMES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
