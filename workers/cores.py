@@ -1,8 +1,8 @@
 """Which cores a rank's compute threads run on: distinct physical ones of one memory node, which no other rank has.
 
-A rank holds a locked file for each of its cores as long as its process lives: so the ranks of a host, of whatever
-worker or cluster, share its cores without a word to one another. Where fewer cores are free than there are threads
-nothing is bound: threads that wait behind one another are better left to the system.
+A rank holds a locked file for each of its cores until it stops, or its process is gone: so the ranks of a host, of
+whatever worker or cluster, share its cores without a word to one another. Where fewer cores are free than there are
+threads nothing is bound: threads that wait behind one another are better left to the system.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from protos.hints import counted
 log = logging.getLogger("baton.worker")
 
 SYSFS = Path("/sys/devices/system")
+TRIES = 100
+"""To take a core: each fails only if another rank leaves that very core, or the last of all, in the same instant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,6 @@ class Cores:
 
     def claim(self, cores: Sequence[Core], num_threads: int) -> tuple[int, ...]:
         try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
             self.cpus = tuple(choose(cores, num_threads, self._take, self._leave))
         except OSError as error:
             log.warning("cores cannot be claimed in %s, threads are not bound: %s", self._folder, error)
@@ -101,17 +102,41 @@ class Cores:
         self.cpus = self.near = ()
 
     def _take(self, cpu: int) -> bool:
-        lock = os.open(self._folder / str(cpu), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        """Whoever has a core removes its file: one that was opened before and is locked after that is nobody's, and
+        another is made."""
+        path = self._folder / str(cpu)
+        for _ in range(TRIES):
+            with suppress(FileExistsError):
+                self._folder.mkdir(mode=0o700)
+            try:
+                lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:  # whoever left the last core has just removed the folder
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                return False
+            if _is_file(lock, path):
+                self._locks[cpu] = lock
+                return True
             os.close(lock)
-            return False
-        self._locks[cpu] = lock
-        return True
+        return False
 
     def _leave(self, cpu: int) -> None:
-        os.close(self._locks.pop(cpu))
+        path, lock = self._folder / str(cpu), self._locks.pop(cpu)
+        with suppress(OSError):  # somebody has cleaned up here, or others have cores
+            if _is_file(lock, path):
+                path.unlink()
+            self._folder.rmdir()
+        os.close(lock)
+
+
+def _is_file(lock: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def claim_cores(num_threads: int, asked: str, rank: int = 0) -> Cores:

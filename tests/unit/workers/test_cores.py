@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -51,6 +52,48 @@ def test_ranks_take_cores_of_one_node_and_never_another_s(tmp_path: Path) -> Non
     assert ranks[3].claim(cores, 3) == (0, 1, 2)
     for rank in ranks:
         rank.release()
+
+
+def test_a_rank_that_stops_leaves_no_file(tmp_path: Path) -> None:
+    folder = tmp_path / "cores"
+    one, other = Cores(folder), Cores(folder)
+    cores = [Core(cpu=cpu, node=0) for cpu in range(3)]
+    one.claim(cores, 1)
+    other.claim(cores, 2)
+    one.release()
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+    other.release()
+    assert not folder.exists()
+    assert one.claim(cores, 3) == (0, 1, 2)
+    one.release()
+
+
+def test_what_a_killed_rank_left_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "0").touch()
+    rank = Cores(tmp_path)
+    assert rank.claim([Core(cpu=0, node=0)], 1) == (0,)
+    rank.release()
+    assert not (tmp_path / "0").exists()
+
+
+def test_a_core_has_one_rank_also_while_its_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opened the file that is removed, and locks it when it is free, must not have the core beside the one
+    who has made it anew."""
+    core, lock = [Core(cpu=0, node=0)], fcntl.flock
+    first, second, late = Cores(tmp_path), Cores(tmp_path), Cores(tmp_path)
+    assert first.claim(core, 1) == (0,)
+
+    def hand_on_and_lock(file: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        first.release()
+        assert second.claim(core, 1) == (0,)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", hand_on_and_lock)
+    assert late.claim(core, 1) == ()
+    second.release()
+    assert late.claim(core, 1) == (0,)
+    late.release()
 
 
 def test_more_threads_than_cores_are_left_to_the_system(tmp_path: Path) -> None:
