@@ -184,8 +184,9 @@ async def _unrouted(request: Request, error: Exception) -> Response:
 def _methods(request: Request) -> list[str]:
     """What a path answers, over all its routes: Starlette's own refusal names those of the first one alone."""
     routes, scope = request.app.routes, request.scope
-    return [
+    found = [
         method
-        for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+        for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
         if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
     ]
+    return ["GET", "HEAD", *found[1:]] if "GET" in found else found

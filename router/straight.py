@@ -18,7 +18,9 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Straight(FastAPI):
-    """Answers a POST to one of the `go_straight` paths behind the same layers as everything else, and nothing more."""
+    """Answers a POST to one of the `go_straight` paths behind the same layers as everything else, and nothing more. A
+    HEAD is answered as a GET, whose body the server keeps (RFC 9110, 9.3.2): FastAPI's routes have none, which monitors
+    ask for."""
 
     def __init__(self, *, layers: Sequence[Middleware], title: str) -> None:
         # The pages of documentation would load scripts from the network; /openapi.json is all they are made of.
@@ -35,6 +37,8 @@ class Straight(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._endpoints:
             await self._answering(scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] == "HEAD":
+            await super().__call__({**scope, "method": "GET"}, receive, send)
         else:
             await super().__call__(scope, receive, send)
 

@@ -111,6 +111,32 @@ async def test_unknown_paths_and_methods_answer_as_openai_does() -> None:
     assert "use POST" in error_of(wrong)["message"]
 
 
+PAGES = [
+    "/",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/openapi.json",
+    "/v1/models",
+    "/v1/models/tiny",
+    "/v1/models/none",
+    "/no",
+]
+
+
+async def test_what_answers_get_answers_head_without_a_body() -> None:
+    """Monitors ask so, and were told 405: use GET."""
+    async with visiting() as (client, _):
+        for path in PAGES:
+            head, whole = await client.head(path), await client.get(path)
+            assert (head.status_code, head.content) == (whole.status_code, b""), path
+            assert head.headers["content-type"] == whole.headers["content-type"]
+        assert int((await client.head("/")).headers["content-length"]) == len((await client.get("/")).content)
+        assert (await client.head("/v1/completions")).status_code == 405
+        wrong = await client.delete("/health")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD")
+
+
 async def test_a_request_has_a_name() -> None:
     async with visiting() as (client, generate):
         own = await client.get("/health", headers={"x-request-id": "trace-1"})
