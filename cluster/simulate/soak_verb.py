@@ -60,6 +60,7 @@ def tell_interrupted(num_done: int, num_asked: int) -> NoReturn:
 def replay_one(seed: int, events: Path | None) -> None:
     trial = soaking.trial(seed)
     console = Console()
+    console.print(f"cluster: {trial.cluster}", highlight=False)
     for fault in trial.faults:
         console.print(f"fault: {fault}", highlight=False)
     with Log(events) as log, told(events):

@@ -85,7 +85,7 @@ def test_a_cluster_of_a_soak_says_what_it_was_and_cost() -> None:
     shapes = set()
     for seed in range(1, 9):
         told = " ".join(answer("--replay", str(seed)).split())
-        shape, said = re.search(r"cluster (.*?) tp1 (.*?tokens) ", told).groups()  # type: ignore[union-attr]
+        shape, said = re.search(r"cluster: .* cluster (.*?) tp1 (.*?tokens) ", told).groups()  # type: ignore[union-attr]
         assert re.fullmatch(r"[a-z_]+, GPU h100, model llama-3-8b, [\d,]+ blocks of (4|16) tokens", said)
         assert not re.search(r"output 0\.000", told)
         for pool, number in re.findall(r"(colocated|decode|prefill) (\d) ", told):

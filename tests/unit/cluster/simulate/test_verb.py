@@ -189,6 +189,7 @@ def test_a_broken_invariant_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -
         result = call(*arguments)
         assert result.exit_code == 1
         assert "broken: AssertionError: " in result.stderr
+    assert re.match(r"cluster: \d.* tp1 .*blocks of \d+ tokens", " ".join(result.stdout.split())), "it has no table"
 
 
 def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
