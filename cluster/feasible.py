@@ -30,14 +30,16 @@ def check_feasible(
     for role, count in config.pools.counts().items():
         tp = config.pools.tp(role, config.worker.tp)
         if count:
-            check_parallel(model, tp, "tp" if tp == config.worker.tp else f"{role}_tp")
+            check_parallel(model, tp, "worker.tp" if tp == config.worker.tp else f"pools.{role}_tp")
     if config.ray.address:
         return
     check_weights(Path(config.worker.model))
     _check_host_tier(config, free_bytes())
     has_gpu = any(devices.glob("nvidia[0-9]*"))
     if config.worker.device == "cuda" and not has_gpu:
-        raise Misconfigured("device is cuda: this machine has no NVIDIA GPU; --device cpu needs none", param="device")
+        raise Misconfigured(
+            "worker.device is cuda: this machine has no NVIDIA GPU; --device cpu needs none", param="device"
+        )
     if config.worker.device == "cpu" or not has_gpu:
         _check_ram(config, model, free_bytes())
 
@@ -54,8 +56,8 @@ def _check_host_tier(config: ClusterConfig, free: int) -> None:
     each, count = config.worker.host_kv_gib, sum(config.pools.counts().values())
     if each * count * _GIB > free:
         raise Misconfigured(
-            f"host_kv_gib is {each:g} for each of {count} workers, {_floored(free):.1f} GiB of memory are free: give "
-            f"at most {_floored(free / count):.1f}",
+            f"worker.host_kv_gib is {each:g} for each of {count} workers, {_floored(free):.1f} GiB of memory are free: "
+            f"give at most {_floored(free / count):.1f}",
             param="host_kv_gib",
         )
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cluster.config import ClusterConfig
 from cluster.log import LogConsole, LogFormat, set_up_log
-from cluster.settings import Table, make_config, merge, read_file, setting
+from cluster.settings import Table, blaming, make_config, merge, read_file, setting
 from protos.errors import Misconfigured
 from workers.config import Device, Dtype
 
@@ -68,10 +68,11 @@ Discovery = Annotated[
 
 def settings(file: Path | None, flags: Table, further: list[str] | None) -> ClusterConfig:
     """`flags` are tables, with None for what was not given. Raises Misconfigured."""
-    tables = merge(read_file(file) if file is not None else {}, _given(flags))
+    said, over = read_file(file) if file is not None else {}, _given(flags)
     for one in further or ():
-        tables = merge(tables, setting(one))
-    return make_config(tables)
+        over = merge(over, setting(one))
+    with blaming(file, said, over):
+        return make_config(merge(said, over))
 
 
 def pools(prefill: int | None, decode: int | None, colocated: bool, workers: int | None) -> Table:

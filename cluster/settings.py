@@ -9,7 +9,8 @@ from __future__ import annotations
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -90,13 +91,37 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
     return merged
 
 
+@contextmanager
+def blaming(file: Path | None, said: Mapping[str, Any], over: Mapping[str, Any]) -> Iterator[None]:
+    """A mistake in what the file has said, and nothing above it has, is raised as one of the file. A setting that is
+    missing is missed by its table."""
+    try:
+        yield
+    except Misconfigured as error:
+        name = error.param or ""
+        if file is None or not any(_says(said, one) and not _says(over, one) for one in (name, name.partition(".")[0])):
+            raise
+        raise type(error)(f"--config {file}: {error.message}", param=error.param) from error
+
+
+def _says(tables: Mapping[str, Any], name: str) -> bool:
+    found: Any = tables
+    for part in name.split("."):
+        if not isinstance(found, Mapping):
+            return True  # a value stands where this table belongs
+        if part not in found:
+            return False
+        found = found[part]
+    return True
+
+
 def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
-    """Raises Misconfigured, naming the setting and how to mend it."""
+    """Raises Misconfigured, naming the setting, with its table, and how to mend it."""
     top = {name: _checked(name, value, TOP[name]) for name, value in settings.items() if _is_top(name)}
     tables = {name: _table(name, settings.get(name, {})) for name in TABLES}
     model = top.get("model", "")
-    lanes = LaneConfig(**tables["lanes"])
-    worker = WorkerConfig(model=model, served_name=top.get("served_name", ""), lanes=lanes, **tables["worker"])
+    lanes = _part("lanes", tables)
+    worker = _part("worker", tables, model=model, served_name=top.get("served_name", ""), lanes=lanes)
     faces = {name: top[name] for name in ("host", "port", "grpc_port") if name in top}
     if faces.get("port") == 0:
         faces.setdefault("grpc_port", 0)  # whoever takes any free port does not want a certain one beside it
@@ -108,16 +133,22 @@ def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
     name = worker.served_name or Path(model).resolve().name
     return ClusterConfig(
         worker=worker,
-        router=RouterConfig(model_path=Path(model), model_name=name, **faces, **tables["router"]),
-        pools=PoolsConfig(**tables["pools"]),
-        prefill=PrefillConfig(**tables["prefill"]),
-        decode=DecodeConfig(**tables["decode"]),
-        ray=RayConfig(**tables["ray"]),
-        supervision=SupervisionConfig(**tables["supervision"]),
-        tls=FaceTls(**tables["tls"]),
-        peers=PeerTls(**tables["peers"]),
+        router=_part("router", tables, model_path=Path(model), model_name=name, **faces),
+        **{table: _part(table, tables) for table in TABLES if table not in ("worker", "lanes", "router")},
         **{name: top[name] for name in ("index", "discovery", "processes") if name in top},
     )
+
+
+def _part(table: str, tables: Mapping[str, Table], **more: Any) -> Any:
+    """What a table makes. A mistake is told with the table's name."""
+    try:
+        return TABLES[table](**more, **tables[table])
+    except Misconfigured as error:
+        name = (error.param or "").removeprefix(f"{table}.")
+        if name not in _owned(table):
+            raise
+        told = error.message if error.message.startswith(f"{table}: ") else f"{table}.{error.message}"
+        raise type(error)(told, param=f"{table}.{name}") from error
 
 
 def to_toml(config: ClusterConfig) -> str:

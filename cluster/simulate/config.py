@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.config import ClusterConfig, PoolsConfig, SupervisionConfig
-from cluster.settings import Table, make_config, merge, read_file, setting
+from cluster.settings import Table, blaming, make_config, merge, read_file, setting
 from cluster.simulate.lanes import Cards
 from cluster.simulate.latency import Latency, Roofline
 from cluster.simulate.network import Wire
@@ -77,20 +77,22 @@ class SimulationConfig:
 def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
     """What `baton serve` would read, over the defaults of a GPU's worker. Raises Misconfigured, also for a type of
     numbers that would need room which simulated models do not take."""
-    tables = merge(GPU_WORKERS, read_file(file) if file is not None else {})
+    said: Table = read_file(file) if file is not None else {}
+    over: Table = {}
     for one in further:
         if "model" in (table := setting(one)):
             raise Misconfigured(
                 f"--set {one}: no checkpoint is read: give --model one of {', '.join(MODELS)}", param="model"
             )
-        tables = merge(tables, table)
-    config = make_config(tables)
-    if config.worker.dtype not in SIMULATED_DTYPES:
-        raise Misconfigured(
-            f"worker.dtype = {config.worker.dtype!r}: simulated KV is bfloat16, and weights are no larger, so sizes "
-            "would not be yours: leave it out",
-            param="worker.dtype",
-        )
+        over = merge(over, table)
+    with blaming(file, said, over):
+        config = make_config(merge(merge(GPU_WORKERS, said), over))
+        if config.worker.dtype not in SIMULATED_DTYPES:
+            raise Misconfigured(
+                f"worker.dtype = {config.worker.dtype!r}: simulated KV is bfloat16, and weights are no larger, so "
+                "sizes would not be yours: leave it out",
+                param="worker.dtype",
+            )
     return config
 
 
@@ -131,14 +133,17 @@ def hardware_spec(
     settings = settings or read_settings(None, ())
     worker = settings.worker
     if worker.host_kv_gib > MAX_HOST_GIB:
-        raise Misconfigured(f"--host-kv-gib {worker.host_kv_gib:g}: give at most {MAX_HOST_GIB:,}", param="host-kv-gib")
+        raise Misconfigured(
+            f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give at most {MAX_HOST_GIB:,}",
+            param="host-kv-gib",
+        )
     share = worker.memory_fraction or MEMORY_SHARE
     layout = shape.layout(worker.block_size)
     host_blocks = int(worker.host_kv_gib * 2**30) // layout.block_bytes
     if worker.host_kv_gib and not host_blocks:
         raise Misconfigured(
-            f"--host-kv-gib {worker.host_kv_gib:g}: give 0, or at least the {layout.block_bytes / 2**30:.4f} GiB of a "
-            f"block",
+            f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give 0, or at least the "
+            f"{layout.block_bytes / 2**30:.4f} GiB of a block",
             param="host-kv-gib",
         )
     return Spec(

@@ -70,7 +70,9 @@ class Rank:
 def device_of(config: WorkerConfig) -> str:
     """ "cuda" or "cpu". Raises Misconfigured when CUDA is asked for and there is none."""
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise Misconfigured("device is 'cuda', but torch sees no GPU: use device 'cpu' or 'auto'", param="device")
+        raise Misconfigured(
+            "worker.device is 'cuda', but torch sees no GPU: use device 'cpu' or 'auto'", param="device"
+        )
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return config.device
@@ -187,8 +189,8 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     if capacity < max_model_len:
         if config.max_model_len is not None:
             raise Misconfigured(
-                f"max_model_len is {max_model_len}, the KV cache holds {capacity} tokens: lower max_model_len to "
-                f"{capacity} or less, or raise num_blocks or memory_fraction",
+                f"worker.max_model_len is {max_model_len}, the KV cache holds {capacity} tokens: lower max_model_len "
+                f"to {capacity} or less, or raise num_blocks or memory_fraction",
                 param="max_model_len",
             )
         log.warning("max_model_len is lowered from %d to %d: more does not fit the KV cache", max_model_len, capacity)
@@ -224,14 +226,14 @@ def _num_slots(config: WorkerConfig, layout: KVLayout, free_bytes: int) -> int:
     num_slots = int(config.host_kv_gib * 2**30) // block_bytes
     if config.host_kv_gib and not num_slots:
         raise Misconfigured(
-            f"host_kv_gib is {config.host_kv_gib:g}, and a block takes {block_bytes / 2**30:.4f} GiB: raise it, or "
-            f"give 0 to keep nothing on the host",
+            f"worker.host_kv_gib is {config.host_kv_gib:g}, and a block takes {block_bytes / 2**30:.4f} GiB: raise it, "
+            f"or give 0 to keep nothing on the host",
             param="host_kv_gib",
         )
     if num_slots * block_bytes > free_bytes:
         raise Misconfigured(
-            f"host_kv_gib is {config.host_kv_gib:g}, more than the {free_bytes / 2**30:.2f} GiB of memory that are "
-            f"free: lower it",
+            f"worker.host_kv_gib is {config.host_kv_gib:g}, more than the {free_bytes / 2**30:.2f} GiB of memory that "
+            f"are free: lower it",
             param="host_kv_gib",
         )
     return num_slots
@@ -256,7 +258,7 @@ def _asked_model_len(config: WorkerConfig, model: ModelConfig) -> int:
         return model.max_model_len
     if config.max_model_len > model.max_model_len:
         raise Misconfigured(
-            f"max_model_len is {config.max_model_len}: this model was made for {model.max_model_len} at most",
+            f"worker.max_model_len is {config.max_model_len}: this model was made for {model.max_model_len} at most",
             param="max_model_len",
         )
     return config.max_model_len

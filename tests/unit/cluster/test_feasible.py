@@ -28,9 +28,9 @@ def refused(tmp_path: Path, free_bytes: int = 8 * GIB, **settings: Any) -> str:
 
 def test_ranks_must_be_able_to_share_the_model(tmp_path: Path) -> None:
     told = refused(tmp_path, worker={"tp": 7})
-    assert told.startswith("tp is 7: it must divide the model's 8 heads")
+    assert told.startswith("worker.tp is 7: it must divide the model's 8 heads")
     assert told.endswith("give one of 1, 2, 4, 8")
-    assert refused(tmp_path, pools={"decode_tp": 3}).startswith("decode_tp is 3: ")
+    assert refused(tmp_path, pools={"decode_tp": 3}).startswith("pools.decode_tp is 3: ")
     assert refused(tmp_path, worker={"tp": 2}, pools={"prefill_tp": 4}) == ""
 
 
@@ -57,11 +57,11 @@ def test_workers_must_fit_into_memory(tmp_path: Path) -> None:
 def test_memory_for_the_host_tier_must_be_there_for_every_worker(tmp_path: Path) -> None:
     assert refused(tmp_path, worker={"host_kv_gib": 2.0}) == ""
     told = refused(tmp_path, worker={"host_kv_gib": 5.0})
-    assert told == ("host_kv_gib is 5 for each of 2 workers, 8.0 GiB of memory are free: give at most 4.0")
+    assert told == ("worker.host_kv_gib is 5 for each of 2 workers, 8.0 GiB of memory are free: give at most 4.0")
     told = refused(tmp_path, int(9.96 * GIB), worker={"host_kv_gib": 6.0})
     assert told.endswith("9.9 GiB of memory are free: give at most 4.9"), "what is named would do"
     (tmp_path / "nvidia0").touch()  # a GPU's blocks are kept in the same memory
-    assert refused(tmp_path, worker={"host_kv_gib": 100_000.0}).startswith("host_kv_gib is 100000 ")
+    assert refused(tmp_path, worker={"host_kv_gib": 100_000.0}).startswith("worker.host_kv_gib is 100000 ")
 
 
 @pytest.mark.parametrize("device", ["nvidia0", "nvidiactl"])
@@ -69,7 +69,7 @@ def test_a_gpu_is_not_waited_for_where_there_is_none(tmp_path: Path, device: str
     (tmp_path / device).touch()
     told = refused(tmp_path, worker={"device": "cuda"})
     assert told == (
-        "" if device == "nvidia0" else "device is cuda: this machine has no NVIDIA GPU; --device cpu needs none"
+        "" if device == "nvidia0" else "worker.device is cuda: this machine has no NVIDIA GPU; --device cpu needs none"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,13 @@ def test_no_model_is_refused() -> None:
         ({"worker": {"zzz": 2}}, r"no setting 'zzz' in \[worker\]: there are .*block_size, "),
         ({"worker": {"tp": "two"}}, "worker.tp = 'two': give a whole number"),
         ({"worker": {"tp": True}}, "worker.tp = True: give a whole number"),
-        ({"worker": {"tp": 0}}, "tp is 0: it must be at least 1"),
+        ({"worker": {"tp": 0}}, "^worker.tp is 0: it must be at least 1"),
+        ({"worker": {"max_num_seqs": 9999}}, "^worker.max_num_seqs is 9999, more than max_num_batched_tokens"),
+        ({"prefill": {"group_bytes": 0}}, "^prefill.group_bytes is 0: it must be at least 1"),
+        ({"decode": {"headroom": 1.0}}, "^decode.headroom is 1.0: it must be at least 0 and below 1"),
+        ({"router": {"max_queued": -1}}, "^router: max_queued = -1: give a number from 0"),
         ({"lanes": {"transport": "smh"}}, r"lanes.transport = 'smh': did you mean 'shm'\?"),
-        ({"lanes": {"stall_s": 0.1}}, "stall_s is 0.1: it must be at least twice beat_s"),
+        ({"lanes": {"stall_s": 0.1}}, "^lanes.stall_s is 0.1: it must be at least twice beat_s"),
         ({"worker": {"device": "cdua"}}, r"worker.device = 'cdua': did you mean 'cuda'\?"),
         ({"worker": {"device": "nvidia"}}, "worker.device = 'nvidia': choose one of auto, cpu, cuda"),
         ({"worker": 3}, r"worker = 3: it is a table, write \[worker\]"),
@@ -101,6 +106,25 @@ def test_flags_do_not_hide_a_value_where_a_table_belongs(tmp_path: Path, table: 
     file.write_text(f"{table} = 3\n")
     with pytest.raises(Misconfigured, match=f"{table} = 3: it is a table"):
         settings(file, {"model": "b", table: {"anything": None}}, [])
+
+
+@pytest.mark.parametrize(
+    "line", ["worker.tp = 0", "worker.tp = 'two'", "worker.tpp = 2", "worker = 3", "tls.cert = 'c'", "index = 'disk'"]
+)
+def test_a_mistake_in_the_file_names_it(tmp_path: Path, line: str) -> None:
+    """Whoever reads the log of a cluster that does not start must know where to look."""
+    file = tmp_path / "baton.toml"
+    file.write_text(line)
+    with pytest.raises(Misconfigured, match=rf"^--config .*baton\.toml: .*{re.split('[. ]', line)[0]}"):
+        settings(file, {"model": "m"}, [])
+
+
+def test_a_mistake_above_the_file_does_not_name_it(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("[worker]\ntp = 2\n")
+    for flags, further in (({"worker": {"tp": 0}}, []), ({}, ["worker.tp=0"])):
+        with pytest.raises(Misconfigured, match=r"^worker\.tp is 0: "):
+            settings(file, {"model": "m", **flags}, further)
 
 
 def test_pools_on_the_command_line_replace_those_of_the_file() -> None:

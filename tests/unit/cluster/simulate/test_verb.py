@@ -246,7 +246,7 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         (("--faults", "999999999"), "--faults 999999999: give a number from 0 to 100,000"),
         (("--gateways", "999999999"), "--gateways 999999999: give a number from 1 to 1,000"),
         (("--usd-per-gpu-hour", "inf"), "--usd-per-gpu-hour inf: give a price"),
-        (("--host-kv-gib", "1e300"), "--host-kv-gib 1e+300: give at most 16,384"),
+        (("--host-kv-gib", "1e300"), "--host-kv-gib 1e+300 (worker.host_kv_gib): give at most 16,384"),
         (("--input-len", "999999"), "than the 131072 tokens that a worker holds: lower --input-len"),
         (("--workload", ""), "--workload '': choose one of poisson"),
         (("--config", "none"), "--config none: No such file or directory: correct the path"),
