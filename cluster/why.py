@@ -15,6 +15,7 @@ from rich.text import Text
 
 from cluster.remote import DEFAULT_URL, AdminKey, no_answer, open_client, raise_for_error
 from cluster.sheet import Sheet
+from router.policies.base import cost_figure, cost_unit
 
 PIPED_COLUMNS = 160
 RECENT = 20
@@ -127,27 +128,23 @@ def _measured(measured: View) -> str:
 
 
 def _costs(choice: View) -> Sheet:
-    """Every candidate's total and terms; the readers' and the writers' differ. What the policy `slo` weighs are
-    seconds, what others weigh has no unit."""
+    """Every candidate's total and terms; the readers' and the writers' differ."""
     names = list(dict.fromkeys(name for one in choice["scores"] for name in _terms(one)))
     cached = {one["worker_id"]: _cached(one) for one in choice["candidates"]}
-    unit, scale = (" (ms)", 1000) if choice["policy"] == "slo" else ("", 1)
+    named, scale = cost_unit(choice["policy"])
+    unit = f" ({named})" if named else ""
     table = _table("", "worker", f"total{unit}", "role", "cached", *(f"{name}{unit}" for name in names))
     chosen = (choice["prefill"], choice["decode"])
     for one in sorted(choice["scores"], key=lambda one: (one["role"] != "prefill", one["total"])):
         terms = _terms(one)
         table.add_row(
             Text(one["worker_id"], "bold green" if one["worker_id"] in chosen else ""),
-            _figure(scale * one["total"]),
+            cost_figure(scale * one["total"]),
             one["role"],
             cached.get(one["worker_id"], "0"),
-            *(_figure(scale * terms[name]) if name in terms else "" for name in names),
+            *(cost_figure(scale * terms[name]) if name in terms else "" for name in names),
         )
     return table
-
-
-def _figure(cost: float) -> str:
-    return f"{cost:,.0f}" if cost >= 1000 else f"{cost:.3g}"
 
 
 def _cached(candidate: View) -> str:

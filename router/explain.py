@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from protos.chain import Chain
 from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockRemoved, Cleared, KVEvent, Tier
+from router.policies.base import cost_figure, cost_unit
 from router.record import Choice, Record, Records
 
 MAX_LOSSES = 2**18  # blocks, of all workers together
@@ -186,17 +187,13 @@ def _elsewhere(choice: Choice, found: int) -> Iterator[Finding]:
     best = max(others, key=lambda one: one.num_cached_tokens)
     costs = {scored.worker_id: scored.total for scored in choice.decision.scores}
     had, got = costs.get(best.worker_id), costs.get(reader.worker_id)
-    unit, scale = (" ms", 1000) if choice.decision.policy == "slo" else ("", 1)  # others' costs are no seconds
+    unit, scale = cost_unit(choice.decision.policy)
     cost = ""
     if had is not None and got is not None:
-        cost = f": it would have cost {_figure(scale * had)}{unit}, against {_figure(scale * got)}{unit}"
+        theirs, ours = (f"{cost_figure(scale * total)} {unit}".rstrip() for total in (had, got))
+        cost = f": it would have cost {theirs}, against {ours}"
     told = f"{best.worker_id} held {best.num_cached_tokens // size} blocks and was not chosen{cost}"
     yield Finding(reason=Reason.ELSEWHERE, told=told, worker=best.worker_id)
-
-
-def _figure(cost: float) -> str:
-    """A cost as people read it."""
-    return f"{cost:,.0f}" if cost >= 1000 else f"{cost:.4g}"
 
 
 def _evicted(choice: Choice, block: BlockHash, found: int, losses: Losses) -> Iterator[Finding]:

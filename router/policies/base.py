@@ -120,3 +120,14 @@ class Decision:
 
 Policy = Callable[[RequestView, Sequence[Candidate]], Decision]
 """Chooses from all pools. At least one candidate can decode."""
+
+
+def cost_unit(policy: str) -> tuple[str, float]:
+    """In which unit people read a policy's costs, and how many of it are one of the policy's. What `slo` weighs are
+    seconds, what others weigh has no unit."""
+    return ("ms", 1000.0) if policy == "slo" else ("", 1.0)
+
+
+def cost_figure(cost: float) -> str:
+    """A cost as people read it, on the page (router/page/script.js) as well: three digits, and all before the point."""
+    return f"{cost:,.0f}" if cost >= 999.5 else f"{cost:.3g}"

@@ -13,7 +13,7 @@ from kvtransfer.hashing import chain_hashes
 from protos.values import BlockRemoved, Cleared, SamplingParams, Tier, WorkerRole
 from router.explain import Finding, Losses, Reason, explain, num_common
 from router.generation import Job
-from router.policies.base import Candidate, Decision, RequestView, Score
+from router.policies.base import Candidate, Decision, RequestView, Score, cost_figure
 from router.policies.costs import Outlook
 from router.record import Choice, Record, Records
 
@@ -241,3 +241,10 @@ async def test_a_prompt_is_not_kept_beyond_the_end_of_its_request() -> None:
     records.close([job], None)
     [record] = records.find("a")
     assert (record.job.prompt_ids, record.num_prompt_tokens, record.outcome) == ((), len(PROMPT), "stop")
+
+
+@pytest.mark.parametrize(
+    ("cost", "figure"), [(0.12345, "0.123"), (12.345, "12.3"), (999.4, "999"), (999.7, "1,000"), (12345.6, "12,346")]
+)
+def test_a_cost_has_three_digits_and_no_exponent(cost: float, figure: str) -> None:
+    assert cost_figure(cost) == figure
