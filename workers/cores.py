@@ -117,9 +117,13 @@ class Cores:
             except OSError:
                 os.close(lock)
                 return False
-            if _is_file(lock, path):
-                self._locks[cpu] = lock
-                return True
+            try:
+                if _is_file(lock, path):
+                    self._locks[cpu] = lock
+                    return True
+            except OSError:  # `claim` says so; without a core to leave nobody would close this
+                os.close(lock)
+                raise
             os.close(lock)
         return False
 

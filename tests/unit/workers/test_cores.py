@@ -42,7 +42,7 @@ def test_a_system_that_tells_nothing_has_a_core_for_each_cpu(tmp_path: Path) -> 
 
 def test_ranks_take_cores_of_one_node_and_never_another_s(tmp_path: Path) -> None:
     cores = [Core(cpu=cpu, node=cpu // 4) for cpu in range(8)]
-    ranks = [Cores(tmp_path) for _ in range(4)]
+    ranks = [Cores(tmp_path / "cores") for _ in range(4)]
     assert [rank.claim(cores, 3) for rank in ranks[:2]] == [(0, 1, 2), (4, 5, 6)]
     assert ranks[1].near == (4, 5, 6, 7)
     assert ranks[2].claim(cores, 2) == (3, 7)  # no node has two left
@@ -69,18 +69,35 @@ def test_a_rank_that_stops_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_rank_left_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "0").touch()
-    rank = Cores(tmp_path)
+    folder = tmp_path / "cores"
+    folder.mkdir()
+    (folder / "0").touch()
+    rank = Cores(folder)
     assert rank.claim([Core(cpu=0, node=0)], 1) == (0,)
     rank.release()
-    assert not (tmp_path / "0").exists()
+    assert not (folder / "0").exists()
+
+
+def test_a_folder_that_turns_unusable_keeps_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, locked = tmp_path / "cores", []
+
+    def lock_and_lose(file: int, how: int) -> None:
+        locked.append(file)
+        (folder / "0").unlink()
+        folder.rmdir()
+        folder.touch()  # a path below a file is not just absent
+
+    monkeypatch.setattr(fcntl, "flock", lock_and_lose)
+    assert Cores(folder).claim([Core(cpu=0, node=0)], 1) == ()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(locked[0])
 
 
 def test_a_core_has_one_rank_also_while_its_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever opened the file that is removed, and locks it when it is free, must not have the core beside the one
     who has made it anew."""
     core, lock = [Core(cpu=0, node=0)], fcntl.flock
-    first, second, late = Cores(tmp_path), Cores(tmp_path), Cores(tmp_path)
+    first, second, late = (Cores(tmp_path / "cores") for _ in range(3))
     assert first.claim(core, 1) == (0,)
 
     def hand_on_and_lock(file: int, how: int) -> None:
