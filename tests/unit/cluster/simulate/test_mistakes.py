@@ -23,6 +23,14 @@ def test_a_trace_with_fewer_requests_than_asked_for_is_told(tmp_path: Path) -> N
     assert "only" not in told[1]
 
 
+def test_a_mistake_in_the_file_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("worker.tp = 0\n")
+    result = CliRunner().invoke(make_app(["simulate"]), ["simulate", "--config", str(file)])
+    assert isinstance(result.exception, Misconfigured)
+    assert result.exception.message.startswith(f"--config {file}: worker.tp is 0: ")
+
+
 @pytest.mark.parametrize("value", ["0", "-1"])
 @pytest.mark.parametrize("flag", ["--ttft-ms", "--tpot-ms"])
 def test_an_objective_is_above_0(flag: str, value: str) -> None:
