@@ -19,8 +19,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 class Straight(FastAPI):
     """Answers a POST to one of the `go_straight` paths behind the same layers as everything else, and nothing more. A
-    HEAD is answered as a GET, whose body the server keeps (RFC 9110, 9.3.2): FastAPI's routes have none, which monitors
-    ask for."""
+    HEAD is answered as a GET, whose body the server keeps (RFC 9110, 9.3.2): FastAPI's routes answer none, and monitors
+    send them."""
 
     def __init__(self, *, layers: Sequence[Middleware], title: str) -> None:
         # The pages of documentation would load scripts from the network; /openapi.json is all they are made of.
