@@ -190,7 +190,7 @@
       .map(([name, cost]) => [name.startsWith("reading by ") ? "reading" : name, cost])) }));
     const cached = new Map(choice.candidates.map((one) => [one.worker_id, onHost(one.num_cached_tokens, one.num_host_tokens)]));
     const [unit, scale] = choice.policy === "slo" ? [" (ms)", 1000] : ["", 1];
-    const figure = (cost) => (cost >= 999.5 ? count(cost) : String(Number(cost.toPrecision(3))));
+    const figure = (cost) => (Math.abs(cost) >= 999.5 ? count(cost) : Math.abs(cost) < 0.0005 ? "0" : String(Number(cost.toPrecision(3))));
     const cell = (cost) => (cost === undefined ? "" : figure(scale * cost));
     const costs = (role) => {
       const rows = scores.filter((one) => one.role === role).sort((a, b) => a.total - b.total);

@@ -129,5 +129,8 @@ def cost_unit(policy: str) -> tuple[str, float]:
 
 
 def cost_figure(cost: float) -> str:
-    """A cost as people read it, on the page (router/page/script.js) as well: three digits, and all before the point."""
-    return f"{cost:,.0f}" if cost >= 999.5 else f"{cost:.3g}"
+    """A cost as people read it, on the page (router/page/script.js) as well: three digits, and all before the point; 0
+    for what is nearer to it than to a thousandth."""
+    if abs(cost) < 0.0005:
+        return "0"
+    return f"{cost:,.0f}" if abs(cost) >= 999.5 else f"{cost:.3g}"

@@ -244,7 +244,20 @@ async def test_a_prompt_is_not_kept_beyond_the_end_of_its_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cost", "figure"), [(0.12345, "0.123"), (12.345, "12.3"), (999.4, "999"), (999.7, "1,000"), (12345.6, "12,346")]
+    ("cost", "figure"),
+    [
+        (0.12345, "0.123"),
+        (12.345, "12.3"),
+        (999.4, "999"),
+        (999.7, "1,000"),
+        (12345.6, "12,346"),
+        (0.0, "0"),
+        (0.00005, "0"),
+        (-0.0004, "0"),
+        (0.0005, "0.0005"),
+        (-0.5, "-0.5"),
+        (-1234.0, "-1,234"),
+    ],
 )
 def test_a_cost_has_three_digits_and_no_exponent(cost: float, figure: str) -> None:
     assert cost_figure(cost) == figure
