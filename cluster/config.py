@@ -45,11 +45,11 @@ class PoolsConfig:
         for name in ("prefill_tp", "decode_tp"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise Misconfigured(f"pools: {name} = {value}: give 1 or more", param=name)
+                raise Misconfigured(f"pools.{name} = {value}: give 1 or more", param=name)
         for name in ("prefill", "decode", "colocated"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_WORKERS:
-                raise Misconfigured(f"pools: {name} = {value}: give a number from 0 to {MAX_WORKERS}", param=name)
+                raise Misconfigured(f"pools.{name} = {value}: give a number from 0 to {MAX_WORKERS}", param=name)
         if self.colocated and (self.prefill or self.decode):
             raise Misconfigured(
                 f"pools: {counted(self.colocated, 'colocated worker')} and {self.prefill or 0} + {self.decode or 0} of "
@@ -57,9 +57,7 @@ class PoolsConfig:
                 param="colocated",
             )
         if not self.colocated and self.decode == 0:
-            raise Misconfigured(
-                "pools: decode = 0: somebody must write the answers, so give at least 1", param="decode"
-            )
+            raise Misconfigured("pools.decode = 0: somebody must write the answers, so give at least 1", param="decode")
 
     def tp(self, role: WorkerRole, otherwise: int) -> int:
         """Ranks of a pool's workers, where it is not said for this pool alone: `otherwise`."""
@@ -108,10 +106,10 @@ class SupervisionConfig:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
-                raise Misconfigured(f"supervision: {name} = {getattr(self, name)}: give {least:g} or more", param=name)
+                raise Misconfigured(f"supervision.{name} = {getattr(self, name)}: give {least:g} or more", param=name)
         if not self.max_delay_s >= self.first_delay_s:
             raise Misconfigured(
-                f"supervision: max_delay_s = {self.max_delay_s}: give first_delay_s = {self.first_delay_s:g} or more",
+                f"supervision.max_delay_s = {self.max_delay_s}: give first_delay_s = {self.first_delay_s:g} or more",
                 param="max_delay_s",
             )
 

@@ -147,7 +147,7 @@ def _part(table: str, tables: Mapping[str, Table], **more: Any) -> Any:
         name = (error.param or "").removeprefix(f"{table}.")
         if name not in _owned(table):
             raise
-        told = error.message if error.message.startswith(f"{table}: ") else f"{table}.{error.message}"
+        told = error.message if error.message.startswith((f"{table}.", f"{table}: ")) else f"{table}.{error.message}"
         raise type(error)(told, param=f"{table}.{name}") from error
 
 

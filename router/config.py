@@ -108,11 +108,11 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.tool_parser not in TOOL_PARSERS:
             raise Misconfigured(
-                f"router: tool_parser = {self.tool_parser!r}: choose one of {', '.join(TOOL_PARSERS)}",
+                f"router.tool_parser = {self.tool_parser!r}: choose one of {', '.join(TOOL_PARSERS)}",
                 param="tool_parser",
             )
         for name, (least, greatest) in RANGES.items():
             value = getattr(self, name)
             if not least <= value <= greatest:
-                where = "" if name in TOP else "router: "
+                where = "" if name in TOP else "router."
                 raise Misconfigured(f"{where}{name} = {value}: give a number from {least} to {greatest}", param=name)
