@@ -132,6 +132,7 @@ class Clients:
         index, self._num_asked = self._num_asked, self._num_asked + 1
         sent_s = self._loop.time()
         asked = self.asked[request_id] = Asked(request_id=request_id, heard_s=sent_s)
+        self._deployment.gaps.begun(request_id)
         self._chronicle.note("asked", request_id, tokens=len(prompt_ids), gateway=gateway.name)
         tokens: list[int] = []
         cached: list[int] = []

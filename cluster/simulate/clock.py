@@ -139,10 +139,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def call_first(self, when: float, callback: Callable[[], object]) -> Timer:
-        """Before all else that is due then, whose order is the same without it: it has a number below 0."""
-        self._num_timers -= _FIRST
-        timer = self.call_at(when, callback)
-        self._num_timers += _FIRST
+        """Before all else that is due then, whose order is the same without it."""
+        timer = Timer(when, callback, (), self, None)
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers - _FIRST, timer))
         return timer
 
     def call_later(  # type: ignore[override]

@@ -59,7 +59,7 @@ class Tally:
         """Steps that make a token for each of so many answers."""
         self.num_answer_tokens += num_rows * len(steps_s)
         for step_s in steps_s:
-            self.answer_s += step_s * num_rows / num_rows
+            self.answer_s += step_s * num_rows / num_rows  # to the last bit what `count` adds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The time between the tokens of each answer (ITL), as workers make them: also of tokens that one message tells of.
 
-They are counted as they are made, whether anybody hears of them or not: also those of an answer that fails in the end,
-and of a token that nobody heard of, made when its worker's connection, or the other worker of its pair, was just lost.
-That answer's pause is then two gaps, one as long as a step.
+They are counted when their worker tells of them, until the answer's client has gone: also those of an answer that fails
+in the end, and of a token that nobody heard of, as its worker's connection, or the other worker of its pair, was just
+lost. That answer's pause is then two gaps, one as long as a step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ class Gaps:
 
     def __init__(self) -> None:
         self._last_s: dict[str, float] = {}  # of each attempt
-        self._attempts: dict[str, str] = {}  # the last of each job
+        self._attempts: dict[str, str] = {}  # the last of each job that is waited for, "" before the first
         self._seen: dict[int, tuple[int, float]] = {}  # by logarithm: how many gaps, and their sum
         self._max_s = 0.0
+
+    def begun(self, job: str) -> None:
+        """Its tokens are waited for from now on."""
+        self._attempts[job] = ""
 
     def made(self, request_ids: Sequence[str], ends_s: Sequence[float]) -> None:
         """Steps that ended at these times brought each of these requests a token each."""
@@ -31,32 +35,43 @@ class Gaps:
         befores_s = [last_s.get(request_id) for request_id in request_ids]
         last_s.update(dict.fromkeys(request_ids, ends_s[-1]))
         if befores_s.count(befores_s[0]) == len(befores_s) and befores_s[0] is not None:  # nearly always
-            self._count(first_s - befores_s[0], len(befores_s))
+            num_awaited = len(befores_s)
+            self._count(first_s - befores_s[0], num_awaited)
         else:
-            self._count_each(first_s, request_ids, befores_s)
-        for before_s, after_s in pairwise(ends_s):
-            self._count(after_s - before_s, len(request_ids))
+            num_awaited = self._count_each(first_s, request_ids, befores_s)
+        for before_s, after_s in pairwise(ends_s if num_awaited else ()):
+            self._count(after_s - before_s, num_awaited)
 
     def ended(self, job: str) -> None:
-        """Nobody waits for it any more: no attempt will go on where the last one was."""
-        if (last := self._attempts.pop(job, None)) is not None:
-            self._last_s.pop(last, None)
+        """Nobody waits for it any more: what is still made for it counts no more."""
+        self._last_s.pop(self._attempts.pop(job), None)
 
-    def _count_each(self, first_s: float, request_ids: Sequence[str], befores_s: Sequence[float | None]) -> None:
-        since_s: dict[float, int] = {}
+    def assert_idle(self) -> None:
+        """Nothing is kept of jobs that have ended."""
+        assert not self._attempts, f"{len(self._attempts)} jobs have ended whose gaps are waited for"
+        assert not self._last_s, f"the last tokens of {len(self._last_s)} attempts are kept, whose jobs have ended"
+
+    def _count_each(self, first_s: float, request_ids: Sequence[str], befores_s: Sequence[float | None]) -> int:
+        """How many of them are waited for."""
+        num_awaited, since_s = 0, dict[float, int]()
         for request_id, before_s in zip(request_ids, befores_s, strict=True):
             if before_s is None:
-                before_s = self._begin(request_id)
+                job = request_id.rpartition(".")[0]
+                if job not in self._attempts:
+                    del self._last_s[request_id]
+                    continue
+                before_s = self._begin(job, request_id)
+            num_awaited += 1
             if before_s is not None:
                 since_s[before_s] = since_s.get(before_s, 0) + 1
         for before_s, times in since_s.items():
             self._count(first_s - before_s, times)
+        return num_awaited
 
-    def _begin(self, request_id: str) -> float | None:
+    def _begin(self, job: str, request_id: str) -> float | None:
         """Of an attempt that brings its first token: when the one before it brought its last."""
-        job = request_id.rpartition(".")[0]
-        before, self._attempts[job] = self._attempts.get(job), request_id
-        return self._last_s.pop(before, None) if before is not None else None
+        before, self._attempts[job] = self._attempts[job], request_id
+        return self._last_s.pop(before, None)
 
     def spread(self) -> Spread | None:
         """None where no answer had two tokens."""

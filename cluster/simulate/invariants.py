@@ -95,6 +95,7 @@ class Invariants:
         assert not (missing := self._missing()), f"{missing[0]} {SETTLING_S:.0f} s after the last request"
         for worker in self._deployment.workers.values():
             worker.assert_idle()
+        self._deployment.gaps.assert_idle()
         for gateway in self._deployment.gateways:
             self._check_idle(gateway)
 

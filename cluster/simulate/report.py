@@ -59,11 +59,11 @@ class Hits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """`handed_over`: the share of whole answers that another worker wrote on than the one that read the prompt, which
-    makes the first token: no answer of one token. Of the time, end to end, of answers whose KV travelled:
-    `transfer_share` it was on its way, `transfer_waited` clients saw. `num_not_asked` requests are not in the report:
-    an earlier one of their conversation had failed. Nor are the `num_left_out` sessions, of `num_left_out_requests`: no
-    worker holds their length. `cluster` says in a line what was simulated, empty where nobody chose it."""
+    """`handed_over`: the share of whole answers that went on at another worker after their first token. Of the time,
+    end to end, of answers whose KV travelled: `transfer_share` it was on its way, `transfer_waited` clients saw.
+    `num_not_asked` requests are not in the report: an earlier one of their conversation had failed. Nor are the
+    `num_left_out` sessions, of `num_left_out_requests`: no worker holds their length. `cluster` says in a line what was
+    simulated, empty where nobody chose it."""
 
     cluster: str
     report: Report
@@ -110,16 +110,20 @@ def summarise(
 
 def figures(summary: Summary) -> dict[str, Any]:
     """For a file: times in whole microseconds, without the noise of floats."""
-    told: dict[str, Any] = _in_microseconds(asdict(summary))
+    told: dict[str, Any] = _rounded(asdict(summary))
     return told
 
 
-def _in_microseconds(told: Any, *, is_time: bool = False) -> Any:
+def _rounded(told: Any, *, is_time: bool = False) -> Any:
     if isinstance(told, Mapping):
-        return {name: _in_microseconds(one, is_time=is_time or name.endswith("_s")) for name, one in told.items()}
+        return {name: _rounded(one, is_time=is_time or _is_time(name)) for name, one in told.items()}
     if isinstance(told, list | tuple):
-        return [_in_microseconds(one, is_time=is_time) for one in told]
+        return [_rounded(one, is_time=is_time) for one in told]
     return round(told, 6) if is_time and isinstance(told, float) else told
+
+
+def _is_time(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("_per_s")
 
 
 def _hits(outcome: Outcome, report: Report) -> Hits:

@@ -78,7 +78,6 @@ class EngineTurns:
         self._inbox: deque[Callable[[], None]] = deque()
         self._timer: Timer | None = None
         self._updates: list[SequenceUpdate] = []  # of steps that nobody was told of
-        self._are_plain = True  # those: tokens and nothing else
         self._withholds = withholds and quiet_until is not None
         self._round_trip_s = round_trip_s
         self._withheld: dict[str, list[SequenceUpdate]] = {}  # by requests that were told of
@@ -264,7 +263,6 @@ class EngineTurns:
         """What the steps since the last message have to say, as one message. With its load it `shows` that another step
         is over, which a gateway may wait for; not needed where nobody does."""
         updates, self._updates = self._updates, []
-        are_plain, self._are_plain = self._are_plain, True
         self._count_gaps()
         self._num_calm += 1
         if not self._withholds:  # then whoever is told of an answer may still be told of its end
@@ -275,7 +273,7 @@ class EngineTurns:
         if not updates and not events:
             return
         if self._is_withholding:
-            updates = self._sifted(updates, are_plain=are_plain)
+            updates = self._sifted(updates)
             if not updates and shows is None and self._num_calm > LEAST_CALM:
                 return self._say(events)
         if shows is not False:
@@ -290,14 +288,14 @@ class EngineTurns:
         """A worker that drains tells all: its answers move on with what was told of them."""
         return self._withholds and not self._engine.draining
 
-    def _sifted(self, updates: Sequence[SequenceUpdate], *, are_plain: bool) -> list[SequenceUpdate]:
+    def _sifted(self, updates: Sequence[SequenceUpdate]) -> list[SequenceUpdate]:
         """Without further tokens of answers that are told of already: they come with the end of the answer, or with
         whatever else there is to say of it."""
         told: list[SequenceUpdate] = []
         withheld = self._withheld
         for update in updates:
             known = withheld.get(update.request_id)
-            if known is not None and (are_plain or update.is_plain):
+            if known is not None and update.is_plain:
                 known.append(update)
                 continue
             told += known or ()
@@ -318,10 +316,9 @@ class EngineTurns:
             self._told = load
             self._publish(StepMessage(events=(events,) if events else (), load=load))
 
-    def _note(self, updates: Sequence[SequenceUpdate], ends_s: Sequence[float], *, are_plain: bool = False) -> None:
+    def _note(self, updates: Sequence[SequenceUpdate], ends_s: Sequence[float]) -> None:
         """Keeps what steps that were over at these times brought, until it is told."""
         self._updates += updates
-        self._are_plain = self._are_plain and are_plain
         told = [update.request_id for update in updates if update.token_ids]
         if told and self._gaps is not None:
             self._made.append((told, ends_s))
@@ -420,7 +417,7 @@ class EngineTurns:
 
     def _take(self, ends_s: Sequence[float]) -> None:
         """Plain steps that are over then."""
-        self._note(self._engine.repeat(len(ends_s)), ends_s, are_plain=True)
+        self._note(self._engine.repeat(len(ends_s)), ends_s)
 
 
 def merged(updates: Sequence[SequenceUpdate]) -> tuple[SequenceUpdate, ...]:

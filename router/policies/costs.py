@@ -93,7 +93,7 @@ def least(one: Numbers, other: Numbers) -> Numbers:
 def transfer_s(view: RequestView, readers: Sequence[str], writers: Candidates) -> Floats:
     """[readers, writers]: how long an answer is held up for its KV, which is what the writer's device lacks, over the
     lane between the two."""
-    num_bytes = _num_handed(view, writers)
+    num_bytes = _handed_bytes(view, writers)
     unmeasured = writers.receiving(num_bytes)
     seconds = np.empty((len(readers), len(writers)))
     for row, reader in zip(seconds, readers, strict=True):
@@ -107,7 +107,7 @@ def transfer_s(view: RequestView, readers: Sequence[str], writers: Candidates) -
     return seconds
 
 
-def _num_handed(view: RequestView, writer: KnownOf[Numbers]) -> Numbers:
+def _handed_bytes(view: RequestView, writer: KnownOf[Numbers]) -> Numbers:
     """Bytes of KV that it needs from a reader."""
     return num_off_device(view, writer) / view.block_size * view.block_bytes
 
@@ -116,13 +116,15 @@ def outlook(view: RequestView, candidates: Sequence[Candidate], decision: Decisi
     """What to expect of a decision, whatever policy made it."""
     writer = named(candidates, decision.decode)
     reader = writer if decision.prefill is None else named(candidates, decision.prefill)
-    ways = view.lanes.get(reader.worker_id)
-    lane = writer.receiving if ways is None else ways.get(writer.worker_id, writer.receiving)
-    handing = 0.0 if reader is writer else lane(_num_handed(view, writer))
+    handing = 0.0
+    if reader is not writer:
+        ways = view.lanes.get(reader.worker_id)
+        lane = writer.receiving if ways is None else ways.get(writer.worker_id, writer.receiving)
+        handing = lane(_handed_bytes(view, writer))
     return Outlook(
         ttft_s=ttft_s(view, reader),
         tpot_s=tpot_s(writer),
-        transfer_s=float(handing),
+        transfer_s=handing,
         num_cached_tokens=reader.num_cached_tokens,
         num_host_tokens=reader.num_host_tokens,
         load_s=load_s(reader),

@@ -427,7 +427,7 @@ class Scheduler:
         updates = [extended(request, tokens) for request, tokens in zip(requests, done.tokens, strict=True)]
         size = self.pool.block_size
         for request in requests:
-            if request.num_computed // size > request.num_sealed:
+            if request.num_computed // size > request.num_sealed:  # most plain steps fill no block
                 self._seal(request)
         return updates
 

@@ -16,7 +16,7 @@ from router.config import RouterConfig
 from router.policies import basic
 from router.policies.base import Alone, Candidate, Decision, Line, Policy, RequestView
 from router.policies.candidates import Candidates, Crew, Scores, Ways
-from router.policies.costs import outlook
+from router.policies.costs import outlook, transfer_s
 from router.policies.limits import avoiding
 from router.policies.pair import NEVER, ShortRemainder, pair
 from router.policies.registry import NAMES, policy_of
@@ -285,6 +285,17 @@ def test_a_writer_receives_what_only_its_host_has() -> None:
     seen = view(1000, block_bytes=1600)
     candidates = [known("p0"), known("d0", 160, num_host_tokens=160, receiving=Line(each_s=1e-6))]
     assert outlook(seen, candidates, policy("slo")(seen, candidates)).transfer_s == pytest.approx(0.1)
+
+
+def test_an_outlook_knows_the_lane_between_the_two() -> None:
+    lanes = {"p0": Ways({"d0": Line(fixed_s=0.5, each_s=2e-6)})}
+    candidates = Candidates.of([known("p0"), known("d0"), known("d1")])
+    seen = view(1000, block_bytes=1600, lanes=lanes)
+    [between] = transfer_s(seen, ["p0"], candidates.writers).tolist()
+    for writer, expected_s in zip(("d0", "d1"), between, strict=True):
+        decision = Decision(policy="slo", prefill="p0", decode=writer)
+        assert outlook(seen, candidates, decision).transfer_s == expected_s
+    assert between[0] > 0.5 > between[1]
 
 
 def test_costs_that_differ_by_less_than_predictions_can_tell_take_turns() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtransfer.events import EventCursor, Gap
+from kvtransfer.hashing import Remembering
 from protos.errors import (
     BatonError,
     ContextLengthExceeded,
@@ -55,6 +57,15 @@ class TestSubmit:
         assert raised.value.param == param
         assert all(word in raised.value.message for word in words)
         toy.engine.assert_idle()
+
+    def test_a_prompt_that_several_workers_are_given_is_refused_by_whom_it_does_not_fit(self) -> None:
+        asked = replace(ask("r", ()), prompt_ids=Remembering((1, VOCAB, 2)))
+        small, large = ToyEngine(), ToyEngine(vocab_size=VOCAB + 1)
+        large.submit(asked)
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match=str(VOCAB)):
+                small.submit(asked)
+        small.engine.assert_idle()
 
     def test_a_prompt_that_just_fits_is_served(self) -> None:
         assert ToyEngine(max_model_len=100).serve(ask("r", [1] * 99))["r"].token_ids == by_hand([1] * 99, 1)

@@ -151,11 +151,14 @@ def test_prices_and_tiers_are_of_whole_answers_though_others_failed() -> None:
 def test_gaps_are_between_the_tokens_of_one_answer_wherever_they_are_made() -> None:
     gaps = Gaps()
     assert gaps.spread() is None
+    for job in ("a", "b", "c"):
+        gaps.begun(job)
     gaps.made(["a.1", "b.1"], [1.0])
     gaps.made(["a.1"], [1.5, 2.0, 2.5])  # three steps, told at once
     gaps.made(["b.2"], [5.0])  # another attempt of the same job
     gaps.ended("a")
-    gaps.made(["a.1"], [90.0])
+    gaps.made(["a.1"], [90.0, 99.0])  # nobody waits for it any more
+    gaps.made(["a.2"], [91.0])
     spread = gaps.spread()
     assert spread is not None
     assert (spread.num, spread.max) == (4, 4.0)
@@ -165,6 +168,9 @@ def test_gaps_are_between_the_tokens_of_one_answer_wherever_they_are_made() -> N
     spread = gaps.spread()
     assert spread is not None
     assert spread.p90 == pytest.approx(900, rel=0.01)
+    for job in ("b", "c"):
+        gaps.ended(job)
+    gaps.assert_idle()
 
 
 def test_the_pause_of_an_answer_whose_kv_was_lost_is_a_gap() -> None:
