@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cluster.config import ClusterConfig
 from cluster.log import LogConsole, LogFormat, set_up_log
-from cluster.settings import Table, blaming, make_config, merge, read_file, setting
+from cluster.settings import Table, make_blaming, merge, read_file, setting
 from protos.errors import Misconfigured
 from workers.config import Device, Dtype
 
@@ -71,8 +71,7 @@ def settings(file: Path | None, flags: Table, further: list[str] | None) -> Clus
     said, over = read_file(file) if file is not None else {}, _given(flags)
     for one in further or ():
         over = merge(over, setting(one))
-    with blaming(file, said, over):
-        return make_config(merge(said, over))
+    return make_blaming(file, said, over)
 
 
 def pools(prefill: int | None, decode: int | None, colocated: bool, workers: int | None) -> Table:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -91,30 +90,6 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
     return merged
 
 
-@contextmanager
-def blaming(file: Path | None, said: Mapping[str, Any], over: Mapping[str, Any]) -> Iterator[None]:
-    """A mistake in what the file has said, and nothing above it has, is raised as one of the file. A setting that is
-    missing is missed by its table."""
-    try:
-        yield
-    except Misconfigured as error:
-        name = error.param or ""
-        if file is None or not any(_says(said, one) and not _says(over, one) for one in (name, name.partition(".")[0])):
-            raise
-        raise type(error)(f"--config {file}: {error.message}", param=error.param) from error
-
-
-def _says(tables: Mapping[str, Any], name: str) -> bool:
-    found: Any = tables
-    for part in name.split("."):
-        if not isinstance(found, Mapping):
-            return True  # a value stands where this table belongs
-        if part not in found:
-            return False
-        found = found[part]
-    return True
-
-
 def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
     """Raises Misconfigured, naming the setting, with its table, and how to mend it."""
     top = {name: _checked(name, value, TOP[name]) for name, value in settings.items() if _is_top(name)}
@@ -137,6 +112,29 @@ def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
         **{table: _part(table, tables) for table in TABLES if table not in ("worker", "lanes", "router")},
         **{name: top[name] for name in ("index", "discovery", "processes") if name in top},
     )
+
+
+def make_blaming(
+    file: Path | None, said: Table, over: Table, make: Callable[[Table], ClusterConfig] = make_config
+) -> ClusterConfig:
+    """What `make` makes of a file's tables with flags above them. A mistake that the flags alone do not make is raised
+    as one of the file, or of both where it takes both."""
+    try:
+        return make(merge(said, over))
+    except Misconfigured as error:
+        if file is None or _makes(over, error, make):
+            raise
+        where = f"--config {file}" if _makes(said, error, make) else f"--config {file} with the flags above it"
+        raise type(error)(f"{where}: {error.message}", param=error.param) from error
+
+
+def _makes(tables: Table, mistake: Misconfigured, make: Callable[[Table], ClusterConfig]) -> bool:
+    """Whether these tables alone are refused with the same words; that a model is missing is no matter."""
+    try:
+        make(tables if mistake.param == "model" else {"model": "m", **tables})
+    except Misconfigured as error:
+        return error.message == mistake.message
+    return False
 
 
 def _part(table: str, tables: Mapping[str, Table], **more: Any) -> Any:

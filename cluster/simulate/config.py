@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.config import ClusterConfig, PoolsConfig, SupervisionConfig
-from cluster.settings import Table, blaming, make_config, merge, read_file, setting
+from cluster.settings import Table, make_blaming, make_config, merge, read_file, setting
 from cluster.simulate.lanes import Cards
 from cluster.simulate.latency import Latency, Roofline
 from cluster.simulate.network import Wire
@@ -85,14 +85,17 @@ def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
                 f"--set {one}: no checkpoint is read: give --model one of {', '.join(MODELS)}", param="model"
             )
         over = merge(over, table)
-    with blaming(file, said, over):
-        config = make_config(merge(merge(GPU_WORKERS, said), over))
-        if config.worker.dtype not in SIMULATED_DTYPES:
-            raise Misconfigured(
-                f"worker.dtype = {config.worker.dtype!r}: simulated KV is bfloat16, and weights are no larger, so "
-                "sizes would not be yours: leave it out",
-                param="worker.dtype",
-            )
+    return make_blaming(file, said, over, _make)
+
+
+def _make(tables: Table) -> ClusterConfig:
+    config = make_config(merge(GPU_WORKERS, tables))
+    if config.worker.dtype not in SIMULATED_DTYPES:
+        raise Misconfigured(
+            f"worker.dtype = {config.worker.dtype!r}: simulated KV is bfloat16, and weights are no larger, so "
+            "sizes would not be yours: leave it out",
+            param="worker.dtype",
+        )
     return config
 
 

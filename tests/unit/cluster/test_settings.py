@@ -129,6 +129,40 @@ def test_a_mistake_above_the_file_does_not_name_it(tmp_path: Path) -> None:
             settings(file, {"model": "m", **flags}, further)
 
 
+@pytest.mark.parametrize(
+    ("lines", "over", "told"),
+    [
+        ("worker = 3", "worker.tp=2", "{file}: worker = 3: it is a table"),
+        ("worker.max_num_batched_tokens = 8", "worker.tp=2", "{file}: worker.max_num_seqs is "),
+        ("tls.cert = 'c'", "worker.tp=2", "{file}: tls: key is missing"),
+        ("port = 8001", "worker.tp=2", "{file}: port and grpc_port are both 8001"),
+        ("worker.tp = 0", "worker.tp=-1", "worker.tp is -1: "),
+        ("worker.block_size = 32", "worker.max_num_batched_tokens=8", "worker.max_num_seqs is "),
+        ("host = 'a'", "port=8001", "port and grpc_port are both 8001"),
+        (
+            "worker.max_num_seqs = 300",
+            "worker.max_num_batched_tokens=100",
+            "{file} with the flags above it: worker.max_num_seqs is 300, more than max_num_batched_tokens = 100",
+        ),
+        ("port = 7", "grpc_port=7", "{file} with the flags above it: port and grpc_port are both 7"),
+    ],
+)
+def test_whoever_made_a_mistake_is_named(tmp_path: Path, lines: str, over: str, told: str) -> None:
+    """The file, the flags above it, which are not named, or both."""
+    file = tmp_path / "baton.toml"
+    file.write_text(lines)
+    with pytest.raises(Misconfigured) as refused:
+        settings(file, {"model": "m"}, [over])
+    assert refused.value.message.startswith(told.format(file=f"--config {file}"))
+
+
+def test_a_model_that_nobody_gives_is_not_the_file_s_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("worker.tp = 2")
+    with pytest.raises(Misconfigured, match=r"^no model is given"):
+        settings(file, {}, [])
+
+
 def test_pools_on_the_command_line_replace_those_of_the_file() -> None:
     file = {"model": "m", "pools": {"prefill": 4, "decode": 4}}
     colocated = make_config(merge(file, {"pools": pools(None, None, colocated=True, workers=3)}))
