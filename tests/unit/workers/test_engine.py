@@ -65,7 +65,6 @@ class TestSubmit:
         for _ in range(2):
             with pytest.raises(InvalidRequest, match=str(VOCAB)):
                 small.submit(asked)
-        small.engine.assert_idle()
 
     def test_a_prompt_that_just_fits_is_served(self) -> None:
         assert ToyEngine(max_model_len=100).serve(ask("r", [1] * 99))["r"].token_ids == by_hand([1] * 99, 1)
