@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +28,10 @@ from cluster.gateway import open_faces
 from cluster.log import LogFormat, ResultConsole
 from cluster.pools import Pools
 from cluster.progress import Bars
+from cluster.settings import read_file, setting
 from cluster.sockets import check_free, listen
 from cluster.stopping import Stop, stopped, stopping
+from protos.errors import Misconfigured
 
 if TYPE_CHECKING:
     from cluster.front import Front
@@ -197,7 +201,26 @@ def up(
 ) -> None:
     """Serves the demo model that ships with Baton until Ctrl-C: `baton serve` with nothing to choose."""
     chosen = {name: value for name, value in locals().items() if name != "served_name"}
+    flags.terminal(log_format)
+    _tell_unused(file, further or ())
     serve(model=DEMO["model"], served_name=DEMO["served_name"] if served_name is None else served_name, **chosen)
+
+
+def _tell_unused(file: Path | None, further: Sequence[str]) -> None:
+    """A model of the file may be another verb's; one of `--set` is `baton up`'s own mistake. Raises Misconfigured."""
+    for one in further:
+        if "model" in (table := setting(one)):
+            raise Misconfigured(
+                f"--set {shlex.quote(one)}: `baton up` serves the demo model: use `baton serve --model "
+                f"{shlex.quote(str(table['model']))}`",
+                param="model",
+            )
+    said = read_file(file) if file is not None else {}
+    if unused := [name for name in DEMO if name in said and said[name] != DEMO[name]]:
+        log.warning(
+            "--config %s: no effect here: %s: `baton up` serves the demo model; `baton serve --config %s` serves the "
+            "file's", shlex.quote(str(file)), ", ".join(unused), shlex.quote(str(file)),
+        )  # fmt: skip
 
 
 def _run(config: ClusterConfig, console: Console, log_format: LogFormat) -> None:

@@ -126,6 +126,31 @@ def test_files_that_are_wrong_are_named_before_anything_starts(
     assert told in refused(monkeypatch, capsys, "up", "--set", given)
 
 
+def test_up_serves_the_demo_model_and_says_so_where_another_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A model of the file was dropped without a word; the fix for one of `--set` named a flag that `up` has not."""
+    told = refused(monkeypatch, capsys, "up", "--set", "model=/nope")
+    assert told == "baton: --set model=/nope: `baton up` serves the demo model: use `baton serve --model /nope`\n"
+    file = tmp_path / "baton.toml"
+    served: list[str] = []
+    monkeypatch.setattr("cluster.serve._run", lambda config, console, log_format: served.append(config.worker.model))
+
+    def said(text: str) -> str:
+        file.write_text(text)
+        monkeypatch.setattr(sys, "argv", ["baton", "up", "--config", str(file)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        return " ".join(capsys.readouterr().err.split())
+
+    told = said('model = "/nope"\nserved_name = "big"\nport = 0\n')
+    assert f"--config {file}: no effect here: model, served_name: `baton up` serves the demo model" in told
+    assert f"`baton serve --config {file}` serves the file's" in told
+    assert "no effect" not in said(run("config")), "the demo's own file"
+    assert served == [DEMO["model"]] * 2
+
+
 def test_a_model_must_be_called_something(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for verb in (("up",), ("serve", "--model", DEMO["model"])):
         assert "served_name is ''" in refused(monkeypatch, capsys, *verb, "--served-name", "")
