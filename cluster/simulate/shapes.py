@@ -173,17 +173,22 @@ def model_of(name: str) -> Model:
 
 def num_blocks(gpu: Gpu, model: Model, *, tp: int, block_size: int, memory_share: float = 0.9) -> int:
     """KV blocks that fit beside the weights, in `memory_share` of all GPUs of a worker. Raises Misconfigured."""
+    weights = model.params * model.weight_bytes
 
-    def fitting(tp: int) -> int:
-        free = gpu.memory_bytes * tp * memory_share - model.params * model.weight_bytes
-        return int(free / (model.kept_bytes(tp) * block_size))
+    def fitting(tp: int, share: float) -> int:
+        return int((gpu.memory_bytes * tp * share - weights) / (model.kept_bytes(tp) * block_size))
 
-    if (num := fitting(tp)) >= 1:
+    if (num := fitting(tp, memory_share)) >= 1:
         return num
-    larger = (one for one in range(tp + 1, model.heads + 1) if model.splits(one) and fitting(one) >= 1)
+    larger = (one for one in range(tp + 1, model.heads + 1) if model.splits(one) and fitting(one, memory_share) >= 1)
     least = next(larger, None)
+    fix = f"use {least} GPUs or more" if least is not None else "use GPUs with more memory"
+    shares = (hundredths / 100 for hundredths in range(101))
+    enough = next((share for share in shares if share > memory_share and fitting(tp, share) >= 1), None)
+    if enough is None:
+        raise Misconfigured(f"--tp {tp}: the weights alone need {weights / 1e9:.0f} GB: {fix}", param="tp")
     raise Misconfigured(
-        f"--tp {tp}: the weights alone need {model.params * model.weight_bytes / 1e9:.0f} GB: "
-        + (f"use {least} GPUs or more" if least is not None else "use GPUs with more memory"),
-        param="tp",
+        f"worker.memory_fraction = {memory_share:g}: it leaves {gpu.memory_bytes * tp * memory_share / 1e9:.1f} GB of "
+        f"--tp {tp}, and the weights alone need {weights / 1e9:.1f} GB: give {enough:g} or more, or {fix}",
+        param="worker.memory_fraction",
     )

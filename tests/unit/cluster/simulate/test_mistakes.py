@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from cluster.cli import make_app
 from protos.errors import Misconfigured
+from tests.unit.cluster.simulate.asking import SMALL, call
 
 
 def test_a_trace_with_fewer_requests_than_asked_for_is_told(tmp_path: Path) -> None:
@@ -37,3 +38,21 @@ def test_an_objective_is_above_0(flag: str, value: str) -> None:
     result = CliRunner().invoke(make_app(["simulate"]), ["simulate", flag, value])
     assert isinstance(result.exception, Misconfigured)
     assert result.exception.message == f"{flag} {value}: give milliseconds, above 0"
+
+
+def refused(*arguments: str) -> str:
+    error = call(*SMALL, *arguments).exception
+    assert isinstance(error, Misconfigured)
+    return error.message
+
+
+def test_a_memory_fraction_that_rules_out_the_weights_is_named() -> None:
+    """It was said of --tp alone, as if the model did not fit the GPU."""
+    told = refused("--set", "worker.memory_fraction=0.1")
+    assert told == (
+        "worker.memory_fraction = 0.1: it leaves 8.0 GB of --tp 1, and the weights alone need 16.1 GB: "
+        "give 0.21 or more, or use 4 GPUs or more"
+    )
+    assert call(*SMALL, "--set", "worker.memory_fraction=0.21", "--input-len", "50").exit_code == 0
+    large = "--model", "llama-3-70b", "--set", "worker.memory_fraction=0.5"
+    assert refused(*large) == "--tp 1: the weights alone need 141 GB: use 4 GPUs or more", "at no fraction does it fit"
