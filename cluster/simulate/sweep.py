@@ -76,10 +76,12 @@ class _Said:
             found = [int(one) for one in ((low, high) if colon else self.text.split(","))]
         except ValueError:
             found = []
-        if not found or min(found) < self.least or max(found) > MAX_WORKERS or (colon and found[0] > found[1]):
+        if not found or min(found) < self.least or max(found) > MAX_WORKERS:
             raise Misconfigured(
                 f"{self}: give numbers from {self.least} to {MAX_WORKERS}, such as 2, 1,2,4 or 1:4", param=self.name
             )
+        if colon and found[0] > found[1]:
+            raise Misconfigured(f"{self}: it ends before it begins: give {found[1]}:{found[0]}", param=self.name)
         return list(range(found[0], found[1] + 1)) if colon else list(dict.fromkeys(found))
 
     def policies(self) -> list[str]:

@@ -216,7 +216,8 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         (("--decode", "99999999999"), "--decode 99999999999: give numbers from 0 to 4096"),
         (("--tp", "1:1000000000000"), "--tp 1:1000000000000: give numbers from 1 to 4096"),
         (("--decode", "-1000000000000:1"), "--decode -1000000000000:1: give numbers from 0 to 4096"),
-        (("--prefill", "4:1"), "--prefill 4:1: give numbers from 0 to 4096"),
+        (("--prefill", "4:1"), "--prefill 4:1: it ends before it begins: give 1:4"),
+        (("--prefill", "9999:1"), "--prefill 9999:1: give numbers from 0 to 4096"),
         (("--workers", "0"), "--workers 0: give numbers from 1 to 4096"),
         (("--workers", ""), "--workers '': give numbers"),
         (
