@@ -122,6 +122,12 @@ def _rounded(told: Any, *, is_time: bool = False) -> Any:
     return round(told, 6) if is_time and isinstance(told, float) else told
 
 
+def usd_figure(usd: float) -> str:
+    """To the cent, and to three significant digits where that is finer: small loads differ by less than a cent."""
+    exponent = int(f"{usd:.2e}".partition("e")[2])
+    return f"{usd:,.{max(2, 2 - exponent)}f}"
+
+
 def _is_time(name: str) -> bool:
     return name.endswith("_s") and not name.endswith("_per_s")
 
@@ -216,7 +222,7 @@ def summary_table(summary: Summary) -> RenderableType:
     facts.add_row(
         "their time KV was on its way", f"{summary.transfer_share:.1%}, {summary.transfer_waited:.1%} seen by clients"
     )
-    facts.add_row("GPU hours", f"{costs.gpu_hours:,.2f} (USD {costs.usd:,.2f})")
+    facts.add_row("GPU hours", f"{costs.gpu_hours:,.2f} (USD {usd_figure(costs.usd)})")
     facts.add_row(
         "USD a million tokens",
         f"input {costs.per_million_input:.3f}, cached {costs.per_million_cached:.3f}, "

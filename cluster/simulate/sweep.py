@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.config import MAX_WORKERS, ClusterConfig
-from cluster.simulate.report import Summary
+from cluster.simulate.report import Summary, usd_figure
 from protos.errors import Misconfigured
 from router.policies.registry import NAMES
 
@@ -195,7 +195,7 @@ def sweep_table(trials: Sequence[Trial], attainment: float) -> Table:
         table.add_row(
             Text(str(trial.choice), style),
             f"{trial.choice.num_gpus}",
-            f"{trial.usd:,.2f}",
+            usd_figure(trial.usd),
             f"{trial.good_share:.1%}",
             f"{report.goodput or 0:,.2f}",
             f"{report.ttft_s.p99 * 1000:,.0f}" if report.ttft_s else "",

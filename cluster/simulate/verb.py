@@ -31,7 +31,7 @@ from cluster.simulate.files import Log, keep, tell_lost, write
 from cluster.simulate.files import check as check_files
 from cluster.simulate.latency import Calibrated
 from cluster.simulate.page import page
-from cluster.simulate.report import Summary, figures, summarise, summary_table
+from cluster.simulate.report import Summary, figures, summarise, summary_table, usd_figure
 from cluster.simulate.shapes import GPUS, MODELS, gpu_of
 from cluster.simulate.simulation import Outcome
 from cluster.simulate.simulation import simulate as run_simulation
@@ -340,7 +340,7 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
         near = f"the closest: {nearest.choice}, for {nearest.good_share:.1%}" if nearest else "none for a single one"
         console.print(f"no cluster meets the objective for {attainment:.0%} of the requests; {near}", style="yellow")
     else:
-        console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {best.usd:,.2f}")
+        console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {usd_figure(best.usd)}")
     tell_lost(lost)
     if len(trials) < len(possible):
         tell_interrupted(len(trials), len(possible))

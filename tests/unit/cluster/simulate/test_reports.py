@@ -6,6 +6,9 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
+from cluster.simulate.report import usd_figure
 from tests.unit.cluster.simulate.asking import SMALL, answer, call
 
 
@@ -78,6 +81,35 @@ def test_a_report_says_what_its_times_were_calibrated_on(tmp_path: Path) -> None
         assert f"1P+1D tp1 slo, {said}" in " ".join(report.split())
     swept = answer(*SMALL, "--calibration", str(file), "--sweep", "--decode", "1,2", "--ttft-ms", "90000")
     assert said in " ".join(swept.split())
+
+
+@pytest.mark.parametrize(
+    ("usd", "told"),
+    [
+        (0.0664, "0.0664"),
+        (0.0668, "0.0668"),
+        (0.1, "0.100"),
+        (0.00000312, "0.00000312"),
+        (0.99999, "1.00"),
+        (0.0, "0.00"),
+        (12.3456, "12.35"),
+        (1234.5, "1,234.50"),
+    ],
+)
+def test_usd_have_cents_and_three_digits(usd: float, told: str) -> None:
+    assert usd_figure(usd) == told
+
+
+def test_clusters_of_a_sweep_that_cost_nearly_the_same_are_told_apart(tmp_path: Path) -> None:
+    """Of 0.0664 and 0.0668 a sweep told 0.07."""
+    file = tmp_path / "swept.json"
+    told = answer(*SMALL, "--sweep", "--workers", "1:2", "--ttft-ms", "90000", "--json", str(file))
+    costs = [run["figures"]["costs"]["usd"] for run in json.loads(file.read_text())["runs"]]
+    assert max(costs) < 0.1
+    rows = [row.split() for row in told.splitlines() if " colocated tp1 " in row[:20]]
+    assert [float(row[5]) for row in rows] == [float(f"{usd:.3g}") for usd in sorted(costs)]
+    assert f"colocated tp1 slo, USD {rows[0][5]}\n" in told
+    assert f"(USD {rows[0][5]})" in answer(*SMALL, "--workers", "1")
 
 
 def test_a_cluster_of_a_soak_says_what_it_was_and_cost() -> None:
