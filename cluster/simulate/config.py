@@ -11,15 +11,17 @@ from cluster.settings import Table, make_blaming, make_config, merge, read_file,
 from cluster.simulate.lanes import Cards
 from cluster.simulate.latency import Latency, Roofline
 from cluster.simulate.network import Wire
-from cluster.simulate.shapes import MODELS, gpu_of, model_of, num_blocks
+from cluster.simulate.shapes import MODELS, Gpu, Model, gpu_of, model_of, num_blocks
 from cluster.simulate.worker import Spec
 from protos.errors import Misconfigured
+from protos.hints import counted
 from router.config import RouterConfig
-from workers.config import SchedulerConfig
+from workers.config import SchedulerConfig, WorkerConfig
 
 VOCAB_SIZE = 32_768
 MEMORY_SHARE = 0.9
 MAX_HOST_GIB = 16_384  # of one worker
+MAX_BLOCKS = 4_000_000  # of one worker: 400 MB and three seconds
 SIMULATED_DTYPES = ("auto", "bfloat16")
 HOST_SHARE = 0.8  # of what PCIe carries by its data sheet, in copies of whole blocks
 GPU_WORKERS: Table = {
@@ -140,7 +142,6 @@ def hardware_spec(
             f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give at most {MAX_HOST_GIB:,}",
             param="host-kv-gib",
         )
-    share = worker.memory_fraction or MEMORY_SHARE
     layout = shape.layout(worker.block_size)
     host_blocks = int(worker.host_kv_gib * 2**30) // layout.block_bytes
     if worker.host_kv_gib and not host_blocks:
@@ -152,8 +153,7 @@ def hardware_spec(
     return Spec(
         model=model,
         layout=layout,
-        num_blocks=worker.num_blocks
-        or num_blocks(card, shape, tp=tp, block_size=worker.block_size, memory_share=share),
+        num_blocks=_num_blocks(worker, card, shape, tp, measured=latency is not None),
         scheduler=SchedulerConfig(
             max_model_len=worker.max_model_len or shape.max_len,
             vocab_size=VOCAB_SIZE,
@@ -170,3 +170,28 @@ def hardware_spec(
         host_blocks=host_blocks,
         host_bytes_per_s=card.host_rate * tp * HOST_SHARE,
     )
+
+
+def _num_blocks(worker: WorkerConfig, card: Gpu, shape: Model, tp: int, *, measured: bool) -> int:
+    """What is set must fit beside the weights, unless times were `measured`: on a machine whose memory nobody told.
+    Raises Misconfigured."""
+    num, share = worker.num_blocks, worker.memory_fraction or MEMORY_SHARE
+    if num is not None and measured:
+        if num > MAX_BLOCKS:
+            raise Misconfigured(
+                f"worker.num_blocks = {num:,}: give as many as the calibrated workers had, at most {MAX_BLOCKS:,}",
+                param="worker.num_blocks",
+            )
+        return num
+    most = num_blocks(card, shape, tp=tp, block_size=worker.block_size, memory_share=share)
+    if num is None:
+        return most
+    if num > most:
+        need = shape.kept_bytes(tp) * worker.block_size * num / 1e9
+        raise Misconfigured(
+            f"worker.num_blocks = {num:,}: they need {need:,.0f} GB, and beside the weights is room for "
+            f"{counted(most, 'block')} in {share:g} (worker.memory_fraction) of the memory of --tp {tp}: give at most "
+            f"{most:,}, give more GPUs, or leave it out",
+            param="worker.num_blocks",
+        )
+    return num

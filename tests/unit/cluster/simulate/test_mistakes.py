@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,29 @@ def test_a_memory_fraction_that_rules_out_the_weights_is_named() -> None:
     assert call(*SMALL, "--set", "worker.memory_fraction=0.21", "--input-len", "50").exit_code == 0
     large = "--model", "llama-3-70b", "--set", "worker.memory_fraction=0.5"
     assert refused(*large) == "--tp 1: the weights alone need 141 GB: use 4 GPUs or more", "at no fraction does it fit"
+
+
+def test_no_more_blocks_are_simulated_than_fit_beside_the_weights() -> None:
+    """They were, silently: clusters came out better than they can be, and very many blocks took for ever."""
+    told = refused("--set", "worker.num_blocks=100000000")
+    assert told == (
+        "worker.num_blocks = 100,000,000: they need 838,861 GB, and beside the weights is room for 6,668 blocks in 0.9 "
+        "(worker.memory_fraction) of the memory of --tp 1: give at most 6,668, give more GPUs, or leave it out"
+    )
+    assert refused("--set", "worker.num_blocks=6669").startswith("worker.num_blocks = 6,669: they need 56 GB, ")
+    assert call(*SMALL, "--set", "worker.num_blocks=6668").exit_code == 0
+    assert call(*SMALL, "--set", "worker.num_blocks=6669", "--tp", "2").exit_code == 0
+    assert "weights alone need 141 GB" in refused("--set", "worker.num_blocks=100", "--model", "llama-3-70b")
+
+
+def test_a_calibrated_worker_has_the_blocks_that_are_set_whatever_gpu_it_is_priced_as(tmp_path: Path) -> None:
+    """How much memory the measured machine had, nobody told."""
+    file = tmp_path / "steps.json"
+    steps = [{"rows": [[1, context]] * rows, "seconds": 0.01 + 0.001 * rows} for rows in (1, 4) for context in (9, 99)]
+    file.write_text(json.dumps(steps))
+    calibrated = *SMALL, "--calibration", str(file)
+    assert call(*calibrated, "--set", "worker.num_blocks=6669").exit_code == 0
+    error = call(*calibrated, "--set", "worker.num_blocks=100000000").exception
+    assert str(error) == (
+        "worker.num_blocks = 100,000,000: give as many as the calibrated workers had, at most 4,000,000"
+    )
