@@ -124,6 +124,8 @@ def _rounded(told: Any, *, is_time: bool = False) -> Any:
 
 def usd_figure(usd: float) -> str:
     """To the cent, and to three significant digits where that is finer: small loads differ by less than a cent."""
+    if usd >= 1:
+        return f"{usd:,.2f}"
     exponent = int(f"{usd:.2e}".partition("e")[2])
     return f"{usd:,.{max(2, 2 - exponent)}f}"
 

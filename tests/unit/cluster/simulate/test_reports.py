@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -94,6 +95,7 @@ def test_a_report_says_what_its_times_were_calibrated_on(tmp_path: Path) -> None
         (0.0, "0.00"),
         (12.3456, "12.35"),
         (1234.5, "1,234.50"),
+        (math.inf, "inf"),
     ],
 )
 def test_usd_have_cents_and_three_digits(usd: float, told: str) -> None:
