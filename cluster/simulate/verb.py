@@ -326,6 +326,8 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
     best = cheapest(trials, attainment)
     document = _document(scene, shlex.join(["baton", *sys.argv[1:]]), trials)
     marks = {
+        "num_done": len(trials),
+        "num_possible": len(possible),
         "front": [scene.cluster(one.choice) for one in front(trials)],
         "cheapest": best and scene.cluster(best.choice),
     }
@@ -335,14 +337,18 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
     console.print(Text(scene.hardware))
     if left_out:
         console.print(f"{_too_long(left_out)}: all clusters miss them", style="yellow", highlight=False)
+    is_whole = len(trials) == len(possible)
+    of_those = "" if is_whole else f"of the {len(trials):,} of {counted(len(possible), 'cluster')} done, "
     if best is None:
         nearest = closest(trials)
         near = f"the closest: {nearest.choice}, for {nearest.good_share:.1%}" if nearest else "none for a single one"
-        console.print(f"no cluster meets the objective for {attainment:.0%} of the requests; {near}", style="yellow")
+        verdict = f"{of_those}no cluster meets the objective for {attainment:.0%} of the requests; {near}"
+        console.print(verdict, style="yellow")
     else:
-        console.print(f"the cheapest for {attainment:.0%} of the requests: {best.choice}, USD {usd_figure(best.usd)}")
+        costs = f"{best.choice}, USD {usd_figure(best.usd)}"
+        console.print(f"{of_those}the cheapest for {attainment:.0%} of the requests: {costs}")
     tell_lost(lost)
-    if len(trials) < len(possible):
+    if not is_whole:
         tell_interrupted(len(trials), len(possible))
     if best is None:
         raise typer.Exit(1)

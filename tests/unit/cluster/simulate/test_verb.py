@@ -83,9 +83,9 @@ def test_a_sweep_finds_the_cheapest_cluster_that_is_good_enough(tmp_path: Path) 
     told = answer(
         *SMALL, "--sweep", "--prefill", "0:1", "--decode", "1,2", "--ttft-ms", "300", "--json", str(file),
     )  # fmt: skip
-    assert "the cheapest for 95% of the requests: 1 colocated" in told
+    assert "\nthe cheapest for 95% of the requests: 1 colocated" in told
     swept = json.loads(file.read_text())
-    assert len(swept["runs"]) == 4
+    assert len(swept["runs"]) == swept["num_done"] == swept["num_possible"] == 4
     cheapest = {"prefill": 0, "decode": 1, "tp": 1, "policy": "slo", "gpu": "h100", "model": "llama-3-8b"}
     assert swept["cheapest"] == swept["front"][0] == cheapest
     assert swept["attainment"] == 0.95
