@@ -317,7 +317,7 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
     if not scene.objective.given:
         raise Misconfigured("--sweep needs to know what is good: give --ttft-ms, --tpot-ms or both", param="sweep")
     errors = Console(stderr=True)
-    possible = _possible(scene, every, errors)
+    possible, impossible = _possible(scene, every, errors)
     _, left_out = fitting(scene.sessions, max(_longest(config) for config in possible.values()))
     _tell_left_out(errors, left_out)
     trials = _try_all(scene, possible, errors)
@@ -328,6 +328,7 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
     marks = {
         "num_done": len(trials),
         "num_possible": len(possible),
+        "left_out": [{"cluster": scene.cluster(one), "reason": reason} for one, reason in impossible.items()],
         "front": [scene.cluster(one.choice) for one in front(trials)],
         "cheapest": best and scene.cluster(best.choice),
     }
@@ -335,6 +336,9 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
     console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     console.print(sweep_table(trials, attainment))
     console.print(Text(scene.hardware))
+    if impossible:
+        those = f"{len(impossible):,} of {counted(len(every), 'cluster')} left out"
+        console.print(f"{those}: stderr and --json say why", style="yellow", highlight=False)
     if left_out:
         console.print(f"{_too_long(left_out)}: all clusters miss them", style="yellow", highlight=False)
     is_whole = len(trials) == len(possible)
@@ -354,9 +358,11 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
         raise typer.Exit(1)
 
 
-def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[Choice, SimulationConfig]:
-    """Those that can be, hold some of the sessions and have whom faults name; why others are left out is told. Raises
-    Misconfigured if none is left."""
+def _possible(
+    scene: _Scene, every: Sequence[Choice], errors: Console
+) -> tuple[dict[Choice, SimulationConfig], dict[Choice, str]]:
+    """Those that can be, hold some of the sessions and have whom faults name; and why others are left out, which is
+    told. Raises Misconfigured if none is left."""
     possible: dict[Choice, SimulationConfig] = {}
     reasons: dict[str, Misconfigured] = {}
     left_out: dict[str, list[Choice]] = {}
@@ -374,7 +380,7 @@ def _possible(scene: _Scene, every: Sequence[Choice], errors: Console) -> dict[C
     for reason, like in left_out.items():
         others = f" and {counted(len(like) - 1, 'other')}" if len(like) > 1 else ""
         errors.print(f"left out: {reason} ({like[0]}{others})", style="yellow", highlight=False)
-    return possible
+    return possible, {choice: reason for reason, like in left_out.items() for choice in like}
 
 
 def _try_all(scene: _Scene, possible: Mapping[Choice, SimulationConfig], errors: Console) -> list[Trial]:

@@ -53,6 +53,21 @@ def test_a_load_that_is_left_out_is_in_every_report_and_missed_in_a_sweep(tmp_pa
     assert [row.split()[6] for row in swept.stdout.splitlines() if " colocated tp1 " in row[:20]] == [f"{met:.1f}%"] * 2
 
 
+def test_clusters_that_a_sweep_leaves_out_are_in_its_report(tmp_path: Path) -> None:
+    """They were told on stderr alone."""
+    file = tmp_path / "swept.json"
+    sweep = *SMALL, "--sweep", "--workers", "1:4", "--ttft-ms", "90000", "--json", str(file)
+    told = answer(*sweep, "--fault", "0.1 kill colocated-2")
+    assert "2 of 4 clusters left out: stderr and --json say why\n" in told
+    kept = json.loads(file.read_text())
+    assert [one["cluster"]["decode"] for one in kept["left_out"]] == [1, 2]
+    assert [run["cluster"]["decode"] for run in kept["runs"]] == [3, 4]
+    assert kept["left_out"][0]["cluster"].keys() == kept["runs"][0]["cluster"].keys()
+    assert "kill takes a worker, and colocated-2 is none" in kept["left_out"][0]["reason"]
+    assert "left out" not in answer(*sweep)
+    assert json.loads(file.read_text())["left_out"] == []
+
+
 def test_every_report_says_what_was_simulated(tmp_path: Path) -> None:
     """Pools and policy stood on stderr alone, GPU and model nowhere."""
     figures, page, swept = tmp_path / "run.json", tmp_path / "run.html", tmp_path / "swept.json"
