@@ -73,10 +73,12 @@ class RayLauncher:
             intact = False
             raise
         finally:
-            if intact:
-                await _stop_politely(ranks[0])
-            # Not on Machines' thread, and not for ever: Ray waits a minute for a control store that is gone itself.
-            await asyncio.wait([in_thread(lambda: _kill(ranks, room))], timeout=KILL_S)
+            try:
+                if intact:
+                    await _stop_politely(ranks[0])
+            finally:  # whoever is cancelled again meanwhile kills as well: before Python 3.11.3 a timeout did that
+                # Not on Machines' thread, and not for ever: Ray waits a minute for a control store that is gone itself.
+                await asyncio.wait([in_thread(lambda: _kill(ranks, room))], timeout=KILL_S)
 
     def _rank(self, plan: WorkerPlan, room: PlacementGroup, number: int) -> Any:
         bundle = plan.bundles()[number]

@@ -6,15 +6,18 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import RayError
 
-from cluster.launcher import merged
+from cluster import launcher
+from cluster.launcher import RayLauncher, merged
 from cluster.rank import Ended, Event, Loading, Logged
 from protos.errors import BadCheckpoint, BatonError, WorkerLost
 from protos.wire import error_info
+from workers.config import WorkerConfig
 
 ENDED = Ended()
 
@@ -90,3 +93,49 @@ async def test_wrong_settings_are_told_rather_than_that_the_others_left() -> Non
     reason = BadCheckpoint("rank 1 cannot read the weights")
     with pytest.raises(BadCheckpoint, match="cannot read the weights"):
         await heard(Rank([broke(left)]), Rank([broke(reason)]))
+
+
+async def test_a_worker_is_killed_also_by_whom_its_polite_stop_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray kept the CPU of one that was stopped by a signal: nothing ever took its place. On Python 3.11.2 the polite
+    stop's own timeout cut it off."""
+    killed, stopping, following = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Stuck(Rank):
+        @property
+        def stop(self) -> Any:
+            return SimpleNamespace(remote=self._stay)
+
+        async def _stay(self) -> None:
+            stopping.set()
+            await asyncio.Event().wait()
+
+    async def call(make: Any) -> Any:
+        return make()
+
+    async def ready() -> None:
+        pass
+
+    async def started(*_: object) -> list[int]:
+        return [1]
+
+    monkeypatch.setattr(launcher, "placement_group", lambda *_, **__: SimpleNamespace(ready=ready))
+    monkeypatch.setattr(launcher, "_kill", lambda *_: loop.call_soon_threadsafe(killed.set))
+    monkeypatch.setattr(RayLauncher, "_rank", lambda *_: Stuck())
+    monkeypatch.setattr(RayLauncher, "_start_in_time", started)
+    config = SimpleNamespace(worker=WorkerConfig(model="none"))
+    plan = cast(Any, SimpleNamespace(worker_id="decode-0", num_ranks=1, bundles=list))
+    ranks = RayLauncher(cast(Any, config), cast(Any, SimpleNamespace(call=call, host="here")))
+
+    async def follow() -> None:
+        async with aclosing(ranks.launch(plan, 1)) as events:
+            async for _ in events:
+                following.set()
+
+    task = asyncio.create_task(follow())
+    await following.wait()
+    task.cancel()
+    await stopping.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert killed.is_set()

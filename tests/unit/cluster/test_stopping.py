@@ -17,9 +17,11 @@ from cluster.stopping import SIGNALS, Stop
 
 @pytest.fixture
 async def stop() -> AsyncIterator[Stop]:
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where these tests are run under nohup
     yield Stop()
     for number in SIGNALS:
         asyncio.get_running_loop().remove_signal_handler(number)
+    signal.signal(signal.SIGHUP, hangup)
 
 
 class Work:
