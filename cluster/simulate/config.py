@@ -13,6 +13,7 @@ from cluster.simulate.latency import Latency, Roofline
 from cluster.simulate.network import Wire
 from cluster.simulate.shapes import MODELS, Gpu, Model, gpu_of, model_of, num_blocks
 from cluster.simulate.worker import Spec
+from cluster.simulate.workload import Room
 from protos.errors import Misconfigured
 from protos.hints import counted
 from router.config import RouterConfig
@@ -195,3 +196,17 @@ def _num_blocks(worker: WorkerConfig, card: Gpu, shape: Model, tp: int, *, measu
             param="worker.num_blocks",
         )
     return num
+
+
+def room_of(spec: Spec, worker: WorkerConfig) -> Room:
+    """For one session, in a worker that `hardware_spec` made of these settings."""
+    blocks, longest = spec.num_blocks * spec.layout.block_size, spec.scheduler.max_model_len
+    if blocks < longest and worker.num_blocks is not None:
+        return Room(num_tokens=blocks, limit="worker.num_blocks", more="raise worker.num_blocks")
+    if blocks < longest:
+        more = "give workers more GPUs or memory (--tp, --gpu, worker.memory_fraction)"
+        return Room(num_tokens=blocks, limit="the memory of its GPUs", more=more)
+    if longest < model_of(spec.model).max_len:
+        return Room(num_tokens=longest, limit="worker.max_model_len", more="raise worker.max_model_len")
+    limit = f"worker.max_model_len, of {spec.model}"
+    return Room(num_tokens=longest, limit=limit, more="choose a --model that was made for more")

@@ -17,7 +17,7 @@ from cluster.simulate.latency import Roofline
 from cluster.simulate.network import Wire
 from cluster.simulate.shapes import gpu_of, model_of
 from cluster.simulate.simulation import Outcome, simulate
-from cluster.simulate.workload import GENERATED, Load, Session, agents, fitting
+from cluster.simulate.workload import GENERATED, Load, Room, Session, agents, fitting
 from protos.errors import InvalidRequest, Overloaded, RequestKillsWorkers
 from protos.values import WorkerRole
 from router.policies.registry import NAMES
@@ -80,7 +80,7 @@ def trial(seed: int) -> Trial:
     room = config.spec.num_blocks * config.spec.layout.block_size
     made = agents(load, num_systems=2, system_tokens=rng.choice((8, 64))) if name == "agents" else GENERATED[name](load)
     sessions = [_hurried(session) for session in made]
-    sessions, _ = fitting(sessions, room)
+    sessions, _ = fitting(sessions, Room(num_tokens=room))
     faults = _faults(seed, rng, config, sessions)
     return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
 

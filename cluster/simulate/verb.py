@@ -25,7 +25,7 @@ from cluster.bench.verb import write_json
 from cluster.bench.workload import Lengths
 from cluster.config import ClusterConfig, PoolsConfig
 from cluster.simulate.calibration import calibrate, read_points
-from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, without_effect
+from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, room_of, without_effect
 from cluster.simulate.faults import Fault, drawn
 from cluster.simulate.files import Log, keep, tell_lost, write
 from cluster.simulate.files import check as check_files
@@ -39,7 +39,7 @@ from cluster.simulate.soak_verb import replay_one, soak_clusters, tell_interrupt
 from cluster.simulate.sweep import Choice, Trial, asked, cheapest, closest, front, sweep_table
 from cluster.simulate.trouble import check
 from cluster.simulate.watch import Watch, bars, warn
-from cluster.simulate.workload import GENERATED, Load, Session, fitting, generated, recorded
+from cluster.simulate.workload import GENERATED, Load, Room, Session, fitting, generated, recorded
 from cluster.status import PIPED_COLUMNS
 from protos.errors import Misconfigured
 from protos.hints import counted
@@ -255,10 +255,10 @@ class _Scene:
 
     def fitting(self, config: SimulationConfig) -> tuple[list[Session], list[Session]]:
         """The sessions that its workers hold, and the others. Raises Misconfigured if there are none of the first."""
-        longest = _longest(config)
-        if self.settings.worker.num_blocks is not None and longest < config.spec.scheduler.max_model_len:
-            return fitting(self.sessions, longest, more="raise worker.num_blocks")
-        return fitting(self.sessions, longest)
+        return fitting(self.sessions, self.room(config))
+
+    def room(self, config: SimulationConfig) -> Room:
+        return room_of(config.spec, self.settings.worker)
 
     def cluster(self, choice: Choice) -> dict[str, Any]:
         return {**asdict(choice), "gpu": self.gpu, "model": self.model}
@@ -291,7 +291,7 @@ def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path
     errors = Console(stderr=True)
     if scene.latency is not None:
         errors.print(str(scene.latency))
-    _tell_left_out(errors, left_out)
+    _tell_left_out(errors, left_out, scene.room(config))
     start_s = time.perf_counter()
     with Log(events) as log, told(events):
         outcome = _run(scene, config, sessions, errors, write=log.write)
@@ -318,8 +318,9 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
         raise Misconfigured("--sweep needs to know what is good: give --ttft-ms, --tpot-ms or both", param="sweep")
     errors = Console(stderr=True)
     possible, impossible = _possible(scene, every, errors)
-    _, left_out = fitting(scene.sessions, max(_longest(config) for config in possible.values()))
-    _tell_left_out(errors, left_out)
+    room = max((scene.room(config) for config in possible.values()), key=lambda one: one.num_tokens)
+    _, left_out = fitting(scene.sessions, room)
+    _tell_left_out(errors, left_out, room)
     trials = _try_all(scene, possible, errors)
     if not trials:
         tell_interrupted(0, len(possible))
@@ -340,7 +341,7 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
         those = f"{len(impossible):,} of {counted(len(every), 'cluster')} left out"
         console.print(f"{those}: stderr and --json say why", style="yellow", highlight=False)
     if left_out:
-        console.print(f"{_too_long(left_out)}: all clusters miss them", style="yellow", highlight=False)
+        console.print(f"{room.left_out(left_out)}: all clusters miss them", style="yellow", highlight=False)
     is_whole = len(trials) == len(possible)
     of_those = "" if is_whole else f"of the {len(trials):,} of {counted(len(possible), 'cluster')} done, "
     if best is None:
@@ -419,13 +420,9 @@ def _run(
         return run_simulation(config, sessions, scene.schedule(config, sessions), write=write, watch=watch.begin)
 
 
-def _tell_left_out(errors: Console, left_out: Sequence[Session]) -> None:
+def _tell_left_out(errors: Console, left_out: Sequence[Session], room: Room) -> None:
     if left_out:
-        errors.print(_too_long(left_out), style="yellow")
-
-
-def _too_long(left_out: Sequence[Session]) -> str:
-    return f"{counted(len(left_out), 'session')} left out: longer than a worker can hold"
+        errors.print(room.left_out(left_out), style="yellow", highlight=False)
 
 
 def _write_json(path: Path | None, content: Mapping[str, Any]) -> None:
@@ -446,11 +443,6 @@ def _calibration(scene: _Scene) -> dict[str, Any] | None:
     if scene.latency is None:
         return None
     return {"files": [str(path) for path in scene.calibration], **asdict(scene.latency)}
-
-
-def _longest(config: SimulationConfig) -> int:
-    spec = config.spec
-    return min(spec.scheduler.max_model_len, spec.num_blocks * spec.layout.block_size)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -214,23 +214,33 @@ def generated(name: str, load: Load) -> list[Session]:
     return [*sessions[:-1], replace(last, turns=last.turns[: len(last.turns) - num_more])]
 
 
-def fitting(
-    sessions: Sequence[Session],
-    max_model_len: int,
-    *,
-    more: str = "give workers more GPUs, memory or worker.max_model_len",
-) -> tuple[list[Session], list[Session]]:
-    """The sessions whose last turn fits, and those whose does not. Raises Misconfigured if none does, naming what would
-    make `more` room."""
-    kept = [session for session in sessions if session.num_tokens <= max_model_len]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """So many tokens of one session a worker holds. `limit` says what bounds them, `more` what would raise it."""
+
+    num_tokens: int
+    limit: str = "num_tokens"
+    more: str = "raise it"
+
+    def left_out(self, sessions: Sequence[Session]) -> str:
+        longest = max(session.num_tokens for session in sessions)
+        return (
+            f"{counted(len(sessions), 'session')} left out: longer (up to {longest:,} tokens) than the "
+            f"{self.num_tokens:,} that a worker holds ({self.limit})"
+        )
+
+
+def fitting(sessions: Sequence[Session], room: Room) -> tuple[list[Session], list[Session]]:
+    """The sessions whose last turn fits, and those whose does not. Raises Misconfigured if none does."""
+    kept = [session for session in sessions if session.num_tokens <= room.num_tokens]
     if not kept:
         shortest = min(session.num_tokens for session in sessions)
         raise Misconfigured(
-            f"every session is longer (the shortest: {shortest} tokens, prompts and answers) than the {max_model_len} "
-            "tokens that a worker holds: lower --input-len, --output-len or --trace-scale, or "
-            f"{more}"
+            f"every session is longer (the shortest: {shortest:,} tokens, prompts and answers) than the "
+            f"{room.num_tokens:,} tokens that a worker holds ({room.limit}): lower --input-len, --output-len or "
+            f"--trace-scale, or {room.more}"
         )
-    return kept, [session for session in sessions if session.num_tokens > max_model_len]
+    return kept, [session for session in sessions if session.num_tokens > room.num_tokens]
 
 
 def _turn(kind: int, number: int, load: Load, rng: random.Random) -> Turn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,33 @@ def test_a_calibrated_worker_has_the_blocks_that_are_set_whatever_gpu_it_is_pric
     assert str(error) == (
         "worker.num_blocks = 100,000,000: give as many as the calibrated workers had, at most 4,000,000"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            (),
+            "131,072 tokens that a worker holds (worker.max_model_len, of llama-3-8b): FIT choose a --model that was ",
+        ),
+        (("--set", "worker.max_model_len=900"), "900 tokens that a worker holds (worker.max_model_len): FIT raise wor"),
+        (
+            ("--set", "worker.num_blocks=10"),
+            "640 tokens that a worker holds (worker.num_blocks): FIT raise worker.num_",
+        ),
+        (
+            ("--model", "llama-3-70b", "--tp", "2"),
+            " tokens that a worker holds (the memory of its GPUs): FIT give work",
+        ),
+    ],
+)
+def test_what_limits_the_length_of_sessions_is_named(arguments: tuple[str, ...], told: str) -> None:
+    """More GPUs were advised whatever it was."""
+    fit = "lower --input-len, --output-len or --trace-scale, or"
+    assert told.replace("FIT", fit) in refused("--input-len", "140000", *arguments)
+
+
+def test_sessions_that_are_left_out_are_told_with_their_length_and_the_limit() -> None:
+    told = call(*SMALL, "--input-len", "50:400", "--set", "worker.max_model_len=300").stderr
+    left_out = r"^\d+ sessions left out: longer \(up to 3\d\d tokens\) than the 300 that a worker holds"
+    assert re.search(rf"{left_out} \(worker.max_model_len\)", " ".join(told.split()))

@@ -147,7 +147,8 @@ def test_a_cluster_that_holds_none_of_the_sessions_is_left_out_of_a_sweep() -> N
     assert "1 colocated tp4" in result.stdout
     assert "tp2" not in result.stdout
     told = " ".join(result.stderr.split())
-    assert re.search(r"left out: every session is longer .*60005 tokens.* \(1 colocated tp2 slo\)", told)
+    why = r"every session is longer .*60,005 tokens.* \(the memory of its GPUs\): .*--tp"
+    assert re.search(rf"left out: {why}.* \(1 colocated tp2 slo\)", told)
 
 
 def test_a_cluster_without_the_worker_that_a_fault_names_is_left_out_of_a_sweep() -> None:
@@ -248,7 +249,10 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         (("--gateways", "999999999"), "--gateways 999999999: give a number from 1 to 1,000"),
         (("--usd-per-gpu-hour", "inf"), "--usd-per-gpu-hour inf: give a price"),
         (("--host-kv-gib", "1e300"), "--host-kv-gib 1e+300 (worker.host_kv_gib): give at most 16,384"),
-        (("--input-len", "999999"), "than the 131072 tokens that a worker holds: lower --input-len"),
+        (
+            ("--input-len", "999999"),
+            "than the 131,072 tokens that a worker holds (worker.max_model_len, of llama-3-8b): ",
+        ),
         (("--workload", ""), "--workload '': choose one of poisson"),
         (("--config", "none"), "--config none: No such file or directory: correct the path"),
         (("--calibration", "none"), "--calibration none: No such file or directory: correct the path"),
