@@ -33,7 +33,9 @@ LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 * 2**20  # nothing travels through it; Ray wants at least 75 MB
 STOP_S = 10.0  # a Ray that has started ends within one or two
 GIVE_UP_S = 1.0  # for one that is still starting, and was killed
-MAX_FOLDER_CHARS = 40  # Ray makes unix sockets below its folder, whose paths hold 107 bytes in all
+OURS = "r"  # Ray opens its folder to everybody, so that it is given one in a folder that is ours alone
+LONGEST_SOCKET = f"/baton-12345678/{OURS}/session_2026-11-23_01-49-16_799730_4194304/sockets/plasma_store"
+MAX_FOLDER_BYTES = 107 - len(LONGEST_SOCKET)  # unix(7): a socket's path has 107 bytes
 PRIVATE = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -124,7 +126,7 @@ class Machines:
         root = str(Path(__file__).resolve().parent.parent)
         known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *(path for path in known if path and path != root)])
-        shallow = len(tempfile.gettempdir()) <= MAX_FOLDER_CHARS
+        shallow = len(os.fsencode(tempfile.gettempdir())) <= MAX_FOLDER_BYTES
         self._scratch = Scratch(Path(tempfile.gettempdir() if shallow else "/tmp"))
         return {
             "address": "local",
@@ -132,7 +134,7 @@ class Machines:
             "log_to_driver": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "_node_ip_address": LOOPBACK,
-            "_temp_dir": str(self._scratch.path),
+            "_temp_dir": str(self._scratch.path / OURS),
         }
 
     def _stop(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -73,6 +75,37 @@ def test_a_call_that_never_returns_does_not_keep_the_process() -> None:
     root = Path(__file__).parents[3]
     ended = subprocess.run([sys.executable, "-c", STUCK], cwd=root, check=False, capture_output=True, timeout=100)
     assert ended.returncode == 2, ended.stderr
+
+
+FOLDER = """
+import asyncio, os
+from pathlib import Path
+import ray
+from cluster.config import RayConfig
+from cluster.machines import Machines
+
+def init(_temp_dir, **_):
+    session = Path(_temp_dir) / "session_2026-11-23_01-49-16_799730_4194304"  # the largest pid_max of proc(5)
+    around = session.parent.parent
+    print(len(str(session / "sockets" / "plasma_store")), around.name[:6], oct(os.stat(around).st_mode))
+
+ray.init = init
+asyncio.run(Machines(RayConfig()).start())
+"""
+
+
+@pytest.mark.parametrize("num_chars", [26, 35])
+def test_the_folder_of_ray_is_closed_to_others_and_short_enough_for_its_sockets(num_chars: int) -> None:
+    """Anybody on this machine could replace what lies there; and with a TMPDIR of 29 to 40 characters Ray did not
+    start."""
+    root = Path(__file__).parents[3]
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="x" * (num_chars - 13)) as folder:
+        assert len(folder) == num_chars
+        command, environ = [sys.executable, "-c", FOLDER], os.environ | {"TMPDIR": folder}
+        told = subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=100, text=True, env=environ)
+    num_bytes, around, mode = told.stdout.split()
+    assert int(num_bytes) <= 107
+    assert (around, mode) == ("baton-", "0o40700")
 
 
 CHILD = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
