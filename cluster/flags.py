@@ -11,8 +11,9 @@ from rich.console import Console
 
 from cluster.config import ClusterConfig
 from cluster.log import LogConsole, LogFormat, set_up_log
-from cluster.settings import Table, make_blaming, merge, read_file, setting
+from cluster.settings import Table, make_blaming, make_config, merge, read_file, setting
 from protos.errors import Misconfigured
+from router.policies.registry import check_names
 from workers.config import Device, Dtype
 
 ConfigFile = Annotated[
@@ -71,7 +72,13 @@ def settings(file: Path | None, flags: Table, further: list[str] | None) -> Clus
     said, over = read_file(file) if file is not None else {}, _given(flags)
     for one in further or ():
         over = merge(over, setting(one))
-    return make_blaming(file, said, over)
+    return make_blaming(file, said, over, _make)
+
+
+def _make(tables: Table) -> ClusterConfig:
+    config = make_config(tables)
+    check_names(config.router)
+    return config
 
 
 def pools(prefill: int | None, decode: int | None, colocated: bool, workers: int | None) -> Table:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.config import ClusterConfig, PoolsConfig, SupervisionConfig
-from cluster.settings import Table, make_blaming, make_config, merge, read_file, setting
+from cluster.settings import Table, make_blaming, make_config, merge, read_file, setting, to_toml
 from cluster.simulate.lanes import Cards
 from cluster.simulate.latency import Latency, Roofline
 from cluster.simulate.network import Wire
@@ -17,6 +18,7 @@ from cluster.simulate.workload import Room
 from protos.errors import Misconfigured
 from protos.hints import counted
 from router.config import RouterConfig
+from router.policies.registry import check_name
 from workers.config import SchedulerConfig, WorkerConfig
 
 VOCAB_SIZE = 32_768
@@ -38,6 +40,8 @@ WITHOUT_EFFECT = frozenset({
     "router.cors_origins", "router.canary_every", "router.tool_parser", "router.disable_any_whitespace",
 })  # fmt: skip
 """Settings, and whole tables of them, that change no result of a simulation."""
+OF_A_CLUSTER = frozenset({"model", "pools", "worker.tp", "router.policy"})
+"""Settings, and whole tables, that each cluster of a sweep has its own of, or flags alone say."""
 
 
 def simulated_router(policy: str = "prefix_aware", **settings: float) -> RouterConfig:
@@ -93,6 +97,8 @@ def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
 
 def _make(tables: Table) -> ClusterConfig:
     config = make_config(merge(GPU_WORKERS, tables))
+    for name in config.router.policy.split(","):  # of a sweep, which tries them all
+        check_name(name)
     if config.worker.dtype not in SIMULATED_DTYPES:
         raise Misconfigured(
             f"worker.dtype = {config.worker.dtype!r}: simulated KV is bfloat16, and weights are no larger, so "
@@ -106,6 +112,19 @@ def without_effect(further: Sequence[str]) -> list[str]:
     """Which settings of `--set` change nothing in a simulation."""
     given = (name for one in further for name in _names(setting(one)))
     return [name for name in dict.fromkeys(given) if not WITHOUT_EFFECT.isdisjoint({name, name.partition(".")[0]})]
+
+
+def in_force(settings: ClusterConfig) -> Table:
+    """The settings, table by table, that decide a simulation whatever its cluster: those of files and flags, and the
+    defaults of the others. What is left to be found out is not there."""
+    elsewhere = WITHOUT_EFFECT | OF_A_CLUSTER
+    kept: Table = {}
+    for name, value in tomllib.loads(to_toml(settings)).items():
+        if name in elsewhere:
+            continue
+        is_table = isinstance(value, dict)
+        kept[name] = {one: value[one] for one in value if f"{name}.{one}" not in elsewhere} if is_table else value
+    return kept
 
 
 def _names(table: Table, above: str = "") -> Iterator[str]:

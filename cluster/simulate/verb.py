@@ -25,7 +25,7 @@ from cluster.bench.verb import write_json
 from cluster.bench.workload import Lengths
 from cluster.config import ClusterConfig, PoolsConfig
 from cluster.simulate.calibration import calibrate, read_points
-from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, room_of, without_effect
+from cluster.simulate.config import SimulationConfig, hardware_spec, in_force, read_settings, room_of, without_effect
 from cluster.simulate.faults import Fault, drawn
 from cluster.simulate.files import Log, keep, tell_lost, write
 from cluster.simulate.files import check as check_files
@@ -290,8 +290,8 @@ def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path
     sessions, left_out = scene.fitting(config)
     errors = Console(stderr=True)
     if scene.latency is not None:
-        errors.print(str(scene.latency))
-    _tell_left_out(errors, left_out, scene.room(config))
+        errors.print(str(scene.latency), soft_wrap=True)
+    _tell_left_out(left_out, scene.room(config))
     start_s = time.perf_counter()
     with Log(events) as log, told(events):
         outcome = _run(scene, config, sessions, errors, write=log.write)
@@ -308,7 +308,7 @@ def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path
     # Files first: nobody may read the table to its end, such as `| head`.
     lost = keep(log.check, partial(_write_json, json_file, _document(scene, command, trials)), write_page)
     Console().print(summary_table(summary))
-    errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim")
+    errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim", soft_wrap=True)
     tell_lost(lost)
 
 
@@ -317,10 +317,10 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
     if not scene.objective.given:
         raise Misconfigured("--sweep needs to know what is good: give --ttft-ms, --tpot-ms or both", param="sweep")
     errors = Console(stderr=True)
-    possible, impossible = _possible(scene, every, errors)
+    possible, impossible = _possible(scene, every)
     room = max((scene.room(config) for config in possible.values()), key=lambda one: one.num_tokens)
     _, left_out = fitting(scene.sessions, room)
-    _tell_left_out(errors, left_out, room)
+    _tell_left_out(left_out, room)
     trials = _try_all(scene, possible, errors)
     if not trials:
         tell_interrupted(0, len(possible))
@@ -359,9 +359,7 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
         raise typer.Exit(1)
 
 
-def _possible(
-    scene: _Scene, every: Sequence[Choice], errors: Console
-) -> tuple[dict[Choice, SimulationConfig], dict[Choice, str]]:
+def _possible(scene: _Scene, every: Sequence[Choice]) -> tuple[dict[Choice, SimulationConfig], dict[Choice, str]]:
     """Those that can be, hold some of the sessions and have whom faults name; and why others are left out, which is
     told. Raises Misconfigured if none is left."""
     possible: dict[Choice, SimulationConfig] = {}
@@ -380,7 +378,7 @@ def _possible(
         raise next(iter(reasons.values()))
     for reason, like in left_out.items():
         others = f" and {counted(len(like) - 1, 'other')}" if len(like) > 1 else ""
-        errors.print(f"left out: {reason} ({like[0]}{others})", style="yellow", highlight=False)
+        warn(f"left out: {reason} ({like[0]}{others})")
     return possible, {choice: reason for reason, like in left_out.items() for choice in like}
 
 
@@ -393,8 +391,8 @@ def _try_all(scene: _Scene, possible: Mapping[Choice, SimulationConfig], errors:
             bar.update(row, description=str(choice))
             trials.append(_try_out(scene, choice, config, bar))
             bar.update(row, advance=1)
-            if not bar.console.is_terminal:
-                bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False)
+            if not bar.console.is_interactive:
+                bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False, soft_wrap=True)
     return trials
 
 
@@ -420,9 +418,9 @@ def _run(
         return run_simulation(config, sessions, scene.schedule(config, sessions), write=write, watch=watch.begin)
 
 
-def _tell_left_out(errors: Console, left_out: Sequence[Session], room: Room) -> None:
+def _tell_left_out(left_out: Sequence[Session], room: Room) -> None:
     if left_out:
-        errors.print(room.left_out(left_out), style="yellow", highlight=False)
+        warn(room.left_out(left_out))
 
 
 def _write_json(path: Path | None, content: Mapping[str, Any]) -> None:
@@ -435,6 +433,7 @@ def _document(scene: _Scene, command: str, trials: Sequence[Trial]) -> dict[str,
         "format": FORMAT,
         "command": command,
         "calibration": _calibration(scene),
+        "settings": in_force(scene.settings),
         "runs": [{"cluster": scene.cluster(trial.choice), "figures": figures(trial.summary)} for trial in trials],
     }
 

@@ -32,14 +32,31 @@ def policy_of(config: RouterConfig, name: str = "") -> Policy:
     Raises Misconfigured for an unknown one, with those there are.
     """
     name = name or config.policy
+    check_name(name)
     short = ShortRemainder(max_tokens=config.local_prefill_tokens, max_share=config.local_prefill_share)
     if name == "slo":
         objectives = slo.Objectives(ttft_s=config.ttft_ms / 1000, tpot_s=config.tpot_ms / 1000)
         read, write = slo.reading(objectives), slo.writing(objectives)
         return pair(name, read=read, write=write, short=short, between=transfer_s, tolerance=slo.TOLERANCE)
-    if name in RANKS:
-        read, write = RANKS[name]
-        return pair(name, read=read, write=write, short=short)
-    near = nearest(name, NAMES)
-    hint = f"did you mean {near}?" if near else f"choose one of {', '.join(NAMES)}"
-    raise Misconfigured(f"router: there is no policy {name!r}: {hint}", param="policy")
+    read, write = RANKS[name]
+    return pair(name, read=read, write=write, short=short)
+
+
+def shadow_names(config: RouterConfig) -> list[str]:
+    """Each once."""
+    return list(dict.fromkeys(name for one in config.shadow_policy.split(",") if (name := one.strip())))
+
+
+def check_names(config: RouterConfig) -> None:
+    """Of the policy that decides and of those in the shadow. Raises Misconfigured."""
+    check_name(config.policy)
+    for name in shadow_names(config):
+        check_name(name, "shadow_policy")
+
+
+def check_name(name: str, setting: str = "policy") -> None:
+    """Raises Misconfigured, naming the router's setting and whose name is near, or all."""
+    if name not in NAMES:
+        near = nearest(name, NAMES)
+        hint = f"did you mean {near}?" if near else f"choose one of {', '.join(NAMES)}"
+        raise Misconfigured(f"router.{setting}: there is no policy {name!r}: {hint}", param=f"router.{setting}")

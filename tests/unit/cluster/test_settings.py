@@ -137,6 +137,13 @@ def test_a_mistake_above_the_file_does_not_name_it(tmp_path: Path) -> None:
         ("tls.cert = 'c'", "worker.tp=2", "{file}: tls: key is missing"),
         ("port = 8001", "worker.tp=2", "{file}: port and grpc_port are both 8001"),
         ("worker.tp = 0", "worker.tp=-1", "worker.tp is -1: "),
+        (
+            "router.policy = 'slow'",
+            "worker.tp=2",
+            "{file}: router.policy: there is no policy 'slow': did you mean slo?",
+        ),
+        ("router.shadow_policy = 'slo,x'", "worker.tp=2", "{file}: router.shadow_policy: there is no policy 'x': "),
+        ("worker.tp = 2", "router.policy=x", "router.policy: there is no policy 'x': choose one of "),
         ("worker.block_size = 32", "worker.max_num_batched_tokens=8", "worker.max_num_seqs is "),
         ("host = 'a'", "port=8001", "port and grpc_port are both 8001"),
         (

@@ -87,6 +87,18 @@ def test_every_report_says_what_was_simulated(tmp_path: Path) -> None:
     assert cluster in [run["cluster"] for run in found["runs"]]
 
 
+def test_figures_tell_the_settings_that_made_them(tmp_path: Path) -> None:
+    """They named a file of settings, which may be another one by now. What changes nothing is not among them."""
+    file, figures = tmp_path / "cluster.toml", tmp_path / "run.json"
+    file.write_text("[router]\nlocal_prefill_tokens = 7\n[lanes]\nbeat_s = 0.7\n")
+    answer(*SMALL, "--config", str(file), "--set", "worker.max_num_seqs=9", "--json", str(figures))
+    told = json.loads(figures.read_text())["settings"]
+    assert (told["router"]["local_prefill_tokens"], told["worker"]["max_num_seqs"], told["index"]) == (7, 9, "memory")
+    assert told["worker"]["block_size"] == 64
+    assert not {"lanes", "pools", "model"} & set(told)
+    assert not {"policy", "tenants"} & set(told["router"])
+
+
 def test_a_report_says_what_its_times_were_calibrated_on(tmp_path: Path) -> None:
     """It said GPU and model alone, as if the times were theirs."""
     file, figures, page = tmp_path / "my [machine].json", tmp_path / "run.json", tmp_path / "run.html"

@@ -72,6 +72,7 @@ def test_a_run_says_how_far_it_is_on_stderr_alone(monkeypatch: pytest.MonkeyPatc
     assert result.stdout == quiet
     swept = call(*SMALL, "--sweep", "--workers", "1,2", "--ttft-ms", "900")
     assert swept.stderr.count("0 of 30 requests have ended") == 2, "each of its clusters"
+    assert "" not in swept.stderr.splitlines()
 
 
 def test_stepping_one_by_one_tells_the_same() -> None:
@@ -117,7 +118,7 @@ def test_a_sweep_leaves_out_what_cannot_be_and_says_why() -> None:
         "900",
     )
     assert result.exit_code == 0, result.output
-    assert "left out: --tp 1: the weights alone need 141 GB" in " ".join(result.stderr.split())
+    assert "left out: --tp 1: the weights alone need 141 GB" in result.stderr
     assert "1 colocated tp2" in result.stdout
     assert "tp1" not in result.stdout
 
@@ -265,7 +266,7 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         (("--fault", "now"), "--fault"),
         (("--policy", "dice"), "--policy dice: there is no policy 'dice': choose of round_robin, "),
         (("--policy", ""), "--policy '': there is no policy ''"),
-        (("--set", "router.policy=dice"), "router.policy dice: there is no policy 'dice'"),
+        (("--set", "router.policy=dice"), "router.policy: there is no policy 'dice'"),
         (("--set", "router.policy=slo,round_robin"), "router.policy slo,round_robin: 2 clusters are asked for"),
         (
             ("--tp", "1,2", "--set", "router.policy=slo,round_robin"),
