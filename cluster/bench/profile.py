@@ -153,7 +153,7 @@ def _ask(client: httpx.Client, method: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _say_missing(workers: Sequence[Mapping[str, Any]]) -> None:
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, soft_wrap=True)
     for one in workers:
         if one["profile"] is None:
             errors.print(f"{one['worker_id']} did not answer: it is not in the profile", style="yellow")
@@ -170,7 +170,7 @@ def _say_hidden(workers: Sequence[Mapping[str, Any]]) -> None:
         num_bytes = sum(span["kv"]["num_bytes"] for span in sent)
         hidden = sum(span["kv"]["hidden_s"] for span in sent) / travelled_s
         told = f"KV: {num_bytes / 1e6:,.1f} MB in {travelled_s * 1000:,.1f} ms on lanes, {hidden:.0%} of it"
-        Console(stderr=True).print(f"{told} while its prompt was still computed", highlight=False)
+        Console(stderr=True, soft_wrap=True).print(f"{told} while its prompt was still computed", highlight=False)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -213,7 +213,8 @@ async def _measure(
 def _bar(total: int) -> Iterator[Callable[[Progress], None]]:
     columns = (BarColumn(40), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     num_failed = 0
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
         row = bar.add_task("", total=total)
 
         def tell(progress: Progress) -> None:
@@ -229,7 +230,7 @@ def _bar(total: int) -> Iterator[Callable[[Progress], None]]:
 
 def _tell(target: Target, dialect: Dialect, records: Sequence[Record], num_left_out: int, *, num_asked: int) -> None:
     """What somebody who reads the figures should know besides."""
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, soft_wrap=True)
     errors.print(f"{target.model.name} at {target.url}", highlight=False)
     if dialect.given_up:
         errors.print(f"The server refused {', '.join(dialect.given_up)}: see docs/benchmarking.md", style="yellow")

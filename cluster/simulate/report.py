@@ -222,7 +222,8 @@ def summary_table(summary: Summary) -> RenderableType:
     facts.add_row("answers handed over", f"{summary.handed_over:.1%}")
     facts.add_row("KV moved", f"{summary.transfer_bytes / 1e9:,.2f} GB")
     facts.add_row(
-        "their time KV was on its way", f"{summary.transfer_share:.1%}, {summary.transfer_waited:.1%} seen by clients"
+        "their KV on its way",
+        f"{summary.transfer_share:.1%} of their time, {summary.transfer_waited:.1%} seen by clients",
     )
     facts.add_row("GPU hours", f"{costs.gpu_hours:,.2f} (USD {usd_figure(costs.usd)})")
     facts.add_row(

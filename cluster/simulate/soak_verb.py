@@ -36,13 +36,14 @@ def soak_clusters(seeds: range) -> None:
                 interrupted = True
                 break
             except Exception as error:
-                errors.print(f"{soaking.trial(seed).replay}: {soaking.reason(error)}", style="red", highlight=False)
+                told = f"{soaking.trial(seed).replay}: {soaking.reason(error)}"
+                errors.print(told, style="red", highlight=False, soft_wrap=True)
                 if not soaking.is_broken_invariant(error):
                     raise
                 num_broken += 1
             bar.update(row, advance=1, description=f"{num_broken} broken" if num_broken else "")
             num_done = seed - seeds.start + 1
-            if not errors.is_terminal and not num_done % SOAKED_A_LINE:
+            if not errors.is_interactive and not num_done % SOAKED_A_LINE:
                 errors.print(f"{num_done:,} of {len(seeds):,}, {num_broken} broken", highlight=False)
     Console().print(f"{counted(num_done, 'cluster')} in trouble, {num_broken} with a broken invariant")
     if interrupted:
@@ -60,9 +61,9 @@ def tell_interrupted(num_done: int, num_asked: int) -> NoReturn:
 def replay_one(seed: int, events: Path | None) -> None:
     trial = soaking.trial(seed)
     console = Console()
-    console.print(f"cluster: {trial.cluster}", highlight=False)
+    console.print(f"cluster: {trial.cluster}", highlight=False, soft_wrap=True)
     for fault in trial.faults:
-        console.print(f"fault: {fault}", highlight=False)
+        console.print(f"fault: {fault}", highlight=False, soft_wrap=True)
     with Log(events) as log, told(events):
         outcome = soaking.run(trial, write=log.write)
     lost = keep(log.check)
@@ -83,5 +84,5 @@ def told(events: Path | None) -> Iterator[None]:
     except Exception as error:
         if not soaking.is_broken_invariant(error):
             raise
-        Console(stderr=True).print(f"broken: {soaking.reason(error)}", style="red", highlight=False)
+        Console(stderr=True, soft_wrap=True).print(f"broken: {soaking.reason(error)}", style="red", highlight=False)
         raise typer.Exit(1) from error

@@ -54,7 +54,8 @@ Look = Callable[[], Starting | Standing]
 def bars(console: Console) -> Progress:
     """For rows of things that are done one by one; they go away at their end."""
     columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, refresh_per_second=1 / BAR_EVERY_S)
+    off = not console.is_interactive  # it would leave an empty line there
+    return Progress(*columns, console=console, transient=True, refresh_per_second=1 / BAR_EVERY_S, disable=off)
 
 
 class Watch:
@@ -80,7 +81,7 @@ class Watch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._owns = above is None
-        self._bar = None if not console.is_terminal else bars(console) if above is None else above
+        self._bar = None if not console.is_interactive else bars(console) if above is None else above
         self._row = TaskID(0)
 
     def begin(self, look: Look) -> None:
