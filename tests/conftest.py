@@ -85,6 +85,10 @@ class FilesStayTogether(LoadFileScheduling):
             self._reschedule(other)
         return lost
 
+    def _reschedule(self, node: WorkerController) -> None:
+        if node in self.registered_collections:  # one that is not yet, a successor, is asked for when it is
+            super()._reschedule(node)
+
     def schedule(self) -> None:
         super().schedule()
         for node in self.nodes:  # a process runs the last of its tests only when told what comes after it

@@ -192,14 +192,23 @@ class Deployment:
         self.gateways.append(gateway)
         if self.config.siblings:
             gateway.fleet.tell_siblings = partial(self._tell_siblings, gateway)
+            gateway.fleet.tell_failure = partial(self._tell_failure, gateway)
         for worker in self.workers.values():
             gateway.fleet.join(worker.info.address, worker_id=worker.worker_id)
         return gateway
 
     def _tell_siblings(self, gateway: Gateway, worker_id: str, num_tokens: int, num_blocks: int) -> None:
-        for other in self.gateways:
-            if other is not gateway and other.alive:
-                self._loop.call_later(DATAGRAM_S, other.fleet.given_elsewhere, worker_id, num_tokens, num_blocks)
+        for other in self._siblings(gateway):
+            self._loop.call_later(DATAGRAM_S, other.fleet.given_elsewhere, worker_id, num_tokens, num_blocks)
+
+    def _tell_failure(self, gateway: Gateway, worker_id: str, in_row: int) -> None:
+        for other in self._siblings(gateway):
+            place = self.gateways.index(gateway)
+            self._loop.call_later(DATAGRAM_S, other.fleet.blame_elsewhere, worker_id, place, in_row)
+
+    def _siblings(self, gateway: Gateway) -> list[Gateway]:
+        """Whom it can tell something: nobody, once it is dead."""
+        return [other for other in self.gateways if other is not gateway and other.alive and gateway.alive]
 
     async def restart_gateway(self, place: int) -> None:
         """Its process ends, and with it every answer under way; another one takes its place."""

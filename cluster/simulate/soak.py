@@ -266,6 +266,7 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
         cards=Cards(max_staged_bytes=random.Random(f"{seed} staged").choice((1, 2**28))),
         wire=Wire(jitter_s=rng.choice((0.0, 0.005)), loss=rng.choice((0.0, 0.02))),
         num_gateways=rng.choice((1, 1, 2)),
+        siblings=random.Random(f"{seed} siblings").random() < 0.5,
         shared_index=random.Random(f"{seed} store").random() < 0.25,
         load_s=rng.choice((0.2, 2.0)),
         max_skew_s=1e5,

@@ -10,13 +10,14 @@ from typing import Any
 
 import httpx
 
-from protos.values import SamplingParams, WorkerRole
+from protos.values import SamplingParams, StepMessage, WorkerRole
 from router.canary import by_one_worker
+from router.client import WorkerClient
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.generation import Job, TokenDelta
-from router.member import WorkerState
+from router.member import Member, WorkerState
 from router.policies.base import Candidate, Decision, RequestView
 from router.policies.registry import policy_of
 from router.prefix.memory import MemoryPrefixIndex
@@ -27,6 +28,32 @@ ROLES = {"p": WorkerRole.PREFILL, "d": WorkerRole.DECODE, "c": WorkerRole.COLOCA
 PROMPT = tuple(range(100, 130))
 
 
+class Listening(Fleet):
+    """Says also when a message has come, or a reason is known, that changes nothing for whoever decides."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.heard = asyncio.Event()
+
+    def _receive(self, member: Member, client: WorkerClient, step: StepMessage) -> None:
+        super()._receive(member, client, step)
+        self._hear()
+
+    def _enter(self, member: Member, state: WorkerState, reason: str = "") -> None:
+        super()._enter(member, state, reason)
+        self._hear()
+
+    def _hear(self) -> None:
+        self.heard.set()
+        self.heard = asyncio.Event()
+
+    async def told(self, *, until: float) -> None:
+        waiting = {asyncio.ensure_future(self.wait(until=until)), asyncio.ensure_future(self.heard.wait())}
+        _, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for other in others:
+            other.cancel()
+
+
 class Cluster:
     """`workers` by id, of a `kind`; the first letter of an id says the role."""
 
@@ -35,7 +62,7 @@ class Cluster:
         quick: dict[str, Any] = {"health_period_s": 60.0, "retry_pause_s": 0.01, "policy": "round_robin"}
         self.config = RouterConfig(model_path=Path("m"), model_name="toy", **quick | settings)
         self.workers: dict[str, FakeWorker] = {}
-        self.fleet = Fleet(index=MemoryPrefixIndex(), config=self.config, gateway_id="g0")
+        self.fleet = Listening(index=MemoryPrefixIndex(), config=self.config, gateway_id="g0")
         self.generate = Dispatcher(fleet=self.fleet, policy=policy_of(self.config), config=self.config)
 
     def __getitem__(self, worker_id: str) -> FakeWorker:
@@ -67,11 +94,11 @@ class Cluster:
         return next(status.state for status in self.fleet.status() if status.worker_id == worker_id)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Returns once a change of the fleet has made the condition true."""
+        """Returns once something that the fleet was told has made the condition true."""
         deadline = asyncio.get_running_loop().time() + 10
         while not condition():
+            await self.fleet.told(until=deadline)
             assert asyncio.get_running_loop().time() < deadline, self.fleet.status()
-            await self.fleet.wait(until=deadline)
 
     async def until_state(self, worker_id: str, state: WorkerState) -> None:
         await self.until(lambda: self.state(worker_id) is state)
