@@ -17,6 +17,8 @@ YOUNG = 10_000
 (`tests/unit/router/test_tap.py`), so that below this nothing is ever looked at; with 2,000 it was 8 % of a request."""
 BULK = 500_000
 """Ten times fewer, and 2 % of a long simulation went on looking at what was to be gone soon."""
+MUCH = 50_000
+"""Objects that it takes 10 ms to look at."""
 GROWN = 256 * 2**20
 """Bytes below which it is not worth it: half a second."""
 
@@ -34,9 +36,9 @@ def collect_rarely() -> None:
 @contextmanager
 def collecting_in_bulk() -> Iterator[None]:
     """For a long computation that nobody waits for step by step: young objects are looked at so many together that most
-    are gone by then, and memory is gathered on huge pages whenever it has grown by a quarter. `gc.freeze()` within it,
-    once what stays to the end is there: the collector hardly ever comes back to that, so of many computations one after
-    the other what they have left is looked at here, as soon as it is much."""
+    are gone by then, and memory is gathered on huge pages whenever it has grown by a quarter. `keep` within it, once
+    what stays to the end is there. At its end what it has left is looked at, and nothing else, so that many one after
+    the other cost no more in a process that has loaded much; after a large one, all."""
     before, gathered = gc.get_threshold(), resident()
 
     def looked(phase: str, info: dict[str, int]) -> None:
@@ -45,6 +47,8 @@ def collecting_in_bulk() -> Iterator[None]:
             gather()
             gathered = resident()
 
+    gc.freeze()
+    num_others = gc.get_freeze_count()
     gc.set_threshold(BULK, 10, 10)
     gc.callbacks.append(looked)
     try:
@@ -52,10 +56,17 @@ def collecting_in_bulk() -> Iterator[None]:
     finally:
         gc.callbacks.remove(looked)
         gc.set_threshold(*before)
-        is_much = gc.get_freeze_count() > BULK
+        if gc.get_freeze_count() > num_others:
+            gc.unfreeze()
+        gc.collect()
         gc.unfreeze()
-        if is_much:
-            gc.collect()
+
+
+def keep() -> None:
+    """The collector comes back no more to what is there, if that is much."""
+    num_young, *num_collections = gc.get_count()
+    if num_young > MUCH or any(num_collections):
+        gc.freeze()
 
 
 def resident(statm: Path = Path("/proc/self/statm")) -> int:

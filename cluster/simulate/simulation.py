@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.bench.report import Record, Spread
-from cluster.collecting import collecting_in_bulk
+from cluster.collecting import collecting_in_bulk, keep
 from cluster.simulate.chronicle import Chronicle
 from cluster.simulate.client import Clients, Transfers
 from cluster.simulate.clock import VirtualLoop, run_virtually
@@ -68,6 +67,18 @@ def simulate(
     begins, how far that is. Raises AssertionError when an invariant breaks, the BatonError of a worker that never
     starts, Misconfigured for a fault whose target cannot exist, and Interrupted, where the event log ends."""
     check(faults, config)
+    with collecting_in_bulk():
+        return _simulate(config, sessions, faults, write, watch)
+
+
+def _simulate(
+    config: SimulationConfig,
+    sessions: Sequence[Session],
+    faults: Sequence[Fault],
+    write: Callable[[str], object] | None,
+    watch: Callable[[Look], object] | None,
+) -> Outcome:
+    """Whatever it makes, but for what it returns, it holds alone: it is gone when this has ended."""
     loop = VirtualLoop(seed=config.seed)
     chronicle = Chronicle(loop, write)
 
@@ -82,7 +93,7 @@ def simulate(
             await deployment.start()
         finally:  # also what a cluster that does not start has done
             chronicle.begin()
-        gc.freeze()
+        keep()
         start_s = loop.time()
         loop.after = invariants.after_event
         timeline = Timeline(deployment, period_s=max(session.due_s for session in sessions) / NUM_SAMPLES + 0.1)
@@ -116,8 +127,7 @@ def simulate(
             faults=trouble.happened,
         )
 
-    with collecting_in_bulk():
-        try:
-            return run_virtually(main(), loop=loop)
-        except KeyboardInterrupt:
-            raise Interrupted(chronicle.over_s) from None
+    try:
+        return run_virtually(main(), loop=loop)
+    except KeyboardInterrupt:
+        raise Interrupted(chronicle.over_s) from None
