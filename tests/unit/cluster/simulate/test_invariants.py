@@ -165,6 +165,21 @@ def test_work_that_counts_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert "on their way to" in broken_trial(seed)
 
 
+def test_work_of_another_process_that_counts_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget = Member.forget
+
+    def is_elsewhere(member: Member, name: str) -> bool:
+        return name.startswith("elsewhere") and name in member._routed
+
+    def forget_own(member: Member, name: str) -> None:
+        if not name.startswith("elsewhere"):
+            forget(member, name)
+
+    seed = having("work that a sibling gave", 0, Member, "forget", matters=is_elsewhere)
+    monkeypatch.setattr(Member, "forget", forget_own)
+    assert "on their way to" in broken_trial(seed)
+
+
 def test_a_request_that_waits_for_ever_is_found_without_audits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Incoming, "adopted", lambda incoming, request, ticket: False)
     assert "has heard nothing for" in broken(audit_every=0, patience_s=50.0)
@@ -315,7 +330,7 @@ def test_what_was_known_of_a_former_life_and_is_kept_is_found(monkeypatch: pytes
         known = feed._cursors.get(worker_id)
         return known is not None and known.incarnation < incarnation and feed.index.num_blocks(worker_id) > 0
 
-    seed = having("a new life of whom much is known", 139, Feed, "hello", matters=knows)
+    seed = having("a new life of whom much is known", 541, Feed, "hello", matters=knows)
     monkeypatch.setattr(EventCursor, "accept", add)
     monkeypatch.setattr(Feed, "hello", greet)
     assert "does not have any more" in broken_trial(seed)

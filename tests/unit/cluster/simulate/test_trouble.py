@@ -21,13 +21,13 @@ from tests.unit.cluster.simulate.towns import run, town
 from workers.engine.engine import Engine
 from workers.engine.scheduler import Scheduler
 
-SEEDS_A_TEST = 18
+SEEDS_A_TEST = 36
 NUM_TESTS = 24
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS_A_TEST * NUM_TESTS, SEEDS_A_TEST))
 def test_no_invariant_breaks_whatever_happens(first: int) -> None:
-    """`baton simulate --soak 432` is the same; `--replay SEED` shows one of them."""
+    """`baton simulate --soak 864` is the same; `--replay SEED` shows one of them."""
     for seed in range(first, first + SEEDS_A_TEST):
         try:
             soak.run(soak.trial(seed))
