@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,39 +34,47 @@ def collect_rarely() -> None:
 
 
 @contextmanager
-def collecting_in_bulk() -> Iterator[None]:
+def collecting_in_bulk() -> Iterator[Callable[[], None]]:
     """For a long computation that nobody waits for step by step: young objects are looked at so many together that most
-    are gone by then, and memory is gathered on huge pages whenever it has grown by a quarter. `keep` within it, once
-    what stays to the end is there. At its end what it has left is looked at, and nothing else, so that many one after
-    the other cost no more in a process that has loaded much; after a large one, all."""
+    are gone by then, and memory is gathered on huge pages whenever it has grown by a quarter. What it yields is called
+    once what stays to the end is there: if that is much, the collector comes back to it no more. At the end what the
+    computation has left is looked at, and nothing else unless it was much: many small ones one after the other cost no
+    more in a process that has loaded much."""
     before, gathered = gc.get_threshold(), resident()
+    is_much = False
 
     def looked(phase: str, info: dict[str, int]) -> None:
-        nonlocal gathered
+        nonlocal gathered, is_much
+        is_much = is_much or info["generation"] > 0  # some of it is of the oldest now
         if phase == "stop" and resident() > gathered + max(GROWN, gathered // 4):
             gather()
             gathered = resident()
 
-    gc.freeze()
-    num_others = gc.get_freeze_count()
-    gc.set_threshold(BULK, 10, 10)
-    gc.callbacks.append(looked)
+    def keep() -> None:
+        nonlocal is_much
+        num_young, *num_collections = gc.get_count()
+        if num_young > MUCH or any(num_collections):
+            is_much = True
+            gc.freeze()
+
     try:
-        yield
-    finally:
-        gc.callbacks.remove(looked)
-        gc.set_threshold(*before)
-        if gc.get_freeze_count() > num_others:
-            gc.unfreeze()
-        gc.collect()
-        gc.unfreeze()
-
-
-def keep() -> None:
-    """The collector comes back no more to what is there, if that is much."""
-    num_young, *num_collections = gc.get_count()
-    if num_young > MUCH or any(num_collections):
         gc.freeze()
+        gc.set_threshold(BULK, 10, 10)
+        gc.callbacks.append(looked)
+        yield keep
+    finally:
+        if looked in gc.callbacks:
+            gc.callbacks.remove(looked)
+        gc.set_threshold(*before)
+        if is_much:
+            gc.unfreeze()
+            gc.collect()
+        try:
+            # Not of the oldest, where none of it is: Python would believe that what that finds, next to nothing, is all
+            # there is, and look at the whole process whenever a quarter of it is new.
+            gc.collect(1)
+        finally:
+            gc.unfreeze()
 
 
 def resident(statm: Path = Path("/proc/self/statm")) -> int:

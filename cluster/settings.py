@@ -6,6 +6,7 @@ flags ───────┴─ merged, flags win ─▶ tables ─▶ datacla
 
 from __future__ import annotations
 
+import json
 import tomllib
 import types
 import typing
@@ -178,7 +179,7 @@ def _literal(value: object) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
-    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # which alone TOML escapes besides
 
 
 def _is_top(name: str) -> bool:

@@ -22,7 +22,7 @@ from router.policies.candidates import Candidates
 from router.policies.costs import num_off_device, num_uncached, outlook
 from router.policies.limits import avoiding
 from router.policies.pair import told
-from router.policies.registry import policy_of, shadow_names
+from router.policies.registry import check_names, policy_of, shadow_names
 from router.record import Choice, Record, Records
 from router.shadow import Shadow
 
@@ -44,6 +44,7 @@ class Routing:
 
 def routing_of(config: RouterConfig) -> Routing:
     """Raises Misconfigured for a shadow policy that does not exist."""
+    check_names(config)
     shadows = tuple(Shadow(name, policy_of(config, name)) for name in shadow_names(config))
     return Routing(records=Records(config.num_decisions), shadows=shadows)
 

@@ -54,8 +54,8 @@ class SimulationConfig:
     """`num_gpus` of a worker; `load_s` from a worker's launch until it serves. `audit_every` events all invariants are
     looked at, 0: only at the end. A request that gets nothing for `patience_s` is stuck. All want their first token
     within `max_ttft_s`, if given. With `siblings` the gateways are processes of one, and tell each other what they give
-    to workers; with a `shared_index` they have a Redis. `request_s`: what a gateway does for a request besides
-    routing it, for one after the other."""
+    to workers and which of them fail; with a `shared_index` they have a Redis. `request_s`: what a gateway does for a
+    request besides routing it, for one after the other."""
 
     pools: PoolsConfig
     spec: Spec
@@ -112,6 +112,13 @@ def without_effect(further: Sequence[str]) -> list[str]:
     """Which settings of `--set` change nothing in a simulation."""
     given = (name for one in further for name in _names(setting(one)))
     return [name for name in dict.fromkeys(given) if not WITHOUT_EFFECT.isdisjoint({name, name.partition(".")[0]})]
+
+
+def gateways_told(num: int, *, siblings: bool) -> str:
+    """Of a report's cluster; nothing of a single one."""
+    if num == 1:
+        return ""
+    return f", {num:,} processes of one gateway" if siblings else f", {num:,} gateways"
 
 
 def in_force(settings: ClusterConfig) -> Table:
@@ -225,7 +232,7 @@ def room_of(spec: Spec, worker: WorkerConfig) -> Room:
     if blocks < longest:
         more = "give workers more GPUs or memory (--tp, --gpu, worker.memory_fraction)"
         return Room(num_tokens=blocks, limit="the memory of its GPUs", more=more)
-    if longest < model_of(spec.model).max_len:
+    if worker.max_model_len is not None:
         return Room(num_tokens=longest, limit="worker.max_model_len", more="raise worker.max_model_len")
     limit = f"worker.max_model_len, of {spec.model}"
     return Room(num_tokens=longest, limit=limit, more="choose a --model that was made for more")

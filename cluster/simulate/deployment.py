@@ -202,13 +202,13 @@ class Deployment:
             self._loop.call_later(DATAGRAM_S, other.fleet.given_elsewhere, worker_id, num_tokens, num_blocks)
 
     def _tell_failure(self, gateway: Gateway, worker_id: str, in_row: int) -> None:
+        place = self.gateways.index(gateway)
         for other in self._siblings(gateway):
-            place = self.gateways.index(gateway)
             self._loop.call_later(DATAGRAM_S, other.fleet.blame_elsewhere, worker_id, place, in_row)
 
     def _siblings(self, gateway: Gateway) -> list[Gateway]:
-        """Whom it can tell something: nobody, once it is dead."""
-        return [other for other in self.gateways if other is not gateway and other.alive and gateway.alive]
+        assert gateway.alive
+        return [other for other in self.gateways if other is not gateway and other.alive]
 
     async def restart_gateway(self, place: int) -> None:
         """Its process ends, and with it every answer under way; another one takes its place."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.bench.report import Record, Spread
-from cluster.collecting import collecting_in_bulk, keep
+from cluster.collecting import collecting_in_bulk
 from cluster.simulate.chronicle import Chronicle
 from cluster.simulate.client import Clients, Transfers
 from cluster.simulate.clock import VirtualLoop, run_virtually
@@ -61,14 +61,19 @@ def simulate(
     faults: Sequence[Fault] = (),
     *,
     write: Callable[[str], object] | None = None,
-    watch: Callable[[Look], object] | None = None,
+    watch: Callable[[Look | None], object] | None = None,
 ) -> Outcome:
     """`write` gets every line of the event log; `watch` what says how far the workers' start is and then, when the load
-    begins, how far that is. Raises AssertionError when an invariant breaks, the BatonError of a worker that never
-    starts, Misconfigured for a fault whose target cannot exist, and Interrupted, where the event log ends."""
+    begins, how far that is, and None at the end: whoever kept it would keep the whole deployment. Raises AssertionError
+    when an invariant breaks, the BatonError of a worker that never starts, Misconfigured for a fault whose target
+    cannot exist, and Interrupted, where the event log ends."""
     check(faults, config)
-    with collecting_in_bulk():
-        return _simulate(config, sessions, faults, write, watch)
+    with collecting_in_bulk() as keep:
+        try:
+            return _simulate(config, sessions, faults, write, watch, keep)
+        finally:
+            if watch is not None:
+                watch(None)
 
 
 def _simulate(
@@ -76,7 +81,8 @@ def _simulate(
     sessions: Sequence[Session],
     faults: Sequence[Fault],
     write: Callable[[str], object] | None,
-    watch: Callable[[Look], object] | None,
+    watch: Callable[[Look | None], object] | None,
+    keep: Callable[[], None],
 ) -> Outcome:
     """Whatever it makes, but for what it returns, it holds alone: it is gone when this has ended."""
     loop = VirtualLoop(seed=config.seed)

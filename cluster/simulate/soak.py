@@ -10,7 +10,7 @@ from typing import Any
 from cluster.bench.workload import Lengths
 from cluster.config import PoolsConfig, SupervisionConfig
 from cluster.simulate.client import ABORTED, GATEWAY_LOST
-from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.simulate.config import SimulationConfig, gateways_told, hardware_spec, read_settings, simulated_router
 from cluster.simulate.faults import CLIENTS, OF_LANES, OF_WORKERS, Fault, Kind, drawn
 from cluster.simulate.lanes import Cards
 from cluster.simulate.latency import Roofline
@@ -54,8 +54,9 @@ class Trial:
             pools = f"{config.pools.colocated} colocated"
         else:
             pools = f"{numbers[WorkerRole.PREFILL]}P+{numbers[WorkerRole.DECODE]}D"
+        gateways = gateways_told(config.num_gateways, siblings=config.siblings)
         memory = f"{spec.num_blocks:,} blocks of {spec.layout.block_size} tokens"
-        return f"{pools} tp{config.num_gpus} {config.router.policy}, GPU {GPU}, model {MODEL}, {memory}"
+        return f"{pools} tp{config.num_gpus} {config.router.policy}, GPU {GPU}, model {MODEL}{gateways}, {memory}"
 
 
 def trial(seed: int) -> Trial:
@@ -77,10 +78,11 @@ def trial(seed: int) -> Trial:
         outputs=Lengths(low=1, high=rng.choice((4, 40))),
         seed=seed,
     )
-    room = config.spec.num_blocks * config.spec.layout.block_size
+    num_tokens = config.spec.num_blocks * config.spec.layout.block_size
+    room = Room(num_tokens=num_tokens, limit="worker.num_blocks", more="raise worker.num_blocks")
     made = agents(load, num_systems=2, system_tokens=rng.choice((8, 64))) if name == "agents" else GENERATED[name](load)
     sessions = [_hurried(session) for session in made]
-    sessions, _ = fitting(sessions, Room(num_tokens=room))
+    sessions, _ = fitting(sessions, room)
     faults = _faults(seed, rng, config, sessions)
     return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
 

@@ -72,14 +72,15 @@ def replay_one(seed: int, events: Path | None) -> None:
 
 
 @contextmanager
-def told(events: Path | None) -> Iterator[None]:
-    """A broken invariant is what was looked for: it is told, and ends with 1; Ctrl-C is told, and ends with 130. Raises
-    Exit, and whatever else ended the simulation as it is."""
+def told(events: Path | None, *unwritten: Path | None) -> Iterator[None]:
+    """A broken invariant is what was looked for: it is told, and ends with 1; Ctrl-C is told, with the files that are
+    not written then, and ends with 130. Raises Exit, and whatever else ended the simulation as it is."""
     try:
         yield
     except Interrupted as cut:
         there = "" if events is None else f", where {events} ends"
-        warn(f"{cut}{there}")
+        files = " and ".join(str(path) for path in unwritten if path is not None)
+        warn(f"{cut}{there}" + (f"; nothing is written to {files}" if files else ""))
         raise typer.Exit(130) from None
     except Exception as error:
         if not soaking.is_broken_invariant(error):

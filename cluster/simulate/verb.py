@@ -24,8 +24,17 @@ from cluster.bench.report import Objective
 from cluster.bench.verb import write_json
 from cluster.bench.workload import Lengths
 from cluster.config import ClusterConfig, PoolsConfig
+from cluster.settings import Table
 from cluster.simulate.calibration import calibrate, read_points
-from cluster.simulate.config import SimulationConfig, hardware_spec, in_force, read_settings, room_of, without_effect
+from cluster.simulate.config import (
+    SimulationConfig,
+    gateways_told,
+    hardware_spec,
+    in_force,
+    read_settings,
+    room_of,
+    without_effect,
+)
 from cluster.simulate.faults import Fault, drawn
 from cluster.simulate.files import Log, keep, tell_lost, write
 from cluster.simulate.files import check as check_files
@@ -117,7 +126,7 @@ def simulate(
         return soak_clusters(range(seed, seed + soak))
     scene = _Scene(
         gpu=gpu, model=model, gateways=gateways, leaping=not single_step, seed=seed, audit_every=audit_every,
-        settings=_settings(file, further or (), host_kv_gib), latency=_latency(calibration or ()),
+        settings=_settings(file, further or (), host_kv_gib, policy), latency=_latency(calibration or ()),
         calibration=calibration or (),
         usd_per_gpu_hour=_price(gpu, usd_per_gpu_hour),
         objective=Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms)),
@@ -197,11 +206,14 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
     check_files(written, read | {"calibration": context.params["calibration"] or ()})
 
 
-def _settings(file: Path | None, further: Sequence[str], host_kv_gib: float | None) -> ClusterConfig:
+def _settings(
+    file: Path | None, further: Sequence[str], host_kv_gib: float | None, policy: str | None
+) -> ClusterConfig:
     """Of `--set`, what changes nothing is told: nobody shall wait for it. Raises Misconfigured."""
-    settings = read_settings(
-        file, further if host_kv_gib is None else (*further, f"worker.host_kv_gib={host_kv_gib!r}")
-    )
+    above = () if host_kv_gib is None else (f"worker.host_kv_gib={host_kv_gib!r}",)
+    if policy is not None:
+        above = (*above, f"router.policy={NAMES[0]}")  # the flag's are each cluster's own
+    settings = read_settings(file, (*further, *above))
     if names := without_effect(further):
         warn(f"no effect in a simulation: --set {', '.join(names)}")
     return settings
@@ -243,8 +255,8 @@ class _Scene:
             spec=spec,
             router=replace(self.settings.router, policy=choice.policy),
             supervision=self.settings.supervision,
-            num_gateways=self.gateways or self.settings.processes,
-            siblings=self.gateways is None and self.settings.processes > 1,
+            num_gateways=self.num_gateways,
+            siblings=self.siblings,
             shared_index=self.settings.index != MEMORY,
             request_s=self.latency.request_s if self.latency is not None else 0.0,
             num_gpus=choice.tp,
@@ -261,15 +273,29 @@ class _Scene:
         return room_of(config.spec, self.settings.worker)
 
     def cluster(self, choice: Choice) -> dict[str, Any]:
-        return {**asdict(choice), "gpu": self.gpu, "model": self.model}
+        return {**asdict(choice), "gateways": self.num_gateways, "gpu": self.gpu, "model": self.model}
+
+    @property
+    def num_gateways(self) -> int:
+        return self.gateways or self.settings.processes
+
+    @property
+    def siblings(self) -> bool:
+        return self.gateways is None and self.num_gateways > 1
+
+    def in_force(self) -> Table:
+        settings = in_force(self.settings)
+        if self.gateways is not None:
+            del settings["processes"]  # of one gateway, which there is none of
+        return settings
 
     def summary(self, choice: Choice, outcome: Outcome, left_out: Sequence[Session]) -> Summary:
         return summarise(outcome, self.objective, cluster=f"{choice}, {self.hardware}", left_out=left_out)
 
     @property
     def hardware(self) -> str:
-        """Whose times are simulated, and whose sizes and prices."""
-        sheet = f"GPU {self.gpu}, model {self.model}"
+        """Whose times are simulated, and whose sizes and prices; and how many gateways there are."""
+        sheet = f"GPU {self.gpu}, model {self.model}{gateways_told(self.num_gateways, siblings=self.siblings)}"
         if self.latency is None:
             return sheet
         return f"times calibrated on {', '.join(path.name for path in self.calibration)}; sizes and prices of {sheet}"
@@ -293,7 +319,7 @@ def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path
         errors.print(str(scene.latency), soft_wrap=True)
     _tell_left_out(left_out, scene.room(config))
     start_s = time.perf_counter()
-    with Log(events) as log, told(events):
+    with Log(events) as log, told(events, json_file, html_file):
         outcome = _run(scene, config, sessions, errors, write=log.write)
     took_s = time.perf_counter() - start_s
     summary = scene.summary(choice, outcome, left_out)
@@ -433,7 +459,7 @@ def _document(scene: _Scene, command: str, trials: Sequence[Trial]) -> dict[str,
         "format": FORMAT,
         "command": command,
         "calibration": _calibration(scene),
-        "settings": in_force(scene.settings),
+        "settings": scene.in_force(),
         "runs": [{"cluster": scene.cluster(trial.choice), "figures": figures(trial.summary)} for trial in trials],
     }
 

@@ -84,7 +84,7 @@ class Watch:
         self._bar = None if not console.is_interactive else bars(console) if above is None else above
         self._row = TaskID(0)
 
-    def begin(self, look: Look) -> None:
+    def begin(self, look: Look | None) -> None:
         self._look = look
 
     def __enter__(self) -> Watch:

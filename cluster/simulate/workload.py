@@ -219,8 +219,8 @@ class Room:
     """So many tokens of one session a worker holds. `limit` says what bounds them, `more` what would raise it."""
 
     num_tokens: int
-    limit: str = "num_tokens"
-    more: str = "raise it"
+    limit: str
+    more: str
 
     def left_out(self, sessions: Sequence[Session]) -> str:
         longest = max(session.num_tokens for session in sessions)

@@ -89,8 +89,13 @@ def init(_temp_dir, **_):
     around = session.parent.parent
     print(len(str(session / "sockets" / "plasma_store")), around.name[:6], oct(os.stat(around).st_mode))
 
+async def main():
+    machines = Machines(RayConfig())
+    await machines.start()
+    await machines.stop()
+
 ray.init = init
-asyncio.run(Machines(RayConfig()).start())
+asyncio.run(main())
 """
 
 

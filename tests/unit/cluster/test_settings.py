@@ -207,7 +207,10 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path) -> None:
 
 def test_what_is_printed_is_read_back_as_the_same(tmp_path: Path) -> None:
     config = config_of(
-        served_name='a "b" \\ c', worker={"tp": 2, "num_blocks": 7}, pools={"prefill": 3}, router={"sibling_s": 1}
+        served_name='a "b" \\ c\n\x7f\u00e9',
+        worker={"tp": 2, "num_blocks": 7},
+        pools={"prefill": 3},
+        router={"sibling_s": 1},
     )
     file = tmp_path / "baton.toml"
     file.write_text(to_toml(config))

@@ -43,15 +43,13 @@ class Listening(Fleet):
         super()._enter(member, state, reason)
         self._hear()
 
+    def _changed(self) -> None:
+        super()._changed()
+        self._hear()
+
     def _hear(self) -> None:
         self.heard.set()
         self.heard = asyncio.Event()
-
-    async def told(self, *, until: float) -> None:
-        waiting = {asyncio.ensure_future(self.wait(until=until)), asyncio.ensure_future(self.heard.wait())}
-        _, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for other in others:
-            other.cancel()
 
 
 class Cluster:
@@ -95,10 +93,12 @@ class Cluster:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Returns once something that the fleet was told has made the condition true."""
-        deadline = asyncio.get_running_loop().time() + 10
-        while not condition():
-            await self.fleet.told(until=deadline)
-            assert asyncio.get_running_loop().time() < deadline, self.fleet.status()
+        try:
+            async with asyncio.timeout(10):
+                while not condition():
+                    await self.fleet.heard.wait()
+        except TimeoutError:
+            raise AssertionError(self.fleet.status()) from None
 
     async def until_state(self, worker_id: str, state: WorkerState) -> None:
         await self.until(lambda: self.state(worker_id) is state)

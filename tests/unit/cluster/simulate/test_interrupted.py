@@ -33,13 +33,17 @@ def test_the_event_log_ends_where_the_run_was_interrupted(tmp_path: Path, monkey
     whole, cut = tmp_path / "whole.log", tmp_path / "cut.log"
     assert call(*SMALL, "--events", str(whole)).exit_code == 0
     interrupt_at(monkeypatch, 20, "asked")
-    result = call(*SMALL, "--events", str(cut))
+    figures = tmp_path / "run.json"
+    figures.write_text("of an earlier run")
+    result = call(*SMALL, "--events", str(cut), "--json", str(figures))
     assert result.exit_code == 130
+    assert figures.read_text() == "of an earlier run"
     lines = cut.read_text().splitlines()
     assert lines == whole.read_text().splitlines()[: len(lines)]
     assert sum(" asked " in line for line in lines) == 20
     (told,) = result.stderr.splitlines()
-    assert told == f"interrupted at {float(lines[-1].split()[0]):.2f} s of the load, where {cut} ends"
+    at = f"interrupted at {float(lines[-1].split()[0]):.2f} s of the load"
+    assert told == f"{at}, where {cut} ends; nothing is written to {figures}"
 
 
 def test_a_run_that_is_interrupted_before_its_load_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,10 @@ def test_a_calibrated_worker_has_the_blocks_that_are_set_whatever_gpu_it_is_pric
             (),
             "131,072 tokens that a worker holds (worker.max_model_len, of llama-3-8b): FIT choose a --model that was ",
         ),
+        (
+            ("--set", "worker.max_model_len=135000"),
+            "135,000 tokens that a worker holds (worker.max_model_len): FIT raise worker.max_model_len",
+        ),
         (("--set", "worker.max_model_len=900"), "900 tokens that a worker holds (worker.max_model_len): FIT raise wor"),
         (
             ("--set", "worker.num_blocks=10"),
@@ -114,3 +118,14 @@ def test_sessions_that_are_left_out_are_told_with_their_length_and_the_limit() -
     told = call(*SMALL, "--input-len", "50:400", "--set", "worker.max_model_len=300").stderr
     left_out = r"^\d+ sessions left out: longer \(up to 3\d\d tokens\) than the 300 that a worker holds"
     assert re.search(rf"{left_out} \(worker.max_model_len\)$", told, re.MULTILINE), "on one line, also off a terminal"
+
+
+def test_a_policy_that_a_flag_replaces_is_no_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("router.policy = 'dice'\n")
+    told = refused("--config", str(file))
+    assert told == (
+        f"--config {file}: router.policy: there is no policy 'dice': choose one of round_robin, least_loaded, "
+        "power_of_two, session_affinity, longest_prefix, prefix_aware, slo"
+    )
+    assert call(*SMALL, "--config", str(file), "--policy", "slo").exit_code == 0

@@ -78,7 +78,9 @@ def test_every_report_says_what_was_simulated(tmp_path: Path) -> None:
     told = answer(*choice, "--tp", "2", "--decode", "2", "--json", str(figures), "--html", str(page))
     for report in (told, page.read_text()):
         assert re.search("cluster +1P[+]2D tp2 least_loaded, GPU h200, model qwen3-32b", report)
-    cluster = {"prefill": 1, "decode": 2, "tp": 2, "policy": "least_loaded", "gpu": "h200", "model": "qwen3-32b"}
+    cluster = {
+        "prefill": 1, "decode": 2, "tp": 2, "policy": "least_loaded", "gateways": 1, "gpu": "h200", "model": "qwen3-32b"
+    }  # fmt: skip
     assert json.loads(figures.read_text())["runs"][0]["cluster"] == cluster
     told = answer(*choice, "--tp", "2", "--decode", "1,2", "--sweep", "--ttft-ms", "90000", "--json", str(swept))
     assert "GPU h200, model qwen3-32b" in told
@@ -97,6 +99,14 @@ def test_figures_tell_the_settings_that_made_them(tmp_path: Path) -> None:
     assert told["worker"]["block_size"] == 64
     assert not {"lanes", "pools", "model"} & set(told)
     assert not {"policy", "tenants"} & set(told["router"])
+    assert told["processes"] == 1
+    answer(
+        *SMALL, "--gateways", "3", "--set", "processes=4", "--set", 'served_name="a\\u0007b"', "--json", str(figures)
+    )
+    found = json.loads(figures.read_text())
+    assert found["runs"][0]["cluster"]["gateways"] == 3
+    assert found["runs"][0]["figures"]["cluster"].endswith("model llama-3-8b, 3 gateways")
+    assert "processes" not in found["settings"]
 
 
 def test_a_report_says_what_its_times_were_calibrated_on(tmp_path: Path) -> None:
@@ -150,7 +160,8 @@ def test_a_cluster_of_a_soak_says_what_it_was_and_cost() -> None:
     for seed in range(1, 9):
         told = " ".join(answer("--replay", str(seed)).split())
         shape, said = re.search(r"cluster: .* cluster (.*?) tp1 (.*?tokens) ", told).groups()  # type: ignore[union-attr]
-        assert re.fullmatch(r"[a-z_]+, GPU h100, model llama-3-8b, [\d,]+ blocks of (4|16) tokens", said)
+        gateways = "(, 2 (gateways|processes of one gateway))?"
+        assert re.fullmatch(rf"[a-z_]+, GPU h100, model llama-3-8b{gateways}, [\d,]+ blocks of (4|16) tokens", said)
         assert not re.search(r"output 0\.000", told)
         for pool, number in re.findall(r"(colocated|decode|prefill) (\d) ", told):
             assert f"{number} colocated" == shape if pool == "colocated" else f"{number}{pool[0].upper()}" in shape

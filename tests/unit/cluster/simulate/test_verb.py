@@ -87,7 +87,9 @@ def test_a_sweep_finds_the_cheapest_cluster_that_is_good_enough(tmp_path: Path) 
     assert "\nthe cheapest for 95% of the requests: 1 colocated" in told
     swept = json.loads(file.read_text())
     assert len(swept["runs"]) == swept["num_done"] == swept["num_possible"] == 4
-    cheapest = {"prefill": 0, "decode": 1, "tp": 1, "policy": "slo", "gpu": "h100", "model": "llama-3-8b"}
+    cheapest = {
+        "prefill": 0, "decode": 1, "tp": 1, "policy": "slo", "gateways": 1, "gpu": "h100", "model": "llama-3-8b"
+    }  # fmt: skip
     assert swept["cheapest"] == swept["front"][0] == cheapest
     assert swept["attainment"] == 0.95
 

@@ -77,11 +77,14 @@ def test_a_run_of_a_sweep_has_a_row_below_the_sweep_s() -> None:
 
 
 def test_a_run_can_be_looked_at_and_is_the_same_for_it() -> None:
-    looks: list[Look] = []
+    looks: list[Look | None] = []
     asked = sessions("conversations", num=20)
     outcome = simulate(town(), asked, watch=looks.append)
     assert outcome.fingerprint == simulate(town(), asked).fingerprint
-    start, load = looks
+    start, load, over = looks
+    assert start is not None
+    assert load is not None
+    assert over is None
     assert start() == Starting(num_made=4, num_workers=4)
     standing = load()
     assert isinstance(standing, Standing)

@@ -93,14 +93,18 @@ def test_a_trace_with_a_gap_of_months_is_refused(tmp_path: Path) -> None:
     assert len(recorded(file, speed=float(speed))) == 3
 
 
+def room(num_tokens: int) -> Room:
+    return Room(num_tokens=num_tokens, limit="memory", more="give workers more")
+
+
 def test_what_no_worker_can_hold_is_left_out_and_counted() -> None:
     made = generated("conversations", LOAD)
     longest = max(session.num_tokens for session in made)
-    kept, left_out = fitting(made, Room(num_tokens=longest - 1))
+    kept, left_out = fitting(made, room(longest - 1))
     assert left_out
     assert sorted([*kept, *left_out], key=made.index) == made
     with pytest.raises(Misconfigured, match="every session is longer"):
-        fitting(made, Room(num_tokens=1))
+        fitting(made, room(1))
 
 
 def test_mistakes_are_named() -> None:
