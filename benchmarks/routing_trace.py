@@ -21,7 +21,8 @@ import typer
 
 from benchmarks.routing_replay import Asked, Outcome, Pace, Replay, read_trace
 from router.config import RouterConfig
-from router.policies.registry import NAMES, policy_of
+from router.policies.names import NAMES
+from router.policies.registry import policy_of
 from router.prefix.registry import local_index
 
 BLOCK_SIZE = 512  # tokens of a block in Mooncake's traces

@@ -66,13 +66,12 @@ def collecting_in_bulk() -> Iterator[Callable[[], None]]:
         if looked in gc.callbacks:
             gc.callbacks.remove(looked)
         gc.set_threshold(*before)
-        if is_much:
-            gc.unfreeze()
-            gc.collect()
         try:
-            # Not of the oldest, where none of it is: Python would believe that what that finds, next to nothing, is all
-            # there is, and look at the whole process whenever a quarter of it is new.
-            gc.collect(1)
+            if is_much:
+                gc.unfreeze()
+                gc.collect()
+            else:  # none of it is of the oldest: of a look at those, which finds next to nothing, Python would believe
+                gc.collect(1)  # that this is all there is, and look at all the process when a quarter of it is new
         finally:
             gc.unfreeze()
 

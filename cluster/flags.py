@@ -13,6 +13,7 @@ from cluster.config import ClusterConfig
 from cluster.log import LogConsole, LogFormat, set_up_log
 from cluster.settings import Table, make_blaming, make_config, merge, read_file, setting
 from protos.errors import Misconfigured
+from router.policies.names import check_names
 from workers.config import Device, Dtype
 
 ConfigFile = Annotated[
@@ -75,8 +76,6 @@ def settings(file: Path | None, flags: Table, further: list[str] | None) -> Clus
 
 
 def _make(tables: Table) -> ClusterConfig:
-    from router.policies.registry import check_names  # which has numpy: half of what a verb takes to say what is wrong
-
     config = make_config(tables)
     check_names(config.router)
     return config

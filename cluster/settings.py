@@ -115,9 +115,7 @@ def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
     )
 
 
-def make_blaming(
-    file: Path | None, said: Table, over: Table, make: Callable[[Table], ClusterConfig] = make_config
-) -> ClusterConfig:
+def make_blaming(file: Path | None, said: Table, over: Table, make: Callable[[Table], ClusterConfig]) -> ClusterConfig:
     """What `make` makes of a file's tables with flags above them. A mistake that the flags alone do not make is raised
     as one of the file, or of both where it takes both."""
     try:

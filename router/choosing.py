@@ -21,8 +21,9 @@ from router.policies.base import Decision, Policy, RequestView
 from router.policies.candidates import Candidates
 from router.policies.costs import num_off_device, num_uncached, outlook
 from router.policies.limits import avoiding
+from router.policies.names import check_names, shadow_names
 from router.policies.pair import told
-from router.policies.registry import check_names, policy_of, shadow_names
+from router.policies.registry import policy_of
 from router.record import Choice, Record, Records
 from router.shadow import Shadow
 
@@ -43,7 +44,7 @@ class Routing:
 
 
 def routing_of(config: RouterConfig) -> Routing:
-    """Raises Misconfigured for a shadow policy that does not exist."""
+    """Raises Misconfigured for a policy that does not exist, in the shadow, too."""
     check_names(config)
     shadows = tuple(Shadow(name, policy_of(config, name)) for name in shadow_names(config))
     return Routing(records=Records(config.num_decisions), shadows=shadows)

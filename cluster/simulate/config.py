@@ -18,7 +18,7 @@ from cluster.simulate.workload import Room
 from protos.errors import Misconfigured
 from protos.hints import counted
 from router.config import RouterConfig
-from router.policies.registry import check_name
+from router.policies.names import check_name
 from workers.config import SchedulerConfig, WorkerConfig
 
 VOCAB_SIZE = 32_768

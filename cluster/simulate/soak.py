@@ -20,7 +20,7 @@ from cluster.simulate.simulation import Outcome, simulate
 from cluster.simulate.workload import GENERATED, Load, Room, Session, agents, fitting
 from protos.errors import InvalidRequest, Overloaded, RequestKillsWorkers
 from protos.values import WorkerRole
-from router.policies.registry import NAMES
+from router.policies.names import NAMES
 
 GPU, MODEL = "h100", "llama-3-8b"
 AUDIT_EVERY = 64

@@ -14,7 +14,7 @@ from rich.text import Text
 from cluster.config import MAX_WORKERS, ClusterConfig
 from cluster.simulate.report import Summary, usd_figure
 from protos.errors import Misconfigured
-from router.policies.registry import NAMES
+from router.policies.names import NAMES
 
 MAX_CLUSTERS = 10_000
 """That one sweep tries."""

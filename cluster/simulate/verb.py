@@ -52,7 +52,7 @@ from cluster.simulate.workload import GENERATED, Load, Room, Session, fitting, g
 from cluster.status import PIPED_COLUMNS
 from protos.errors import Misconfigured
 from protos.hints import counted
-from router.policies.registry import NAMES
+from router.policies.names import NAMES
 from router.prefix.registry import MEMORY
 
 FORMAT = "baton-simulation/1"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from protos.errors import Misconfigured
-from protos.hints import nearest
 from router.config import RouterConfig
 from router.policies import affinity, basic, longest_prefix, prefix_aware, slo
 from router.policies.base import Policy
 from router.policies.candidates import Rank
 from router.policies.costs import transfer_s
 from router.policies.limits import balanced
+from router.policies.names import check_name
 from router.policies.pair import ShortRemainder, pair
 
 # name -> (how prompts' readers are ranked, how answers' writers are ranked)
@@ -21,9 +20,6 @@ RANKS: dict[str, tuple[Rank, Rank]] = {
     "longest_prefix": (longest_prefix.longest_prefix, longest_prefix.longest_prefix),
     "prefix_aware": (balanced(prefix_aware.reading), balanced(prefix_aware.writing)),
 }
-
-
-NAMES = (*RANKS, "slo")
 
 
 def policy_of(config: RouterConfig, name: str = "") -> Policy:
@@ -40,23 +36,3 @@ def policy_of(config: RouterConfig, name: str = "") -> Policy:
         return pair(name, read=read, write=write, short=short, between=transfer_s, tolerance=slo.TOLERANCE)
     read, write = RANKS[name]
     return pair(name, read=read, write=write, short=short)
-
-
-def shadow_names(config: RouterConfig) -> list[str]:
-    """Each once."""
-    return list(dict.fromkeys(name for one in config.shadow_policy.split(",") if (name := one.strip())))
-
-
-def check_names(config: RouterConfig) -> None:
-    """Of the policy that decides and of those in the shadow. Raises Misconfigured."""
-    check_name(config.policy)
-    for name in shadow_names(config):
-        check_name(name, "shadow_policy")
-
-
-def check_name(name: str, setting: str = "policy") -> None:
-    """Raises Misconfigured, naming the router's setting and whose name is near, or all."""
-    if name not in NAMES:
-        near = nearest(name, NAMES)
-        hint = f"did you mean {near}?" if near else f"choose one of {', '.join(NAMES)}"
-        raise Misconfigured(f"router.{setting}: there is no policy {name!r}: {hint}", param=f"router.{setting}")

@@ -18,8 +18,9 @@ from router.policies.base import Alone, Candidate, Decision, Line, Policy, Reque
 from router.policies.candidates import Candidates, Crew, Scores, Ways
 from router.policies.costs import outlook, transfer_s
 from router.policies.limits import avoiding
+from router.policies.names import NAMES
 from router.policies.pair import NEVER, ShortRemainder, pair
-from router.policies.registry import NAMES, policy_of
+from router.policies.registry import policy_of
 
 PREFILL, DECODE, COLOCATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.COLOCATED
 
