@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ SOAKED_A_LINE = 100
 
 
 def soak_clusters(seeds: range) -> None:
-    """Raises Exit(1) when an invariant broke in some, Exit(130) after Ctrl-C."""
+    """Raises Exit(1) when an invariant broke in some clusters, or a simulation failed; Exit(130) after Ctrl-C."""
     num_done = num_broken = 0
     interrupted = False
     errors = Console(stderr=True)
@@ -36,20 +37,26 @@ def soak_clusters(seeds: range) -> None:
                 interrupted = True
                 break
             except Exception as error:
-                told = f"{soaking.trial(seed).replay}: {soaking.reason(error)}"
-                errors.print(told, style="red", highlight=False, soft_wrap=True)
-                if not soaking.is_broken_invariant(error):
-                    raise
+                _print_broken(errors, seed, error)
                 num_broken += 1
             bar.update(row, advance=1, description=f"{num_broken} broken" if num_broken else "")
             num_done = seed - seeds.start + 1
             if not errors.is_interactive and not num_done % SOAKED_A_LINE:
                 errors.print(f"{num_done:,} of {len(seeds):,}, {num_broken} broken", highlight=False)
-    Console().print(f"{counted(num_done, 'cluster')} in trouble, {num_broken} with a broken invariant")
+    Console().print(f"{counted(num_done, 'cluster')} in trouble, {num_broken} broken")
     if interrupted:
         tell_interrupted(num_done, len(seeds))
     if num_broken:
         raise typer.Exit(1)
+
+
+def _print_broken(errors: Console, seed: int, error: Exception) -> None:
+    """The seed and what broke; the traceback as well, where it is no broken invariant but a bug of the product or the
+    simulator."""
+    line = f"baton simulate --replay {seed}: {soaking.reason(error)}"
+    errors.print(line, style="red", highlight=False, soft_wrap=True)
+    if not soaking.is_broken_invariant(error):
+        errors.print("".join(traceback.format_exception(error)), markup=False, highlight=False, soft_wrap=True)
 
 
 def tell_interrupted(num_done: int, num_asked: int) -> NoReturn:

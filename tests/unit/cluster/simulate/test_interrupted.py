@@ -66,7 +66,7 @@ def test_a_soak_that_is_interrupted_tells_what_is_done(monkeypatch: pytest.Monke
     monkeypatch.setattr(soak, "run", run)
     result = call("--soak", "50")
     assert result.exit_code == 130
-    assert result.stdout == "3 clusters in trouble, 1 with a broken invariant\n"
+    assert result.stdout == "3 clusters in trouble, 1 broken\n"
     assert result.stderr.splitlines()[-1] == "interrupted: 3 of 50 clusters done"
 
 

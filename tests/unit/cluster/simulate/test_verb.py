@@ -182,7 +182,7 @@ def test_faults_can_be_written_down_and_drawn_and_are_in_the_report(tmp_path: Pa
 
 
 def test_a_soak_says_how_it_went_and_one_of_its_seeds_can_be_seen_again() -> None:
-    assert "3 clusters in trouble, 0 with a broken invariant" in answer("--soak", "3")
+    assert "3 clusters in trouble, 0 broken" in answer("--soak", "3")
     assert "event log" in answer("--replay", "1")
 
 
@@ -201,11 +201,25 @@ def test_a_fault_of_the_simulator_is_no_broken_invariant(monkeypatch: pytest.Mon
         raise TypeError("a bug")
 
     monkeypatch.setattr(Clients, "run", fail)
-    for arguments in (SMALL, ("--replay", "1"), ("--soak", "2")):
+    for arguments in (SMALL, ("--replay", "1")):
         result = call(*arguments)
         assert isinstance(result.exception, BaseExceptionGroup | TypeError), result.exception
         assert "broken" not in result.stderr + result.stdout
-    assert "--replay 0: TypeError: a bug" in result.stderr, "which cluster it was"
+
+
+def test_a_soak_goes_on_after_a_bug_and_prints_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Clients.run
+
+    async def fail_at_first(*_: object) -> None:
+        monkeypatch.setattr(Clients, "run", run)
+        raise IndexError("a bug")
+
+    monkeypatch.setattr(Clients, "run", fail_at_first)
+    result = call("--soak", "3")
+    assert result.exit_code == 1
+    assert "baton simulate --replay 0: IndexError: a bug" in result.stderr
+    assert 'raise IndexError("a bug")' in result.stderr, "the traceback"
+    assert "3 clusters in trouble, 1 broken" in result.stdout
 
 
 @pytest.mark.parametrize(
