@@ -1,7 +1,7 @@
 """How gateways learn of workers: the supervisor announces, a gateway follows. `router.fleet.Fleet` is a `Members`.
 
-supervisor ── announce ─▶ DirectAnnouncer ─────────── join / leave ──▶ Members          one process
-supervisor ── announce ─▶ RedisAnnouncer ═▶ Redis ═▶ RedisDiscovery ── join / leave ──▶ Members       several
+supervisor ── announce ─▶ DirectAnnouncer ─────────── starting / join / leave ──▶ Members          one process
+supervisor ── announce ─▶ RedisAnnouncer ═▶ Redis ═▶ RedisDiscovery ── starting / join / leave ──▶ Members     several
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from protos.errors import BatonError
+from router.successors import Successor
 
 log = logging.getLogger("baton.discovery")
 
 
 class Members(Protocol):
     """Who is told. Joining again with another address means that the worker has moved."""
+
+    def starting(self, worker_id: str, successor: Successor | None) -> None:
+        """A process of the worker is being started, or (None) is not announced any more. Ends with `join`."""
+        ...
 
     def join(self, address: str, *, worker_id: str) -> None: ...
 
@@ -26,6 +31,11 @@ class Members(Protocol):
 
 class Announcer(Protocol):
     """The supervisor's side. Never fails: what cannot be said now is said as soon as it can be."""
+
+    async def starting(self, worker_id: str, successor: Successor) -> None:
+        """A process of the worker is being started; called again as it reads its weights. Gateways let running answers
+        wait for it until the worker is announced or withdrawn, or this announcer is silent."""
+        ...
 
     async def announce(self, worker_id: str, address: str) -> None:
         """The worker lives at this address (host:port) now; also after a restart."""
@@ -54,6 +64,9 @@ class DirectAnnouncer:
 
     def __init__(self, members: Members) -> None:
         self._members = members
+
+    async def starting(self, worker_id: str, successor: Successor) -> None:
+        self._members.starting(worker_id, successor)
 
     async def announce(self, worker_id: str, address: str) -> None:
         self._members.join(address, worker_id=worker_id)

@@ -2,6 +2,8 @@
 
     baton:worker:<id>   "host:port", expires after the lease
     baton:workers       the ids that may exist (a set)
+    baton:starting:<id> "role loaded", of a process that is being started; expires after the lease
+    baton:starting      the ids that may be starting (a set)
     baton:changes       a channel: read again; a message names a worker that was withdrawn
 
 A gateway reads everything on every change, and every `period_s` in case it missed one. While Redis cannot be reached
@@ -22,12 +24,16 @@ from redis.exceptions import RedisError
 
 from cluster.discovery import Members
 from protos.errors import Misconfigured
+from protos.values import WorkerRole
+from router.successors import Successor
 
 log = logging.getLogger("baton.discovery")
 
 LEASE_S = 5.0
 KEY = "baton:worker:"
 IDS = "baton:workers"
+STARTING_KEY = "baton:starting:"
+STARTING_IDS = "baton:starting"
 CHANGES = "baton:changes"
 TROUBLES = (RedisError, OSError, TimeoutError)
 
@@ -70,6 +76,19 @@ def _shown(url: str) -> str:
     return f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}{parts.path}"
 
 
+def _packed(successor: Successor) -> str:
+    return f"{successor.role.value} {successor.loaded:.2f}"
+
+
+def _unpacked(text: str) -> Successor | None:
+    """None for what no announcer writes."""
+    role, _, loaded = text.partition(" ")
+    try:
+        return Successor(role=WorkerRole(role), loaded=float(loaded))
+    except ValueError:
+        return None
+
+
 class _Trouble:
     """Says once that Redis is lost, and once that it is back."""
 
@@ -95,13 +114,20 @@ class RedisAnnouncer:
         self._client = client
         self._lease_s = lease_s
         self._live: dict[str, str] = {}
+        self._starting: dict[str, Successor] = {}
         self._gone: dict[str, str] = {}
+        self._written: set[str] = set()  # starting, as Redis has them
         self._news = asyncio.Event()
         self._trouble = _Trouble("gateways that start now will not find the workers")
         self._keeper = asyncio.create_task(self._keep(), name="announcer")
 
+    async def starting(self, worker_id: str, successor: Successor) -> None:
+        self._starting[worker_id] = successor
+        self._news.set()
+
     async def announce(self, worker_id: str, address: str) -> None:
         self._live[worker_id] = address
+        self._starting.pop(worker_id, None)
         self._gone.pop(worker_id, None)
         self._news.set()
 
@@ -109,6 +135,7 @@ class RedisAnnouncer:
         address = self._live.pop(worker_id, None)
         if address is not None:
             self._gone[worker_id] = address
+        if self._starting.pop(worker_id, None) is not None or address is not None:
             self._news.set()
 
     async def close(self) -> None:
@@ -118,6 +145,7 @@ class RedisAnnouncer:
             await self._keeper
         self._gone |= self._live
         self._live.clear()
+        self._starting.clear()
         with suppress(*TROUBLES):
             await self._write(changed=True)
         await self._client.aclose()
@@ -146,11 +174,19 @@ class RedisAnnouncer:
             for worker_id, address in self._live.items():
                 pipe.set(KEY + worker_id, address, px=int(self._lease_s * 1000))
                 pipe.sadd(IDS, worker_id)
+            for worker_id in self._written - self._starting.keys():
+                pipe.delete(STARTING_KEY + worker_id)
+                pipe.srem(STARTING_IDS, worker_id)
+            starting = dict(self._starting)
+            for worker_id, successor in starting.items():
+                pipe.set(STARTING_KEY + worker_id, _packed(successor), px=int(self._lease_s * 1000))
+                pipe.sadd(STARTING_IDS, worker_id)
             for worker_id, address in gone.items():
                 pipe.eval(_FORGET, 3, KEY + worker_id, IDS, CHANGES, address, worker_id)
             if changed:
                 pipe.publish(CHANGES, "")
             await pipe.execute()
+        self._written = set(starting)
         for worker_id, address in gone.items():
             if self._gone.get(worker_id) == address:
                 del self._gone[worker_id]
@@ -169,6 +205,7 @@ class RedisDiscovery:
         self._lease_s = lease_s
         self._trouble = _Trouble("going on with the workers known so far")
         self._known: dict[str, str] = {}
+        self._starting: dict[str, Successor] = {}
         self._missing_since_s: dict[str, float] = {}
 
     @property
@@ -193,24 +230,46 @@ class RedisDiscovery:
         async with aclosing(self._client.pubsub()) as changes:
             await changes.subscribe(CHANGES)
             while True:
-                found = await self._read()
+                found, starting = await self._read()
                 _heed_cancellation()
+                self._apply_starting(starting, found, members)
                 await self._apply(found, withdrawn, members)
                 self._trouble.over()
                 message = await changes.get_message(ignore_subscribe_messages=True, timeout=self._period_s)
                 withdrawn = str(message["data"]) if message is not None else ""
 
-    async def _read(self) -> dict[str, str]:
-        """Address by worker id, of the workers whose lease runs."""
+    async def _read(self) -> tuple[dict[str, str], dict[str, Successor]]:
+        """Addresses, and what is starting, by worker id: those whose lease runs. What is starting is read first: a
+        worker that is announced meanwhile is found among the addresses."""
+        starting_ids = sorted(str(worker_id) for worker_id in await self._client.smembers(STARTING_IDS))
         ids = sorted(str(worker_id) for worker_id in await self._client.smembers(IDS))
-        if not ids:
-            return {}
-        found = zip(ids, await self._client.mget([KEY + worker_id for worker_id in ids]), strict=True)
-        addresses = {worker_id: str(address) for worker_id, address in found if address is not None}
-        for worker_id in ids:
-            if worker_id not in addresses:
-                await self._client.eval(_TIDY, 2, KEY + worker_id, IDS, worker_id)
-        return addresses
+        keys = [(STARTING_KEY, STARTING_IDS, worker_id) for worker_id in starting_ids]
+        keys += [(KEY, IDS, worker_id) for worker_id in ids]
+        if not keys:
+            return {}, {}
+        addresses: dict[str, str] = {}
+        starting: dict[str, Successor] = {}
+        values = await self._client.mget([kind + worker_id for kind, _, worker_id in keys])
+        for (kind, members, worker_id), value in zip(keys, values, strict=True):
+            if value is None:
+                await self._client.eval(_TIDY, 2, kind + worker_id, members, worker_id)
+            elif kind is KEY:
+                addresses[worker_id] = str(value)
+            elif (successor := _unpacked(str(value))) is not None:
+                starting[worker_id] = successor
+        return addresses, starting
+
+    def _apply_starting(self, found: Mapping[str, Successor], served: Mapping[str, str], members: Members) -> None:
+        for worker_id, successor in found.items():
+            if self._starting.get(worker_id) != successor:
+                members.starting(worker_id, successor)
+        for worker_id in self._starting.keys() - found.keys():
+            if worker_id in served:
+                members.join(served[worker_id], worker_id=worker_id)
+                self._known[worker_id] = served[worker_id]
+            else:
+                members.starting(worker_id, None)
+        self._starting = dict(found)
 
     async def _apply(self, found: Mapping[str, str], withdrawn: str, members: Members) -> None:
         now = asyncio.get_running_loop().time()

@@ -1,8 +1,8 @@
 """Keeps every worker of a plan alive: starts them all at once, announces who serves, starts again who died.
 
-tend (one task a worker):  launch ─▶ Loading ... ─▶ Serving: announce ─▶ ... ─▶ died: wait, launch again
-                                                                             ├─▶ drained, and left: launch again
-                                                                             └─▶ hopeless: everything ends
+tend (one task a worker):  launch ─▶ Loading: starting ─▶ Serving: announce ─▶ ... ─▶ died: wait, launch again
+                                                                                   ├─▶ drained, and left: launch again
+                                                                                   └─▶ hopeless: everything ends
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cluster.rank import Ended, Event, Loading, Logged, Serving
 from cluster.supervision import Life, LifeState
 from protos.errors import BatonError, Internal, WorkerLost
 from protos.values import WorkerInfo
+from router.successors import Successor
 
 log = logging.getLogger("baton.cluster")
 
@@ -121,6 +122,7 @@ class Supervisor:
         while True:
             self._incarnation += 1
             self._show(WorkerView(worker_id=plan.worker_id, life=life, incarnation=self._incarnation))
+            await self._announcer.starting(plan.worker_id, Successor(role=plan.role))
             error = await self._live(plan, self._incarnation)
             view = self._views[plan.worker_id]
             if error is None:
@@ -131,6 +133,7 @@ class Supervisor:
             self._show(replace(view, life=life, info=None, loaded=0.0))
             if life.state is LifeState.HOPELESS:
                 raise error
+            await self._announcer.starting(plan.worker_id, Successor(role=plan.role))
             delay_s = life.due_s - self._clock()
             log.warning("worker %s: %s; starting it again in %.2g s", plan.worker_id, error.message, delay_s)
             await self._sleep(delay_s)
@@ -154,7 +157,7 @@ class Supervisor:
         try:
             async with aclosing(self._launcher.launch(plan, incarnation)) as events:
                 async for event in events:
-                    await self._note(plan.worker_id, event)
+                    await self._note(plan, event)
                     if isinstance(event, Serving):
                         serves.set()
         except BatonError as error:
@@ -182,11 +185,13 @@ class Supervisor:
                 if misses >= self._config.max_misses:
                     return WorkerLost(f"it is not well: {error.message}")
 
-    async def _note(self, worker_id: str, event: Event) -> None:
+    async def _note(self, plan: WorkerPlan, event: Event) -> None:
+        worker_id = plan.worker_id
         view = self._views[worker_id]
         match event:
             case Loading(share=share):
                 self._show(replace(view, loaded=share))
+                await self._announcer.starting(worker_id, Successor(role=plan.role, loaded=share))
             case Serving(info=info):
                 await self._announcer.announce(worker_id, info.address)
                 self._show(replace(view, life=supervision.opened(view.life, self._clock()), info=info, loaded=1.0))

@@ -24,6 +24,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "body_timeout_s": (0.1, 3600.0),
     "keep_alive_s": (0.1, 3600.0),
     "max_queue_s": (0.0, 3600.0),
+    "successor_s": (0.0, 86400.0),
     "retry_pause_s": (0.001, 60.0),
     "sibling_s": (0.0, 60.0),
     "num_decisions": (1, 10**6),
@@ -51,8 +52,11 @@ class RouterConfig:
     A request that was on `max_kills` workers when they died, without a token in between, is not tried again.
 
     A request that met a failure is tried `max_attempts` times in all, after pauses that start at `retry_pause_s` and
-    double; while no worker can take it, it waits for at most `max_queue_s`. A prompt just routed counts as cached on
-    its workers for `sibling_s`. The last `num_decisions` requests' decisions can be asked for.
+    double; while no worker can take it, it waits for at most `max_queue_s`. An answer that has begun waits for at most
+    `successor_s` while the supervisor is starting a worker that could go on with it.
+
+    A prompt just routed counts as cached on its workers for `sibling_s`. The last `num_decisions` requests' decisions
+    can be asked for.
 
     One in `canary_every` greedy requests is run again on one worker alone, afterwards, and compared; 0: none.
 
@@ -92,6 +96,7 @@ class RouterConfig:
     keep_alive_s: float = 15.0
     cors_origins: str = ""
     max_queue_s: float = 30.0
+    successor_s: float = 600.0
     retry_pause_s: float = 0.1
     sibling_s: float = 3.0
     num_decisions: int = 1024

@@ -8,7 +8,8 @@
         │                                                 KV travels p ══▶ d meanwhile
         │   d drains: its sequences go on elsewhere, with their KV (`router.moving`)
         └── worker lost, KV lost, draining: prompt + emitted tokens go to another pair; the client sees a pause
-            no worker, or no room: wait for the fleet to change, for `max_queue_s` at most
+            no worker, or no room: wait for the fleet to change, for `max_queue_s` at most; an answer that has begun
+            waits for up to `successor_s` while a worker is being started
 
 Whoever stops listening, for whatever reason, aborts on both workers (`finally`). A reservation under way when the
 client leaves is given back as soon as it is known (`WorkerClient.reserve`).
@@ -156,7 +157,7 @@ class Dispatcher:
         fleet = self._fleet
         candidates = self._candidates(journal)
         if not len(candidates.writers):
-            raise NoWorkers("no decode worker is ready")
+            raise NoWorkers(": ".join(filter(None, ("no worker is ready", ", ".join(fleet.successors.of(None))))))
         decision = self._chooser.choose(journal, candidates)
         journal.know_cached(candidates.most_cached)
         request_id, generation = journal.next_attempt()
@@ -303,7 +304,7 @@ class Dispatcher:
         journal.failed_again()
         if journal.blocked_since_s is None:
             journal.blocked_since_s = now
-        deadline = journal.blocked_since_s + config.max_queue_s
+        deadline = journal.blocked_since_s + self._patience_s(journal)
         if isinstance(error, Overloaded):
             deadline = min(deadline, journal.first_due_s)
         waits = isinstance(error, NoWorkers | Overloaded | WorkerDraining)
@@ -330,6 +331,14 @@ class Dispatcher:
         self._fleet.blame(attempt.worker_ids)
         if journal.num_failures > 1:  # the first time, others are there to try
             await asyncio.sleep(config.retry_pause_s * 2 ** (journal.num_failures - 2))
+
+    def _patience_s(self, journal: Journal) -> float:
+        """How long a job waits for a worker. An answer that has begun would be lost with the pool that wrote it, while
+        the next process of a worker reads its weights."""
+        config = self._config
+        if journal.output_ids and len(self._fleet.successors):
+            return max(config.max_queue_s, config.successor_s)
+        return config.max_queue_s
 
     async def _wait_for_room(self, journal: Journal, attempt: Attempt, deadline: float) -> None:
         """Returns at once while there are decode workers that have not refused yet; else jobs wait in line, and each

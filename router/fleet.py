@@ -29,6 +29,7 @@ from router.policies.candidates import Candidates, readers_of
 from router.predict import Predictor
 from router.prefix.feed import Feed, Observe, Peers
 from router.prefix.index import Match, PrefixIndex
+from router.successors import Successor, Successors
 
 log = logging.getLogger("baton.router")
 
@@ -77,6 +78,7 @@ class Fleet:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
         self._turn = asyncio.Event()
+        self.successors = Successors()
         self.predictor = Predictor()
         self._offers = Offers(self.predictor)
         self.totals = {role: PoolTotals() for role in WorkerRole}
@@ -90,9 +92,18 @@ class Fleet:
 
     # -- who belongs ---------------------------------------------------------------------------------------------------
 
+    def starting(self, worker_id: str, successor: Successor | None) -> None:
+        """A process of the worker is being started: running answers that no worker can take wait for it."""
+        if self.successors.starting(worker_id, successor):
+            self._changed()
+
     def join(self, address: str, *, worker_id: str) -> None:
         """A worker lives at this address. Known already: it is tried again at once, at its new address if it moved."""
         member = self._members.get(worker_id)
+        if member is None or member.address != address or member.state is not WorkerState.READY:
+            self.successors.joined(worker_id)
+        else:
+            self.successors.arrived(worker_id)
         if member is None:
             member = self._members[worker_id] = Member(worker_id, address)
             self._offers.add(member)
@@ -106,6 +117,7 @@ class Fleet:
 
     async def leave(self, worker_id: str) -> None:
         """A worker is no more: what runs on it fails with WorkerLost, and goes on elsewhere. An unknown one is fine."""
+        self.successors.arrived(worker_id)
         if worker_id not in self._members:
             return
         self._offers.remove(self._members.pop(worker_id))
@@ -203,7 +215,11 @@ class Fleet:
     def status(self) -> tuple[WorkerStatus, ...]:
         index = self.index
         return tuple(
-            member.status(index.num_blocks(member.worker_id), index.num_on_host(member.worker_id))
+            member.status(
+                index.num_blocks(member.worker_id),
+                index.num_on_host(member.worker_id),
+                successor=self.successors.reason(member.worker_id),
+            )
             for member in self._members.values()
         )
 
@@ -391,6 +407,8 @@ class Fleet:
         was = member.state
         if not member.enter(state, reason, now=asyncio.get_running_loop().time()):
             return
+        if state in (WorkerState.READY, WorkerState.INCOMPATIBLE):
+            self.successors.arrived(member.worker_id)
         if member.state is WorkerState.LEFT:
             log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address)
         elif not was is state is WorkerState.LOST:  # that it is not back yet either is no news

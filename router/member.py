@@ -242,12 +242,13 @@ class Member:
             load.decode_step_s,
         )
 
-    def status(self, num_cached_blocks: int, num_host_blocks: int) -> WorkerStatus:
+    def status(self, num_cached_blocks: int, num_host_blocks: int, successor: str = "") -> WorkerStatus:
+        """`successor` tells of the process that is about to take its place; "" where there is none."""
         return WorkerStatus(
             worker_id=self.worker_id,
             address=self.address,
             state=self.state,
-            reason=self.reason,
+            reason="; ".join(filter(None, (self.reason, successor))),
             info=self.info,
             load=self.load,
             num_routed=len(self._routed),

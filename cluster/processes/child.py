@@ -30,6 +30,7 @@ from cluster.processes.control import (
     Ping,
     Pong,
     Ready,
+    Starting,
     Told,
     Up,
 )
@@ -54,14 +55,16 @@ class ToldDiscovery:
     trouble = ""
 
     def __init__(self) -> None:
-        self._news: asyncio.Queue[Joined | Left] = asyncio.Queue()
+        self._news: asyncio.Queue[Starting | Joined | Left] = asyncio.Queue()
 
-    def hear(self, news: Joined | Left) -> None:
+    def hear(self, news: Starting | Joined | Left) -> None:
         self._news.put_nowait(news)
 
     async def follow(self, members: Members) -> None:
         while True:
             match await self._news.get():
+                case Starting(worker_id=worker_id, successor=successor):
+                    members.starting(worker_id, successor)
                 case Joined(worker_id=worker_id, address=address):
                     members.join(address, worker_id=worker_id)
                 case Left(worker_id=worker_id):
@@ -136,7 +139,7 @@ class GatewayProcess:
 
     def _hear(self, message: Message) -> None:
         match message:
-            case Joined() | Left():
+            case Starting() | Joined() | Left():
                 self._told.hear(message)
             case Told(statuses=statuses, settled=settled):
                 self._siblings.statuses, self._siblings.settled = statuses, settled

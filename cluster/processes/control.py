@@ -1,6 +1,6 @@
 """What a supervisor and its gateway processes tell each other, over a pair of sockets that nobody else has.
 
-    supervisor ─▶ process     Orders, Joined, Left, Told, Entered, Ping, Stop
+    supervisor ─▶ process     Orders, Starting, Joined, Left, Told, Entered, Ping, Stop
     process ─▶ supervisor     Up, Ready, Failed, Entering, Spent, Gone, Pong, Leaving
 
 Both run the same program, so messages are pickled. The end of the channel is the end of the other side.
@@ -22,6 +22,7 @@ from cluster.log import LogFormat
 from protos.values import ErrorInfo
 from router.admission.tenants import Tenant
 from router.siblings import ProcessStatus
+from router.successors import Successor
 
 _LENGTH = struct.Struct("!I")
 
@@ -38,6 +39,14 @@ class Orders:
     log_format: LogFormat
     is_told: bool
     addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starting:
+    """A process of the worker is being started; None: it is not announced any more."""
+
+    worker_id: str
+    successor: Successor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +138,7 @@ class Gone:
 
 Message = (
     Orders
+    | Starting
     | Joined
     | Left
     | Told

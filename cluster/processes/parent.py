@@ -36,6 +36,7 @@ from cluster.processes.control import (
     Pong,
     Ready,
     Spent,
+    Starting,
     Stop,
     Told,
     Up,
@@ -48,6 +49,7 @@ from cluster.supervision import Life, LifeState
 from protos.errors import BatonError, Unavailable
 from protos.wire import raised
 from router.siblings import ProcessStatus
+from router.successors import Successor
 
 log = logging.getLogger("baton.cluster")
 
@@ -108,6 +110,7 @@ class Gateways:
         self._is_told = is_told
         self._addresses = addresses
         self._workers: dict[str, str] = {}
+        self._starting: dict[str, Successor] = {}
         self._seats = [Seat(number, supervision.born(loop.time())) for number in range(config.processes)]
         self._tasks: list[asyncio.Task[None]] = []
         self._settled = False
@@ -125,12 +128,21 @@ class Gateways:
 
     # -- who belongs ---------------------------------------------------------------------------------------------------
 
+    def starting(self, worker_id: str, successor: Successor | None) -> None:
+        if successor is None:
+            self._starting.pop(worker_id, None)
+        else:
+            self._starting[worker_id] = successor
+        self._tell(Starting(worker_id=worker_id, successor=successor))
+
     def join(self, address: str, *, worker_id: str) -> None:
+        self._starting.pop(worker_id, None)
         self._workers[worker_id] = address
         self._tell(Joined(worker_id=worker_id, address=address))
 
     async def leave(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
+        self._starting.pop(worker_id, None)
         self._tell(Left(worker_id=worker_id))
 
     # -- the faces -----------------------------------------------------------------------------------------------------
@@ -261,6 +273,8 @@ class Gateways:
         )
         for worker_id, address in self._workers.items():
             control.send(Joined(worker_id=worker_id, address=address))
+        for worker_id, successor in self._starting.items():
+            control.send(Starting(worker_id=worker_id, successor=successor))
         seat.control = control
         self._changed()
 

@@ -33,6 +33,7 @@ from router.prefix.index import NO_MATCH
 from router.prefix.redis import RedisPrefixIndex
 from router.prefix.redis_store import Store
 from router.prefix.registry import local_index
+from router.successors import Successor
 
 HEALTH_TIMEOUT_S = 2.0
 DATAGRAM_S = 0.0001  # from process to process on one machine
@@ -280,8 +281,12 @@ class Deployment:
             seed=config.seed,
         )
 
-    async def announce(self, worker_id: str, address: str) -> None:
+    async def starting(self, worker_id: str, successor: Successor) -> None:
         """`cluster.discovery.Announcer`."""
+        for gateway in self.gateways:
+            gateway.fleet.starting(worker_id, successor)
+
+    async def announce(self, worker_id: str, address: str) -> None:
         for gateway in self.gateways:
             gateway.fleet.join(address, worker_id=worker_id)
 

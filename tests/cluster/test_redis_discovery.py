@@ -11,6 +11,8 @@ import pytest
 
 from cluster.redis_discovery import CHANGES, RedisAnnouncer, RedisDiscovery, connect
 from protos.errors import Misconfigured
+from protos.values import WorkerRole
+from router.successors import Successor
 from tests.cluster.redis_server import RedisServer
 
 pytestmark = pytest.mark.cluster
@@ -25,9 +27,19 @@ class Members:
     def __init__(self) -> None:
         self.addresses: dict[str, str] = {}
         self.left: list[str] = []
+        self.successors: dict[str, Successor] = {}
+        self.joins: list[str] = []
         self._turn = asyncio.Condition()
 
+    def starting(self, worker_id: str, successor: Successor | None) -> None:
+        self.successors.pop(worker_id, None)
+        if successor is not None:
+            self.successors[worker_id] = successor
+        self._notify()
+
     def join(self, address: str, *, worker_id: str) -> None:
+        self.successors.pop(worker_id, None)
+        self.joins.append(f"{worker_id} {address}")
         self.addresses[worker_id] = address
         self._notify()
 
@@ -77,6 +89,27 @@ async def test_workers_are_found_by_gateways_that_were_there_and_by_those_that_c
         await supervisor.withdraw("decode-0")
         await early.until(lambda: early.addresses == {})
     await supervisor.close()
+
+
+async def test_gateways_know_what_is_starting_until_it_serves_or_its_supervisor_dies(redis: RedisServer) -> None:
+    supervisor = await announcer(redis)
+    half, most = (Successor(role=WorkerRole.DECODE, loaded=loaded) for loaded in (0.5, 0.95))
+    async with gateway(redis) as (members, _):
+        await supervisor.announce("decode-0", "h:1")
+        await members.until(lambda: members.addresses == {"decode-0": "h:1"})
+        await supervisor.starting("decode-0", half)
+        await supervisor.starting("prefill-0", half)
+        await members.until(lambda: members.successors == {"decode-0": half, "prefill-0": half})
+        await supervisor.starting("decode-0", most)
+        await members.until(lambda: members.successors == {"decode-0": most, "prefill-0": half})
+        await supervisor.announce("decode-0", "h:1")  # a successor at its predecessor's port
+        await members.until(lambda: members.joins == ["decode-0 h:1"] * 2)
+        assert members.successors == {"prefill-0": half}
+        supervisor._keeper.cancel()  # the supervisor dies without a word
+        await members.until(lambda: members.successors == {})
+        assert "prefill-0" not in members.addresses
+    await asyncio.wait([supervisor._keeper])
+    await supervisor._client.aclose()
 
 
 async def test_a_lease_is_renewed_and_ends_with_its_announcer(redis: RedisServer) -> None:

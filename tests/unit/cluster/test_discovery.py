@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from cluster.discovery import DirectAnnouncer, StaticDiscovery
 from protos.errors import WorkerLost
+from protos.values import WorkerRole
+from router.successors import Successor
 
 
 class Joined:
@@ -14,6 +16,10 @@ class Joined:
 
     def __init__(self) -> None:
         self.addresses: dict[str, str] = {}
+        self.successors: dict[str, Successor | None] = {}
+
+    def starting(self, worker_id: str, successor: Successor | None) -> None:
+        self.successors[worker_id] = successor
 
     def join(self, address: str, *, worker_id: str) -> None:
         self.addresses[worker_id] = address
@@ -25,6 +31,9 @@ class Joined:
 async def test_in_one_process_announced_means_joined() -> None:
     members = Joined()
     announcer = DirectAnnouncer(members)
+    loading = Successor(role=WorkerRole.DECODE, loaded=0.4)
+    await announcer.starting("decode-0", loading)
+    assert members.successors == {"decode-0": loading}
     await announcer.announce("decode-0", "h:1")
     await announcer.announce("decode-0", "h:2")
     assert members.addresses == {"decode-0": "h:2"}

@@ -15,15 +15,17 @@ import pytest
 
 from cluster.config import ClusterConfig, SupervisionConfig
 from cluster.log import LogFormat
-from cluster.processes.child import is_news
-from cluster.processes.control import Control, Entering, Gone
+from cluster.processes.child import ToldDiscovery, is_news
+from cluster.processes.control import Control, Entering, Gone, Joined, Starting
 from cluster.processes.door import Door, Threshold
 from cluster.processes.limits import Keeper, KeptLimits
 from cluster.processes.parent import Gateways
 from protos.errors import RateLimited
+from protos.values import WorkerRole
 from router.admission.tenants import Tenant
 from router.config import RouterConfig
 from router.fleet import STATE_LINE
+from router.successors import Successor
 from workers.config import WorkerConfig
 
 
@@ -217,3 +219,27 @@ async def test_processes_keep_a_tenants_limits_together() -> None:
     for control in (*ours, *theirs):
         await control.close()
     await asyncio.wait(tasks)
+
+
+async def test_a_gateway_process_knows_what_the_supervisor_is_starting() -> None:
+    heard: list[object] = []
+    done = asyncio.Event()
+
+    class Members:
+        def starting(self, worker_id: str, successor: Successor | None) -> None:
+            heard.append((worker_id, successor))
+
+        def join(self, address: str, *, worker_id: str) -> None:
+            heard.append((worker_id, address))
+            done.set()
+
+        async def leave(self, worker_id: str) -> None:
+            raise AssertionError(worker_id)
+
+    loading, discovery = Successor(role=WorkerRole.DECODE, loaded=0.5), ToldDiscovery()
+    discovery.hear(Starting(worker_id="decode-0", successor=loading))
+    discovery.hear(Joined(worker_id="decode-0", address="h:1"))
+    following = asyncio.create_task(discovery.follow(Members()))
+    await done.wait()
+    following.cancel()
+    assert heard == [("decode-0", loading), ("decode-0", "h:1")]

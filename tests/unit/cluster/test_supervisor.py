@@ -14,6 +14,7 @@ from cluster.supervision import LifeState
 from cluster.supervisor import Supervisor, WorkerView
 from protos.errors import BadCheckpoint, BatonError, WorkerLost
 from protos.values import KVLayout, LaneAddress, WorkerInfo
+from router.successors import Successor
 
 PLANS = plan(PoolsConfig(), (Node(cpus=2.0),), tp=1, device="cpu")
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
@@ -62,6 +63,7 @@ class Stage:
     def __init__(self) -> None:
         self.lives: dict[str, list[Life]] = {worker.worker_id: [] for worker in PLANS}
         self.done: list[str] = []
+        self.starting_told: list[str] = []
         self.slept: list[float] = []
         self.beats: asyncio.Queue[BatonError | None] = asyncio.Queue()
         self.shown: list[WorkerView] = []
@@ -73,6 +75,9 @@ class Stage:
         await self._note(f"launch {plan.worker_id}")
         async for event in life.events():
             yield event
+
+    async def starting(self, worker_id: str, successor: Successor) -> None:
+        self.starting_told.append(f"{worker_id} {successor.role} {successor.loaded:g}")
 
     async def announce(self, worker_id: str, address: str) -> None:
         await self._note(f"announce {worker_id} {address}")
@@ -167,6 +172,22 @@ async def test_a_dead_worker_comes_back_as_a_new_incarnation(stage: Stage, super
     assert "announce decode-0 decode-0:2" in stage.done
     assert len(stage.lives["prefill-0"]) == 1
     assert not running.done()
+
+
+async def test_gateways_know_that_a_successor_is_starting_and_how_far_it_is(
+    stage: Stage, supervisor: Supervisor
+) -> None:
+    await start(stage, supervisor)
+    for worker_id, lives in stage.lives.items():
+        lives[0].serve(f"{worker_id}:1")
+    await supervisor.ready()
+    stage.starting_told.clear()
+    stage.lives["decode-0"][0].die(WorkerLost("killed"))
+    await stage.launched("decode-0", times=2)
+    assert stage.starting_told == ["decode-0 decode 0", "decode-0 decode 0"], "when it died, and when it was launched"
+    stage.lives["decode-0"][1].serve("decode-0:2")
+    await supervisor.ready()
+    assert stage.starting_told[2:] == ["decode-0 decode 0.5"]
 
 
 async def test_a_worker_that_was_drained_is_replaced_at_once(stage: Stage, supervisor: Supervisor) -> None:

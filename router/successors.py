@@ -1,0 +1,65 @@
+"""Workers that are about to serve, as their supervisor announces them: what running answers may wait for.
+
+starting ─▶ joined: announced, and not met yet ─▶ ready: no successor any more
+    └─▶ withdrawn, or its supervisor is silent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos.values import WorkerRole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Successor:
+    """A process of a worker that is being started. `loaded` is the share of its weights that it has read (0 to 1)."""
+
+    role: WorkerRole
+    loaded: float = 0.0
+
+
+class Successors:
+    """By worker id. Changed by the fleet."""
+
+    def __init__(self) -> None:
+        self._starting: dict[str, Successor] = {}
+        self._joined: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._starting.keys() | self._joined)
+
+    def starting(self, worker_id: str, successor: Successor | None) -> bool:
+        """None: its supervisor does not announce it any more. Returns whether anything changed."""
+        before = self._starting.get(worker_id)
+        if successor is None:
+            self._starting.pop(worker_id, None)
+        else:
+            self._starting[worker_id] = successor
+        return before != successor
+
+    def joined(self, worker_id: str) -> None:
+        """It serves, and the fleet is about to connect to it."""
+        self._starting.pop(worker_id, None)
+        self._joined.add(worker_id)
+
+    def arrived(self, worker_id: str) -> None:
+        """The fleet has met it, or knows that it will not come. An unknown one is fine."""
+        self._starting.pop(worker_id, None)
+        self._joined.discard(worker_id)
+
+    def of(self, role: WorkerRole | None) -> Sequence[str]:
+        """A phrase for each that starts, with its progress; of one pool, or of all (None)."""
+        return [
+            f"{worker_id} is starting" + (f" ({successor.loaded:.0%} of its weights read)" if successor.loaded else "")
+            for worker_id, successor in self._starting.items()
+            if role is None or successor.role is role
+        ]
+
+    def reason(self, worker_id: str) -> str:
+        """What `baton status` shows of a worker that is away; "" where none starts."""
+        successor = self._starting.get(worker_id)
+        if successor is None:
+            return ""
+        return f"its successor is starting, {successor.loaded:.0%} of its weights read"
