@@ -1,18 +1,19 @@
 # Baton's verbs. Each prepares what it needs; a second call is instant. Settings:
 #   ARGS         more flags for the program: make up ARGS="--port 9000"
 #   PYTHON       the interpreter for .venv, 3.11 or 3.12 (found by itself)
-#   TORCH_INDEX  an index of torch's CPU builds, for a machine without a GPU whose pip knows none (CONTRIBUTING.md)
+#   TORCH        cpu or cuda: the build of torch; auto takes cuda where there is an NVIDIA driver (CONTRIBUTING.md)
+#   TORCH_INDEX  an index of torch's CPU builds, where neither pip's own nor PyTorch's is to be used
 
 BIN     := .venv/bin
 RUNTIME := .venv/.installed
 DEV     := .venv/.installed-dev
-CODE    := cluster router workers prefill_pool decode_pool kvtransfer protos $(wildcard demo benchmarks) tests
+CODE    := cluster router workers prefill_pool decode_pool kvtransfer protos $(wildcard demo benchmarks deploy) tests
 OUT     := .
+TORCH   := auto
 
 USABLE  := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 PYTHON   = $(firstword $(foreach p,python3 python3.12 python3.11,$(shell $p -c '$(USABLE)' 2>&- && echo $p)))
-PIP      = PYTHONWARNINGS=ignore $(BIN)/pip install $(if $(MAKE_TERMOUT),,-qq) --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-           --constraint $(if $(shell command -v nvidia-smi 2>/dev/null),constraints-cuda.txt,constraints.txt)
+INSTALL  = $(BIN)/python deploy/install.py --torch $(TORCH) --torch-index "$(TORCH_INDEX)"
 
 export PYTHONPATH := $(CURDIR)
 
@@ -57,13 +58,11 @@ $(BIN)/pip:
 	@$(PYTHON) -m venv .venv
 
 $(RUNTIME): pyproject.toml constraints.txt constraints-cuda.txt | $(BIN)/pip
-	@echo "Installing Baton (several minutes the first time)"
-	@$(PIP) --editable .
+	@$(INSTALL)
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt constraints-cuda.txt | $(BIN)/pip
-	@echo "Installing Baton and its development tools (several minutes the first time)"
-	@$(PIP) --editable '.[dev]'
+	@$(INSTALL) --extra dev
 	@touch $(RUNTIME) $@
 
 .PHONY: help up check test gpu bench format protos clean
