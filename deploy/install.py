@@ -104,7 +104,7 @@ def installed_torch() -> str | None:
 def install_cpu_torch(installer: Installer, version: str, index: str | None) -> None:
     """Installs the CPU build from `index`, from a place that pip knows, or from PyTorch's own index.
 
-    Without `index`, a failure is printed and leaves torch to the next step. Raises Failed where `index` has no CPU build.
+    Without `index`, a failure is printed and leaves torch to the next step. Raises Failed where `index` has none.
     """
     wanted = f"torch=={version}+cpu"
     extra = ["--extra-index-url", index] if index else []
