@@ -41,6 +41,9 @@ PRIVATE = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
+    # Ray replaces 127.0.0.1 by the machine's own address, and then listens everywhere, unless clusters are off. Ray
+    # reads this setting on Linux, too, in spite of its name (as of 2.60).
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
 
