@@ -49,7 +49,8 @@ RENEWALS_A_LEASE = 3
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
     """One try of a job on one worker or one pair. `prefill` is None where `decode` works alone; `pull` is what
-    the reader had better fetch than compute. A sequence that has moved rests on other `members`."""
+    the reader had better fetch than compute. A sequence that has moved rests on other `members`. `is_reserved`: the
+    decode worker of a pair has blocks for it."""
 
     request_id: str
     generation: int
@@ -57,6 +58,7 @@ class Attempt:
     decode: Member
     pull: Pull | None = None
     moved_to: Sequence[Member] = ()
+    is_reserved: bool = False
 
     @property
     def reader(self) -> Member:
@@ -71,6 +73,11 @@ class Attempt:
     @property
     def worker_ids(self) -> tuple[str, ...]:
         return tuple(member.worker_id for member in self.members)
+
+    @property
+    def refuser(self) -> Member:
+        """The worker that has no room, when the attempt is refused: of a pair the decode worker is asked first."""
+        return self.reader if self.is_reserved else self.decode
 
     def end_pull(self) -> None:
         """Once: whoever calls it again finds none."""
@@ -170,7 +177,9 @@ class Dispatcher:
             decode=fleet.member(decision.decode),
             pull=pull,
         )
-        num_cached = pull.num_tokens if pull is not None else candidates.named(reader.worker_id).num_cached_tokens
+        known = candidates.named(reader.worker_id).num_cached_tokens
+        num_cached = pull.num_tokens if pull is not None else known
+        journal.unread.setdefault(reader.worker_id, known // (fleet.block_size or 1))
         num_blocks = -(-journal.num_tokens // (fleet.block_size or 1))
         attempt.decode.route(request_id, 0, num_blocks)
         self._give(reader, request_id, journal.num_tokens - num_cached, num_blocks)
@@ -200,7 +209,8 @@ class Dispatcher:
 
     def _candidates(self, journal: Journal) -> Candidates:
         fleet = self._fleet
-        return fleet.candidates(fleet.match(journal.hashes, now=_now()), journal.num_tokens)
+        matched = fleet.match(journal.hashes, now=_now()).at_most(journal.unread)
+        return fleet.candidates(matched, journal.num_tokens)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -240,6 +250,7 @@ class Dispatcher:
         try:
             asked = self._reservation(journal, attempt, prefill)
             ticket = await decode.reserve(asked)
+            attempt.is_reserved = True
             with _renewing(asked, decode, ticket.lease_s) as renewals:
                 pull = await self._fetch(journal, attempt)
                 journal.read_since_s = _now()
@@ -341,11 +352,12 @@ class Dispatcher:
         return config.max_queue_s
 
     async def _wait_for_room(self, journal: Journal, attempt: Attempt, deadline: float) -> None:
-        """Returns at once while there are decode workers that have not refused yet; else jobs wait in line, and each
+        """Returns at once while each pool has a worker that has not refused yet; else jobs wait in line, and each
         change of a load lets one of them ask again, so that a full pool is not drowned in questions."""
-        journal.full.update(attempt.worker_ids)
-        writers = self._fleet.candidates(NO_MATCH, 1).writers
-        if any(worker_id not in journal.full for worker_id in writers.crew.worker_ids):
+        journal.full.add(attempt.refuser.worker_id)
+        offered = self._fleet.candidates(NO_MATCH, 1)
+        pools = [set(pool.crew.worker_ids) for pool in (offered.readers, offered.writers) if len(pool)]
+        if pools and all(pool - journal.full for pool in pools):
             return
         journal.full.clear()
         self._fleet.num_turned_away += 1

@@ -19,6 +19,7 @@ LEAST_PROGRESS = 16
 class Journal:
     """`output_ids` have been emitted. `num_failures` and `blocked_since_s` (the loop's clock; None while tokens flow)
     bound how long the job is tried; `failed` and `full` are workers to keep away from.
+    `unread`: blocks that readers had cached when attempts chose them that ended before it was read.
     `record` is told of what happens."""
 
     def __init__(self, job: Job, *, now: float, record: Record | None = None) -> None:
@@ -33,6 +34,7 @@ class Journal:
         self.blocked_since_s: float | None = None
         self.failed: set[str] = set()
         self.full: set[str] = set()
+        self.unread: dict[str, int] = {}
         self._num_attempts = 0
         self._num_cached: int | None = None
         self._num_prompt_logprobs = 0  # emitted to the client
@@ -118,6 +120,7 @@ class Journal:
         if update.token_ids:
             self.blocked_since_s = None
             self.full.clear()
+            self.unread.clear()
         reason = update.finish_reason
         return TokenDelta(
             token_ids=update.token_ids,

@@ -32,6 +32,14 @@ class Match(NamedTuple):
         """Of other workers."""
         return Match({**self.blocks, **other.blocks}, {**self.on_device, **other.on_device})
 
+    def at_most(self, blocks: Mapping[str, int]) -> Match:
+        """With no more than so many blocks for each of some workers."""
+        if not blocks:
+            return self
+        fewer = {worker_id: min(num, blocks.get(worker_id, num)) for worker_id, num in self.blocks.items()}
+        near = {worker_id: min(num, fewer[worker_id]) for worker_id, num in self.on_device.items()}
+        return Match({worker_id: num for worker_id, num in fewer.items() if num}, near)
+
     def num_on_device(self, worker_id: str) -> int:
         known = self.on_device.get(worker_id)
         return self.blocks.get(worker_id, 0) if known is None else known

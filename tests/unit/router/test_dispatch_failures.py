@@ -11,8 +11,10 @@ from contextlib import suppress
 import pytest
 
 from protos.errors import Overloaded, TransferFailed, WorkerLost
+from protos.wire import error_info
 from router.dispatch import Renewals
 from router.member import WorkerState
+from router.policies import prefix_aware
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import expected_tokens, logprob
 
@@ -254,6 +256,36 @@ async def test_a_full_decode_worker_is_passed_over(make: Callable[..., Cluster])
     cluster["d0"].refuse = Overloaded("no free blocks")
     assert tokens(await collect(cluster, job("again"))) == expected_tokens(PROMPT, 8)
     assert [decision.decode for decision in cluster.generate.decision("again")] == ["d0", "d1"]
+
+
+async def test_a_full_decode_worker_does_not_cost_a_request_its_reader(make: Callable[..., Cluster]) -> None:
+    """The prefill worker has the prompt cached, and has not refused anything."""
+    cluster = await with_warm_pair(make)
+    cluster["d0"].refuse = Overloaded("no free blocks")
+    await collect(cluster, job("again"))
+    assert [decision.prefill for decision in cluster.generate.decision("again")] == ["p0", "p0"]
+
+
+async def test_a_full_prefill_worker_does_not_cost_a_request_its_decode_worker(make: Callable[..., Cluster]) -> None:
+    cluster = await with_warm_pair(make)
+    cluster["p0"].failed["again.1"] = error_info(Overloaded("the queue is full"))
+    assert tokens(await collect(cluster, job("again"))) == expected_tokens(PROMPT, 8)
+    assert [(one.prefill, one.decode) for one in cluster.generate.decision("again")] == [("p0", "d0"), ("p1", "d0")]
+
+
+async def test_a_prompt_that_was_not_sent_does_not_count_as_cached(make: Callable[..., Cluster]) -> None:
+    """An attempt that was refused has left nothing on the worker it chose to read."""
+    cluster = make(policy="prefix_aware", local_prefill_tokens=0)
+    await cluster.add("p0", "d0", "d1")
+    cluster["d0"].refuse = cluster["d1"].refuse = Overloaded("no free blocks")
+    asking = asyncio.create_task(collect(cluster, job("new")))
+    await cluster["d1"].until(lambda: len(cluster["d0"].reserved) + len(cluster["d1"].reserved) >= 2)
+    cluster["d0"].refuse = cluster["d1"].refuse = None
+    assert tokens(await asking) == expected_tokens(PROMPT, 8)
+    decisions = cluster.generate.decision("new")
+    assert len(decisions) > 1
+    uncached = {dict(score.terms)["uncached"] for one in decisions for score in one.scores if score.worker_id == "p0"}
+    assert uncached == {len(PROMPT) * prefix_aware.COMPUTING_WEIGHT}
 
 
 async def test_a_job_waits_for_room(cluster: Cluster) -> None:
