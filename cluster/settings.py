@@ -7,6 +7,7 @@ flags ───────┴─ merged, flags win ─▶ tables ─▶ datacla
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 import types
 import typing
@@ -49,6 +50,7 @@ _ELSEWHERE = {
     "worker": {"model", "served_name", "lanes"},
     "router": {"model_path", "model_name", "host", "port", "grpc_port"},
 }
+_MAX_FLOAT = int(sys.float_info.max)
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -71,7 +73,7 @@ def setting(text: str) -> Table:
         raise Misconfigured(f"--set {text}: write it as NAME=VALUE, such as worker.prefill_chunk=256", param="set")
     try:
         parsed: Any = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # a bare word, or a number of more digits than Python reads
         parsed = value
     for part in reversed(name.strip().split(".")):
         parsed = {part: parsed}
@@ -224,8 +226,15 @@ def _checked(name: str, value: Any, wanted: Any) -> Any:
         near = nearest(str(value), options)
         hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(options)}"
         raise Misconfigured(f"{name} = {value!r}: {hint}", param=name)
-    if wanted is float and type(value) is int:
+    if wanted is float and type(value) is int and abs(value) <= _MAX_FLOAT:
         return float(value)
     if type(value) is wanted:
         return value
-    raise Misconfigured(f"{name} = {value!r}: give {_WORDS[wanted]}", param=name)
+    raise Misconfigured(f"{name} = {_shown(value)}: give {_WORDS[wanted]}", param=name)
+
+
+def _shown(value: Any) -> str:
+    if type(value) is int and abs(value) > _MAX_FLOAT:  # perhaps of more digits than Python writes
+        return "a number beyond all ranges"
+    told = repr(value)
+    return told if len(told) <= 80 else f"{told[:77]}..."

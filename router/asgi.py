@@ -139,8 +139,8 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         announced = header_of(scope, b"content-length")
-        if announced.isdigit() and int(announced) > self._max_bytes:
-            await error_response(self._too_large(f"of {announced} bytes"))(scope, receive, send)
+        if announced.isdigit() and _is_more(announced, self._max_bytes):
+            await error_response(self._too_large(f"of {announced.lstrip('0')[:32]} bytes"))(scope, receive, send)
             return
         due_s = asyncio.get_running_loop().time() + self._timeout_s
         seen, is_whole = 0, False
@@ -173,3 +173,9 @@ class BodyLimit:
         return RequestTimeout(
             f"The body had no end within {self._timeout_s:g} s of its headers ({num_bytes} bytes came): send it faster"
         )
+
+
+def _is_more(digits: str, most: int) -> bool:
+    """Python reads no number of more than 4,300 digits."""
+    digits = digits.lstrip("0")
+    return len(digits) > len(str(most)) or int(digits or "0") > most

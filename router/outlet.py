@@ -19,6 +19,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from protos.errors import BatonError
 from router.intake import Intake
 
 _EXTENSION = "baton.outlet"
@@ -29,9 +30,12 @@ class Corked:
     """A transport, as uvicorn's cycle of one response uses it. A head and its body are two writes, a last event and the
     end of the response two more: what is written is kept until the loop's next turn, or until it is much."""
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, close: Callable[[], None]
+    ) -> None:
         self._transport = transport
         self._loop = loop
+        self._close = close
         self._parts: list[bytes] = []
         self._num_bytes = 0
         self.is_closing = transport.is_closing
@@ -55,7 +59,7 @@ class Corked:
 
     def close(self) -> None:
         self.flush()
-        self._transport.close()
+        self._close()
 
     def get_write_buffer_size(self) -> int:
         return self._num_bytes + self._transport.get_write_buffer_size()
@@ -86,6 +90,9 @@ class Outlet:
     def has_all(self) -> bool:
         """Of the request's body."""
         return not self._cycle.more_body
+
+    def is_of(self, cycle: RequestResponseCycle) -> bool:
+        return self._cycle is cycle
 
     def lost(self) -> None:
         self._cycle.disconnected = not self._cycle.response_complete
@@ -136,7 +143,7 @@ class HttpProtocol(Intake):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._corked: Any = Corked(transport, self.loop)
+        self._corked: Any = Corked(transport, self.loop, self._end)
         self._outlets: list[Outlet] = []  # of the requests that came in a pipeline: uvicorn tells the last one only
 
     def data_received(self, data: bytes) -> None:
@@ -156,6 +163,23 @@ class HttpProtocol(Intake):
         for outlet in self._outlets:
             outlet.leave()
         super().on_response_complete()
+
+    def _end(self) -> None:
+        """After an answer that is the connection's last one."""
+        if self._unanswered and self._unanswered[0].more_body:
+            self.linger()
+        else:
+            self.transport.close()
+
+    def _write_refusal(self, error: BatonError) -> None:
+        self._corked.flush()
+        super()._write_refusal(error)
+
+    def _withdraw(self, cycle: RequestResponseCycle) -> None:
+        super()._withdraw(cycle)
+        for outlet in self._outlets:
+            if outlet.is_of(cycle):
+                outlet.lost()
 
     def on_headers_complete(self) -> None:
         before = self.cycle

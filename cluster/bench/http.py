@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         unit_s = _RETRY_AFTER.get(name.lower())
-        if unit_s is not None and value.isdigit():  # else a date
+        if unit_s is not None and value.isdigit() and len(value) < 16:  # else a date, or no time anybody waits
             told = int(value) * unit_s
             self._reply.retry_after_s = min(told, self._reply.retry_after_s or told)  # whole seconds are rounded up
 

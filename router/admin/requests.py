@@ -77,7 +77,7 @@ def ahead_s(clock: Callable[[], float], other: Callable[[], float]) -> float:
 
 
 def _count(limit: str) -> int:
-    if limit.isascii() and limit.isdigit() and 1 <= int(limit) <= MAX_COUNT:
+    if limit.isascii() and limit.isdigit() and len(limit) <= 32 and 1 <= int(limit) <= MAX_COUNT:
         return int(limit)
     raise InvalidRequest(f"'limit' is {limit[:32]!r}: it must be a number from 1 to {MAX_COUNT}", param="limit")
 

@@ -31,6 +31,10 @@ _OPTIONS = (
 )  # fmt: skip
 
 
+MAX_DIGITS = 9
+"""Of the number of a database."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisUrl:
     """`kind` is "", "sentinel" or "cluster". `shown` is the URL without its password, for people."""
@@ -99,8 +103,8 @@ def parse(url: str, *, setting: str) -> RedisUrl:
         raise Misconfigured(
             f"{setting}: a Redis Cluster has no numbered databases: leave /{path[0]} out", param=setting
         )
-    if len(path) > 1 or (path and not path[0].isdecimal()):
-        raise Misconfigured(f"{setting}: {'/'.join(path)!r} is no number of a database: {_FORM}", param=setting)
+    if len(path) > 1 or (path and not (path[0].isdecimal() and len(path[0]) <= MAX_DIGITS)):
+        raise Misconfigured(f"{setting}: {'/'.join(path)[:60]!r} is no number of a database: {_FORM}", param=setting)
     return RedisUrl(
         kind=kind,
         tls=secure == "rediss",

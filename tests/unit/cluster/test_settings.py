@@ -61,6 +61,7 @@ def test_no_model_is_refused() -> None:
         ({"worker": {"zzz": 2}}, r"no setting 'zzz' in \[worker\]: there are .*block_size, "),
         ({"worker": {"tp": "two"}}, "worker.tp = 'two': give a whole number"),
         ({"worker": {"tp": True}}, "worker.tp = True: give a whole number"),
+        ({"supervision": {"grace_s": 10**400}}, "supervision.grace_s = a number beyond all ranges: give a number"),
         ({"worker": {"tp": 0}}, "^worker.tp is 0: it must be at least 1"),
         ({"worker": {"max_num_seqs": 9999}}, "^worker.max_num_seqs is 9999, more than max_num_batched_tokens"),
         ({"prefill": {"group_bytes": 0}}, "^prefill.group_bytes is 0: it must be at least 1"),
@@ -188,6 +189,11 @@ def settings_of(table: dict[str, Any]) -> dict[str, Any]:
 )
 def test_a_setting_is_read_as_in_toml_or_as_a_word(text: str, value: object) -> None:
     assert setting(text) == {"worker": {"tp": value}}
+
+
+def test_a_number_of_more_digits_than_python_reads_is_no_number(tmp_path: Path) -> None:
+    with pytest.raises(Misconfigured, match=r"^worker.prefill_chunk = '1{70,}\.\.\.: give a whole number"):
+        make_config(setting(f"worker.prefill_chunk={'1' * 4301}") | {"model": str(tmp_path)})
 
 
 @pytest.mark.parametrize("text", ["worker.tp", "=3"])

@@ -60,9 +60,10 @@ async def test_recent_requests_are_listed_newest_first(cluster: Cluster) -> None
             await ask(client, name)
         listed = (await client.get("/admin/requests", params={"limit": 1})).json()["requests"]
         wrong = await client.get("/admin/requests", params={"limit": "all"})
+        endless = await client.get("/admin/requests", params={"limit": "1" * 4301})
         unknown = await client.get("/admin/requests/three")
     assert [one["request_id"] for one in listed] == ["two"]
-    assert wrong.status_code == 400
+    assert (wrong.status_code, endless.status_code) == (400, 400)
     assert unknown.status_code == 404
     assert unknown.json()["error"]["code"] == "request_not_found"
 

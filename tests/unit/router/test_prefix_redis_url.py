@@ -47,6 +47,7 @@ def test_a_url_is_read(url: str, means: dict[str, Any]) -> None:
         ("redis://", "a host is missing"),
         ("redis://cache:port", "'cache:port' is no host and port"),
         ("redis://cache/main", "'main' is no number of a database"),
+        (f"redis://cache/{'1' * 4301}", "1' is no number of a database"),
         ("redis://a,b", "2 hosts: one server has one"),
         ("redis+sentinel://a", "names its service"),
         ("redis+cluster://a/1", "no numbered databases"),
