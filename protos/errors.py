@@ -29,7 +29,8 @@
     │   ├── BadCheckpoint                                    files missing, truncated or contradictory
     │   └── IncompatibleWorkers                              layouts, dtypes or models that cannot be paired
     └── Internal                  INTERNAL             500   a bug of ours
-        └── RequestKillsWorkers                              it was on several workers when they died: not tried again
+        ├── RequestKillsWorkers                              it was on several workers when they died: not tried again
+        └── UnreadableMessage                                one of our processes got bytes that are no message of ours
 
 An error crosses a process boundary as (code, message, param, retry_after_s): `ErrorInfo` in `protos.values`.
 """
@@ -193,6 +194,10 @@ class Internal(BatonError):
 
 class RequestKillsWorkers(Internal):
     code = "request_kills_workers"
+
+
+class UnreadableMessage(Internal):
+    code = "unreadable_message"
 
 
 def _tree(root: type[BatonError]) -> dict[str, type[BatonError]]:

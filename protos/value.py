@@ -14,9 +14,10 @@ from typing import Any
 from msgspec import Struct
 
 
-class Value(Struct, frozen=True, gc=False):
+class Value(Struct, frozen=True, gc=False, array_like=True):
     """Frozen, slotted, compared and hashed by its fields. Derived from once: `class Row(Value, frozen=True,
-    kw_only=True)`. Raises TypeError for a value of another one's fields."""
+    kw_only=True)`. Raises TypeError for a value of another one's fields. `protos.codec` writes its fields in their
+    order, without their names."""
 
     def __init_subclass__(cls, **config: Any) -> None:
         super().__init_subclass__(**config)
@@ -25,11 +26,3 @@ class Value(Struct, frozen=True, gc=False):
         told = type(cls.__name__, (), {"__annotations__": get_annotations(cls)})
         described: Any = dataclass(init=False, repr=False, eq=False)(told)
         cls.__dataclass_fields__ = described.__dataclass_fields__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return remade, (type(self), *[getattr(self, name) for name in self.__struct_fields__])
-
-
-def remade(kind: type[Struct], *values: object) -> Struct:
-    """How pickle makes one: fields in their order take less room than with their names."""
-    return kind(**dict(zip(kind.__struct_fields__, values, strict=True)))

@@ -29,6 +29,10 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
+# Reading these formats can run code. Ray pickles what actors are given: that is Ray's own, and imports nothing here.
+RUNS_CODE = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
+RUNS_CODE_TOO = {"torch.load", "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
+
 # Decisions are tested in milliseconds and simulated by the million: these modules never reach a tensor.
 PURE = {
     "kvtransfer": ("blocks", "hashing", "events", "ledger", "session", "reshard", "transport"),
@@ -61,6 +65,28 @@ def code_lines(source: str, tree: ast.Module) -> set[int]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
+
+
+def test_no_product_package_reads_what_can_run_code() -> None:
+    """Between our processes travels msgpack of listed types (`protos.codec`), on disk safetensors and JSON."""
+
+    def offences() -> Iterator[str]:
+        for path in files("*.py"):
+            if path.parts[0] not in PACKAGES:
+                continue
+            for node in ast.walk(ast.parse((ROOT / path).read_text(), str(path))):
+                if isinstance(node, ast.Import):
+                    names = {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    names = {(node.module or "").partition(".")[0], *(alias.name for alias in node.names)}
+                elif isinstance(node, ast.Attribute):
+                    names = {node.attr, ast.unparse(node)} - RUNS_CODE
+                else:
+                    continue
+                for name in sorted(names & RUNS_CODE | names & RUNS_CODE_TOO):
+                    yield f"{path}:{node.lineno}: {name} can run code that it reads: use protos.codec or safetensors"
+
+    report(offences())
 
 
 def test_files_and_functions_stay_small() -> None:

@@ -14,7 +14,6 @@ import logging
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -321,7 +320,7 @@ class Gateways:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        statuses: Sequence[ProcessStatus] = tuple(seat.status() for seat in self._seats)
+        statuses = tuple(seat.status() for seat in self._seats)
         self._settled = self._settled or all(seat.is_ready for seat in self._seats)
         self._tell(Told(statuses=statuses, settled=self._settled))
         self._turn.set()

@@ -13,18 +13,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from protos.errors import WorkerLost
-from protos.values import SamplingParams
-from workers.engine.batch import Batch, Row, Sample
+from protos.errors import UnreadableMessage, WorkerLost
 from workers.parallel.group import RankGroup, Solo, TensorParallel
 
 T = TypeVar("T")
-
-BATCH = Batch(
-    rows=(
-        Row(request_id="r", token_ids=(3, 4), start=0, block_ids=(7,), sample=Sample(params=SamplingParams(), index=0)),
-    )
-)
 
 
 @contextmanager
@@ -96,29 +88,25 @@ def test_the_least_of_numbers_is_found_without_the_devices(size: int) -> None:
         assert run(program) == [[0, 6 - size, 7]] * size
 
 
-@pytest.mark.parametrize(
-    "value",
-    [None, BATCH, WorkerLost("gone"), "x" * 4088, "y" * 70_000, tuple(range(9_000))],
-    ids=lambda v: type(v).__name__,
-)
-def test_values_of_rank_0_reach_every_rank(size: int, value: object) -> None:
+@pytest.mark.parametrize("num_bytes", [0, 4088, 4089, 70_000])
+def test_messages_of_rank_0_reach_every_rank(size: int, num_bytes: int) -> None:
+    message = bytes(place % 251 for place in range(num_bytes))
     with ranks(size) as run:
-        received = run(lambda group: group.broadcast(value if group.rank == 0 else None))
-    assert [repr(item) for item in received] == [repr(value)] * size
+        assert run(lambda group: group.broadcast(message if group.rank == 0 else b"")) == [message] * size
 
 
-def test_nothing_but_our_own_values_is_built_from_a_broadcast() -> None:
-    """A pickle can name any callable: one that is not ours is refused before it is called."""
-
+def test_a_message_of_an_impossible_length_is_refused_before_memory_is_taken() -> None:
     def program(group: TensorParallel) -> str:
-        try:
-            group.broadcast(subprocess.Popen if group.rank == 0 else None)
-        except Exception as error:
-            return str(error)
-        return "accepted"
+        assert isinstance(group, RankGroup)
+        if group.rank == 0:
+            group._broadcast(torch.full((4096,), 0xFF, dtype=torch.uint8))
+            return ""
+        with pytest.raises(UnreadableMessage) as caught:
+            group.broadcast()
+        return caught.value.message
 
     with ranks(2) as run:
-        assert "may not travel between ranks" in run(program)[1]
+        assert "a message of 18446744073709551615 bytes" in run(program)[1]
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
@@ -132,5 +120,5 @@ def test_a_rank_that_dies_is_a_typed_error_on_the_others(collective: str) -> Non
         group = RankGroup(store, rank=1, size=2)
         peer.wait()
         with pytest.raises(WorkerLost, match="rank 1 of 2"):
-            group.broadcast(None) if collective == "broadcast" else group.all_reduce(torch.zeros(1))
+            group.broadcast() if collective == "broadcast" else group.all_reduce(torch.zeros(1))
         group.close()

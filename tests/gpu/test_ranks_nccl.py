@@ -22,7 +22,7 @@ def _sum_over_nccl(rank: int, port: int) -> tuple[float, list[int]]:
     group = meet(store, rank=rank, size=2, name="w0", device="cuda", timeout_s=60.0)
     total = group.all_reduce(torch.full((4,), rank + 1.0, device="cuda")).sum().item()
     lowest = group.least([rank, -rank])
-    group.broadcast("done")
+    group.broadcast(b"done")
     group.close()
     return total, lowest
 
@@ -39,7 +39,7 @@ def _replay_over_nccl(rank: int, port: int) -> float:
     for _ in range(3):
         graph.replay()
     total = x[0].item()
-    group.broadcast("done")
+    group.broadcast(b"done")
     group.close()
     return total
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +20,14 @@ import torch
 
 from kvtransfer.reshard import Cut
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence
-from protos.errors import IncompatibleWorkers, TransferFailed, WorkerLost
+from protos.codec import Messages
+from protos.errors import IncompatibleWorkers, TransferFailed, UnreadableMessage, WorkerLost
 from protos.values import KVLayout, LaneAddress, SamplingParams, Ticket
 from workers.engine.batch import Batch, Row, Sample
+from workers.kv.host import LeadingCopies
 from workers.kv.mover import Dock, Mover
 from workers.parallel.group import TensorParallel
-from workers.parallel.ranks import Leader, find_store, follow, for_followers, meet, open_store
+from workers.parallel.ranks import OPERATIONS, Leader, find_store, follow, for_followers, meet, open_store
 
 CHUNK = Chunk(ticket_id="t", generation=1, first_block=0, num_blocks=2)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32", tp=2)
@@ -31,6 +35,13 @@ ADDRESS = LaneAddress(worker_id="d0", incarnation=1, host="127.0.0.1", port=1)
 TICKET = Ticket(
     ticket_id="t", generation=1, lease_s=9.0, block_ids=(4, 5), num_cached_tokens=0, layout=LAYOUT, destination=ADDRESS
 )  # fmt: skip
+
+MESSAGES = Messages(
+    OPERATIONS.bodies
+    | dict.fromkeys(("run", "sum", "refuse"), tuple[()])
+    | {"note": tuple[int | bytes | tuple[int, ...], ...]}
+)
+"""What these tests have followers do besides."""
 
 
 @contextmanager
@@ -56,7 +67,7 @@ def following(
     group: TensorParallel, operations: Mapping[str, Callable[..., object]], settle: Callable[[], None] = lambda: None
 ) -> Iterator[Future[None]]:
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(follow, group, operations, settle=settle)
+        yield pool.submit(follow, group, operations, settle=settle, messages=MESSAGES)
 
 
 def test_followers_do_what_the_leader_does_in_its_order() -> None:
@@ -68,14 +79,14 @@ def test_followers_do_what_the_leader_does_in_its_order() -> None:
             "sum": lambda: done.append((first.size, float(second.all_reduce(torch.ones(1) * 2)))),
         }
         with following(second, operations, lambda: settled.append(len(done))) as ended:
-            leader = Leader(first)
-            leader.tell("note", TICKET, CHUNK)
+            leader = Leader(first, MESSAGES)
+            leader.tell("note", 7, 8)
             leader.tell("sum")
             assert float(first.all_reduce(torch.ones(1))) == 3.0
             leader.tell("note", tuple(range(100_000)))
             leader.close()
             assert ended.result() is None
-    assert done == [(TICKET, CHUNK), (2, 3.0), (tuple(range(100_000)),)]
+    assert done == [(7, 8), (2, 3.0), (tuple(range(100_000)),)]
     assert settled == [1, 2, 3]
 
 
@@ -87,12 +98,79 @@ def test_a_leader_alone_tells_nobody() -> None:
     leader.close()
 
 
+def hostile_pickle(code: str) -> bytes:
+    """Runs `code` in whoever unpickles it, be it that only names in modules of ours are let through: one of them is
+    `attrgetter`, which leads from any function to its builtins."""
+
+    def text(value: str) -> bytes:
+        return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+    def found(name: str) -> bytes:
+        return b"cprotos.wire\n" + name.encode() + b"\n"
+
+    def call(function: bytes, argument: bytes) -> bytes:
+        return function + b"(" + argument + b"tR"
+
+    def attribute(path: str, of: bytes) -> bytes:
+        return call(call(found("attrgetter"), text(path)), of)
+
+    builtins = call(attribute("__globals__.get", found("to_proto")), text("__builtins__"))
+    run = call(attribute("get", builtins), text("exec"))
+    return b"\x80\x02" + call(run, text(code)) + b"."
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"", b"\x03run", b"\x03run\x91\x01", b"\x06launch\x90", b"\x05shell\x90", b"\xff" * 64],
+    ids=["empty", "no-body", "too-many", "not-listed-here", "not-listed", "noise"],
+)
+def test_bytes_that_are_no_message_end_the_group(message: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    called: list[object] = []
+    with groups(2) as (first, second), following(second, {"run": lambda *told: called.append(told)}) as ended:
+        first.broadcast(message)
+        with pytest.raises(UnreadableMessage, match="the same version of Baton"):
+            ended.result()
+        with pytest.raises(WorkerLost):
+            first.all_reduce(torch.ones(1))
+    assert not called
+    assert "rank 1 leaves its group" in caplog.text
+
+
+def test_a_strangers_pickle_runs_nothing(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    message = hostile_pickle(f"open({str(trace)!r}, 'w').close()")
+    with groups(2) as (first, second), following(second, {}) as ended:
+        first.broadcast(message)
+        with pytest.raises(UnreadableMessage):
+            ended.result()
+    assert not trace.exists()
+    pickle.loads(message)
+    assert trace.exists(), "the pickle is harmless, so this test proves nothing"
+
+
+def test_all_that_rank_0_ever_says_has_its_types() -> None:
+    assert {"stop", "meet", "launch", *Dock.OPERATIONS, *LeadingCopies.OPERATIONS} == set(OPERATIONS.bodies)
+    row = Row(
+        request_id="r", token_ids=(3, 4), start=8, block_ids=(0, 7), prompt_targets=(4,), prompt_len=11, follows=0,
+        sample=Sample(params=SamplingParams(logit_bias=((3, 0.5),), grammar="g", seed=2**63), index=1, output_ids=(9,)),
+    )  # fmt: skip
+    layers = Chunk(ticket_id="t", generation=2, first_block=0, num_blocks=1, first_layer=3, num_layers=1)
+    for name, arguments in (
+        ("launch", (Batch(rows=(row, row)),)),
+        ("push", (TICKET, CHUNK, (1, 2), None)),
+        ("push", (TICKET, layers, (1, 2), 3)),
+        ("forget", ("p0#1", (CHUNK, layers))),
+        ("expect", (ADDRESS, LAYOUT)),
+    ):
+        assert OPERATIONS.decode(OPERATIONS.encode(name, arguments)) == (name, arguments)
+
+
 def test_a_follower_that_fails_is_a_fault_of_the_leader() -> None:
     def fail() -> None:
         raise MemoryError("no memory on this rank")
 
     with groups(2) as (first, second), following(second, {"run": fail}) as ended:
-        Leader(first).tell("run")
+        Leader(first, MESSAGES).tell("run")
         with pytest.raises(WorkerLost):
             first.all_reduce(torch.ones(1))
         with pytest.raises(MemoryError):
@@ -104,10 +182,10 @@ def test_a_refusal_on_a_follower_is_not_the_end() -> None:
         raise IncompatibleWorkers("not with that one")
 
     with groups(2) as (first, second):
-        operations = {"open": refuse, "run": lambda: second.all_reduce(torch.ones(1))}
+        operations = {"refuse": refuse, "run": lambda: second.all_reduce(torch.ones(1))}
         with following(second, operations) as ended:
-            leader = Leader(first)
-            leader.tell("open")
+            leader = Leader(first, MESSAGES)
+            leader.tell("refuse")
             leader.tell("run")
             assert float(first.all_reduce(torch.ones(1))) == 2.0
             leader.close()
@@ -117,13 +195,13 @@ def test_a_refusal_on_a_follower_is_not_the_end() -> None:
 def test_a_follower_that_takes_nothing_is_a_fault_after_the_timeout() -> None:
     """As one does that was stopped, or killed in the moment of a message to it."""
     with groups(2, timeout_s=0.5) as (first, _), pytest.raises(WorkerLost):
-        Leader(first).tell("note", bytes(64 << 20))  # more than fits the connection's buffers
+        Leader(first, MESSAGES).tell("note", bytes(64 << 20))  # more than fits the connection's buffers
 
 
 def test_a_follower_that_hangs_is_a_fault_after_the_timeout() -> None:
     release = threading.Event()
     with groups(2, timeout_s=0.5) as (first, second), following(second, {"run": release.wait}) as ended:
-        Leader(first).tell("run")
+        Leader(first, MESSAGES).tell("run")
         with pytest.raises(WorkerLost):
             first.all_reduce(torch.ones(1))
         first.close()
@@ -134,7 +212,7 @@ def test_a_follower_that_hangs_is_a_fault_after_the_timeout() -> None:
 
 def _serve_in_a_process(port: int) -> None:
     group = meet(find_store("127.0.0.1", port), rank=1, size=2, name="test", device="cpu", timeout_s=60.0)
-    follow(group, {"run": lambda: None}, settle=lambda: None)
+    follow(group, {"run": lambda: None}, settle=lambda: None, messages=MESSAGES)
 
 
 @pytest.mark.parametrize("phase", ["resting", "stepping"])
@@ -143,7 +221,7 @@ def test_a_killed_follower_is_a_fault_at_once(phase: str) -> None:
     process = multiprocessing.get_context("spawn").Process(target=_serve_in_a_process, args=(store.port,), daemon=True)
     process.start()
     group = meet(store, rank=0, size=2, name="test", device="cpu", timeout_s=30.0)
-    leader = Leader(group)
+    leader = Leader(group, MESSAGES)
     assert process.pid is not None
     if phase == "stepping":
         threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
@@ -283,7 +361,7 @@ def test_every_rank_moves_its_own_heads() -> None:
     with groups(2) as (first, second):
         (dock, shelf, wire), (far_dock, far_shelf, far_wire) = make_dock(first), make_dock(second)
         with following(second, operations_of(far_dock), far_dock.settle):
-            leader = Leader(first)
+            leader = Leader(first, MESSAGES)
             mover = Mover(dock, leader.tell)
             mover.expect(ADDRESS, LAYOUT)
             mover.open(TICKET)
@@ -309,7 +387,7 @@ def test_a_chunk_is_told_of_when_every_rank_has_it() -> None:
     with groups(2) as made:
         (dock, shelf, _), (_, far_shelf, far_wire) = docks = [make_dock(group) for group in made]
         with following(made[1], operations_of(docks[1][0])):
-            leader = Leader(made[0])
+            leader = Leader(made[0], MESSAGES)
             mover = Mover(dock, leader.tell)
             mover.expect(ADDRESS, LAYOUT)
             far_wire.late = True
@@ -328,7 +406,7 @@ def test_what_only_some_ranks_got_of_a_lost_lane_is_forgotten_by_all() -> None:
     with groups(2) as made:
         docks = [make_dock(group) for group in made]
         with following(made[1], operations_of(docks[1][0])):
-            leader = Leader(made[0])
+            leader = Leader(made[0], MESSAGES)
             mover = Mover(docks[0][0], leader.tell)
             mover.expect(ADDRESS, LAYOUT)
             mover.push(TICKET, CHUNK, [1, 2])

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp, Store
 
-from protos.errors import WorkerLost
-from protos.value import remade
-
-T = TypeVar("T")
+from protos.errors import UnreadableMessage, WorkerLost
 
 _HEADER_BYTES = 8
 _FIRST_BYTES = 4096
+MAX_MESSAGE_BYTES = 2**30
 
 
 class TensorParallel(Protocol):
@@ -52,9 +48,10 @@ class TensorParallel(Protocol):
         """Rank 0's tensor, in `x` itself, on every rank."""
         ...
 
-    def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every rank. Waits for rank 0 as long as it takes: a follower rests in here. Rank 0 itself
-        does not wait longer for the others than in any collective."""
+    def broadcast(self, message: bytes = b"") -> bytes:
+        """Rank 0's message, on every rank. Waits for rank 0 as long as it takes: a follower rests in here. Rank 0
+        does not wait longer for the others than in any collective. Raises UnreadableMessage for bytes that rank 0 did
+        not send."""
         ...
 
     def least(self, values: Sequence[int]) -> list[int]:
@@ -86,8 +83,8 @@ class Solo:
     def share(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def broadcast(self, value: T) -> T:
-        return value
+    def broadcast(self, message: bytes = b"") -> bytes:
+        return message
 
     def least(self, values: Sequence[int]) -> list[int]:
         return list(values)
@@ -101,7 +98,7 @@ def _nothing() -> None:
 
 
 class RankGroup:
-    """Two or more ranks: tensors over gloo (CPU) or NCCL (CUDA), Python values over gloo on either.
+    """Two or more ranks: tensors over gloo (CPU) or NCCL (CUDA), messages over gloo on either.
 
     Made with the same `store` and `name` on every rank; the constructor waits until all have come. `timeout_s`
     bounds that and each collective, but not a follower's wait in `broadcast`. `closing` is called when the group is
@@ -150,27 +147,37 @@ class RankGroup:
         self._call(self._tensors, "broadcast", x, 0)
         return x
 
-    def broadcast(self, value: T) -> T:
-        # A step's batch nearly always fits the first message: one round trip.
-        packed = pickle.dumps(value) if self.rank == 0 else b""
-        first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
-        room = _FIRST_BYTES - _HEADER_BYTES
+    def broadcast(self, message: bytes = b"") -> bytes:
+        # A step's batch nearly always fits the first part: one round trip.
         if self.rank == 0:
-            head = len(packed).to_bytes(_HEADER_BYTES, "little") + packed[:room]
-            first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        self._broadcast(first)
-        if self.rank == 0 and len(packed) <= room:
-            return value
-        received = first.numpy().tobytes()
+            self._send(message)
+            return message
+        return self._receive()
+
+    def _send(self, message: bytes) -> None:
+        assert len(message) <= MAX_MESSAGE_BYTES, f"a message of {len(message)} bytes for the other ranks"
+        first = bytearray(_FIRST_BYTES)
+        head = message[: _FIRST_BYTES - _HEADER_BYTES]
+        first[:_HEADER_BYTES] = len(message).to_bytes(_HEADER_BYTES, "little")
+        first[_HEADER_BYTES : _HEADER_BYTES + len(head)] = head
+        self._broadcast(torch.frombuffer(first, dtype=torch.uint8))
+        if len(message) > len(head):
+            self._broadcast(torch.frombuffer(bytearray(message[len(head) :]), dtype=torch.uint8))
+
+    def _receive(self) -> bytes:
+        received = bytearray(_FIRST_BYTES)
+        self._broadcast(torch.frombuffer(received, dtype=torch.uint8))
         length = int.from_bytes(received[:_HEADER_BYTES], "little")
-        body = received[_HEADER_BYTES : _HEADER_BYTES + length]
-        if length > room:
-            rest = torch.empty(length - room, dtype=torch.uint8)
-            if self.rank == 0:
-                rest.copy_(torch.frombuffer(bytearray(packed[room:]), dtype=torch.uint8))
-            self._broadcast(rest)
-            body += rest.numpy().tobytes()
-        return value if self.rank == 0 else _OurValues(io.BytesIO(body)).load()
+        if length > MAX_MESSAGE_BYTES:
+            raise UnreadableMessage(
+                f"rank {self.rank} of {self.size} got a message of {length} bytes: at most {MAX_MESSAGE_BYTES} are sent"
+            )
+        missing = length - (_FIRST_BYTES - _HEADER_BYTES)
+        if missing > 0:
+            rest = bytearray(missing)
+            self._broadcast(torch.frombuffer(rest, dtype=torch.uint8))
+            received += rest
+        return bytes(memoryview(received)[_HEADER_BYTES : _HEADER_BYTES + length])
 
     def _broadcast(self, values: torch.Tensor) -> None:
         options = BroadcastOptions()
@@ -214,17 +221,6 @@ class RankGroup:
             yield
         except RuntimeError as error:
             raise WorkerLost(f"rank {self.rank} of {self.size} lost its tensor-parallel group: {error}") from error
-
-
-class _OurValues(pickle.Unpickler):
-    """Builds values of ours and of builtins only: a stranger on the port cannot make a rank run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] in ("protos", "kvtransfer", "workers") and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type) or found is remade:
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} may not travel between ranks: send values of ours")
 
 
 def _process_group(store: Store, rank: int, size: int, device: str, timeout: timedelta) -> Any:

@@ -16,9 +16,11 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 from torch.distributed import DistError
 
+from kvtransfer.transport import Chunk
 from kvtransfer.transports.store import Board, BoardStore
-from protos.errors import BatonError, WorkerLost
-from protos.values import SamplingParams
+from protos.codec import Messages
+from protos.errors import BatonError, UnreadableMessage, WorkerLost
+from protos.values import KVLayout, LaneAddress, SamplingParams, Ticket
 from workers.engine.batch import Batch, Pending, Pipeline, Row, Sample
 from workers.parallel.group import RankGroup, Solo, TensorParallel
 
@@ -26,21 +28,47 @@ log = logging.getLogger(__name__)
 
 _STOP = "stop"
 _KNOCK_S = 0.02
+
+BlockIds = tuple[int, ...]
+OPERATIONS = Messages(
+    {
+        _STOP: tuple[()],
+        "meet": tuple[LaneAddress],
+        "launch": tuple[Batch],
+        "open": tuple[Ticket],
+        "push": tuple[Ticket, Chunk, BlockIds, int | None],
+        "arm": tuple[Ticket, Chunk, BlockIds],
+        "look": tuple[tuple[Chunk, ...]],
+        "land": tuple[Chunk, BlockIds, str],
+        "drop": tuple[Chunk, str],
+        "forget": tuple[str, tuple[Chunk, ...]],
+        "expect": tuple[LaneAddress, KVLayout],
+        "cancel": tuple[str],
+        "part_to": tuple[str],
+        "part_from": tuple[str],
+        "stow": tuple[BlockIds, BlockIds],
+        "load": tuple[int, BlockIds, BlockIds],
+        "settle": tuple[int],
+    }
+)
+"""All that rank 0 can have the other ranks do, with the types of the arguments. Nothing else is read."""
+
 _SAMPLED_ELSEWHERE = Sample(params=SamplingParams(), index=0)
 
 
 class Leader:
     """Rank 0's voice. With one rank there is nobody to tell, and everything below costs nothing."""
 
-    def __init__(self, group: TensorParallel) -> None:
+    def __init__(self, group: TensorParallel, operations: Messages = OPERATIONS) -> None:
         assert group.rank == 0, f"rank {group.rank} cannot lead"
         self._group = group
+        self._encode = operations.encode
         self.alone = group.size == 1
 
     def tell(self, name: str, *arguments: object) -> None:
         """Has every follower call its operation `name` with these values, in the order told. Raises WorkerLost."""
         if not self.alone:
-            self._group.broadcast((name, arguments))
+            self._group.broadcast(self._encode(name, arguments))
 
     def close(self) -> None:
         """Lets the followers end, and ends the group, whether or not they are still there."""
@@ -75,18 +103,22 @@ def _unsampled(row: Row) -> Row:
 
 
 def follow(
-    group: TensorParallel, operations: Mapping[str, Callable[..., object]], *, settle: Callable[[], None]
+    group: TensorParallel,
+    operations: Mapping[str, Callable[..., object]],
+    *,
+    settle: Callable[[], None],
+    messages: Messages = OPERATIONS,
 ) -> None:
     """Does what rank 0 tells until it says stop; `settle` runs after each operation.
 
     An operation that refuses with a typed error does so on rank 0 as well, which tells whoever asked: all go on.
-    Raises WorkerLost when rank 0 or another rank is gone, and whatever else an operation raises: either way the group
-    is closed first, so that no rank waits for this one.
+    Raises WorkerLost when rank 0 or another rank is gone, UnreadableMessage for bytes that are none of `messages`, and
+    whatever else an operation raises. In each case the group is closed first, so that no rank waits for this one.
     """
     assert group.rank > 0, "rank 0 leads"
     try:
         while True:
-            name, arguments = group.broadcast((_STOP, ()))
+            name, arguments = messages.decode(group.broadcast())
             if name == _STOP:
                 return
             try:
@@ -96,8 +128,20 @@ def follow(
             except BatonError as error:
                 log.info("rank %d refused %s: %s", group.rank, name, error)
             settle()
+    except UnreadableMessage as error:
+        log.error("rank %d leaves its group: %s", group.rank, error)
+        raise
     finally:
         group.close()
+
+
+def share_address(group: TensorParallel, address: LaneAddress) -> LaneAddress:
+    """Rank 0's address, on every rank. Raises as `follow` does."""
+    name, arguments = OPERATIONS.decode(group.broadcast(OPERATIONS.encode("meet", (address,))))
+    if name != "meet":
+        raise UnreadableMessage(f"rank {group.rank} got {name!r} before it knew where its lanes meet")
+    met: LaneAddress = arguments[0]
+    return met
 
 
 class HostedStore(BoardStore):

@@ -25,7 +25,7 @@ from workers.kv.blocks import BlockPool
 from workers.kv.mover import Mover
 from workers.models.loader import Progress
 from workers.parallel.group import TensorParallel
-from workers.parallel.ranks import Leader, find_store, meet, open_store
+from workers.parallel.ranks import Leader, find_store, meet, open_store, share_address
 from workers.rpc.worker import Bell, Parts
 
 RoleT = TypeVar("RoleT", bound=Role)
@@ -94,9 +94,9 @@ def lane_ends(config: LaneConfig, rank: Rank, seat: Seat, bell: Bell) -> Ends:
     transport = CollectiveTransport(rank=seat.rank, device=rank.device, config=config)
     if seat.rank == 0:
         receiver = transport.receiver(lane_address(seat), rank.layout, wake=bell.ring)
-        rank.group.broadcast(receiver.address)
+        share_address(rank.group, receiver.address)
     else:
-        met = rank.group.broadcast(lane_address(seat))
+        met = share_address(rank.group, lane_address(seat))
         receiver = transport.receiver(met, rank.layout, wake=bell.ring)
     return Ends(sender=transport.sender(lane_address(seat), rank.layout, wake=bell.ring), receiver=receiver)
 

@@ -6,7 +6,9 @@ import asyncio
 import errno
 import logging
 import os
+import pickle
 import socket
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +18,29 @@ import pytest
 from cluster.config import ClusterConfig, SupervisionConfig
 from cluster.log import LogFormat
 from cluster.processes.child import ToldDiscovery, is_news
-from cluster.processes.control import Control, Entering, Gone, Joined, Starting
+from cluster.processes.control import (
+    Control,
+    Entered,
+    Entering,
+    Failed,
+    Gone,
+    Joined,
+    Message,
+    Orders,
+    Ping,
+    Starting,
+    Told,
+)
 from cluster.processes.door import Door, Threshold
 from cluster.processes.limits import Keeper, KeptLimits
 from cluster.processes.parent import Gateways
+from cluster.settings import make_config
 from protos.errors import RateLimited
-from protos.values import WorkerRole
+from protos.values import ErrorInfo, WorkerRole
 from router.admission.tenants import Tenant
 from router.config import RouterConfig
 from router.fleet import STATE_LINE
+from router.siblings import ProcessStatus
 from router.successors import Successor
 from workers.config import WorkerConfig
 
@@ -243,3 +259,54 @@ async def test_a_gateway_process_knows_what_the_supervisor_is_starting() -> None
     await done.wait()
     following.cancel()
     assert heard == [("decode-0", loading), ("decode-0", "h:1")]
+
+
+async def test_all_that_a_supervisor_says_arrives_as_it_was_said(tmp_path: Path) -> None:
+    config = make_config(
+        {"model": str(tmp_path / "m"), "pools": {"prefill": 0}, "worker": {"num_blocks": 9}, "tls": {}, "processes": 3}
+    )
+    messages: tuple[Message, ...] = (
+        Orders(
+            config=config, number=1, count=3, folder=tmp_path, log_format=LogFormat.JSON, is_told=True,
+            addresses=("h:1", "h:2"),
+        ),
+        Told(statuses=(ProcessStatus(number=0, pid=5, state="ready"),), settled=True),
+        Starting(worker_id="decode-0", successor=Successor(role=WorkerRole.DECODE, loaded=0.5)),
+        Starting(worker_id="decode-0", successor=None),
+        Ping(),
+        Entering(number=4, tenant=Tenant(name="acme", requests_per_min=0.5), request_id="r", num_tokens=7),
+        Entered(number=4, refusal=ErrorInfo(code="overloaded", message="later", retry_after_s=1.5)),
+        Failed(error=ErrorInfo(code="misconfigured", message="no", param="port")),
+    )  # fmt: skip
+    ours, theirs = [await Control.over(end) for end in socket.socketpair()]
+    for message in messages:
+        ours.send(message)
+        assert await theirs.receive() == message
+    await ours.close()
+    assert await theirs.receive() is None
+    await theirs.close()
+
+
+PICKLE = pickle.dumps(Ping())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        struct.pack("!I", len(PICKLE)) + PICKLE,
+        struct.pack("!I", 3) + b"\x01x\x90",
+        struct.pack("!I", 2**32 - 1),
+        b"\0\0\0\0",
+    ],
+    ids=["pickle", "unknown", "endless", "empty"],
+)
+async def test_a_channel_with_bytes_that_are_no_message_is_closed(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    end, stranger = socket.socketpair()
+    control = await Control.over(end)
+    with stranger:
+        stranger.sendall(sent)
+        assert await control.receive() is None
+        assert await asyncio.to_thread(stranger.recv, 1) == b""
+    assert "the channel between supervisor and gateway process is closed" in caplog.text

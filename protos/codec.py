@@ -1,0 +1,71 @@
+"""Messages between our own processes: msgpack of a closed list of types, never pickle (docs/adr/0026).
+
+    1 byte: length of the name | the message's name | msgpack of its body, which is of the type listed under that name
+
+A message that is damaged, of another version or from a stranger raises UnreadableMessage; no bytes make a reader run
+anything but the constructors of the types listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protos.errors import BatonError, UnreadableMessage
+
+MAX_NAME_BYTES = 255
+
+
+class Messages:
+    """The messages of one channel: the type of the body by the message's name. Both ends have the same list."""
+
+    def __init__(self, bodies: Mapping[str, Any]) -> None:
+        self.bodies = dict(bodies)
+        self._prefixes = {name: _prefix(name) for name in bodies}
+        self._decoders = {
+            name.encode(): (name, msgspec.msgpack.Decoder(body, dec_hook=_from_plain)) for name, body in bodies.items()
+        }
+        self._encode = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
+
+    def encode(self, name: str, body: object) -> bytes:
+        """Raises TypeError for a value that msgpack has no form for, KeyError for a name that is not listed."""
+        return self._prefixes[name] + self._encode(body)
+
+    def decode(self, packed: bytes) -> tuple[str, Any]:
+        """The name and the body. Raises UnreadableMessage."""
+        end = 1 + packed[0] if packed else 1
+        listed = self._decoders.get(packed[1:end])
+        if listed is None:
+            raise UnreadableMessage(
+                f"a message of the unknown name {packed[1:end][:40]!r} came; known: {', '.join(sorted(self.bodies))}; "
+                "both ends must run the same version of Baton"
+            )
+        name, decoder = listed
+        try:
+            return name, decoder.decode(memoryview(packed)[end:])
+        except (ValueError, RecursionError, BatonError) as error:  # msgspec's errors are ValueErrors
+            raise UnreadableMessage(
+                f"a message {name!r} of {len(packed)} bytes cannot be read: {error}; both ends must run the same "
+                "version of Baton"
+            ) from error
+
+
+def _prefix(name: str) -> bytes:
+    encoded = name.encode()
+    assert 0 < len(encoded) <= MAX_NAME_BYTES, f"{name!r} is no name of a message"
+    return bytes((len(encoded),)) + encoded
+
+
+def _to_plain(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} may not travel between processes: send numbers, texts and values")
+
+
+def _from_plain(kind: type[Any], plain: Any) -> Path:
+    if kind is Path and isinstance(plain, str):
+        return Path(plain)
+    raise ValueError(f"{kind} is not read from {type(plain).__name__}")
