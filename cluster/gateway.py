@@ -136,6 +136,7 @@ async def follow(front: Front, found: Discovery) -> None:
     """Serves the workers that are found, as long as HTTP is served."""
     current = Gauge("baton_discovery_current", "1 while the list of workers is current", registry=front.registry)
     current.set_function(lambda: 0.0 if found.trouble else 1.0)
+    front.fleet.notices.append(lambda: f"the list of workers may be old: {found.trouble}" if found.trouble else "")
     following = asyncio.create_task(found.follow(front.fleet), name="discovery")
     try:
         await front.wait()

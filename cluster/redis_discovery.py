@@ -20,11 +20,12 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from cluster.discovery import Members
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
+from router.outage import OutageLog
 from router.successors import Successor
 
 log = logging.getLogger("baton.discovery")
@@ -51,7 +52,11 @@ _TIDY = "if redis.call('exists', KEYS[1]) == 0 then redis.call('srem', KEYS[2], 
 async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
     """A client for `url`. Raises Misconfigured when nobody answers there."""
     client: Redis = Redis.from_url(
-        url, decode_responses=True, socket_timeout=timeout_s, socket_connect_timeout=timeout_s
+        url,
+        decode_responses=True,
+        encoding_errors="replace",
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
     )
     try:
         await client.ping()
@@ -90,21 +95,23 @@ def _unpacked(text: str) -> Successor | None:
 
 
 class _Trouble:
-    """Says once that Redis is lost, and once that it is back."""
+    """Says that Redis is lost, and that it is back."""
 
     def __init__(self, consequence: str) -> None:
         self._consequence = consequence
-        self.reason = ""
+        self._outage = OutageLog(log)
+
+    @property
+    def reason(self) -> str:
+        return self._outage.reason
 
     def met(self, error: BaseException) -> None:
-        if not self.reason:
-            log.warning("Redis cannot be reached (%s): %s", error, self._consequence)
-        self.reason = f"Redis cannot be reached: {error}"
+        what = "used" if isinstance(error, ResponseError) else "reached"
+        reason = f"Redis cannot be {what} ({error})"
+        self._outage.lost(reason, f"{reason}: {self._consequence}")
 
     def over(self) -> None:
-        if self.reason:
-            log.info("Redis answers again")
-        self.reason = ""
+        self._outage.back("Redis answers again")
 
 
 class RedisAnnouncer:

@@ -142,7 +142,10 @@ def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        ready, degraded = gateway.ready(), (gateway.fleet.degraded(), gateway.siblings.trouble, missing(gateway))
+        ready, degraded = (
+            gateway.ready(),
+            (gateway.fleet.degraded(), gateway.reception.trouble, gateway.siblings.trouble, missing(gateway)),
+        )
         told = {"ready": ready, "reason": not_ready(gateway), "degraded": "; ".join(filter(None, degraded))}
         return json_response(told, status=200 if ready else 503)
 

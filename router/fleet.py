@@ -85,6 +85,7 @@ class Fleet:
         self.lane_totals = LaneTotals()
         self.host_totals = HostTotals()
         self.num_faults = 0
+        self.notices: list[Callable[[], str]] = []  # more of what `degraded` tells
         self.tell_siblings: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work given to it
         self.tell_failure: Callable[[str, int], None] | None = None  # (worker, its failures in a row), to the siblings
         self._num_elsewhere = 0
@@ -204,7 +205,13 @@ class Fleet:
 
     def degraded(self) -> str:
         """Why requests are routed with less knowledge than there could be; "" when they are not."""
-        return self._peers.trouble if self._peers is not None else ""
+        shared = (self._peers.trouble, self._peers.warning) if self._peers is not None else ()
+        return "; ".join(filter(None, (*shared, *(notice() for notice in self.notices))))
+
+    @property
+    def shares_index(self) -> bool:
+        """False while other gateways should hear of its prefix index, and do not."""
+        return self._peers is None or not self._peers.trouble
 
     async def wait(self, *, until: float) -> None:
         """Returns when a worker's state or load has changed, at the latest at `until` by the loop's clock."""

@@ -67,8 +67,9 @@ class FleetCollector(Collector):
         for (pool, state), count in counts.items():
             workers.add_metric((pool, state), count)
         yield workers
-        amiss = bool(self._fleet.degraded())
-        yield GaugeMetricFamily("baton_index_shared", "0 while a prefix index in Redis is not reached", 1.0 - amiss)
+        yield GaugeMetricFamily(
+            "baton_index_shared", "0 while a prefix index in Redis is not reached", float(self._fleet.shares_index)
+        )
         yield from self._fleet.lane_totals.metrics(pools)
         yield from self._fleet.host_totals.metrics(pools)
 

@@ -19,6 +19,8 @@ from router.admission.tenants import Tenant
 class KeptLimits:
     """`TenantLimits` of one gateway process: asks its supervisor."""
 
+    trouble = ""
+
     def __init__(self, control: Control) -> None:
         self._control = control
         self._numbers = count()

@@ -37,6 +37,11 @@ class Bucket:
 class TenantLimits(Protocol):
     """Called on the event loop, `leave` and `spend` never blocking it."""
 
+    @property
+    def trouble(self) -> str:
+        """Why they hold for this gateway alone although others should share them; "" while they do not."""
+        ...
+
     async def enter(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
         """A request of a tenant with so many prompt tokens. Raises RateLimited, and nothing has been counted."""
         ...
@@ -56,6 +61,8 @@ class TenantLimits(Protocol):
 
 class LocalLimits:
     """`TenantLimits` of one gateway, which knows of no other."""
+
+    trouble = ""
 
     def __init__(self) -> None:
         self._requests: dict[str, Bucket] = {}

@@ -95,6 +95,10 @@ class Reception:
         for kind, count in (("input", num_prompt - num_cached), ("cached", num_cached), ("output", num_output)):
             self._tokens.labels(tenant.name, kind).inc(count)
 
+    @property
+    def trouble(self) -> str:
+        return self._limits.trouble
+
     async def close(self) -> None:
         """The last call."""
         await self._limits.close()

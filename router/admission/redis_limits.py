@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 
 from router.admission.limits import BURST_S, LocalLimits, too_fast, too_many
 from router.admission.tenants import Tenant
+from router.outage import OutageLog
 from router.prefix.redis_url import RedisUrl, close
 
 log = logging.getLogger("baton.router")
@@ -86,7 +87,12 @@ class RedisLimits:
         self._running: dict[Tenant, set[str]] = {}
         self._flushing: asyncio.Task[None] | None = None
         self._closing = False
+        self._outage = OutageLog(log)
         self.num_lost = 0
+
+    @property
+    def trouble(self) -> str:
+        return self._outage.reason
 
     async def enter(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
         if not tenant.is_limited:
@@ -140,12 +146,17 @@ class RedisLimits:
         except (RedisError, OSError, TimeoutError) as error:
             self._lose(error, now)
             return None
+        self._found()
         return which.decode(), float(wait_s)
 
     def _lose(self, error: Exception, now: float) -> None:
         self.num_lost += 1
         self._lost_until_s = now + AGAIN_S
-        log.warning("limits: %s does not answer (%s): this gateway keeps them by itself", self._url.shown, error)
+        reason = f"limits: {self._url.shown} does not keep them ({error})"
+        self._outage.lost(reason, f"{reason}: this gateway keeps them by itself")
+
+    def _found(self) -> None:
+        self._outage.back(f"limits: {self._url.shown} keeps them again")
 
     def _keys(self, tenant: Tenant) -> tuple[str, ...]:
         """In one slot of a Redis Cluster."""
@@ -170,6 +181,7 @@ class RedisLimits:
                 try:
                     await self._flush()
                     told_s = clock()
+                    self._found()
                 except (RedisError, OSError, TimeoutError) as error:
                     self._lose(error, clock())
         finally:

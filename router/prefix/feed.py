@@ -23,6 +23,11 @@ class Peers(Protocol):
         """Why nothing is shared at present; "" while it is."""
         ...
 
+    @property
+    def warning(self) -> str:
+        """What an operator should look at although it is shared; "" where there is nothing."""
+        ...
+
     async def start(self) -> None:
         """Returns when what others know is known here too, or after a few seconds without them."""
         ...

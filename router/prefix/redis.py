@@ -18,23 +18,27 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from redis.exceptions import RedisError
+from google.protobuf.message import DecodeError
+from redis.exceptions import RedisError, ResponseError
 
 from protos.hints import counted
 from protos.values import BlockHash, BlockStored, KVEvent, KVEvents
+from router.outage import OutageLog, RareLog
 from router.prefix.feed import Feed
 from router.prefix.index import Match, PrefixIndex
-from router.prefix.redis_store import Expected, Places, Store, Told, num_blocks
+from router.prefix.redis_store import Expected, Foreign, Places, Store, Told, num_blocks
 
 log = logging.getLogger("baton.router")
 
 TICKS_A_LEASE = 3
 PAUSE_S = 0.5
+MAX_PAUSE_S = 4.0
 WARM_S = 3.0
 LEAST_BEFORE_SNAPSHOT = 4096  # blocks told since the last one
 MAX_EXPECTED_WAITING = 256
 NOT_YET = "the prefix index in Redis has not been read yet"
 TROUBLES = (RedisError, OSError, TimeoutError)
+UNREADABLE = (LookupError, ValueError, TypeError, ArithmeticError, AssertionError, DecodeError)
 
 
 @dataclass(slots=True)
@@ -54,7 +58,7 @@ class RedisPrefixIndex:
 
     Without Redis it is its local index, and `trouble` says so. `num_entries` of the stream of events were read;
     `num_outages` counts times that Redis was lost or had forgotten everything, `num_faults` times that sharing began
-    again for a reason of our own.
+    again for a reason of our own. What somebody else wrote to its keys is left out, and `warning` says so for a minute.
     """
 
     def __init__(self, local: PrefixIndex, store: Store) -> None:
@@ -76,6 +80,13 @@ class RedisPrefixIndex:
         self.num_faults = 0
         self.num_outages = 0
         self.trouble = NOT_YET
+        self._outage = OutageLog(log)
+        self._unreadable = RareLog(log)
+        self._pause_s = PAUSE_S
+
+    @property
+    def warning(self) -> str:
+        return self._unreadable.recent
 
     # -- the index -----------------------------------------------------------------------------------------------------
 
@@ -166,7 +177,9 @@ class RedisPrefixIndex:
             try:
                 await self._warm()
                 _heed_cancellation()
-                self._over()
+                self._warmed.set()
+                if self.trouble == NOT_YET:
+                    self._over()
                 await self._share()
             except TROUBLES as error:
                 self._met_trouble(error)
@@ -174,7 +187,8 @@ class RedisPrefixIndex:
                 log.exception("the prefix index in Redis: a fault of our own, or of what was written there")
                 self.num_faults += 1
                 self._met_trouble(error)
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     async def _share(self) -> NoReturn:
         """Reads and writes until one of the two fails, with what it fails with."""
@@ -190,11 +204,12 @@ class RedisPrefixIndex:
     def _interrupted(self, reason: str) -> None:
         if self.trouble in ("", NOT_YET):
             self.num_outages += 1
-            log.warning("%s: going on with this gateway's own prefix index", reason)
         self.trouble = reason
+        self._outage.lost(reason, f"{reason}: going on with this gateway's own prefix index")
 
     def _met_trouble(self, error: BaseException) -> None:
-        self._interrupted(f"the prefix index in Redis cannot be reached: {str(error) or type(error).__name__}")
+        what = "used" if isinstance(error, ResponseError) else "reached"
+        self._interrupted(f"the prefix index in Redis cannot be {what}: {str(error) or type(error).__name__}")
         self._expected.clear()
         self._lost.clear()
         for scribe in self._scribes.values():
@@ -202,12 +217,12 @@ class RedisPrefixIndex:
 
     def _over(self) -> None:
         assert self._feed is not None
-        if self.trouble:
-            log.info(
-                "the prefix index is shared through Redis: %s known", counted(len(self._feed.worker_ids), "worker")
-            )
+        told = f"the prefix index is shared through Redis: {counted(len(self._feed.worker_ids), 'worker')} known"
+        if self.trouble == NOT_YET:
+            log.info("%s", told)
         self.trouble = ""
-        self._warmed.set()
+        self._outage.back(told)
+        self._pause_s = PAUSE_S
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -215,7 +230,7 @@ class RedisPrefixIndex:
         """Every worker's snapshot, and what was told since."""
         places = await self._store.ends()
         first = places.events
-        for worker_id in await self._store.worker_ids():
+        for worker_id in await self._worker_ids():
             if worker_id not in self._scribes:
                 first = min(first, await self._load(worker_id) or first, key=_order)
         self._places = Places(events=first, expected=places.expected)
@@ -223,29 +238,42 @@ class RedisPrefixIndex:
             _heed_cancellation()
             await self._take(entries)
 
+    async def _worker_ids(self) -> list[str]:
+        found = await self._store.worker_ids()
+        if None in found:
+            self._leave_out("the id of a worker", ValueError())
+        return sorted(one for one in found if one is not None)
+
     async def _load(self, worker_id: str) -> str | None:
         """A worker's snapshot, unless more is known already; where in the stream it goes on."""
         assert self._feed is not None
-        found = await self._store.snapshot(worker_id)
-        if found is None:
+        try:
+            found = await self._store.snapshot(worker_id)
+            if found is None:
+                return None
+            snapshot, position = found
+            known = self._feed.position(worker_id)
+            if worker_id not in self._scribes and (snapshot.incarnation, snapshot.first_seq) > known:
+                self._feed.hear_of(worker_id, snapshot)
+            return position
+        except UNREADABLE as error:
+            self._leave_out(f"the blocks of worker {worker_id!r}", error)
             return None
-        snapshot, position = found
-        known = self._feed.position(worker_id)
-        if worker_id not in self._scribes and (snapshot.incarnation, snapshot.first_seq) > known:
-            self._feed.hear_of(worker_id, snapshot)
-        return position
 
     async def _follow(self) -> NoReturn:
         while True:
             _heed_cancellation()
             await self._take(await self._store.read(self._places, wait=True))
 
-    async def _take(self, entries: Sequence[Told | Expected]) -> None:
+    async def _take(self, entries: Sequence[Told | Expected | Foreign]) -> None:
         assert self._feed is not None
         now = asyncio.get_running_loop().time()
         for entry in entries:
-            if isinstance(entry, Told):
+            if not isinstance(entry, Expected):
                 self.num_entries += 1
+            if isinstance(entry, Foreign):
+                self._leave_out("an entry of a stream", entry.error)
+                continue
             if entry.gateway == self._store.gateway_id:
                 continue
             if isinstance(entry, Expected):
@@ -254,8 +282,24 @@ class RedisPrefixIndex:
                 continue
             if (entry.incarnation, entry.first_seq + entry.num_events) <= self._feed.position(entry.worker_id):
                 continue  # the worker itself has said so
-            if not self._feed.hear_of(entry.worker_id, entry.message()) and entry.worker_id not in self._scribes:
+            if not self._heard_of(entry) and entry.worker_id not in self._scribes:
                 await self._load(entry.worker_id)
+
+    def _heard_of(self, entry: Told) -> bool:
+        """False where events before it are missing."""
+        assert self._feed is not None
+        try:
+            return self._feed.hear_of(entry.worker_id, entry.message())
+        except UNREADABLE as error:
+            self._leave_out(f"events of worker {entry.worker_id!r}", error)
+            return True
+
+    def _leave_out(self, what: str, error: Exception) -> None:
+        """What no gateway has written."""
+        self._unreadable.note(
+            f"{what[:120]} in Redis cannot be read ({type(error).__name__}), and no gateway has written it: left out. "
+            f"Only gateways may write to {self._store.root}*"
+        )
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -302,7 +346,7 @@ class RedisPrefixIndex:
         """Removes workers that nobody has written for during a lease: their own has ended, and no successor came."""
         assert self._feed is not None
         now = asyncio.get_running_loop().time()
-        known = {*self._feed.worker_ids, *await self._store.worker_ids()} - self._scribes.keys()
+        known = {*self._feed.worker_ids, *await self._worker_ids()} - self._scribes.keys()
         holders = await self._store.holders(sorted(known))
         for worker_id, holder in holders.items():
             if holder is not None:

@@ -112,6 +112,13 @@ class Expected:
     hashes: Chain
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """An entry of either stream that no gateway has written."""
+
+    error: Exception
+
+
 @dataclass(slots=True)
 class Places:
     """How far the two streams have been read."""
@@ -131,7 +138,7 @@ class Store:
         self.lease_s = lease_s
         self.max_entries = max_entries
         self._lease_ms = int(lease_s * 1000)
-        self._root = f"baton:{{{model}}}:{FORM}:"
+        self.root = f"baton:{{{model}}}:{FORM}:"
 
     async def close(self) -> None:
         await close(self._client)
@@ -157,13 +164,13 @@ class Store:
         entries: list[Any] = []
         for entry in _entries(messages):
             entries += (entry.first_seq, len(entry.events), to_proto(entry).SerializeToString())
-        keys = (self._lease(worker_id), self._root + "events")
+        keys = (self._lease(worker_id), self.root + "events")
         arguments = (self.gateway_id, self.max_entries, worker_id, messages[0].incarnation)
         return bool(await self._client.eval(APPEND, 2, *keys, *arguments, *entries))
 
     async def write(self, worker_id: str, snapshot: KVEvents) -> bool:
         """All of a worker's blocks; False when this gateway may not write them."""
-        keys = (self._lease(worker_id), self._blocks(worker_id), self._root + "workers", self._root + "events")
+        keys = (self._lease(worker_id), self._blocks(worker_id), self.root + "workers", self.root + "events")
         about = (self.gateway_id, worker_id, _sortable(snapshot.incarnation), snapshot.first_seq, self._snapshot_ms)
         pieces = [to_proto(piece).SerializeToString() for piece in _pieces(snapshot)]
         return bool(await self._client.eval(SNAPSHOT, 4, *keys, *about, *pieces))
@@ -173,15 +180,16 @@ class Store:
 
     # -- for the others ------------------------------------------------------------------------------------------------
 
-    async def worker_ids(self) -> list[str]:
-        return sorted(worker_id.decode() for worker_id in await self._client.smembers(self._root + "workers"))
+    async def worker_ids(self) -> list[str | None]:
+        """None stands for what is no id."""
+        return [_text(worker_id) for worker_id in await self._client.smembers(self.root + "workers")]
 
     async def holders(self, worker_ids: Sequence[str]) -> dict[str, str | None]:
         """Who writes for each worker."""
         if not worker_ids:
             return {}
         holders = await self._client.mget([self._lease(worker_id) for worker_id in worker_ids])
-        named = (holder.decode() if holder is not None else None for holder in holders)
+        named = (holder.decode("utf-8", "replace") if holder is not None else None for holder in holders)
         return dict(zip(worker_ids, named, strict=True))
 
     async def snapshot(self, worker_id: str) -> tuple[KVEvents, str] | None:
@@ -199,12 +207,12 @@ class Store:
 
     async def tidy(self, worker_id: str) -> None:
         """Forgets a worker that nobody writes for."""
-        keys = (self._lease(worker_id), self._blocks(worker_id), self._root + "workers")
+        keys = (self._lease(worker_id), self._blocks(worker_id), self.root + "workers")
         await self._client.eval(TIDY, 3, *keys, worker_id)
 
     async def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, for_s: float) -> None:
         await self._client.xadd(
-            self._root + "expected",
+            self.root + "expected",
             {"gateway": self.gateway_id, "worker": worker_id, "for_s": for_s, "hashes": Chain.of(hashes).packed},
             maxlen=MAX_EXPECTED,
             approximate=True,
@@ -213,34 +221,36 @@ class Store:
     async def ends(self) -> Places:
         """Where both streams end now."""
         last = [
-            await self._client.xrevrange(self._root + name, count=1)
+            await self._client.xrevrange(self.root + name, count=1)
             for name in ("events", "expected")
         ]  # fmt: skip
         events, expected = (entries[0][0].decode() if entries else "0-0" for entries in last)
         return Places(events=events, expected=expected)
 
-    async def read(self, places: Places, *, wait: bool) -> list[Told | Expected]:
+    async def read(self, places: Places, *, wait: bool) -> list[Told | Expected | Foreign]:
         """What came after `places`, which move on; waits for half a second at most, or not at all."""
-        names = {self._root + "events": places.events, self._root + "expected": places.expected}
+        names = {self.root + "events": places.events, self.root + "expected": places.expected}
         found = await self._client.xread(names, count=READ_COUNT, block=BLOCK_MS if wait else None)
         streams = found.items() if isinstance(found, dict) else found
-        entries: list[Told | Expected] = []
+        entries: list[Told | Expected | Foreign] = []
         for name, told in streams:
-            of_events = name == (self._root + "events").encode()
+            of_events = name == (self.root + "events").encode()
             for place, fields in told[0] if isinstance(found, dict) else told:
                 if of_events:
                     places.events = place.decode()
-                    entries.append(_told(fields))
                 else:
                     places.expected = place.decode()
-                    entries.append(_expected(fields))
+                try:
+                    entries.append(_told(fields) if of_events else _expected(fields))
+                except (LookupError, ValueError, AssertionError) as error:
+                    entries.append(Foreign(error=error))
         return entries
 
     def _lease(self, worker_id: str) -> str:
-        return f"{self._root}lease:{worker_id}"
+        return f"{self.root}lease:{worker_id}"
 
     def _blocks(self, worker_id: str) -> str:
-        return f"{self._root}blocks:{worker_id}"
+        return f"{self.root}blocks:{worker_id}"
 
     @property
     def _snapshot_ms(self) -> int:
@@ -249,6 +259,13 @@ class Store:
 
 def _sortable(incarnation: int) -> str:
     return f"{incarnation:020d}"
+
+
+def _text(name: bytes) -> str | None:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _told(fields: dict[bytes, bytes]) -> Told:

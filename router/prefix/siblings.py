@@ -37,6 +37,7 @@ class SiblingPrefixIndex:
     """
 
     trouble = ""
+    warning = ""
 
     def __init__(self, local: PrefixIndex, *, folder: Path, number: int, count: int) -> None:
         self.local = local

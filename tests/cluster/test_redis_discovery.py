@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.redis_discovery import CHANGES, RedisAnnouncer, RedisDiscovery, connect
+from cluster.redis_discovery import (
+    CHANGES,
+    IDS,
+    KEY,
+    STARTING_IDS,
+    STARTING_KEY,
+    RedisAnnouncer,
+    RedisDiscovery,
+    connect,
+)
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.successors import Successor
@@ -175,3 +184,17 @@ async def test_a_redis_that_is_not_there_is_refused_at_the_start_without_its_pas
     with pytest.raises(Misconfigured, match="no Redis answers at redis://127") as refused:
         await connect(f"redis://:secret@127.0.0.1:{absent.port}/2")
     assert "secret" not in refused.value.message
+
+
+async def test_what_others_write_to_its_keys_costs_nobody_a_worker(redis: RedisServer) -> None:
+    supervisor, client = await announcer(redis), await connect(redis.url)
+    await client.sadd(IDS, b"\xff\xfe", "odd")
+    await client.set(KEY + "odd", b"\xff\xfe")
+    await client.sadd(STARTING_IDS, b"\xff\xfe", "odd")
+    await client.set(STARTING_KEY + "odd", b"\xff\xfe")
+    async with gateway(redis) as (members, discovery):
+        await supervisor.announce("decode-0", "h:1")
+        await members.until(lambda: members.addresses.get("decode-0") == "h:1")
+        assert discovery.trouble == ""
+    await client.aclose()
+    await supervisor.close()

@@ -6,8 +6,10 @@ The workers are block pools that speak as the real ones do: numbered events, rep
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, NoReturn
 
 import pytest
 from redis.asyncio import Redis
@@ -16,6 +18,7 @@ from kvtransfer.events import EventLog
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.values import BlockRemoved, BlockStored, Hello, KVEvents, Tier
+from router.prefix import redis as prefix_redis
 from router.prefix.feed import Feed
 from router.prefix.redis import RedisPrefixIndex
 from router.prefix.redis_store import Store
@@ -350,3 +353,65 @@ async def test_a_gateway_starts_without_redis_and_says_so(redis: RedisServer) ->
 
 def worker_position(worker: Worker) -> tuple[int, int]:
     return (worker.log.incarnation, worker.log.next_seq)
+
+
+async def test_a_redis_that_is_full_is_logged_once_and_told_all_the_time(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be read, so that sharing would seem to begin again with every attempt."""
+    caplog.set_level(logging.INFO, logger="baton.router")
+    monkeypatch.setattr(prefix_redis, "PAUSE_S", 0.01)
+    monkeypatch.setattr(prefix_redis, "MAX_PAUSE_S", 0.01)
+    worker, alone = Worker("w"), Gateway("g1", redis.url)
+    told: list[str] = []
+    async with opened(alone), Redis.from_url(redis.url) as client:
+        worker.meet(alone)
+        worker.read(PROMPTS[0])
+        await until(lambda: alone.index.writes_for("w"))
+        caplog.clear()
+        await client.config_set("maxmemory", "1")
+        worker.read(PROMPTS[1])
+        await until(lambda: "cannot be used: " in alone.index.trouble)
+        follow = alone.index._follow
+
+        async def noted() -> NoReturn:
+            told.append(alone.index.trouble)
+            await follow()
+
+        monkeypatch.setattr(alone.index, "_follow", noted)
+        await until(lambda: len(told) > 5)
+        assert all(told)
+        await client.config_set("maxmemory", "0")
+        await until(lambda: not alone.index.trouble)
+    lines = [record.message for record in caplog.records]
+    assert ["going on with this gateway's own" in line for line in lines] == [True, False], lines
+    assert lines[1].startswith("the prefix index is shared through Redis")
+
+
+async def test_what_others_write_to_its_keys_is_left_out_with_one_line(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="baton.router")
+    worker, first, second = Worker("w"), Gateway("g1", redis.url), Gateway("g2", redis.url)
+    root = "baton:{toy}:kv1:"
+    entry: dict[Any, Any] = {"gateway": "x", "worker": "v", "incarnation": 7, "first": 0, "num": 1}
+    async with Redis.from_url(redis.url) as client:
+        await client.sadd(root + "workers", b"\xff\xfe", "u", "v")
+        await client.hset(root + "blocks:u", "what", "ever")
+        await client.hset(root + "blocks:v", mapping={"incarnation": 1, "next": 1, "position": "0-0", "0": b"\xff"})
+        async with opened(first, second):
+            worker.meet(first)
+            for _ in range(50):
+                await client.xadd(root + "events", {"what": "ever"})
+                await client.xadd(root + "events", entry | {"events": b"\xff\xff"})
+                await client.xadd(root + "events", entry | {"incarnation": "x", "events": b""})
+                await client.xadd(root + "events", entry | {"incarnation": 2**70, "events": b""})
+                await client.xadd(root + "expected", {"gateway": b"\xff", "worker": "w", "for_s": 1, "hashes": b"1"})
+                await client.xadd(root + "expected", {"gateway": "x", "worker": "w", "for_s": "nan", "hashes": b"1"})
+            worker.read(*PROMPTS[:2])
+            await until(knows(second, PROMPTS[:2]))
+            assert "no gateway has written it" in second.index.warning
+            assert (first.index.num_faults, second.index.num_faults) == (0, 0)
+    assert [record.message for record in caplog.records if record.exc_info] == []
+    left_out = [record.message for record in caplog.records if "left out" in record.message]
+    assert len(left_out) == 2, "one line for each gateway"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from redis.asyncio import Redis
 
 from protos.errors import RateLimited
 from router.admission import redis_limits
@@ -149,6 +151,20 @@ async def test_nothing_piles_up_for_a_redis_that_stays_away(
             limits.leave(tenant, f"b{number}")
         limits.leave(tenant, "a")
         await told(lambda: not limits._left)  # what Redis had of them has ended by itself
+
+
+async def test_a_redis_that_is_full_is_logged_once(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="baton.router")
+    tenant = Tenant(name="acme", requests_per_min=1000)
+    async with gateways(redis, 1) as [limits], Redis.from_url(redis.url) as client:
+        await client.config_set("maxmemory", "1")
+        await limits.enter(tenant, "a", 1, now())
+        await told(lambda: limits.num_lost > 5)
+        assert "does not keep them" in limits.trouble
+        await client.config_set("maxmemory", "0")
+        await told(lambda: not limits.trouble)
+    lines = [record.message for record in caplog.records]
+    assert ["by itself" in line for line in lines] == [True, False], lines
 
 
 async def test_redis_is_not_asked_about_a_tenant_without_limits(redis: RedisServer) -> None:
