@@ -51,6 +51,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     MAX_TTFT_MS_FIELD_NUMBER: _builtins.int
+    SPLIT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     n: _builtins.int
@@ -61,6 +62,8 @@ class GenerateRequest(_message.Message):
     """larger goes first"""
     max_ttft_ms: _builtins.float
     """refused with RESOURCE_EXHAUSTED when the first token cannot come in time"""
+    split_special_tokens: _builtins.bool
+    """the text of special tokens in `text` is text"""
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -79,17 +82,22 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         max_ttft_ms: _builtins.float | None = ...,
+        split_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "max_ttft_ms", b"max_ttft_ms", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_split_special_tokens", b"_split_special_tokens", "max_ttft_ms", b"max_ttft_ms", "prompt", b"prompt", "sampling", b"sampling", "split_special_tokens", b"split_special_tokens", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "cache_salt", b"cache_salt", "max_ttft_ms", b"max_ttft_ms", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_split_special_tokens", b"_split_special_tokens", "cache_salt", b"cache_salt", "max_ttft_ms", b"max_ttft_ms", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "split_special_tokens", b"split_special_tokens", "stop", b"stop", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_ttft_ms: _TypeAlias = _typing.Literal["max_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__max_ttft_ms: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms"]  # noqa: Y015
+    _WhichOneofReturnType__split_special_tokens: _TypeAlias = _typing.Literal["split_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__split_special_tokens: _TypeAlias = _typing.Literal["_split_special_tokens", b"_split_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_ttft_ms) -> _WhichOneofReturnType__max_ttft_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__split_special_tokens) -> _WhichOneofReturnType__split_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -415,19 +423,24 @@ class TokenizeRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    SPLIT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
+    split_special_tokens: _builtins.bool
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         text: _builtins.str = ...,
+        split_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_split_special_tokens", b"_split_special_tokens", "split_special_tokens", b"split_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_split_special_tokens", b"_split_special_tokens", "model", b"model", "split_special_tokens", b"split_special_tokens", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__split_special_tokens: _TypeAlias = _typing.Literal["split_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__split_special_tokens: _TypeAlias = _typing.Literal["_split_special_tokens", b"_split_special_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__split_special_tokens) -> _WhichOneofReturnType__split_special_tokens | None: ...
 
 Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
 

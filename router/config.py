@@ -73,6 +73,9 @@ class RouterConfig:
     Calls of tools are read from answers as `tool_parser` says: "hermes", "llama3_json", "mistral", or "auto", as the
     model's chat template shows them. With `disable_any_whitespace` JSON whose form a request binds has none.
 
+    With `split_special_tokens` the text of special tokens in a prompt of /v1/completions is text, as it always is in
+    the messages of a chat, where a request does not say otherwise.
+
     `tenants` is a file of tenants and the hashes of their keys (docs/operating.md); empty: no keys are asked for.
     """
 
@@ -109,6 +112,7 @@ class RouterConfig:
     tenants: str = ""
     tool_parser: str = "auto"
     disable_any_whitespace: bool = False
+    split_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.tool_parser not in TOOL_PARSERS:

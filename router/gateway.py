@@ -31,7 +31,8 @@ from router.text.tool_calls import ToolFormat
 class Gateway:
     """`wall_clock` gives seconds since 1970, for the `created` of answers and nothing else. `tool_format` is how the
     model writes calls of tools, None where nobody knows. With `disable_any_whitespace` JSON that a grammar binds has
-    none outside of strings."""
+    none outside of strings. With `split_special_tokens` special tokens in a text prompt are text where its request does
+    not say otherwise; in messages they always are."""
 
     card: ModelCard
     tokenizer: Tokenizer
@@ -50,6 +51,7 @@ class Gateway:
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     tool_format: ToolFormat | None = None
     disable_any_whitespace: bool = False
+    split_special_tokens: bool = False
     wall_clock: Callable[[], float] = time.time
 
     def ready(self) -> bool:
@@ -76,11 +78,16 @@ class Gateway:
         return self.template is not None and self.template.shows_tools and self.tool_format is not None
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool, param: str = "prompt"
+        self, texts: Sequence[str], *, add_special_tokens: bool | None = None, split_special_tokens: bool | None = None
     ) -> list[tuple[int, ...]]:
-        """Token ids of each text. Raises ContextLengthExceeded before reading a text that cannot fit."""
+        """Token ids of each prompt, with what the tokenizer puts round a text unless `add_special_tokens` is False.
+        Raises ContextLengthExceeded before reading a text that cannot fit."""
         for text in texts:
-            check_length(self.tokenizer.min_tokens(text), self.card, param=param)
+            check_length(self.tokenizer.min_tokens(text), self.card)
+        add_special_tokens = add_special_tokens is not False
+        if self.split_special_tokens if split_special_tokens is None else split_special_tokens:
+            controls = self.tokenizer.controls if self.template is None else self.template.controls
+            return await self.tokenizer.encode_plain(texts, controls, add_special_tokens=add_special_tokens)
         return await self.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
 
     async def encode_chat(
@@ -107,15 +114,15 @@ class Gateway:
                 "'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them to false",
                 param="continue_final_message",
             )
-        text = await self.template.prompt(
+        rendered = await self.template.prompt(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             options=options,
             tools=tools,
         )
-        [ids] = await self.encode([text], add_special_tokens=False, param="messages")
-        return ids
+        check_length(self.tokenizer.min_tokens(rendered.text), self.card, param="messages")
+        return await self.tokenizer.encode_rendered(rendered)
 
     async def answer(
         self, ask: Ask, track: Track, tally: Tally | None = None, say: Say | None = None
@@ -173,13 +180,14 @@ def open_gateway(
 ) -> Gateway:
     """Reads tokenizer, chat template and defaults from the checkpoint. Raises Misconfigured."""
     tokenizer = Tokenizer.load(config.model_path)
-    template = ChatTemplate.load(config.model_path, tokenizer.named_tokens)
+    template = ChatTemplate.load(config.model_path, tokenizer.named_tokens, tokenizer.added_tokens)
     return Gateway(
         card=ModelCard.load(config.model_path, config.model_name, max_model_len=max_model_len),
         tokenizer=tokenizer,
         template=template,
         tool_format=_tool_format(config.tool_parser, template),
         disable_any_whitespace=config.disable_any_whitespace,
+        split_special_tokens=config.split_special_tokens,
         generate=generate,
         fleet=fleet,
         metrics=metrics or RequestMetrics(),

@@ -156,7 +156,7 @@ class _Inference(pb_grpc.InferenceServicer):
         try:
             self._tenant(context)
             self._gateway.check_model(request.model)
-            [ids] = await self._gateway.encode([request.text], add_special_tokens=True)
+            [ids] = await self._gateway.encode([request.text], split_special_tokens=_split(request))
             return pb.TokenizeReply(ids=ids)
         except Exception as error:
             await abort_with(context, error)
@@ -203,7 +203,7 @@ class _Inference(pb_grpc.InferenceServicer):
             case "tokens":
                 prompt = tuple(request.tokens.ids)
             case "text":
-                [prompt] = await self._gateway.encode([request.text], add_special_tokens=True)
+                [prompt] = await self._gateway.encode([request.text], split_special_tokens=_split(request))
             case _:
                 raise InvalidRequest("'prompt' is missing: give text or tokens", param="prompt")
         return make_ask(asked, [prompt], self._gateway.card, request_id=new_id("grpc"), group_id=name, tenant=tenant)
@@ -211,6 +211,10 @@ class _Inference(pb_grpc.InferenceServicer):
     def _tenant(self, context: Context) -> Tenant:
         """Raises Unauthenticated."""
         return self._gateway.reception.identify(_authorization(context))
+
+
+def _split(request: pb.GenerateRequest | pb.TokenizeRequest) -> bool | None:
+    return request.split_special_tokens if request.HasField("split_special_tokens") else None
 
 
 async def _named(context: Context) -> str:

@@ -67,7 +67,9 @@ async def _prompts(gateway: Gateway, body: CompletionBody) -> list[_Prompt]:
     if given and all(isinstance(one, int) for one in given):
         return [_Prompt(ids=tuple(one for one in given if isinstance(one, int)))]
     texts = [one for one in given if isinstance(one, str)]
-    encoded = await gateway.encode(texts, add_special_tokens=True)
+    encoded = await gateway.encode(
+        texts, add_special_tokens=body.add_special_tokens, split_special_tokens=body.split_special_tokens
+    )
     prompts = [_Prompt(ids=ids, text=text) for ids, text in zip(encoded, texts, strict=True)]
     return prompts or [_Prompt(ids=tuple(one)) for one in given if isinstance(one, list)]
 

@@ -262,6 +262,8 @@ class CompletionBody(SamplingBody):
     # JSON Schema cannot say that a number is at least another: only the usual one is described.
     best_of: int | None = _ranged("n", "an integer, at least n,")
     echo: bool | None = Field(default=None, description="true or false")
+    add_special_tokens: bool | None = Field(default=None, description="true or false")
+    split_special_tokens: bool | None = Field(default=None, description="true or false")
     logprobs: int | None = _ranged("logprobs", "an integer")
 
     def asked(self) -> Asked:
@@ -300,6 +302,7 @@ class TokenizeBody(Body):
         default=None, description=f"a list of at most {MAX_TOOLS} tools", max_length=MAX_TOOLS
     )
     add_special_tokens: bool | None = Field(default=None, description="true or false")
+    split_special_tokens: bool | None = Field(default=None, description="true or false")
     add_generation_prompt: bool | None = Field(default=None, description="true or false")
     return_token_strs: bool | None = Field(default=None, description="true or false")
 

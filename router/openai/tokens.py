@@ -24,7 +24,11 @@ async def tokenize(gateway: Gateway, request: Request) -> Response:
             tools=tools,
         )
     else:
-        [ids] = await gateway.encode([body.prompt or ""], add_special_tokens=body.add_special_tokens is not False)
+        [ids] = await gateway.encode(
+            [body.prompt or ""],
+            add_special_tokens=body.add_special_tokens,
+            split_special_tokens=body.split_special_tokens,
+        )
     reply = {"count": len(ids), "max_model_len": gateway.card.max_model_len, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
         reply["token_strs"] = [gateway.tokenizer.token_text(one) for one in ids]

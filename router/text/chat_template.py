@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +23,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protos.errors import BadCheckpoint, InvalidRequest
+from router.text.control import ControlTexts, Marks, Rendered
 from router.text.tokenizer import read_json
 from router.text.tool_calls import ToolFormat, format_of
 
@@ -35,6 +37,8 @@ PART_CHARS = 1_000  # what a text part costs beside its text
 
 # Marks the end of the text to be continued, as transformers does: found again whatever the template does round it.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+_NOT_ASCII = re.compile("[^\0-\x7f\udc80-\udfff]+")  # and no mark (`router.text.control`)
 
 # A template is a program of the checkpoint's author; these are its ways of failing on messages it did not expect.
 _TEMPLATE_FAILURES = (
@@ -50,11 +54,13 @@ class ChatTemplate:
         source: str,
         *,
         named_tokens: Mapping[str, str] | None = None,
+        added_tokens: Mapping[str, bool] | None = None,
         local_time: Callable[[], datetime] = datetime.now,
         with_tools: ChatTemplate | None = None,
     ) -> None:
         """`named_tokens` (bos_token, ...) and `local_time` (for `strftime_now`) are visible to the template. Tools are
-        shown by `with_tools`, where the model has a template of its own for them.
+        shown by `with_tools`, where the model has a template of its own for them. `added_tokens` are the tokenizer's,
+        and whether they are special: content must not pass for them.
 
         Raises BadCheckpoint when it is not a Jinja template.
         """
@@ -72,6 +78,11 @@ class ChatTemplate:
             self._wants_parts = _reads_parts(tree)
         except jinja2.TemplateError as error:
             raise BadCheckpoint(f"the chat template is not valid Jinja: {error}") from error
+        self.controls = ControlTexts(
+            added_tokens or {},
+            constants=[one.value for one in tree.find_all(nodes.Const) if isinstance(one.value, str)],
+            written=[one.data for one in tree.find_all(nodes.TemplateData)],
+        )
         self._with_tools = with_tools
         self.shows_tools = with_tools is not None or any(name.name == "tools" for name in tree.find_all(nodes.Name))
         """Does the model see the tools of a request?"""
@@ -82,19 +93,22 @@ class ChatTemplate:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat-template")
 
     @classmethod
-    def load(cls, folder: Path, named_tokens: Mapping[str, str]) -> ChatTemplate | None:
+    def load(
+        cls, folder: Path, named_tokens: Mapping[str, str], added_tokens: Mapping[str, bool] | None = None
+    ) -> ChatTemplate | None:
         """From chat_template.jinja or tokenizer_config.json; None where the checkpoint has none."""
+        make = partial(cls, named_tokens=named_tokens, added_tokens=added_tokens)
         beside = folder / "chat_template.jinja"
         if beside.is_file():
-            return cls(beside.read_text(encoding="utf-8"), named_tokens=named_tokens)
+            return make(beside.read_text(encoding="utf-8"))
         found = read_json(folder / "tokenizer_config.json").get("chat_template")
         with_tools = None
         if isinstance(found, list):
             named = {one["name"]: one["template"] for one in found}
             found = named.get("default")
             if "tool_use" in named:
-                with_tools = cls(named["tool_use"], named_tokens=named_tokens)
-        return cls(found, named_tokens=named_tokens, with_tools=with_tools) if found else None
+                with_tools = make(named["tool_use"])
+        return make(found, with_tools=with_tools) if found else None
 
     async def prompt(
         self,
@@ -104,10 +118,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
-        """What `render` gives, without keeping the event loop from its other work."""
+    ) -> Rendered:
+        """What `rendered` gives, without keeping the event loop from its other work."""
         render = partial(
-            self.render,
+            self.rendered,
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -119,7 +133,11 @@ class ChatTemplate:
             return render()
         return await asyncio.get_running_loop().run_in_executor(self._thread, render)
 
-    def render(
+    def render(self, messages: Sequence[Message], **asked: Any) -> str:
+        """The text that `rendered` gives."""
+        return self.rendered(messages, **asked).text
+
+    def rendered(
         self,
         messages: Sequence[Message],
         *,
@@ -127,34 +145,35 @@ class ChatTemplate:
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
+    ) -> Rendered:
         """The prompt, special tokens included: tokenise it without adding any.
 
         `continue_final_message` leaves the last message open, for the model to go on with it. `options` are the
         template's own variables (`enable_thinking`). Raises InvalidRequest with the template's words.
         """
         if tools and self._with_tools is not None:
-            return self._with_tools.render(
+            return self._with_tools.rendered(
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 options=options,
                 tools=tools,
             )
-        conversation = [self._fitted(message) for message in messages]
+        marks = Marks(self.controls)
+        conversation = [_marked(self._fitted(message), marks) for message in messages]
         if continue_final_message:
-            conversation[-1] = _marked(conversation[-1])
-        variables = self._named_tokens | dict(options or {}) | {
-            "messages": conversation, "tools": list(tools) or None, "documents": None,
+            conversation[-1] = _continued(conversation[-1])
+        variables = self._named_tokens | marks.json(dict(options or {})) | {
+            "messages": conversation, "tools": marks.json(list(tools)) or None, "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }  # fmt: skip
         try:
             text = self._template.render(variables)
         except _TEMPLATE_FAILURES as error:
             raise InvalidRequest(
-                f"The model's chat template refuses the messages: {error}", param="messages"
+                f"The model's chat template refuses the messages: {marks.read(str(error)).text}", param="messages"
             ) from error
-        return _cut(text) if continue_final_message else text
+        return marks.read(_cut(text) if continue_final_message else text)
 
     def roles(self) -> list[str]:
         """Those that the model knows: in a conversation of one message, or after a user's."""
@@ -194,7 +213,12 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1]
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -228,7 +252,22 @@ def _num_chars(message: Message) -> int:
     return len(content) if isinstance(content, str) else sum(PART_CHARS + len(part["text"]) for part in content)
 
 
-def _marked(message: dict[str, Any]) -> dict[str, Any]:
+def _marked(message: dict[str, Any], marks: Marks) -> dict[str, Any]:
+    """Its role is one of ours: a template may make a control text of it, as '<|' + role + '|>'."""
+    is_model = message.get("role") == "assistant"
+    for name, value in message.items():
+        if name == "role":
+            continue
+        if isinstance(value, str):
+            message[name] = marks.content(value, is_model=is_model and name != "name")
+        elif name == "content" and value:
+            message[name] = [{**part, "text": marks.content(part["text"], is_model=is_model)} for part in value]
+        else:
+            message[name] = marks.json(value)
+    return message
+
+
+def _continued(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, str) and content:
         return {**message, "content": content + _CONTINUE_HERE}

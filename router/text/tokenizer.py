@@ -6,12 +6,15 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from protos.errors import BadCheckpoint
+from router.text.control import ControlTexts, Rendered, Span
+from router.text.plain import PlainTokenizer
 from router.text.vocabulary import Vocabulary
 
 # What is longer takes about a millisecond or more: it is encoded and decoded beside the event loop.
@@ -36,7 +39,13 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self.vocabulary = Vocabulary.of(backend)
         self.named_tokens = dict(named_tokens or {})
-        self._max_token_chars = _max_token_chars(backend, self.vocabulary)
+        added = backend.get_added_tokens_decoder().values()
+        self.added_tokens = {token.content: token.special for token in added}
+        """Texts with a token of their own, and whether that is special."""
+        state = json.loads(backend.to_str())
+        self._rewritten = {token.content for token in added if token.normalized and _rewrites(state["normalizer"])}
+        self._plain: dict[frozenset[str], PlainTokenizer] = {}
+        self._max_token_chars = _max_token_chars(state, self.vocabulary)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -51,12 +60,48 @@ class Tokenizer:
         config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
         return cls(backend, named_tokens=dict(_named_tokens(config)))
 
+    @cached_property
+    def controls(self) -> ControlTexts:
+        """Of a model without a chat template."""
+        return ControlTexts(self.added_tokens)
+
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
         """Token ids of each text; `add_special_tokens` puts what the tokenizer puts round a text (bos, mostly)."""
         if sum(map(len, texts)) <= LONG_TEXT_CHARS:
             return self._encode(texts, add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._encode, texts, add_special_tokens)
+
+    async def encode_rendered(self, rendered: Rendered) -> tuple[int, ...]:
+        """Token ids of a conversation. What looks like control in its content is read as text."""
+        spans, controls = rendered.spans, rendered.controls
+        if spans is None and not self._rewritten.isdisjoint(controls.texts):
+            spans = controls.spans(rendered.text)  # a normalizer could make control of what no rule has seen
+        if spans is None:
+            [ids] = await self.encode([rendered.text], add_special_tokens=False)
+        else:
+            [ids] = await self._encode_plain([rendered.text], controls, spans, add_special_tokens=False)
+        return ids
+
+    async def encode_plain(
+        self, texts: Sequence[str], controls: ControlTexts, *, add_special_tokens: bool
+    ) -> list[tuple[int, ...]]:
+        """As `encode`, but texts have no control tokens: theirs is read as any other text."""
+        if self._rewritten.isdisjoint(controls.texts) and not any(map(controls.spans, texts)):
+            return await self.encode(texts, add_special_tokens=add_special_tokens)
+        return await self._encode_plain(texts, controls, (), add_special_tokens=add_special_tokens)
+
+    async def _encode_plain(
+        self, texts: Sequence[str], controls: ControlTexts, spans: Sequence[Span], *, add_special_tokens: bool
+    ) -> list[tuple[int, ...]]:
+        def encode() -> list[tuple[int, ...]]:
+            plain = self._plain.get(controls.texts) or PlainTokenizer(self._backend, controls.texts)
+            self._plain[controls.texts] = plain
+            return [plain.encode(text, spans, add_special_tokens=add_special_tokens) for text in texts]
+
+        if controls.texts in self._plain and sum(map(len, texts)) <= LONG_TEXT_CHARS:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
         if len(texts) == 1 and len(texts[0]) <= LONG_TEXT_CHARS:  # a batch of one wakes threads, which costs more
@@ -108,9 +153,14 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-def _max_token_chars(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> int | None:
-    """The most characters one token can stand for; None where the tokenizer may drop text."""
-    state = json.loads(backend.to_str())
+def _rewrites(normalizer: Any) -> bool:
+    """May text that is no token's become one's, but for spaces and what is put before a text?"""
+    kinds = [step for step in _steps(normalizer) if step["type"] not in ("Sequence", "Prepend")]
+    return any(step["type"] != "Replace" or step["pattern"].get("String") != " " for step in kinds)
+
+
+def _max_token_chars(state: Mapping[str, Any], vocabulary: Vocabulary) -> int | None:
+    """The most characters one token can stand for, of a tokenizer's JSON; None where it may drop text."""
     model, steps = state["model"], list(_steps([state["normalizer"], state["pre_tokenizer"]]))
     kinds = {step["type"] for step in steps}
     drops = any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"]) or any(

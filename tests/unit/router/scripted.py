@@ -211,7 +211,7 @@ def make_gateway(generate: Any, **changes: Any) -> Gateway:
     )
     given: dict[str, Any] = {
         "card": card,
-        "template": ChatTemplate(TEMPLATE, named_tokens=tokenizer.named_tokens),
+        "template": ChatTemplate(TEMPLATE, named_tokens=tokenizer.named_tokens, added_tokens=tokenizer.added_tokens),
         "fleet": Crew(),
         "wall_clock": lambda: 1_700_000_000.5,
     }

@@ -61,6 +61,18 @@ async def test_an_answer_comes_in_chunks_and_ends_with_the_usage() -> None:
     assert last.usage.completion_tokens == len(ids_of(TEXT)) + 1
 
 
+async def test_special_tokens_of_a_text_are_split_where_the_call_says_so() -> None:
+    async with calling() as (channel, generate):
+        stub = pb_grpc.InferenceStub(channel)
+        for split in (False, True):
+            await stub.Complete(request(text="<|end|>", split_special_tokens=split))
+            told = await stub.Tokenize(pb.TokenizeRequest(model="tiny", text="<|end|>", split_special_tokens=split))
+            assert list(told.ids) == list(generate.jobs[-1].prompt_ids)
+    kept, split_ids = ([*job.prompt_ids] for job in generate.jobs)
+    assert kept == ids_of("<|bos|><|end|>")
+    assert split_ids == [*ids_of("<|bos|>"), *ids_of("<"), *ids_of("|end|>")]
+
+
 async def test_a_call_has_a_name() -> None:
     async with calling() as (channel, generate):
         complete = pb_grpc.InferenceStub(channel).Complete

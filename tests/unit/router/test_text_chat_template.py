@@ -120,8 +120,9 @@ async def test_tools_are_shown_as_transformers_shows_them() -> None:
     expected = theirs(TOOLED, conversation, tools=TOOLS)
     assert '"name": "f", "parameters"' in expected
     template = ChatTemplate(TOOLED, named_tokens=TOKENS)
-    assert await template.prompt(conversation, tools=TOOLS) == template.render(conversation, tools=TOOLS) == expected
-    assert await template.prompt(conversation) == theirs(TOOLED, conversation)
+    assert (await template.prompt(conversation, tools=TOOLS)).text == expected
+    assert template.render(conversation, tools=TOOLS) == expected
+    assert (await template.prompt(conversation)).text == theirs(TOOLED, conversation)
     assert (template.shows_tools, template.tool_format) == (True, ToolFormat.HERMES)
 
 
@@ -216,7 +217,7 @@ async def test_a_long_conversation_is_written_beside_the_event_loop(long: list[d
     template = ChatTemplate(MISTRAL.replace("!=", "in [] and"), named_tokens=TOKENS)
     turns: list[str] = []
     asyncio.get_running_loop().call_soon(turns.append, "another client's")
-    assert await template.prompt(long, options={"x": 1}) == template.render(long)
+    assert (await template.prompt(long, options={"x": 1})).text == template.render(long)
     assert turns, "the event loop had no turn"
 
 

@@ -1,0 +1,176 @@
+"""Which texts of a prompt are control, because the chat template wrote them, and which only look so (docs/adr/0027).
+
+    strings of a request ──mark──▶ template ──▶ marked text ──read──▶ Rendered: text, spans of the template's control
+
+A mark stands for one character of content, so lengths and positions stay. Marks are lone surrogates: no request holds
+one, for JSON in UTF-8 has none. A control text with a mark in it was not written by the template alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+_MARKS = range(0xDC80, 0xE000)
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """A conversation as the template writes it. The `spans` of its text are control, and nothing else is; None: every
+    control text in it is the template's."""
+
+    text: str
+    controls: ControlTexts
+    spans: tuple[Span, ...] | None = None
+
+
+class ControlTexts:
+    """The texts that a tokenizer has a token of their own for, and that mean something to a model: `special` ones, and
+    tags, which are not special but which its chat template writes, as <tool_call>."""
+
+    def __init__(
+        self, added: Mapping[str, bool], *, constants: Collection[str] = (), written: Collection[str] = ()
+    ) -> None:
+        """`added` tokens by their text, and whether each is special. `constants` are the template's strings, which it
+        may look for in content, and `written` is its text outside of expressions."""
+        special = {text for text, is_special in added.items() if is_special and text.strip()}
+        own = (*constants, *written)
+        tags = {text for text in added.keys() - special if _signs(text) and any(text in one for one in own)}
+        self.texts = frozenset(special | tags)
+        self._pattern = re.compile(_any_of(self.texts) if self.texts else "(?!)")
+        self.of_client = _Rule(self.texts, constants)
+        self.of_model = _Rule(special, constants)
+        chars = sorted({char for text in self.texts for char in text}, key=lambda char: (char.isalnum(), char))
+        self.marks = {char: chr(mark) for char, mark in zip(chars, _MARKS, strict=False)}
+        # As '<|' + name + '|>' has it: a short text may stand between two halves of the template's.
+        halved = any(one.endswith(text[:size]) for text in self.texts for size in range(1, len(text)) for one in own)
+        self.insides = "\n".join(sorted(self.texts)) if halved else ""
+
+    def spans(self, text: str) -> tuple[Span, ...]:
+        return tuple(found.span() for found in self._pattern.finditer(text))
+
+
+class _Rule:
+    """What is marked: every sign that a control text begins or ends with, so that none comes about when a template cuts
+    and joins content. A template's constant that is no part of any stays as it is, for the template may look for it."""
+
+    def __init__(self, controls: Collection[str], constants: Iterable[str]) -> None:
+        self.signs = sorted({sign for text in controls for sign in _signs(text)})
+        self.words = [text for text in controls if not _signs(text)]  # without a sign: marked where they stand
+        self.visible = [
+            one
+            for one in constants
+            if not set(self.signs).isdisjoint(one) and not any(_meet(one, text) for text in controls)
+        ]
+        groups = {"visible": self.visible, "word": self.words, "sign": self.signs}
+        parts = [f"(?P<{name}>{_any_of(texts)})" for name, texts in groups.items() if texts]
+        self.pattern = re.compile("|".join(parts) or "(?!)")
+
+    def concerns(self, text: str) -> bool:
+        for sign in self.signs:  # a generator would take twice the time
+            if sign in text:
+                return True
+        return bool(self.words) and any(word in text for word in self.words)
+
+
+class Marks:
+    """Those of one request."""
+
+    def __init__(self, controls: ControlTexts) -> None:
+        self._controls = controls
+        self._used: set[str] = set()
+
+    def content(self, text: str, *, is_model: bool = False) -> str:
+        """A message's text. What the model has said keeps its tags: it writes them as text, and templates look for
+        them."""
+        controls = self._controls
+        rule = controls.of_model if is_model else controls.of_client
+        if rule.concerns(text):
+            return self._marked(text, rule)
+        if controls.insides and (inner := text.strip()) and inner in controls.insides:
+            return text.replace(inner[0], self._mark(inner[0]), 1)
+        return text
+
+    def json(self, value: Any) -> Any:
+        """A value with every string in it marked, keys too."""
+        rule = self._controls.of_client
+        return self._json(value, rule) if value and rule.concerns(orjson.dumps(value).decode()) else value
+
+    def read(self, marked: str) -> Rendered:
+        """What a template has made of texts with these marks."""
+        controls, text = self._controls, marked
+        if not self._used:
+            return Rendered(text=text, controls=controls)
+        for char in self._used:
+            text = text.replace(controls.marks[char], char)
+        if all(marked[start:end] == text[start:end] for start, end in controls.spans(text)):
+            return Rendered(text=text, controls=controls)
+        return Rendered(text=text, controls=controls, spans=controls.spans(marked))
+
+    def _json(self, value: Any, rule: _Rule) -> Any:
+        match value:
+            case str():
+                return self._marked(value, rule) if rule.concerns(value) else value
+            case list():
+                return [self._json(one, rule) for one in value]
+            case dict():
+                return {self._json(name, rule): self._json(one, rule) for name, one in value.items()}
+            case _:
+                return value
+
+    def _marked(self, text: str, rule: _Rule) -> str:
+        if rule.words or any(one in text for one in rule.visible):
+            return rule.pattern.sub(self._replaced, text)
+        for sign in rule.signs:
+            if sign in text:
+                text = text.replace(sign, self._mark(sign))
+        return text
+
+    def _replaced(self, found: re.Match[str]) -> str:
+        if found.lastgroup == "visible":
+            return found[0]
+        rest = found[0].lstrip()  # a mark is no white space, and must not keep any from being trimmed
+        return found[0][: len(found[0]) - len(rest)] + self._mark(rest[0]) + rest[1:]
+
+    def _mark(self, char: str) -> str:
+        self._used.add(char)
+        return self._controls.marks[char]
+
+
+def _signs(text: str) -> Sequence[str]:
+    """A control text's first and last character that is neither a letter, a digit nor white space."""
+    found = [char for char in text if not char.isalnum() and not char.isspace()]
+    return found[:1] + found[1:][-1:]
+
+
+def _meet(one: str, text: str) -> bool:
+    """Is one in the other, or does one begin as the other ends?"""
+    sizes = range(1, min(len(one), len(text)))
+    ends = any(one.endswith(text[:size]) or text.endswith(one[:size]) for size in sizes)
+    return ends or one in text or text in one
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A pattern for the longest of the texts, which looks at each character once."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return _branches(tree)
+
+
+def _branches(node: Mapping[str, Any]) -> str:
+    """Of a tree of characters."""
+    ways = [re.escape(char) + _branches(rest) for char, rest in sorted(node.items()) if char]
+    if not ways:
+        return ""
+    joined = ways[0] if len(ways) == 1 and "" not in node else f"(?:{'|'.join(ways)})"
+    return f"{joined}?" if "" in node else joined

@@ -1,0 +1,84 @@
+"""A second tokenizer for prompts whose content holds the text of control tokens: here these have other names."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+
+import tokenizers
+
+from router.text.control import Span
+
+
+class PlainTokenizer:
+    """Reads control texts as any other text, but those at given spans. It shares the model with `backend`, and so costs
+    next to no memory. Thread-safe.
+
+    Control tokens have names that cannot be guessed, with the same flags, so that a text round them is read as by
+    `backend`: what begins a text, or strips its white space, still does.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, controls: Collection[str]) -> None:
+        own = tokenizers.Tokenizer(backend.model)
+        for part in ("normalizer", "pre_tokenizer", "post_processor"):
+            if (given := getattr(backend, part)) is not None:
+                setattr(own, part, given)
+        own.no_truncation()
+        own.no_padding()
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        _reserve(own, vocabulary)
+        self._names: dict[str, str] = {}
+        self._ids: dict[int, int] = {}  # of what `own` numbers otherwise
+        secret = secrets.token_hex(16)
+        for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
+            name = token.content
+            if token.content in controls:
+                name = self._names[token.content] = f"\ufdd0{secret}{token_id}\ufdd1"
+            own.add_tokens([token if name == token.content else _renamed(token, name, backend)])
+            given_id = own.token_to_id(name)
+            assert given_id is not None, "it was added"
+            self._ids[given_id] = token_id
+        self._own = own
+        # A model may have them among its words, and so find them in plain text.
+        self._found = {vocabulary[text]: text for text in controls if text in vocabulary}
+        for unknown in (getattr(backend.model, "unk_token", None), "<unk>"):
+            self._found.pop(vocabulary.get(unknown or "", -1), None)
+
+    def encode(self, text: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """Token ids of a text whose control tokens are at the spans."""
+        parts: list[str] = []
+        at = 0
+        for start, end in spans:
+            parts += text[at:start], self._names[text[start:end]]
+            at = end
+        # The batch call lets go of the interpreter's lock.
+        [found] = self._own.encode_batch_fast(["".join([*parts, text[at:]])], add_special_tokens=add_special_tokens)
+        added = found.special_tokens_mask if add_special_tokens else [0] * len(found.ids)
+        ids: list[int] = []
+        for token_id, is_added in zip(found.ids, added, strict=True):
+            if not is_added and token_id in self._found:
+                ids += self._spelled(self._found[token_id])
+            else:
+                ids.append(token_id if is_added else self._ids.get(token_id, token_id))
+        return tuple(ids)
+
+    def _spelled(self, text: str) -> list[int]:
+        return [token.id for char in text for token in self._own.model.tokenize(char)]
+
+
+def _renamed(token: tokenizers.AddedToken, name: str, backend: tokenizers.Tokenizer) -> tokenizers.AddedToken:
+    """Found wherever it stands, also where the token itself is not: no name may be read as text."""
+    read = backend.encode(f"x{token.content}x", add_special_tokens=False).tokens
+    return tokenizers.AddedToken(
+        name,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized and token.content in read,
+        special=token.special,
+    )
+
+
+def _reserve(own: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> None:
+    """New tokens are numbered from the number of words on, which in a vocabulary with gaps is another word's."""
+    missing = max(vocabulary.values(), default=-1) + 1 - len(vocabulary)
+    own.add_tokens([f"\ufdd0{secrets.token_hex(16)}\ufdd1" for _ in range(missing)])
