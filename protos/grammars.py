@@ -3,6 +3,8 @@ gateway, which tries it, to workers, which follow it, and both may find it wrong
 
 from __future__ import annotations
 
+import re
+
 from llguidance import LLParserLimits
 
 MAX_TOLD_CHARS = 1000
@@ -39,7 +41,15 @@ _FIXES = {
 }
 
 
+_SPECIAL = re.compile(r'unknown special token: "([^"]{1,100})')
+
+
 def in_our_words(told: str) -> str:
     """The library's, cut, for what we have no words for."""
     told = told.replace("<non-verbose/>", "").strip()
+    if (special := _SPECIAL.search(told)) is not None:
+        return (
+            f"it names the special token {special[1]}: an answer is text, and ends by itself where its grammar is "
+            "fulfilled. Put the name in double quotes for its text, or leave it out"
+        )
     return next((fix for sign, fix in _FIXES.items() if sign in told), told[:MAX_TOLD_CHARS])

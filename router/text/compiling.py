@@ -22,10 +22,23 @@ MAX_TOLD_CHARS = 1000  # of what is wrong: the library may quote all of the gram
 HEAD, ANSWER = struct.Struct("!II"), struct.Struct("!I")
 
 
-def main() -> None:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+class _Bytes:
+    """A tokenizer for the library: each byte is a token. It knows no special token, so that a grammar that names one is
+    refused: the library's own tokenizer of bytes knows names that models use."""
 
-    known, limits = LLTokenizer("byte"), LLParserLimits(verbose_errors=False)
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes([byte]) for byte in range(256)), "<\ufdd0>".encode())  # the library fails where there is no name
+    special_token_ids = (eos_token_id,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def main() -> None:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+    known, limits = LLTokenizer(TokenizerWrapper(_Bytes())), LLParserLimits(verbose_errors=False)
     asked = socket.socket(fileno=0)
     stream = asked.makefile("rb")
     asked.sendall(ANSWER.pack(0))

@@ -15,7 +15,7 @@ import pytest
 
 from protos.errors import InvalidRequest
 from protos.values import FinishReason, GenerateRequest, SamplingParams
-from router.text.structure import json_grammar, regex_grammar
+from router.text.structure import choice_grammar, json_grammar, regex_grammar
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import CallDelta, Function, ToolFormat, calls_grammar, reader_of
 from tests.numerics.conftest import Checkpoint
@@ -259,6 +259,49 @@ def test_a_mask_that_takes_too_long_ends_its_request_and_holds_up_nobody(
     go_on.set()
     with pytest.raises(InvalidRequest, match="MAX_MASK_S"):
         grammars.allowed("c", Sample(params=under(endless), index=0, output_ids=()))
+
+
+@pytest.mark.parametrize("grammar", [choice_grammar(["</s>!"]), regex_grammar("</s>!"), 'start: "</s>" "!"'])
+def test_the_text_of_an_end_token_is_text(tmp_path: Path, grammar: str) -> None:
+    write_tokenizer(tmp_path)
+    grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+    written: tuple[int, ...] = ()
+    while (mask := mask_of(grammars, grammar, written)) != [EOS]:
+        assert EOS not in mask
+        written += (mask[0],)
+    assert text_of(tmp_path, written) == "</s>!"
+
+
+def test_an_answer_ends_only_where_its_grammar_is_fulfilled(tmp_path: Path) -> None:
+    """A grammar can name tokens by their numbers."""
+    write_tokenizer(tmp_path)
+    grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS, 1, 0))
+    with pytest.raises(InvalidRequest, match=r"names a token that ends an answer \(2, 1, 0\)"):
+        mask_of(grammars, "start: <[2]>")
+    [letter] = Tokenizer.load(tmp_path)._encode(["a"], False)[0]
+    assert mask_of(grammars, 'start: "a" | <[0-2]> "b"') == [letter]
+
+
+def test_a_tokenizer_whose_merges_have_special_tokens_can_be_read(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    state = json.loads(path.read_text())
+    state["model"]["merges"] = [["<", "/"], ["</", "s>"]]
+    words = state["model"]["vocab"]
+    words |= {"</": len(words), "s>": len(words) + 1}
+    path.write_text(json.dumps(state))
+    grammars = GuidanceGrammars(path, vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+    assert mask_of(grammars, choice_grammar(["</s>"])) == [words["</"]]
+
+
+def mask_of(grammars: GuidanceGrammars, grammar: str, output_ids: tuple[int, ...] = ()) -> list[int]:
+    ready = threading.Event()
+    grammars.listener = ready.set
+    sample = Sample(params=under(grammar), index=len(output_ids), output_ids=output_ids)
+    while (mask := grammars.allowed("r", sample)) is None:
+        ready.wait(30)
+        ready.clear()
+    return [int(one) for one in np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]]
 
 
 def test_every_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ what was dropped is made again from grammar and output, and says the same.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -247,12 +248,30 @@ class GuidanceGrammars:
         fresh, standing.seen = standing.output_ids[standing.seen :], len(standing.output_ids)
         self._take(matcher, fresh)
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32) if not matcher.is_error() else None
+        if mask is not None and self._ends(mask) and not matcher.is_accepting():
+            mask = self._without_end(mask)
         if mask is None or matcher.is_error() or not mask.any():
             raise InvalidRequest(
                 f"the answer cannot follow its grammar: {in_our_words(matcher.get_error())}", param="grammar"
             )
         standing.slow = time.perf_counter() - start_s > PATIENCE_S * max(1, len(fresh))
         return mask
+
+    def _ends(self, mask: Mask) -> bool:
+        return any(mask[one // 32] >> (one % 32) & 1 for one in self._eos_ids)
+
+    def _without_end(self, mask: Mask) -> Mask:
+        """Raises InvalidRequest for a grammar that asks for the token of the end by its number."""
+        kept = mask.copy()
+        for one in self._eos_ids:
+            kept[one // 32] &= ~np.array(1 << (one % 32), dtype=np.uint32).view(np.int32)
+        if not kept.any():
+            raise InvalidRequest(
+                f"the grammar names a token that ends an answer ({', '.join(map(str, self._eos_ids))}): leave it out, "
+                "an answer ends by itself where its grammar is fulfilled",
+                param="grammar",
+            )
+        return kept
 
     def _take(self, matcher: LLMatcher, token_ids: Sequence[int]) -> None:
         """The library gives up the interpreter's lock for several matchers and not for one, so another goes along that
@@ -277,10 +296,31 @@ class GuidanceGrammars:
     def _read(self) -> LLTokenizer:
         try:
             content = self._path.read_text(encoding="utf-8")
-            return LLTokenizer(content, n_vocab=self._vocab_size, eos_token=self._eos_ids)
+            return LLTokenizer(without_specials(content), n_vocab=self._vocab_size, eos_token=self._eos_ids)
         except (OSError, ValueError) as error:
             log.warning("answers cannot be constrained: %s: %s", self._path, error)
             raise InvalidRequest(f"this worker cannot constrain answers: {error}", param="grammar") from error
+
+
+def without_specials(tokenizer: str) -> str:
+    """tokenizer.json with other names for its special tokens. The library takes the shortest tokens for a text that a
+    grammar gives, and would take the end of the answer for its text; and a grammar could name it."""
+    state = json.loads(tokenizer)
+    names = {one["content"]: f"\ufdd0{one['id']}\ufdd1" for one in state["added_tokens"] if one["special"]}
+    for one in state["added_tokens"]:
+        one["content"] = names.get(one["content"], one["content"])
+    model = state["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(word, word): token_id for word, token_id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(word, word), *rest] for word, *rest in model["vocab"]]
+    if "merges" in model:
+        pairs = (one.split(" ") if isinstance(one, str) else one for one in model["merges"])
+        model["merges"] = [[a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))]
+    if isinstance(unknown := model.get("unk_token"), str):
+        model["unk_token"] = names.get(unknown, unknown)
+    state["post_processor"] = None
+    return json.dumps(state)
 
 
 def _watch(watched: ref[GuidanceGrammars]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import signal
 import threading
 from subprocess import Popen
@@ -78,6 +79,20 @@ async def test_what_is_wrong_with_a_pattern_is_told_without_the_grammar_that_is_
             await GrammarChecks().check(regex_grammar(pattern), param="regex")
         assert why in failed.value.message
         assert "start:" not in failed.value.message
+
+
+async def test_a_grammar_that_names_a_special_token_is_refused_by_its_name() -> None:
+    checking = GrammarChecks()
+    try:
+        for grammar in ('start: "a" <|end|>', "start: <|im_end|>", "start: <think> /a+/"):
+            name = grammar[grammar.index("<") : grammar.index(">") + 1]
+            with pytest.raises(
+                InvalidRequest, match=re.escape(f"it names the special token {name}: an answer is text")
+            ):
+                await checking.check(grammar, param="grammar")
+        await checking.check('start: "a" "<|end|>"', param="grammar")
+    finally:
+        checking.close()
 
 
 async def test_what_is_wrong_is_told_in_few_words() -> None:
