@@ -24,7 +24,8 @@ class WorkerConfig:
     included (default 0.9), or of the RAM free at the start, the cache alone (default 0.2: workers share a host).
     What it evicts is kept in `host_kv_gib` GiB of host memory, over all ranks, and loaded when it is hit, if that is
     quicker than computing (default 0: nothing; on a CPU both are the same memory, and a larger cache serves better).
-    Beyond `max_waiting` requests that have not begun, new ones are refused (Overloaded).
+    Beyond `max_waiting` requests that have not begun, new ones are refused (Overloaded). When more than `max_num_seqs`
+    sequences have begun they take turns of `turn_s`: one that gives up its seat keeps its KV.
     `steps_in_flight` are launched before the oldest one is told of (default 1 on a GPU, 0 on a CPU).
     On a GPU, decode steps are captured as CUDA graphs at the start unless `cuda_graphs` is off.
     On a CPU, a rank's compute threads are bound to cores that no other rank has, of one memory node, where there are
@@ -47,6 +48,7 @@ class WorkerConfig:
     max_num_seqs: int = 64
     prefill_chunk: int = 512
     max_waiting: int = 1024
+    turn_s: float = 10.0
     steps_in_flight: int | None = None
     cuda_graphs: bool = True
     bind_cores: str = "auto"
@@ -65,6 +67,7 @@ class WorkerConfig:
         for name in (*counts, "max_num_batched_tokens", "max_num_seqs", "prefill_chunk", "max_waiting"):
             _at_least_1(name, getattr(self, name))
         _seats_fit(self.max_num_seqs, self.max_num_batched_tokens)
+        _above_0("turn_s", self.turn_s)
         if self.steps_in_flight is not None and not 0 <= self.steps_in_flight <= MAX_STEPS_IN_FLIGHT:
             raise Misconfigured(
                 f"steps_in_flight is {self.steps_in_flight}: it must be 0 to {MAX_STEPS_IN_FLIGHT}; each delays the "
@@ -84,10 +87,7 @@ class WorkerConfig:
             raise Misconfigured(
                 f"bind_cores is {self.bind_cores!r}: choose auto, off, or a list of CPUs as 0-3,8", param="bind_cores"
             )
-        if not self.collective_timeout_s > 0:
-            raise Misconfigured(
-                f"collective_timeout_s is {self.collective_timeout_s}: it must be above 0", param="collective_timeout_s"
-            )
+        _above_0("collective_timeout_s", self.collective_timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,8 @@ class SchedulerConfig:
     `max_num_batched_tokens` is the budget of one step, of which a single prompt takes at most `prefill_chunk`.
     `max_waiting` requests at most wait to begin; `max_model_len` counts prompt and answer. `eos_ids` end an answer
     unless its request ignores them. A request of priority p goes before those of priority 0 that came up to
-    `p * priority_head_start_s` seconds earlier: so the urgent go first and nobody waits for ever.
+    `p * priority_head_start_s` seconds earlier: so the urgent go first and nobody waits for ever. Sequences that have
+    begun take turns of `turn_s` where there are more than `max_num_seqs`.
     """
 
     max_model_len: int
@@ -124,6 +125,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     prefill_chunk: int = 512
     max_waiting: int = 1024
+    turn_s: float = 10.0
     priority_head_start_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -131,6 +133,7 @@ class SchedulerConfig:
         for name in (*counts, "max_waiting"):
             _at_least_1(name, getattr(self, name))
         _seats_fit(self.max_num_seqs, self.max_num_batched_tokens)
+        _above_0("turn_s", self.turn_s)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -141,6 +144,11 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least_1(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise Misconfigured(f"{name} is {value}: it must be at least 1", param=name)
+
+
+def _above_0(name: str, value: float) -> None:
+    if not value > 0:
+        raise Misconfigured(f"{name} is {value}: it must be above 0", param=name)
 
 
 def _seats_fit(max_num_seqs: int, max_num_batched_tokens: int) -> None:

@@ -188,6 +188,7 @@ def hardware_spec(
             max_num_seqs=worker.max_num_seqs,
             prefill_chunk=worker.prefill_chunk,
             max_waiting=worker.max_waiting,
+            turn_s=worker.turn_s,
         ),
         latency=latency or Roofline(gpu=card, model=shape, tp=tp),
         prefill=settings.prefill,

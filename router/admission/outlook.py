@@ -20,7 +20,7 @@ class Room:
     """How much a worker may have before it before new work waits at the gateway instead, where it can still be ordered.
 
     A reader is busy with prompts for more than `max_backlog_s` (at its measured speed), or with `max_waiting` requests
-    that have not begun; a writer has fewer free blocks than a request needs.
+    that have not begun; a writer has as many that wait for a seat, or fewer free blocks than a request needs.
     """
 
     max_backlog_s: float
@@ -33,7 +33,8 @@ class Room:
         return (load.num_waiting < self.max_waiting) & (in_time | (load.num_waiting == 0))
 
     def writes(self, load: Candidates | Figures, num_blocks: int) -> Any:
-        return (load.num_free_blocks > num_blocks) | (load.num_requests == 0)
+        has_room = (load.num_free_blocks > num_blocks) & (load.num_waiting < self.max_waiting)
+        return has_room | (load.num_requests == 0)
 
     def fits(self, candidates: Candidates, num_blocks: int) -> bool:
         """Is there a worker, or a pair of them, that would begin with a request of so many blocks soon? Where nobody

@@ -273,6 +273,7 @@ def _scheduler_config(config: WorkerConfig, model: ModelConfig, max_model_len: i
         max_num_seqs=config.max_num_seqs,
         prefill_chunk=config.prefill_chunk,
         max_waiting=config.max_waiting,
+        turn_s=config.turn_s,
     )
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    WAITING = auto()  # not admitted yet, or preempted
+    WAITING = auto()  # not admitted yet, preempted, or has given up its seat for a while
     RUNNING = auto()  # has blocks, is in the batch
     HELD = auto()  # finished computing; its blocks are still being read by a transfer
     FINISHED = auto()
@@ -39,7 +39,8 @@ class State(Enum):
 @dataclass(slots=True, eq=False)
 class Request:
     """`hashes` are the chained hashes of the full blocks of prompt + output known so far; `num_sealed` of them are
-    registered in the pool as cached prefix. `adopted` says that the blocks came with a reservation.
+    registered in the pool as cached prefix. `adopted` says that the blocks came with a reservation, or were kept when
+    the sequence gave up its seat. It waits, or runs, `since_s`; `lacks_seat` while it waits for others to finish.
 
     `rank` orders requests: the smallest goes first, the largest is preempted first. `num_given` output tokens came
     with the request. `num_cached` is what its first admission found (a recomputation is not the client's gain).
@@ -59,6 +60,8 @@ class Request:
     tells_progress: bool = False
     decodes_plainly: bool = False
     arrival_s: float = 0.0
+    since_s: float = 0.0
+    lacks_seat: bool = False
     rank: tuple[float, int] = (0.0, 0)
     output_ids: list[int] = field(default_factory=list)
     state: State = State.WAITING
@@ -91,6 +94,7 @@ class Request:
             tells_progress=request.tells_progress,
             decodes_plainly=_decodes_plainly(request.sampling),
             arrival_s=arrival_s,
+            since_s=arrival_s,
             output_ids=list(request.output_ids),
             num_given=len(request.output_ids),
             num_prompt_reported=len(request.prompt_ids) - 1 if request.output_ids else 0,

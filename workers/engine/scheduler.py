@@ -40,10 +40,12 @@ from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpda
 from workers.config import SchedulerConfig
 from workers.engine.alike import Limits, extended, num_alike, take
 from workers.engine.batch import Batch, Repeated, Row, RowOutput, StepOutput, is_penalised
+from workers.engine.checks import check_request
 from workers.engine.loading import Loads
 from workers.engine.request import Request, State
 from workers.engine.role import Disposition, Role
 from workers.engine.rows import end_at, next_row, update_of
+from workers.engine.turns import givers, sit, step_back
 from workers.kv.blocks import BlockPool
 
 
@@ -173,6 +175,11 @@ class Scheduler:
         """The next step, or None if nothing can run, or not before a step in flight is applied. Every batch must be
         applied, in the order they were planned. Requests that are `late` neither begin nor decode."""
         self.loads.poll()
+        if self._waiting and (leaving := givers(self._running, self._waiting, self.pool, self.config, now)):
+            if self._in_flight:
+                return None  # it has their rows
+            for request in leaving:
+                self._unseat(request, now)
         rows: list[tuple[Request, Row]] = []
         budget = self.config.max_num_batched_tokens
         decodable = [one for one in self._running if one.num_to_plan == 1 and one.request_id not in late]
@@ -222,7 +229,10 @@ class Scheduler:
             asked_before = bool(request.block_ids) or request.num_preemptions > 0
             if not asked_before and not self.role.admissible(request, now):
                 continue
-            if budget == 0 or not self._is_seated(request):
+            if budget == 0:
+                continue
+            if not self._is_seated(request):
+                request.lacks_seat = True
                 continue
             if self._blocked and not request.block_ids:
                 continue
@@ -233,7 +243,7 @@ class Scheduler:
                 self._blocked = True
                 continue
             if request.load is None or request.load.settled:
-                self._start(request)
+                self._start(request, now)
                 budget -= self._take_chunk(request, budget, rows)
         self._waiting = [request for request in self._waiting if request.state is State.WAITING]
         if self._blocked and not self._running and not self._in_flight and not len(self.loads):
@@ -320,7 +330,7 @@ class Scheduler:
             if self._promised.get(block_hash) is request:
                 del self._promised[block_hash]
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request, now: float) -> None:
         if request.num_preemptions == 0 and not request.adopted:
             request.num_cached = request.num_computed
         if request.load is not None:
@@ -331,7 +341,7 @@ class Scheduler:
         if not request.adopted:
             self.loads.started(request, request.hashes[: self._num_cacheable(request)])
         request.num_planned = request.num_computed
-        request.state = State.RUNNING
+        sit(request, now)
         insort(self._running, request, key=_rank)
         self._promise(request)
         self._seal(request)
@@ -360,6 +370,13 @@ class Scheduler:
         request.adopted = False
         request.num_preemptions += 1
         self.num_preemptions += 1
+        insort(self._waiting, request, key=_rank)
+
+    def _unseat(self, request: Request, now: float) -> None:
+        """Out of the batch, behind those that wait, with its blocks."""
+        self._unqueue(request)
+        self._unpromise(request, request.hashes[request.num_sealed :])
+        step_back(request, self.config, now)
         insort(self._waiting, request, key=_rank)
 
     def _row(self, request: Request, num_tokens: int) -> Row:
@@ -510,30 +527,13 @@ class Scheduler:
         references.update(self.loads.held_ids())
         for request in self._requests.values():
             references.update(request.block_ids)
-            self._check_request(request)
+            check_request(request, self.pool, sum(request in step.sampling for step in self._in_flight))
         for block_id in range(self.pool.num_blocks):
             held_by, counted = references[block_id], self.pool.num_references(block_id)
             assert held_by == counted, f"block {block_id} has {counted} references, its holders know of {held_by}"
         for block_hash, request in self._promised.items():
             assert request.state is State.RUNNING or request.load, "a block is promised by nobody who computes"
             assert block_hash in request.hashes[request.num_sealed :]
-
-    def _check_request(self, request: Request) -> None:
-        size = self.pool.block_size
-        assert len(request.block_ids) * size >= request.num_planned
-        assert request.num_sealed <= request.num_computed // size
-        if request.state is State.RUNNING:
-            assert request.num_to_compute >= 1, "a running request has nothing to compute"
-            assert request.num_computed <= request.num_planned <= request.num_expected
-            assert request.num_sealed == request.num_computed // size
-            assert request.num_due == sum(request in step.sampling for step in self._in_flight)
-        if request.state is State.WAITING:
-            assert (request.adopted or request.load is not None) == bool(request.block_ids)
-            assert request.block_ids or not request.num_computed
-            assert request.num_due == 0
-        for index in range(request.num_sealed):
-            sealed = self.pool.hash_of(request.block_ids[index])
-            assert sealed in (None, request.hashes[index]), "a block holds something else than its holder believes"
 
     def assert_idle(self) -> None:
         """Nothing is known of any request, and no block is held."""

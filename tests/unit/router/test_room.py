@@ -39,6 +39,8 @@ def behind(role: WorkerRole, number: int = 0) -> Candidate:
         ((behind(PREFILL), worker(DECODE)), False),
         ((worker(PREFILL, num_waiting=4), worker(DECODE)), False),
         ((worker(PREFILL), full(DECODE)), False),
+        ((worker(PREFILL), worker(DECODE, num_requests=9, num_waiting=3)), True),
+        ((worker(PREFILL), worker(DECODE, num_requests=9, num_waiting=4)), False),  # it has blocks, and no seats
         ((behind(PREFILL), worker(DECODE), worker(COLOCATED)), True),
         ((behind(PREFILL), worker(DECODE), behind(COLOCATED)), False),
         ((behind(PREFILL), full(DECODE), full(COLOCATED)), False),

@@ -1,0 +1,84 @@
+"""More sequences than seats: a short answer does not wait for as long as the long ones before it take."""
+
+from __future__ import annotations
+
+import pytest
+
+from protos.errors import Misconfigured
+from tests.unit.workers.harness import ToyEngine, ask, by_hand
+from workers.config import SchedulerConfig
+
+LONG = 60
+TURN = 4
+
+
+def seated(toy: ToyEngine) -> set[str]:
+    return {update.request_id for update in toy.step() if update.token_ids}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_short_answer_waits_for_a_turn_and_not_for_the_long_ones(depth: int) -> None:
+    toy = ToyEngine(max_num_seqs=2, turn_s=TURN, depth=depth)
+    toy.submit(*(ask(f"long{n}", [n, 7], max_tokens=LONG) for n in range(3)))
+    toy.step(2)
+    toy.submit(ask("short", [9], max_tokens=2))
+    for _ in range(4 * TURN):
+        toy.step()
+        if toy.answers["short"].finish_reason is not None:
+            break
+    assert toy.answers["short"].token_ids == by_hand([9], 2)
+    assert all(toy.answers[f"long{n}"].finish_reason is None for n in range(3))
+    answers = toy.finish()
+    assert {name: one.token_ids for name, one in answers.items() if name != "short"} == {
+        f"long{n}": by_hand([n, 7], LONG) for n in range(3)
+    }
+    assert toy.scheduler.num_preemptions == 0, "nothing is computed twice"
+
+
+def test_every_sequence_gets_on_within_its_turns_however_many_there_are() -> None:
+    toy = ToyEngine(num_blocks=1024, max_num_seqs=4, turn_s=TURN)
+    names = {f"r{n}" for n in range(16)}
+    toy.submit(*(ask(name, [len(name), *name.encode()], max_tokens=LONG) for name in sorted(names)))
+    for _ in range(3):
+        told: set[str] = set()
+        for _ in range(2 * TURN * len(names) // 4):
+            told |= seated(toy)
+        assert told == names
+    toy.finish()
+
+
+def test_nobody_gives_up_a_seat_while_nobody_waits_or_the_turn_is_not_over() -> None:
+    toy = ToyEngine(max_num_seqs=2, turn_s=TURN)
+    toy.submit(*(ask(f"r{n}", [n], max_tokens=LONG) for n in range(2)))
+    for _ in range(3 * TURN):
+        assert seated(toy) == {"r0", "r1"}
+    toy.submit(ask("late", [9], max_tokens=LONG))
+    for _ in range(TURN - 1):
+        assert seated(toy) == {"r0", "r1"}
+    assert "late" in seated(toy) | seated(toy)
+    toy.finish()
+
+
+def test_a_turn_is_given_to_none_of_less_priority() -> None:
+    toy = ToyEngine(max_num_seqs=1, turn_s=TURN, priority_head_start_s=1000.0)
+    toy.submit(ask("urgent", [1], max_tokens=LONG, priority=1))
+    toy.step()
+    toy.submit(ask("later", [2], max_tokens=2))
+    while toy.answers["urgent"].finish_reason is None:
+        assert seated(toy) == {"urgent"}
+    toy.finish()
+
+
+def test_where_blocks_are_short_nobody_steps_back_and_keeps_its_own() -> None:
+    toy = ToyEngine(num_blocks=8, max_num_seqs=2, turn_s=TURN)  # of 4 tokens
+    toy.submit(ask("r0", range(12), max_tokens=4), ask("r1", range(20, 32), max_tokens=4))
+    toy.step()
+    toy.submit(ask("r2", range(40, 52), max_tokens=4))
+    answers = toy.finish()
+    assert answers["r2"].token_ids == by_hand(range(40, 52), 4)
+    assert toy.scheduler.num_preemptions == 0
+
+
+def test_a_turn_must_take_some_time() -> None:
+    with pytest.raises(Misconfigured, match="turn_s is 0"):
+        SchedulerConfig(max_model_len=1, vocab_size=1, turn_s=0)
