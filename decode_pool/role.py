@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from decode_pool.config import DecodeConfig
-from protos.values import GenerateRequest, KVLayout
+from protos.values import KVLayout
 from workers.engine.batch import Batch
 from workers.engine.request import Request
 from workers.engine.role import Disposition
@@ -41,9 +41,6 @@ class DecodeRole(MovingRole):
         terms = Terms(headroom=config.headroom, retry_after_s=config.retry_after_s, max_lease_s=config.max_lease_s)
         incoming = Incoming(mover, pool, layout, terms, prefix_key=prefix_key)
         super().__init__(mover, incoming, Outgoing(mover, pool, layout, chunk_bytes=chunk_bytes))
-
-    def promised(self, request: GenerateRequest) -> bool:
-        return request.ticket is not None and self.incoming.holds(request.ticket)
 
     def admissible(self, request: Request, now: float) -> bool:
         if request.ticket is None:

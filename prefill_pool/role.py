@@ -5,6 +5,8 @@
                                         │  launching: arms the last step, which pushes the rest layer by layer
                                         └──── lane lost, lease over, abort ───┴──▶ failed, or forgotten
 
+While no decode worker is ready the worker stands in: it serves whole requests, and takes sequences over.
+
 The first token never waits for any of this. A prompt's first blocks may be pulled from another worker's cache. A lease
 runs only while something offered has not left: until then the gateway keeps the ticket.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from prefill_pool.config import PrefillConfig
-from protos.values import GenerateRequest, KVLayout
+from protos.values import KVLayout
 from workers.engine.batch import Batch
 from workers.engine.request import Request
 from workers.engine.role import Disposition
@@ -44,12 +46,11 @@ class PrefillRole(MovingRole):
         outgoing = Outgoing(mover, pool, layout, chunk_bytes=config.chunk_bytes, group_bytes=config.group_bytes)
         super().__init__(mover, incoming, outgoing)
 
-    def promised(self, request: GenerateRequest) -> bool:
-        """What is reserved here is a prefix to begin with, and no promise to read on."""
-        return False
-
     def admissible(self, request: Request, now: float) -> bool:
-        """A request without a ticket is served to its end here."""
+        """A request without a ticket is served to its end here, as is one whose KV was reserved for here: it comes from
+        a worker that drains, and goes on where no decode worker is left."""
+        if request.ticket is not None and self.takes_over(request.ticket):
+            return self.incoming.adopted(request, request.ticket)
         if request.ticket is not None and not self.outgoing.begin(request, request.ticket, now):
             return False
         return self.incoming.pulled(request)

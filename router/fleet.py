@@ -201,7 +201,7 @@ class Fleet:
 
     def ready(self) -> bool:
         """Would a request be served?"""
-        return any(member.takes_work and member.role is not WorkerRole.PREFILL for member in self._members.values())
+        return any(member.takes_work for member in self._members.values())
 
     def degraded(self) -> str:
         """Why requests are routed with less knowledge than there could be; "" when they are not."""

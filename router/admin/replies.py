@@ -25,6 +25,7 @@ class StatusReply(Reply):
 
     model: str
     ready: bool
+    degraded: str
     reason: str
     workers: list[WorkerStatus]
     kv: dict[str, Held | None]

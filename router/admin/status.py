@@ -15,12 +15,18 @@ from router.generation import WorkerView
 from router.openai.errors import json_response
 
 STATS_TIMEOUT_S = 2.0
+STAND_INS = {
+    WorkerRole.PREFILL: "the others read prompts themselves meanwhile",
+    WorkerRole.DECODE: "the others stand in and serve whole requests meanwhile",
+}
+"""What happens while a pool has no ready worker."""
 
 
 def add(admin: APIRouter, gateway: Gateway) -> None:
     @admin.get("/status")
     async def status() -> Response:
         told = {"model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway)}
+        told["degraded"] = missing(gateway)
         workers = gateway.fleet.status()
         said = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
         kv = {worker.worker_id: one for worker, one in zip(workers, said, strict=True)}
@@ -34,23 +40,22 @@ def not_ready(gateway: Gateway) -> str:
     workers = gateway.fleet.status()
     away = [one for one in workers if one.state != "ready"]
     told = [_said(one) for one in away]
-    if workers and not away:
-        told = ["no worker that writes answers has joined yet"]
     return "; ".join(told) or "no worker has joined yet"
 
 
 def missing(gateway: Gateway) -> str:
-    """Who is away although requests are served: the prefill pool, and workers never met, of whatever pool they are; ""
-    when nobody is."""
+    """Who is away although requests are served: a whole pool, and workers never met, of whatever pool they are; "" when
+    nobody is."""
     if not gateway.fleet.ready():
         return ""
     workers = gateway.fleet.status()
-    readers = [one for one in workers if one.info is not None and one.info.role is WorkerRole.PREFILL]
     unmet = "; ".join(_said(one) for one in workers if one.info is None)
     told = [f"never met: {unmet}"] if unmet else []
-    if readers and not any(one.state == "ready" for one in readers):
-        away = "; ".join(_said(one) for one in readers)
-        told.insert(0, f"no prefill worker is ready ({away}): the others read prompts themselves meanwhile")
+    for role, meanwhile in STAND_INS.items():
+        pool = [one for one in workers if one.info is not None and one.info.role is role]
+        if pool and not any(one.state == "ready" for one in pool):
+            away = "; ".join(_said(one) for one in pool)
+            told.insert(0, f"no {role} worker is ready ({away}): {meanwhile}")
     return "; ".join(told)
 
 

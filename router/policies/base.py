@@ -103,6 +103,7 @@ class Alone(StrEnum):
 
     COLOCATED = "colocated"
     NO_PREFILL_WORKER = "no prefill worker"
+    STANDS_IN = "stands in for the decode pool"
     SHORT_REMAINDER = "short remainder"
 
 
@@ -119,7 +120,7 @@ class Decision:
 
 
 Policy = Callable[[RequestView, Sequence[Candidate]], Decision]
-"""Chooses from all pools. At least one candidate can decode."""
+"""Chooses from all pools. There is at least one candidate."""
 
 
 def cost_unit(policy: str) -> tuple[str, float]:

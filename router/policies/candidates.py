@@ -73,13 +73,19 @@ class Crew:
 
     @cached_property
     def readers(self) -> Pool:
-        """The prefill pool."""
-        return self._pool(lambda role: role is WorkerRole.PREFILL)
+        """The prefill pool. Empty while it stands in for the decode pool: then each of its workers serves whole
+        requests."""
+        return self._pool(lambda role: role is WorkerRole.PREFILL and not self.stands_in)
 
     @cached_property
     def writers(self) -> Pool:
-        """Those that decode."""
-        return self._pool(lambda role: role is not WorkerRole.PREFILL)
+        """Those that decode: while no other worker is here, the prefill pool."""
+        return self._pool(lambda role: role is not WorkerRole.PREFILL or self.stands_in)
+
+    @cached_property
+    def stands_in(self) -> bool:
+        """Does the prefill pool do the decode pool's work?"""
+        return all(role is WorkerRole.PREFILL for role in self.roles)
 
     @cached_property
     def colocated(self) -> NDArray[np.bool_]:

@@ -3,6 +3,8 @@
     for each decode worker d:   cost(d) = writing(d) + reading by d itself                            if d works alone
                                           writing(d) + reading by p + KV from p to d, the best p      else
 
+Where nobody decodes, the prefill workers stand in: each is a d that works alone.
+
 d works alone when it serves both halves anyway, when there is no prefill worker, or when so little of the prompt is
 missing on it that handing KV over would not pay (conditional disaggregation): where seconds are compared, unless it
 would by them. Or whoever lacks more of a prompt would be offered a reader, and would be preferred for that.
@@ -91,7 +93,7 @@ def pair(
 
     def weighed(view: RequestView, offered: Candidates) -> Decision:
         readers, writers = offered.readers, offered.writers
-        assert len(writers), "the dispatcher waits until somebody can decode"
+        assert len(writers), "the dispatcher waits until there is a worker"
         reading = read(view, readers) if len(readers) else None
         writing = write(view, writers)
         if writing.crew is not writers.crew:
@@ -204,6 +206,8 @@ def _evened(totals: Floats, reading: Floats, tolerance: float) -> Floats:
 def _why(role: WorkerRole, *, has_readers: bool) -> Alone:
     if role is WorkerRole.COLOCATED:
         return Alone.COLOCATED
+    if role is WorkerRole.PREFILL:
+        return Alone.STANDS_IN
     return Alone.SHORT_REMAINDER if has_readers else Alone.NO_PREFILL_WORKER
 
 
@@ -311,7 +315,8 @@ def told(candidates: Candidates, decision: Decision) -> Candidates:
     rivals = candidates.num_cached_tokens.copy()
     rivals[reader] = -1
     role = candidates.crew.roles[reader]
-    pool = (candidates.crew.readers if role is WorkerRole.PREFILL else candidates.crew.writers).places
+    crew = candidates.crew
+    pool = (crew.readers if role is WorkerRole.PREFILL and not crew.stands_in else crew.writers).places
     costs = decision.scores.now() if isinstance(decision.scores, Later) else decision.scores
     named = costs.worker_ids if isinstance(costs, Costs) else [one.worker_id for one in costs]
     kept = {*(places[worker_id] for worker_id in named), reader, places[decision.decode]}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvtransfer.ledger import Ledger
-from protos.values import BlockHash, ReserveRequest, Ticket, TicketStats
+from protos.values import BlockHash, GenerateRequest, ReserveRequest, Ticket, TicketStats
 from workers.engine.loading import Load
 from workers.engine.request import Request
 from workers.engine.role import Moving, Tick
@@ -32,6 +32,13 @@ class MovingRole:
 
     def reserve(self, request: ReserveRequest, now: float) -> Ticket:
         return self.incoming.reserve(request, now)
+
+    def takes_over(self, ticket: Ticket) -> bool:
+        """Is the ticket for KV that comes to this worker, and not for KV that it sends?"""
+        return ticket.destination.worker_id == self._mover.address.worker_id
+
+    def promised(self, request: GenerateRequest) -> bool:
+        return request.ticket is not None and self.incoming.holds(request.ticket)
 
     def next_deadline_s(self) -> float:
         """When the first lease ends, of what comes or goes; infinity where there is none."""

@@ -159,6 +159,17 @@ async def test_who_was_told_to_leave_is_not_called_lost_and_a_pool_without_worke
     assert (refused["reason"], refused["degraded"]) == (away, "")
 
 
+async def test_a_pool_that_others_stand_in_for_is_named() -> None:
+    starting = "Connection refused; its successor is starting, 40% of its weights read"
+    fleet = Crew(
+        Worker(worker_id="prefill-0", info=PREFILL),
+        Worker(worker_id="decode-0", state="lost", reason=starting, info=info("decode-0", WorkerRole.DECODE)),
+    )
+    headline = " ".join((await ask(fleet)).split())
+    assert f"is ready, but no decode worker is ready (decode-0 is lost ({starting}))" in headline
+    assert "the others stand in and serve whole requests meanwhile" in headline
+
+
 async def test_a_worker_that_was_never_met_is_missed_although_others_serve() -> None:
     fleet = Crew(
         Worker(worker_id="decode-0", info=info("decode-0", WorkerRole.DECODE)),

@@ -172,7 +172,7 @@ class FakeWorker:
             reason = FinishReason.STOP
         elif index + 1 >= request.sampling.max_tokens:
             reason = FinishReason.LENGTH
-        elif self.role is WorkerRole.PREFILL:
+        elif self._hands_over(request):
             reason = FinishReason.PREFILLED
         if first:
             self._store(request)
@@ -190,6 +190,11 @@ class FakeWorker:
             finish_reason=reason,
             num_cached_tokens=self.cached if first else 0,
         )
+
+    def _hands_over(self, request: GenerateRequest) -> bool:
+        """Only a prefill worker does, and only what another worker has reserved room for."""
+        ticket = request.ticket
+        return self.role is WorkerRole.PREFILL and ticket is not None and ticket.destination != self.info().lane
 
     def token(self, request: GenerateRequest, index: int) -> int:
         """Of the output; for a test to make it depend on more."""
@@ -323,7 +328,7 @@ class FakeWorker:
 
     def submit(self, request: GenerateRequest, gateway: asyncio.Queue[StepMessage]) -> None:
         self.submitted.append(request)
-        sequence = Sequence(request, gateway, ready=request.ticket is None or self.role is WorkerRole.PREFILL)
+        sequence = Sequence(request, gateway, ready=request.ticket is None or self._hands_over(request))
         if self.draining:
             refused = error_info(WorkerDraining(f"worker {self.worker_id} is draining"))
             update = SequenceUpdate(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=refused)

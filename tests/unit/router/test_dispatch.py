@@ -204,7 +204,6 @@ async def test_a_mistake_of_the_caller_is_raised_and_not_tried_again(cluster: Cl
 
 async def test_a_job_waits_for_a_worker_to_join(make: Callable[..., Cluster]) -> None:
     cluster = make()
-    await cluster.add("p0")
     asking = asyncio.create_task(collect(cluster, job()))
     await asyncio.sleep(0)
     assert not cluster.fleet.ready()

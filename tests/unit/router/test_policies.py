@@ -52,6 +52,9 @@ def test_every_policy_serves_every_shape_of_cluster(name: str) -> None:
     assert (decode_only.prefill, decode_only.decode, decode_only.alone) == (None, "d0", Alone.NO_PREFILL_WORKER)
     colocated = decide(worker("p0"), worker("c0"), name=name)
     assert (colocated.prefill, colocated.decode, colocated.alone) == (None, "c0", Alone.COLOCATED)
+    standing_in = decide(worker("p0"), worker("p1"), name=name)
+    assert (standing_in.prefill, standing_in.decode in ("p0", "p1")) == (None, True)
+    assert standing_in.alone == "stands in for the decode pool"
     assert both.policy == name
 
 
@@ -66,8 +69,7 @@ def test_a_decision_is_always_servable(name: str, loads: list[tuple[str, int, in
         for i, (kind, requests, cached) in enumerate(loads)
     ]
     decoding = {candidate.worker_id for candidate in candidates if candidate.role is not PREFILL}
-    if not decoding:
-        return
+    decoding = decoding or {candidate.worker_id for candidate in candidates}
     decision = policy(name)(view(num_tokens), candidates)
     assert decision == policy(name)(view(num_tokens), candidates)
     assert decision.decode in decoding

@@ -47,7 +47,10 @@ def behind(role: WorkerRole, number: int = 0) -> Candidate:
         ((worker(DECODE),), True),
         ((behind(DECODE),), False),
         ((worker(COLOCATED),), True),
-        ((behind(PREFILL),), True),  # nobody writes: that is for the dispatcher to say
+        ((worker(PREFILL),), True),  # it stands in for the decode pool
+        ((behind(PREFILL),), False),
+        ((full(PREFILL),), False),
+        ((), True),  # nobody is here: that is for the dispatcher to say
     ],
 )
 def test_a_pair_takes_more_while_its_reader_is_not_behind_and_its_writer_has_blocks(
