@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -41,6 +41,7 @@ VERBS: dict[str, Verb] = {
     "pools": Verb("cluster.supervise", "pools", "Supervised workers, for gateways elsewhere.", APART),
     "worker": Verb("cluster.foreground", "worker", "One worker in this terminal, without Ray.", APART),
 }
+MEASURING = ("bench", "simulate")
 
 
 def make_app(arguments: Sequence[str]) -> typer.Typer:
@@ -120,10 +121,13 @@ def _not_called() -> None:
 
 
 def main() -> None:
-    """Exits with 0, 1 (it could not go on), 2 (a setting or flag is wrong), or 130 (it was stopped by force)."""
+    """Exits with 0, 1 (it could not go on), 2 (a setting or flag is wrong), 130 (it was stopped by force), or 143 (a
+    measurement was ended by SIGTERM)."""
     # Read at gRPC's import; else it tells of every fork of Ray's and of every connection that a stop ends.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    if sys.argv[1:2] in ([verb] for verb in MEASURING):
+        _measure(sys.argv[1:])
     try:
         _run(sys.argv[1:])
     except KeyboardInterrupt:  # so early that no verb has taken over Ctrl-C yet: nothing was started
@@ -134,6 +138,20 @@ def main() -> None:
 
             leave(ended.code if isinstance(ended.code, int) else 1)
         raise
+
+
+def _measure(arguments: Sequence[str]) -> NoReturn:
+    """SIGTERM costs nobody what has been measured so far."""
+    from cluster.stopping import INTERRUPTED, Termination
+
+    termination, code = Termination(), 0
+    try:
+        _run(arguments)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+    sys.exit(termination.code(code))
 
 
 def _run(arguments: Sequence[str]) -> None:

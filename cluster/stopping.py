@@ -12,8 +12,29 @@ from typing import Any
 
 INSISTING = (signal.SIGINT, signal.SIGTERM)
 SIGNALS = (*INSISTING, signal.SIGHUP)
+INTERRUPTED, TERMINATED = 130, 143  # exit codes, as shells have them
 RAY_THREAD = "ray"
 THREAD_END_S = 0.5
+
+
+class Termination:
+    """SIGTERM to a verb that ends by itself: as Ctrl-C, with what it has so far, but exit code 143. `met`: it came."""
+
+    def __init__(self) -> None:
+        self.met = False
+        if (
+            signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        ):  # of a script's background job: Ctrl-C could not be passed on
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, self._heed)
+
+    def _heed(self, number: int, frame: object) -> None:
+        self.met = True
+        signal.raise_signal(signal.SIGINT)
+
+    def code(self, usual: int) -> int:
+        """What the process exits with that would have exited with `usual`."""
+        return TERMINATED if self.met and usual == INTERRUPTED else usual
 
 
 class Stop:

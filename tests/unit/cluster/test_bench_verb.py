@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +137,30 @@ def test_the_processor_is_named(tmp_path: Path) -> None:
     )
     assert cpu_model(file) == "Some CPU @ 2.00GHz"
     assert cpu_model(tmp_path / "missing"), "the architecture at least"
+
+
+@pytest.mark.parametrize("sigint", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "background job"])
+async def test_sigterm_costs_nothing_that_was_measured(tmp_path: Path, sigint: signal.Handlers) -> None:
+    file = tmp_path / "figures.json"
+    never, reached = asyncio.Event(), asyncio.Event()
+
+    def four_answers_and_the_probe(job: Any) -> Any:
+        if len(generate.jobs) <= 5:
+            return saying("abcdefghijklmnop")(job)
+        reached.set()
+        return [never]
+
+    generate = Scripted(four_answers_and_the_probe)
+    async with serving(make_gateway(generate)) as url:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "from cluster.cli import main; main()", "bench", "--url", url, *SHORT,
+            "--concurrency", "1", "--json", str(file), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, sigint),
+        )  # fmt: skip
+        await reached.wait()
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = await process.communicate()
+    assert process.returncode == 143, stderr.decode()
+    assert "stopped early: 4 of 6 requests had ended" in stderr.decode()
+    assert ["requests", "completed", "4", "of", "4"] in [line.split() for line in stdout.decode().splitlines()]
+    assert json.loads(file.read_text())["figures"]["num_completed"] == 4

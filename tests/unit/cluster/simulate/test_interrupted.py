@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,33 @@ def test_a_sweep_that_is_interrupted_tells_what_is_done(tmp_path: Path, monkeypa
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr.splitlines()[-1] == "interrupted: 0 of 4 clusters done"
     assert not file.exists()
+
+
+TERMINATED = """
+import os, signal
+from cluster.cli import main
+from cluster.simulate.chronicle import Chronicle
+
+note, left = Chronicle.note, [20]
+
+def note_and_end(chronicle, told, subject, **facts):
+    note(chronicle, told, subject, **facts)
+    left[0] -= told.startswith("asked")
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+Chronicle.note = note_and_end
+main()
+"""
+
+
+@pytest.mark.parametrize("sigint", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "background job"])
+def test_sigterm_is_as_ctrl_c_but_for_the_exit_code(tmp_path: Path, sigint: signal.Handlers) -> None:
+    log = tmp_path / "cut.log"
+    ended = subprocess.run(
+        [sys.executable, "-c", TERMINATED, "simulate", *SMALL, "--events", str(log)],
+        capture_output=True, text=True, check=False, preexec_fn=lambda: signal.signal(signal.SIGINT, sigint),
+    )  # fmt: skip
+    assert ended.returncode == 143, ended.stderr
+    assert ended.stderr.startswith("interrupted at ")
+    assert sum(" asked " in line for line in log.read_text().splitlines()) == 20
