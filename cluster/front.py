@@ -125,7 +125,7 @@ class Front:
             observe=routing.observe,
         )
         self._shared_load = self._share_load()
-        metrics = RequestMetrics()
+        metrics = RequestMetrics(model=config.model_name)
         self.registry = metrics.registry
         self.registry.register(FleetCollector(self.fleet))
         self.registry.register(PredictionCollector(self.fleet.predictor, routing.shadows))

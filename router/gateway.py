@@ -133,16 +133,24 @@ class Gateway:
         limited = ask.tenant.tokens_per_min is not None
 
         def note(index: int, text: str, num_tokens: int, now: float) -> None:
+            track.waited(index, num_tokens, now)
+            settled(index, text, num_tokens, now)
+
+        def settled(index: int, text: str, num_tokens: int, now: float) -> None:
             track.wrote(index, num_tokens, now)
             counted.said(num_tokens)
             if limited:
                 reception.wrote(ask.tenant, num_tokens)
 
+        if say is not None and say.shortcut is not None:
+            say.shortcut.gaps = track.gaps
         async with reception.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):
             self.routing.records.open(ask.jobs)
             error: BaseException | None = None
             try:
-                told = answer(self.generate, ask, self.tokenizer.vocabulary, None if say is None else say.under(note))
+                told = answer(
+                    self.generate, ask, self.tokenizer.vocabulary, None if say is None else say.under(note, settled)
+                )
                 async with aclosing(told) as pieces:
                     with pace.running():
                         async for piece in pieces:
@@ -158,6 +166,7 @@ class Gateway:
             finally:
                 self.routing.records.close(ask.jobs, error)
                 usage = counted.usage()
+                track.used(usage)
                 if usage.completion_tokens:
                     reception.served(
                         ask.tenant,

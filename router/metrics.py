@@ -3,41 +3,58 @@
 from __future__ import annotations
 
 import asyncio
+import platform
+from collections.abc import Iterable
+from importlib.metadata import version
 from types import TracebackType
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from protos.errors import BatonError, Cancelled, Internal
+from router.gaps import AnswerGaps, TokenGaps
 from router.text.answer import Piece, Usage
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+_GAP_SECONDS = (*_TOKEN_SECONDS, 2.5, 5.0, 10.0)
 _LONG_SECONDS = (*_SECONDS, 120.0, 300.0, 600.0)
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_LABELS = ("endpoint", "model")
 
 
 class RequestMetrics:
-    """One registry an application, never the global one. Labels: the endpoint and the outcome, both closed sets."""
+    """One registry an application, never the global one. Labels: the endpoint, the outcome and the model, all closed
+    sets."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, registry: CollectorRegistry | None = None, *, model: str = "") -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each of a counter and a histogram, which few can use
         self.registry = registry or CollectorRegistry()
+        self.model = model
         self.requests = self._counter("requests", "Requests answered; outcome is ok or an error's code", "outcome")
-        self.in_flight = Gauge(
-            "baton_requests_in_flight", "Requests being answered", ("endpoint",), registry=self.registry
-        )
-        self.ttft = self._histogram("ttft", "Arrival to first token", _SECONDS)
-        self.tpot = self._histogram("tpot", "Mean time between a choice's tokens", _TOKEN_SECONDS)
-        self.e2e = self._histogram("e2e", "Arrival to last token", _LONG_SECONDS)
-        self.queue = self._histogram("queue", "Wait for a worker", _SECONDS)
+        self.in_flight = Gauge("baton_requests_in_flight", "Requests being answered", _LABELS, registry=self.registry)
+        self.ttft = self._histogram("ttft_seconds", "Arrival to first token", _SECONDS)
+        self.tpot = self._histogram("tpot_seconds", "Mean time between a choice's tokens", _TOKEN_SECONDS)
+        self.e2e = self._histogram("e2e_seconds", "Arrival to last token", _LONG_SECONDS)
+        self.queue = self._histogram("queue_seconds", "Wait for a worker", _SECONDS)
+        self.prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.answer_length = self._histogram("request_generated_tokens", "Tokens generated for a request", _TOKENS)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of completed requests")
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in a prefix cache")
         self._endpoints: dict[str, Endpoint] = {}
+        self.registry.register(_GapCollector(self._endpoints))
+        build = Gauge(
+            "baton_build_info", "1, with what runs here", ("version", "python", "model"), registry=self.registry
+        )
+        build.labels(version("baton"), platform.python_version(), model).set(1)
 
     def _counter(self, name: str, told: str, *labels: str) -> Counter:
-        return Counter(f"baton_{name}", told, ("endpoint", *labels), registry=self.registry)
+        return Counter(f"baton_{name}", told, (*_LABELS, *labels), registry=self.registry)
 
     def _histogram(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"baton_{name}_seconds", told, ("endpoint",), buckets=buckets, registry=self.registry)
+        return Histogram(f"baton_{name}", told, _LABELS, buckets=buckets, registry=self.registry)
 
     def track(self, endpoint: str) -> Track:
         """Starts a request's clock; `endpoint` is one of our own names, never the client's text."""
@@ -50,34 +67,54 @@ class Endpoint:
     """The metrics of one endpoint: looking a label up costs more than counting."""
 
     def __init__(self, metrics: RequestMetrics, name: str) -> None:
-        self._name = name
+        labels = self.labels = (name, metrics.model)
         self._requests = metrics.requests
         self._answered: dict[str, Counter] = {}
-        self.in_flight = metrics.in_flight.labels(name)
-        self.ttft = metrics.ttft.labels(name)
-        self.tpot = metrics.tpot.labels(name)
-        self.e2e = metrics.e2e.labels(name)
-        self.queue = metrics.queue.labels(name)
-        self.prompt_tokens = metrics.prompt_tokens.labels(name)
-        self.generated_tokens = metrics.generated_tokens.labels(name)
-        self.cached_tokens = metrics.cached_tokens.labels(name)
+        self.gaps = TokenGaps(_GAP_SECONDS)
+        self.in_flight = metrics.in_flight.labels(*labels)
+        self.ttft = metrics.ttft.labels(*labels)
+        self.tpot = metrics.tpot.labels(*labels)
+        self.e2e = metrics.e2e.labels(*labels)
+        self.queue = metrics.queue.labels(*labels)
+        self.prompt_length = metrics.prompt_length.labels(*labels)
+        self.answer_length = metrics.answer_length.labels(*labels)
+        self.prompt_tokens = metrics.prompt_tokens.labels(*labels)
+        self.generated_tokens = metrics.generated_tokens.labels(*labels)
+        self.cached_tokens = metrics.cached_tokens.labels(*labels)
 
     def answered(self, outcome: str) -> Counter:
         if outcome not in self._answered:
-            self._answered[outcome] = self._requests.labels(self._name, outcome)
+            self._answered[outcome] = self._requests.labels(*self.labels, outcome)
         return self._answered[outcome]
 
 
+class _GapCollector(Collector):
+    def __init__(self, endpoints: dict[str, Endpoint]) -> None:
+        self._endpoints = endpoints
+
+    def collect(self) -> Iterable[Metric]:
+        itl = HistogramMetricFamily("baton_itl_seconds", "Time between two tokens of an answer", labels=_LABELS)
+        for endpoint in self._endpoints.values():
+            itl.add_metric(endpoint.labels, endpoint.gaps.buckets(), endpoint.gaps.sum_s)
+        yield itl
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
+
+
 class Track:
-    """One request, measured from here to `finish`: a context manager, unless its response outlives the block."""
+    """One request, measured from here to `finish`: a context manager, unless its response outlives the block. `usage`
+    is None before it has ended; `outcome` is "" before `finish`."""
 
     def __init__(self, metrics: Endpoint) -> None:
         self._metrics = metrics
         self._clock = asyncio.get_running_loop().time
         self._start = self._clock()
         self._spans: dict[int, tuple[float, float, int]] = {}
-        self._finished = False
         self._generated = metrics.generated_tokens
+        self.gaps = AnswerGaps(metrics.gaps, self._start)
+        self.usage: Usage | None = None
+        self.outcome = ""
         metrics.in_flight.inc()
 
     def saw(self, piece: Piece) -> None:
@@ -90,14 +127,21 @@ class Track:
         if (span := self._spans.get(piece.index)) is None:
             self._metrics.queue.observe(piece.queue_s)
             self._spans[piece.index] = (now, now, piece.num_tokens)
+            self.gaps.last_s = now
         else:
+            self.waited(piece.index, piece.num_tokens, now)
             self._spans[piece.index] = (span[0], now, span[2] + piece.num_tokens)
         self._generated.inc(piece.num_tokens)
+
+    def waited(self, index: int, num_tokens: int, now: float) -> None:
+        """Notes the gap before tokens of a choice that `saw` has noted before. Those of a short cut it has counted."""
+        self._metrics.gaps.add((now - self._spans[index][1]) / num_tokens, num_tokens)
 
     def wrote(self, index: int, num_tokens: int, now: float) -> None:
         """Notes more tokens of a choice that `saw` has noted before."""
         first, _, count = self._spans[index]
         self._spans[index] = (first, now, count + num_tokens)
+        self.gaps.last_s = now
         self._generated.inc(num_tokens)
 
     def count(self, usage: Usage) -> None:
@@ -105,19 +149,26 @@ class Track:
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.cached_tokens.inc(usage.cached_tokens)
 
+    def used(self, usage: Usage) -> None:
+        """What the request came to, however it ended."""
+        self.usage = usage
+
     def finish(self, error: BaseException | None = None) -> None:
         """Ends the measurement; later calls change nothing."""
-        if self._finished:
+        if self.outcome:
             return
-        self._finished = True
+        self.outcome = _outcome(error)
         self._metrics.in_flight.dec()
-        self._metrics.answered(_outcome(error)).inc()
+        self._metrics.answered(self.outcome).inc()
         if error is not None:
             return
         self._metrics.e2e.observe(self._clock() - self._start)
         for first, last, count in self._spans.values():
             if count > 1:
                 self._metrics.tpot.observe((last - first) / (count - 1))
+        if self.usage is not None:
+            self._metrics.prompt_length.observe(self.usage.prompt_tokens)
+            self._metrics.answer_length.observe(self.usage.completion_tokens)
 
     def __enter__(self) -> Track:
         return self

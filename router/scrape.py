@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-POOL = "baton_pool_"
+POOL, WORKER = "baton_pool_", "baton_worker_"
 _NAN = float("nan")  # JSON has none
 COUNTED_HERE = frozenset(f"{POOL}{name}" for name in ("prompt_tokens", "prefix_hit_tokens", "pauses"))
 """Of the series about pools, those that a gateway counts of what went through it."""
@@ -54,4 +54,4 @@ class Merged(Collector):
 
 
 def heard_of_workers(name: str) -> bool:
-    return name.startswith(POOL) and name not in COUNTED_HERE
+    return name.startswith((POOL, WORKER)) and name not in COUNTED_HERE

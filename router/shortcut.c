@@ -24,6 +24,9 @@ typedef struct { char *text; u32 num_text, num_json; } Word; /* `text`, then `js
 typedef struct { Word *words; u32 num; } Words;
 typedef struct { char *bytes; u32 num, cap; } Bytes;
 
+#define MAX_BOUNDS 32
+typedef struct { double sum, bounds[MAX_BOUNDS]; u64 counts[MAX_BOUNDS + 1]; u32 num; } Gaps; /* router/gaps.py has the same */
+
 typedef struct {
     const Words *words;
     int fd; /* below 0: nothing is written */
@@ -31,6 +34,7 @@ typedef struct {
     u64 stops[4]; int has_stops;
     const double *gap; /* seconds between events, 0 while the gateway is on time */
     double said_s, last_s;
+    Gaps *gaps; /* between tokens, of many answers; NULL: they are not measured */
     u32 *ids, num_ids, cap_ids;
     Bytes held, rest;
 } Shortcut;
@@ -86,6 +90,15 @@ Shortcut *shortcut_new(const Words *words, int fd, const char *before, u32 num_b
     s->words = words; s->fd = fd; s->before = num_before; s->behind = num_behind; s->gap = gap;
     for (int i = 0; i < 4; i++) { s->stops[i] = stops[i]; s->has_stops |= stops[i] != 0; }
     return s;
+}
+
+/* From now on the time between tokens is counted there; the last one before was at `last_s`. */
+void shortcut_measure(Shortcut *s, Gaps *gaps, double last_s) { s->gaps = gaps; s->last_s = last_s; }
+
+static void count_gap(Gaps *g, double gap) {
+    u32 at = 0;
+    while (at < g->num && gap > g->bounds[at]) at++;
+    g->counts[at]++; g->sum += gap;
 }
 
 /* Closes its descriptor. */
@@ -163,6 +176,7 @@ static int take(Board *b, Shortcut *s, u32 id, double now) {
             if (!say(b, s, json, w->num_json, now)) return 0;
         } else if (shortcut_hold(s, json, w->num_json)) return 0;
     }
+    if (s->gaps) count_gap(s->gaps, now - s->last_s);
     s->ids[s->num_ids++] = id; s->last_s = now;
     return 1;
 }

@@ -21,6 +21,7 @@ from typing import Protocol
 import orjson
 
 from kvtransfer.native import Functions, load
+from router.gaps import AnswerGaps
 
 Note = Callable[[Sequence[int], float], None]
 """Is told of tokens that were taken; the last of them at that time (the loop's clock)."""
@@ -43,6 +44,7 @@ _FUNCTIONS: Functions = {
     "shortcut_settle": ((_P, _P), _F),
     "shortcut_leave": ((_P, _P, _P), None),
     "shortcut_hold": ((_P, _S, _N), ctypes.c_int),
+    "shortcut_measure": ((_P, _P, _F), None),
     "board_new": ((), _P),
     "board_free": ((_P,), None),
     "board_open": ((_P, _N, _P), ctypes.c_int),
@@ -131,6 +133,7 @@ class Shortcut:
         self._owner: Owner | None = None
         self._number = 0
         self._has_no_exit = False
+        self.gaps: AnswerGaps | None = None  # where the time between tokens is counted, if it is
         self._counts = (ctypes.c_uint32 * 3)()
 
     def __del__(self) -> None:
@@ -159,6 +162,8 @@ class Shortcut:
             return False
         if told:
             _check(self.library.shortcut_hold(self._pointer, told, len(told)))
+        if self.gaps is not None:
+            self.library.shortcut_measure(self._pointer, self.gaps.of_all.address, self.gaps.last_s)
         board.put(number, self._pointer, owner, self.pace)
         self._board, self._number, self._owner, self._note = board, number, owner, note
         return True

@@ -59,8 +59,10 @@ class Say:
     note: Callable[[int, str, int, float], None]
     shortcut: Shortcut | None = None
 
-    def under(self, note: Callable[[int, str, int, float], None]) -> Say:
-        """For the layer below, whose `note` learns of all that was said."""
+    def under(
+        self, note: Callable[[int, str, int, float], None], settled: Callable[[int, str, int, float], None]
+    ) -> Say:
+        """For the layer below, whose `note` learns of what was said, and `settled` of what the short cut has said."""
         say_above, note_above = self.say, self.note
 
         def say(index: int, text: str, num_tokens: int, now: float) -> bool:
@@ -71,7 +73,7 @@ class Say:
 
         def both(index: int, text: str, num_tokens: int, now: float) -> None:
             note_above(index, text, num_tokens, now)
-            note(index, text, num_tokens, now)
+            settled(index, text, num_tokens, now)
 
         return Say(say, both, self.shortcut)
 

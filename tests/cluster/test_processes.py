@@ -46,7 +46,7 @@ class Client:
 
     async def counts(self, name: str, labels: str = "") -> dict[int, float]:
         """Of completions, by process."""
-        series = rf'^baton_{name}{{endpoint="completions"{labels},process="(\d)"}} (\S+)$'
+        series = rf'^baton_{name}{{endpoint="completions",model="demo"{labels},process="(\d)"}} (\S+)$'
         found = re.findall(series, (await self.get("/metrics")).text, re.MULTILINE)
         return {int(process): float(count) for process, count in found}
 

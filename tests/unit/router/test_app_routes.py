@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -210,11 +213,19 @@ async def test_the_bodies_are_documented() -> None:
     assert '"$ref": "#/$defs' not in json.dumps(document)
 
 
+def check_format(shown: str) -> None:
+    """As Prometheus' own tool sees it, where it is installed."""
+    if promtool := shutil.which("promtool"):
+        command = [promtool, "check", "metrics"]
+        checked = subprocess.run(command, input=shown, capture_output=True, text=True, check=False)
+        assert (checked.returncode, checked.stderr) == (0, "")
+
+
 async def test_metrics_tell_what_happened() -> None:
-    metrics = RequestMetrics()
+    metrics = RequestMetrics(model="tiny")
 
     def value(name: str, **labels: str) -> float | None:
-        return metrics.registry.get_sample_value(name, labels)
+        return metrics.registry.get_sample_value(name, labels | {"model": "tiny"})
 
     async with visiting(metrics=metrics) as (client, generate):
         await client.post("/v1/chat/completions", json=CHAT)
@@ -233,7 +244,15 @@ async def test_metrics_tell_what_happened() -> None:
     num_prompt = len(generate.jobs[1].prompt_ids)
     assert value("baton_prompt_tokens_total", endpoint="completions") == num_prompt
     assert value("baton_cached_tokens_total", endpoint="completions") == num_prompt // 2
-    assert "baton_ttft_seconds_bucket" in shown
+    assert value("baton_ttft_seconds_bucket", endpoint="completions", le="15.0") == 1
+    assert value("baton_ttft_seconds_bucket", endpoint="completions", le="20.0") == 1
+    for endpoint in ("chat.completions", "completions"):
+        assert value("baton_itl_seconds_count", endpoint=endpoint) == num_tokens - 1
+        assert value("baton_request_generated_tokens_sum", endpoint=endpoint) == num_tokens
+    assert value("baton_request_prompt_tokens_sum", endpoint="completions") == num_prompt
+    assert f'version="{version("baton")}"' in shown
+    assert "_created" not in shown
+    check_format(shown)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -250,7 +269,7 @@ async def test_a_client_that_goes_away_ends_its_jobs(stream: bool, n: int, after
             asking.cancel()
         await asyncio.wait_for(generate.idle.wait(), timeout=10)
         assert len(generate.closed) == n
-    outcome = {"endpoint": "completions", "outcome": "cancelled"}
+    outcome = {"endpoint": "completions", "outcome": "cancelled", "model": ""}
     assert metrics.registry.get_sample_value("baton_requests_total", outcome) == 1
 
 

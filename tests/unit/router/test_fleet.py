@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from kvtransfer.hashing import chain_hashes
 from protos.errors import WorkerLost
 from protos.values import Hello, HostLoad, LaneLoad, SequenceUpdate, StepMessage, WorkerLoad
+from router import fleet_metrics
 from router.fleet_metrics import FleetCollector
 from router.member import Member, WorkerState
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
@@ -261,6 +262,29 @@ async def test_metrics_tell_over_what_lanes_go_and_why(cluster: Cluster) -> None
     await cluster.until_state("p0", WorkerState.LOST)
     assert value("lanes", "shm") is None
     assert value("lanes_lost_total", "gloo", "no memory in common") == 3
+
+
+async def test_workers_have_series_of_their_own_up_to_a_bound(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = CollectorRegistry()
+    registry.register(FleetCollector(cluster.fleet))
+    cluster["d0"].load = WorkerLoad(step=1, num_blocks=100, num_free_blocks=60, num_running=2)
+    cluster["d0"].say()
+    await cluster.until(lambda: cluster.fleet.status()[1].load.num_running == 2)
+
+    def value(name: str, worker: str, pool: str) -> float | None:
+        return registry.get_sample_value(f"baton_worker_{name}", {"worker": worker, "pool": pool})
+
+    assert value("kv_blocks_used", "d0", "decode") == 40
+    assert (value("running", "d0", "decode"), value("ready", "p0", "prefill")) == (2, 1)
+    assert registry.get_sample_value("baton_worker_unlisted") == 0
+    await cluster["d0"].die()
+    await cluster.until_state("d0", WorkerState.LOST)
+    assert (value("ready", "d0", "decode"), value("running", "d0", "decode")) == (0, 0)
+    monkeypatch.setattr(fleet_metrics, "MAX_WORKERS", 1)
+    assert value("ready", "p0", "prefill") is None
+    assert registry.get_sample_value("baton_worker_unlisted") == 1
 
 
 HOST = HostLoad(num_blocks=50, num_used=20, num_hit_tokens=8, load_s=0.5)

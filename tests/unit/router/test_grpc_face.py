@@ -209,7 +209,7 @@ async def test_a_client_that_goes_away_ends_its_jobs(n: int) -> None:
         call.cancel()
         await asyncio.wait_for(generate.idle.wait(), timeout=10)
     assert len(generate.closed) == n
-    outcome = {"endpoint": "grpc.generate", "outcome": "cancelled"}
+    outcome = {"endpoint": "grpc.generate", "outcome": "cancelled", "model": ""}
     assert metrics.registry.get_sample_value("baton_requests_total", outcome) == 1
 
 

@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from router.client import Updates
+from router.gaps import AnswerGaps, TokenGaps
 from router.generation import Tap
 from router.pace import Pace
 from router.shortcut import Board, Shortcut, Words, compiled
@@ -107,6 +108,21 @@ def lines() -> Iterator[Callable[..., Line]]:
     yield make
     for line in made:
         line.hang_up()
+
+
+def test_the_time_between_tokens_is_counted_where_they_are_taken(lines: Callable[..., Line]) -> None:
+    """Also that before the first one, after a token that came another way."""
+    board, gaps = Board(), TokenGaps((0.25, 0.5, 1.0))
+    for number in (1, 2):
+        line = lines()
+        line.shortcut.gaps = AnswerGaps(gaps, 10.0)
+        line.open(board, number)
+    assert list(board.deliver([1, 2], [1, 2], 10.25)) == []
+    assert list(board.deliver([1], [1], 10.75)) == []
+    assert list(board.deliver([1, 2], [1, 4], 13.0)) == [1], "what is not taken is not counted"
+    gaps.add(0.1, 2)
+    assert gaps.buckets() == [("0.25", 4.0), ("0.5", 5.0), ("1.0", 5.0), ("+Inf", 6.0)]
+    assert gaps.sum_s == pytest.approx(0.25 + 0.25 + 0.5 + 2.25 + 0.2)
 
 
 def test_each_token_is_an_event_and_is_noted_later(lines: Callable[..., Line]) -> None:

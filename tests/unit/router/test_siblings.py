@@ -82,7 +82,7 @@ async def test_any_process_tells_of_all_of_them(make: Callable[..., Cluster], tm
             assert told["processes"][0]["state"] == "waiting"
 
             page = (await client.get("/metrics")).text
-            counted = r'^baton_requests_total{endpoint="completions",outcome="ok",process="(.)"} (\S+)$'
+            counted = r'^baton_requests_total{endpoint="completions",model="",outcome="ok",process="(.)"} (\S+)$'
             assert re.findall(counted, page, re.MULTILINE) == [("0", "2.0"), ("1", "2.0")]
             heard = r'^baton_pool_kv_blocks{pool="colocated"} (\S+)$'
             assert len(re.findall(heard, page, re.MULTILINE)) == 1, "what workers say is told once"
