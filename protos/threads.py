@@ -21,15 +21,16 @@ class DeepThreads(ThreadPoolExecutor):
     """So many, started with the first things to do. Compiled code that runs out of a usual stack ends its whole
     process."""
 
-    def __init__(self, name: str, num: int = 1) -> None:
-        super().__init__(max_workers=num, thread_name_prefix=name)
-        self._name, self._num = name, num
+    def __init__(self, name: str, num: int = 1, begin: Callable[[], None] | None = None) -> None:
+        """`begin` is called on each thread before anything else."""
+        super().__init__(max_workers=num, thread_name_prefix=name, initializer=begin)
+        self._name, self._num, self._begin = name, num, begin
         self._next: DeepThreads | None = None
 
     def successor(self) -> DeepThreads:
         """As many others, which take over what waits here, and what is still given to these by who does not know yet.
         What is being done is done to its end, and its thread ends with it once nobody has these any more."""
-        other = DeepThreads(self._name, self._num)
+        other = DeepThreads(self._name, self._num, self._begin)
         with _starting, suppress(Empty):
             self._next = other
             while True:

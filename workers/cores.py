@@ -10,7 +10,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,6 +143,18 @@ def _is_file(lock: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(lock), path.stat())
     except FileNotFoundError:
         return False
+
+
+def leave_cores(niceness: int = 0) -> None:
+    """The calling thread may run wherever its process may, and not only on the cores of the thread that has started it;
+    a nice one runs behind those that compute. Never raises."""
+    try:
+        if hasattr(os, "sched_getaffinity"):
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
+        if niceness and sys.platform == "linux":  # elsewhere all threads of a process are as nice
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    except OSError as error:
+        log.warning("a thread stays on the cores of those that compute: %s", error)
 
 
 def claim_cores(num_threads: int, asked: str, rank: int = 0) -> Cores:

@@ -38,6 +38,8 @@ MAX_GRAMMAR_CHARS = 128 * 1024
 
 MAX_CHECKED = 1024
 MAX_AT_ONCE = 4
+LARGE_CHARS, MAX_LARGE = 8192, 2
+"""Of a grammar that does not keep smaller ones waiting: so many of these at once."""
 CPU_S = 1.0
 WAIT_S = 10.0
 """Whoever has waited so long is to come again. A process that has not answered for so long is ended."""
@@ -49,7 +51,7 @@ class GrammarChecks:
     def __init__(self) -> None:
         self._found: OrderedDict[bytes, str] = OrderedDict()
         self._asked: dict[bytes, _Asked] = {}
-        self._turn = asyncio.Semaphore(MAX_AT_ONCE)
+        self._turn, self._turn_of_large = asyncio.Semaphore(MAX_AT_ONCE), asyncio.Semaphore(MAX_LARGE)
         self._threads = ThreadPoolExecutor(max_workers=MAX_AT_ONCE, thread_name_prefix="grammar-checks")
         self._compilers = threading.local()
 
@@ -92,7 +94,8 @@ class GrammarChecks:
                 self._asked.pop(name, None)
 
     async def _find(self, name: bytes, encoded: bytes) -> str:
-        async with self._turn:
+        before = self._turn_of_large if len(encoded) > LARGE_CHARS else contextlib.nullcontext()
+        async with before, self._turn:
             self._asked[name].has_turn = True
             try:
                 wrong = await asyncio.get_running_loop().run_in_executor(self._threads, self._compiled, encoded)

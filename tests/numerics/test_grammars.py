@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 from collections.abc import Sequence
@@ -259,6 +260,49 @@ def test_a_mask_that_takes_too_long_ends_its_request_and_holds_up_nobody(
     go_on.set()
     with pytest.raises(InvalidRequest, match="MAX_MASK_S"):
         grammars.allowed("c", Sample(params=under(endless), index=0, output_ids=()))
+
+
+def test_large_grammars_hold_up_no_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each for its own request, however many there are."""
+    write_tokenizer(tmp_path)
+    go_on, make = threading.Event(), GuidanceGrammars._matcher
+
+    def slowly(self: GuidanceGrammars, grammar: str) -> Any:
+        assert len(grammar) <= guidance.LARGE_CHARS or go_on.wait(60)
+        return make(self, grammar)
+
+    monkeypatch.setattr(GuidanceGrammars, "_matcher", slowly)
+    grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+    large = [f"large-{number}" for number in range(5)]
+    for name in large:
+        grammars.begin(name, choice_grammar([name * guidance.LARGE_CHARS]), ())
+    assert len(mask_of(grammars, choice_grammar(["a"]))) == 1
+    assert set(large) <= set(grammars.late())
+    go_on.set()
+
+
+def test_masks_are_not_made_on_the_engines_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that computes is bound to it, and starts the others."""
+    write_tokenizer(tmp_path)
+    make, found = GuidanceGrammars._mask, list[tuple[set[int], int]]()
+
+    def looking(self: GuidanceGrammars, standing: Any) -> Any:
+        found.append((os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+        return make(self, standing)
+
+    monkeypatch.setattr(GuidanceGrammars, "_mask", looking)
+    everywhere, nice = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def engine() -> None:
+        os.sched_setaffinity(0, {min(everywhere)})
+        grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+        [first] = mask_of(grammars, choice_grammar(["ab"]))
+        mask_of(grammars, choice_grammar(["ab"]), (first,))
+
+    bound = threading.Thread(target=engine)
+    bound.start()
+    bound.join()
+    assert found == [(everywhere, min(19, nice + guidance.NICE)), (everywhere, nice)]
 
 
 @pytest.mark.parametrize("grammar", [choice_grammar(["</s>!"]), regex_grammar("</s>!"), 'start: "</s>" "!"'])

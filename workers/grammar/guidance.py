@@ -5,10 +5,13 @@
                                                                               └─ in MAX_MASK_S, or the request ends
 
 What a grammar costs shows only as it unfolds: a token of one of 50 characters took a tenth of a second, one of 6 kB
-half of one. So threads are of three kinds: for those that are new, for those whose last mask was made quickly, and for
-the others; whoever is quick waits for nobody who was slow. The library counts the work of a mask and gives up at a
-limit, and the interpreter's lock is given up meanwhile. What it counts may take ten seconds of a core and more: so time
-is bounded as well. A thread cannot be ended: others take the place of those that one is stuck among.
+half of one. So threads are of four kinds: for those that are new, for those of them that are large, for those whose
+last mask was made quickly, and for the others; whoever is quick waits for nobody who was slow. They may use every core
+of the process, and not only the engine's, whose thread starts them; all but the quick run behind the engine.
+
+The library counts the work of a mask and gives up at a limit, and the interpreter's lock is given up meanwhile. What it
+counts may take ten seconds of a core and more: so time is bounded as well. A thread cannot be ended: others take the
+place of those that one is stuck among.
 
 Matchers are kept until their requests end, and compiled grammars for whoever comes with the same one. Both are caches:
 what was dropped is made again from grammar and output, and says the same.
@@ -24,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from weakref import ref
@@ -34,6 +38,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from protos.errors import InvalidRequest
 from protos.grammars import in_our_words
 from protos.threads import DeepThreads
+from workers.cores import leave_cores
 from workers.engine.batch import Sample
 from workers.grammar.base import Mask, without
 
@@ -46,6 +51,10 @@ PATIENCE_S = 0.005
 MAX_MASK_S = 2.0
 """Of a thread's own CPU time, for one mask: on a busy host a mask is not refused for what others do."""
 WATCH_S = 0.25
+LARGE_CHARS = 8192
+"""Of a grammar that keeps no smaller one waiting: a pattern of 26,000 took 0.7 s to compile, most of 8,000 0.1 s."""
+NICE = 10
+"""Of threads that nobody's next token waits for: a tenth of the share of a core that a computing thread has."""
 _TOO_LONG = (
     f"the answer cannot follow its grammar: choosing a token takes more than {MAX_MASK_S:g} s of CPU time (MAX_MASK_S)"
     ": make it less ambiguous, so that a text can be read in one way only, and let fewer rules nest and repeat"
@@ -106,7 +115,8 @@ class GuidanceGrammars:
         self._late: set[str] = set()
         self._patience_s = PATIENCE_S
         self._threads = {
-            name: DeepThreads(f"grammars-{name}", num) for name, num in (("new", 2), ("quick", 2), ("slow", 1))
+            name: DeepThreads(f"grammars-{name}", num, partial(leave_cores, niceness))
+            for name, num, niceness in (("new", 2, NICE), ("large", 1, NICE), ("quick", 2, 0), ("slow", 1, NICE))
         }
         self._making: dict[Future[Mask], _Making] = {}  # whoever takes one out of it says how it ended
         self._watch: threading.Thread | None = None
@@ -164,12 +174,12 @@ class GuidanceGrammars:
         self.release([request_id])
         standing = self._standing[request_id] = _Standing(grammar=grammar, compiled=compiled, output_ids=output_ids)
         self._late.add(request_id)
-        made = standing.made
+        made, pool = standing.made, _newcomers(grammar)
         if self._watch is None:
             self._watch = threading.Thread(target=_watch, args=(ref(self),), name="grammars-watch", daemon=True)
             self._watch.start()
         compiled.matcher.add_done_callback(
-            lambda matcher: self._threads["new"].submit(self._make, standing, made, "new", matcher)
+            lambda matcher: self._threads[pool].submit(self._make, standing, made, pool, matcher)
         )
 
     def _waited(self, made: Future[Mask]) -> bool:
@@ -192,7 +202,7 @@ class GuidanceGrammars:
     def _compile(self, grammar: str) -> _Compiled:
         found = self._compiled.pop(grammar, None)
         if found is None:
-            found = _Compiled(self._threads["new"].submit(self._matcher, grammar))
+            found = _Compiled(self._threads[_newcomers(grammar)].submit(self._matcher, grammar))
             self._num_chars += len(grammar)
         self._compiled[grammar] = found
         while len(self._compiled) > 1 and (len(self._compiled) > MAX_COMPILED or self._num_chars > MAX_COMPILED_CHARS):
@@ -300,6 +310,11 @@ class GuidanceGrammars:
         except (OSError, ValueError) as error:
             log.warning("answers cannot be constrained: %s: %s", self._path, error)
             raise InvalidRequest(f"this worker cannot constrain answers: {error}", param="grammar") from error
+
+
+def _newcomers(grammar: str) -> str:
+    """The threads for a grammar that is new."""
+    return "large" if len(grammar) > LARGE_CHARS else "new"
 
 
 def without_specials(tokenizer: str) -> str:

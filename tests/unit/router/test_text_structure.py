@@ -114,9 +114,9 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
 
 
 class Held:
-    """Holds up whoever compiles `grammar` until `go_on`."""
+    """Holds up whoever compiles one of the grammars until `go_on`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, grammar: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *grammars: str) -> None:
         self.asked: list[str] = []
         self.begun, self.go_on = threading.Event(), threading.Event()
         compile_it = checks._Compiler.ask
@@ -124,7 +124,7 @@ class Held:
         def ask(compiler: Any, encoded: bytes) -> str:
             self.asked.append(encoded.decode())
             self.begun.set()
-            assert self.asked[-1] != grammar or self.go_on.wait(60)
+            assert encoded.decode() not in grammars or self.go_on.wait(60)
             return compile_it(compiler, encoded)
 
         monkeypatch.setattr(checks._Compiler, "ask", ask)
@@ -151,6 +151,17 @@ async def test_a_grammar_that_takes_long_holds_up_nobody(monkeypatch: pytest.Mon
     held.go_on.set()
     await asyncio.gather(*slow)
     assert sorted(held.asked) == ['start: "a"', 'start: "b"'], "each of them once"
+
+
+async def test_large_grammars_hold_up_no_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = [choice_grammar([str(number) * checks.LARGE_CHARS]) for number in range(checks.MAX_AT_ONCE)]
+    held, checking = Held(monkeypatch, *large), GrammarChecks()
+    slow = [asyncio.create_task(checking.check(one, param="grammar")) for one in large]
+    assert await asyncio.to_thread(held.begun.wait, 60)
+    await checking.check('start: "b"', param="grammar")
+    assert not any(one.done() for one in slow)
+    held.go_on.set()
+    await asyncio.gather(*slow)
 
 
 async def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyPatch, processes: Processes) -> None:
