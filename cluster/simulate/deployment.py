@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cluster.placement import Node, WorkerPlan, plan
@@ -25,6 +25,7 @@ from cluster.supervisor import Supervisor
 from protos.errors import BatonError, WorkerLost
 from protos.values import WorkerLoad, WorkerRole
 from router.admission.admission import Admission
+from router.choosing import routing_of
 from router.client import WorkerClient
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
@@ -33,6 +34,7 @@ from router.prefix.index import NO_MATCH
 from router.prefix.redis import RedisPrefixIndex
 from router.prefix.redis_store import Store
 from router.prefix.registry import local_index
+from router.record import Records
 from router.successors import Successor
 
 HEALTH_TIMEOUT_S = 2.0
@@ -60,7 +62,9 @@ class Gateway:
             peers=self.shared,
         )
         policy = policy_of(config.router)
-        self.dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config.router)
+        self.records = Records(config.router.num_decisions)
+        routing = replace(routing_of(config.router), records=self.records)
+        self.dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config.router, routing=routing)
         self.admission = Admission(self.dispatcher, fleet=self.fleet, config=config.router)
         self.requests: dict[asyncio.Task[None], None] = {}
         self.alive = True

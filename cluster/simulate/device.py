@@ -18,7 +18,7 @@ import numpy as np
 
 from cluster.simulate.latency import Chance, Latency, Step, step_of
 from kvtransfer.reshard import Cut
-from protos.values import KVLayout
+from protos.values import KVLayout, Logprobs, TokenLogprob
 from workers.engine.batch import Batch, Repeated, Row, RowOutput, Sample, StepOutput
 from workers.toy import MODULUS, STRIDE, summed_token
 
@@ -79,7 +79,8 @@ class Device:
     """The pipeline of one engine (`workers.engine.batch.Pipeline`) and its KV cache (`workers.kv.mover.Blocks`).
 
     `now_s` is the engine's own time: set before each of its turns, moved on by what it waits for. `slowness`
-    multiplies the time of steps that begin from now on, `chance` changes that of each.
+    multiplies the time of steps that begin from now on, `chance` changes that of each. A `thorough` device keeps in
+    `began` the position that was computed first, by request.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Device:
         self.now_s = 0.0
         self.slowness = 1.0
         self.tally = Tally()
+        self.began: dict[str, int] = {}
         self.last = Batch(rows=())
         self.last_s = 0.0
         self._latency = latency
@@ -215,8 +217,10 @@ class Device:
         totals: dict[str, tuple[int, int]] = {}
         outputs = []
         for row, value in zip(rows, added, strict=True):
+            if self._thorough and self.began.get(row.request_id) is None:
+                self.began[row.request_id] = row.start
             if row.sample is None:
-                outputs.append(_NOTHING)
+                outputs.append(RowOutput(prompt_logprobs=_logprobs(row)) if row.prompt_targets else _NOTHING)
                 continue
             known = self._totals.get(row.request_id)
             if value is None or known is None or known[0] != row.start or self._thorough:
@@ -226,7 +230,7 @@ class Device:
                 stop, total = known[0] + 1, known[1] + value
             totals[row.request_id] = (stop, total)
             token_id = summed_token(total, weight=WEIGHT, vocab_size=self._vocab_size, sample=row.sample)
-            outputs.append(RowOutput(token_id=token_id))
+            outputs.append(RowOutput(token_id=token_id, prompt_logprobs=_logprobs(row)))
         self._totals = totals
         return StepOutput(rows=tuple(outputs))
 
@@ -319,6 +323,13 @@ def _moved(row: Row, block_ids: tuple[int, ...], stop: int, last: int, *, follow
         sample=Sample(params=row.sample.params, index=row.sample.index + stop - row.stop),
         prompt_len=row.prompt_len,
         follows=last if follows else None,
+    )
+
+
+def _logprobs(row: Row) -> tuple[Logprobs, ...]:
+    """Of the prompt's positions after the row's: what a client can check is which token each is of."""
+    return tuple(
+        [Logprobs(chosen=TokenLogprob(token_id=target, logprob=-1.0), rank=1) for target in row.prompt_targets]
     )
 
 

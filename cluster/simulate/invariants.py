@@ -7,6 +7,7 @@ tickets end with their leases and their lanes              by the worker (`watch
 whoever is aborted leaves nothing on its worker            by the worker (`watched`), at once
 workers hold what some gateway counts on, and no more      here, by the worker's service, every so often
 who is not held up gets on                                 here, by what the supervisor is told
+two seconds after its end a request holds nothing          here, a few times a second
 queues stay bounded, and count who waits                   here, every so often
 whoever waits hears something                              here, every few seconds
 gateways know what workers cache, and no more              here, when all is over
@@ -32,6 +33,7 @@ SETTLING_S = 60.0
 
 LOOK_S = 0.25
 WAITING_LOOK_S = 5.0
+ORPHANED_S = 2.0
 CALM_S = 6.0
 """By then whoever the last fault hurt has ended. Who ends later makes no progress, though there is nothing to do."""
 
@@ -46,7 +48,8 @@ class Invariants:
         self._every = deployment.config.audit_every
         self._patience_s = deployment.config.patience_s
         self._forgetful = forgetful
-        self._look_s = 0.0
+        self._look_s = self._orphans_look_s = 0.0
+        self._orphans: dict[tuple[SimulatedWorker, str], float] = {}  # requests nobody waits for, and since when
         self._num_events = 0
         self._seen: dict[SimulatedWorker, int] = {}
         self._loop = asyncio.get_running_loop()
@@ -59,6 +62,9 @@ class Invariants:
             self._check_progress()
         if not self._every:
             return
+        if self._loop.time() >= self._orphans_look_s:
+            self._orphans_look_s = self._loop.time() + LOOK_S
+            self._check_orphans()
         assert not self._deployment.stuck, f"{self._deployment.stuck[0]}, and nothing held it up"
         for worker in self._deployment.workers.values():
             if worker.turns.num_turns != self._seen.get(worker):
@@ -104,6 +110,21 @@ class Invariants:
         for asked in self._clients.asked.values():
             silent_s = now - asked.heard_s
             assert silent_s < self._patience_s, f"{asked.request_id} has heard nothing for {silent_s:.1f} s"
+
+    def _check_orphans(self) -> None:
+        """What a worker computes for a request that has ended goes when the step under way has."""
+        now, seen = self._loop.time(), self._orphans
+        self._orphans = {}
+        for worker in self._deployment.workers.values():
+            if worker.held_up:
+                continue
+            for request in worker.engine.scheduler.requests():
+                if request.request_id.rpartition(".")[0] not in self._clients.asked:
+                    since_s = self._orphans[worker, request.request_id] = seen.get((worker, request.request_id), now)
+                    bound_s = ORPHANED_S + 2 * worker.device.last_s
+                    assert now - since_s < bound_s, (
+                        f"{worker.worker_id} has {request.request_id} still, which ended {now - since_s:.1f} s ago"
+                    )
 
     def _is_busy(self) -> bool:
         return any(worker.busy for worker in self._deployment.workers.values())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cluster.bench.report import Record, Spread
 from cluster.collecting import collecting_in_bulk
 from cluster.simulate.chronicle import Chronicle
-from cluster.simulate.client import Clients, Transfers
+from cluster.simulate.client import Clients, Failure, Transfers
 from cluster.simulate.clock import VirtualLoop, run_virtually
 from cluster.simulate.config import SimulationConfig
 from cluster.simulate.deployment import Deployment, Served
@@ -42,6 +42,7 @@ class Outcome:
     transfer_bytes: int
     transfers: Transfers
     faults: Sequence[Happened] = ()
+    failures: Sequence[Failure] = ()
 
 
 class Interrupted(KeyboardInterrupt):
@@ -131,6 +132,7 @@ def _simulate(
             transfer_bytes=deployment.lanes.num_bytes,
             transfers=clients.transfers,
             faults=trouble.happened,
+            failures=clients.failures,
         )
 
     try:

@@ -9,16 +9,17 @@ from typing import Any
 
 from cluster.bench.workload import Lengths
 from cluster.config import PoolsConfig, SupervisionConfig
-from cluster.simulate.client import ABORTED, GATEWAY_LOST
+from cluster.simulate.client import ABORTED, GATEWAY_LOST, Failure
 from cluster.simulate.config import SimulationConfig, gateways_told, hardware_spec, read_settings, simulated_router
 from cluster.simulate.faults import CLIENTS, OF_LANES, OF_WORKERS, Fault, Kind, drawn
+from cluster.simulate.faults import LASTING as LASTING_FAULTS
 from cluster.simulate.lanes import Cards
 from cluster.simulate.latency import Roofline
 from cluster.simulate.network import Wire
 from cluster.simulate.shapes import gpu_of, model_of
 from cluster.simulate.simulation import Outcome, simulate
 from cluster.simulate.workload import GENERATED, Load, Room, Session, agents, fitting
-from protos.errors import InvalidRequest, Overloaded, RequestKillsWorkers
+from protos.errors import InvalidRequest, NoWorkers, Overloaded, RequestKillsWorkers
 from protos.values import WorkerRole
 from router.policies.names import NAMES
 
@@ -27,8 +28,11 @@ AUDIT_EVERY = 64
 MAX_PROMPT = 400
 CROWDED_EVERY = 4
 RARER = 8
-BRIMFUL, TORN = 4, 1
+BRIMFUL, TORN, LASTING = 4, 1, 5
 """Of `RARER` clusters, which are."""
+TENANTS = ("", "a", "b")
+AFTERMATH_S = 30.0
+"""Attempts fail by a fault no longer than so after its end."""
 TEARING = (*2 * (*OF_LANES, Kind.ABORTS), Kind.KILL, Kind.PAUSE, Kind.RESET)
 
 
@@ -60,7 +64,25 @@ class Trial:
 
 
 def trial(seed: int) -> Trial:
-    """Small memories, few workers, short leases and impatient supervisors: what is rare elsewhere happens here."""
+    """Small memories, few workers, short leases and impatient supervisors: what is rare elsewhere happens here. A third
+    of the clusters serve several tenants, who say the same; in a third, prompts' logprobs are asked for, too."""
+    made = _trial(seed)
+    rng = random.Random(f"{seed} tenants")
+    tenants = rng.choice((("",), ("",), TENANTS))
+    if seed % RARER == TORN:
+        tenants = ("",)  # all that is shared counts there
+    share = rng.choice((0.0, 0.0, 0.3))
+    sessions = [_owned(session, rng.choice(tenants), share, rng) for session in made.sessions]
+    return replace(made, sessions=sessions)
+
+
+def _owned(session: Session, tenant: str, share: float, rng: random.Random) -> Session:
+    """A tenant's, a `share` of its turns with logprobs of the prompt."""
+    turns = tuple(replace(turn, prompt_logprobs=rng.random() < share) for turn in session.turns)
+    return replace(session, tenant=tenant, turns=turns)
+
+
+def _trial(seed: int) -> Trial:
     rng = random.Random(f"{seed} trial")
     config = _config(seed, rng)
     if seed % CROWDED_EVERY == CROWDED_EVERY - 1:
@@ -69,6 +91,8 @@ def trial(seed: int) -> Trial:
         return _brimful(seed, config)
     if seed % RARER == TORN:
         return _torn(seed, config)
+    if seed % RARER == LASTING:
+        return _lasting(seed, config)
     name = rng.choice(("poisson", "bursts", "conversations", "agents", "agents"))
     many_turns = name in ("conversations", "agents")
     load = Load(
@@ -187,6 +211,35 @@ def _torn(seed: int, config: SimulationConfig) -> Trial:
     return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
 
 
+def _lasting(seed: int, config: SimulationConfig) -> Trial:
+    """Answers so long that workers are lost, stopped and drained in the middle of them, several times in one."""
+    rng = random.Random(f"{seed} lasting")
+    load = Load(
+        num_requests=rng.choice((4, 8)),
+        rate=rng.choice((3.0, 20.0)),
+        prompts=Lengths(low=1, high=rng.choice((16, 64))),
+        outputs=Lengths(low=64, high=rng.choice((128, 256))),
+        seed=seed,
+    )
+    made = agents(load, num_systems=1, system_tokens=32, num_turns=rng.choice((1, 2)))
+    read_s = rng.choice((0.0, 0.0, 0.5))
+    sessions = [_hurried(session, read_s=read_s) for session in made]
+    spec = replace(
+        config.spec,
+        num_blocks=4096 // config.spec.layout.block_size,
+        latency=Roofline(gpu=gpu_of(GPU), model=model_of(MODEL), compute_share=0.01),
+        scheduler=replace(config.spec.scheduler, max_num_seqs=16),
+    )
+    pools = rng.choice((PoolsConfig(prefill=1, decode=2), PoolsConfig(prefill=2, decode=2), PoolsConfig(colocated=2)))
+    config = replace(config, spec=spec, pools=pools)
+    until_s = max(session.due_s for session in sessions) + 4.0
+    faults = drawn(
+        rng.choice((3, 8, 16)), seed=seed, workers=config.pools.worker_ids(), num_gateways=config.num_gateways,
+        until_s=until_s, of=(*2 * OF_WORKERS, Kind.DRAIN, Kind.ABORTS),
+    )  # fmt: skip
+    return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
+
+
 def _faults(seed: int, rng: random.Random, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
     until_s = max(session.due_s for session in sessions) + 2.0
     workers = config.pools.worker_ids()
@@ -204,7 +257,26 @@ def run(made: Trial, *, write: Callable[[str], object] | None = None) -> Outcome
         assert not record.error or record.error in excuses, (
             f"request {record.index} ended with {record.error}: nothing that happens here is a reason for it"
         )
+    for failure in outcome.failures:
+        assert any(_hurts(fault, failure) for fault in made.faults) or failure.code == Overloaded.code, (
+            f"an attempt of {failure.request_id} failed {failure.at_s:.3f} s after the load began with {failure.code} "
+            f"({failure.message}): nothing that happened until then is a reason for it"
+        )
     return outcome
+
+
+def _hurts(fault: Fault, failure: Failure) -> bool:
+    """May an attempt have failed by the fault? Its consequences are over when leases have ended and a worker that was
+    lost has been found out and started again. What a slow lane was given keeps its card busy, also once it is given up
+    (`cluster.simulate.lanes`): nobody knows how long."""
+    if failure.at_s < fault.at_s:
+        return False
+    if fault.kind is Kind.GATEWAY_RESTART:
+        return failure.code == NoWorkers.code
+    if fault.kind not in (*OF_WORKERS, *OF_LANES):
+        return False
+    lasts_s = fault.duration_s if fault.kind in LASTING_FAULTS else 0.0
+    return fault.kind is Kind.LANE_SLOW or failure.at_s <= fault.at_s + lasts_s + AFTERMATH_S
 
 
 def _excuses(made: Trial) -> set[str]:
@@ -290,6 +362,7 @@ def _pools(rng: random.Random) -> PoolsConfig:
     return PoolsConfig(prefill=rng.choice((0, 1, 1, 2)), decode=rng.choice((1, 2, 3)))
 
 
-def _hurried(session: Session) -> Session:
+def _hurried(session: Session, *, read_s: float = 0.0) -> Session:
     """Nobody thinks for long: what happens between turns is not what is looked for."""
-    return replace(session, turns=tuple(replace(turn, pause_s=turn.pause_s / 20) for turn in session.turns))
+    turns = tuple(replace(turn, pause_s=turn.pause_s / 20, read_s=read_s) for turn in session.turns)
+    return replace(session, turns=turns)

@@ -22,11 +22,14 @@ _OWN, _SYSTEM, _DOCUMENT = 10, 11, 12  # kinds of spans; the bench has 0 and 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """`pause_s` goes by between the answer before it and this turn."""
+    """`pause_s` goes by between the answer before it and this turn, and `read_s` whenever its client
+    has read what came. `prompt_logprobs`: asked for, one a position."""
 
     spans: tuple[Span, ...]
     num_output: int
     pause_s: float = 0.0
+    read_s: float = 0.0
+    prompt_logprobs: bool = False
 
     @property
     def num_added(self) -> int:
@@ -35,11 +38,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """`due_s` after the start its first turn is asked."""
+    """`due_s` after the start its first turn is asked. Sessions of different tenants share no cached block."""
 
     number: int
     due_s: float
     turns: tuple[Turn, ...]
+    tenant: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -249,7 +249,7 @@ def test_a_reservation_that_its_gateway_gives_up_in_vain_is_found(monkeypatch: p
 
 
 def test_kv_on_its_way_to_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = having("KV on its way to somebody who has gone", 1, Outgoing, "withdraw")
+    seed = having("KV on its way to somebody who has gone", 33, Outgoing, "withdraw")
     monkeypatch.setattr(Outgoing, "withdraw", lambda outgoing, ticket_id: False)
     assert "its KV is on its way still" in broken_trial(seed)
 
@@ -330,7 +330,7 @@ def test_what_was_known_of_a_former_life_and_is_kept_is_found(monkeypatch: pytes
         known = feed._cursors.get(worker_id)
         return known is not None and known.incarnation < incarnation and feed.index.num_blocks(worker_id) > 0
 
-    seed = having("a new life of whom much is known", 541, Feed, "hello", matters=knows)
+    seed = having("a new life of whom much is known", 189, Feed, "hello", matters=knows)
     monkeypatch.setattr(EventCursor, "accept", add)
     monkeypatch.setattr(Feed, "hello", greet)
     assert "does not have any more" in broken_trial(seed)

@@ -1,0 +1,44 @@
+"""The soak finds bugs that `benchmarks.soak_power` plants: those that only its latest invariants and clusters show."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.soak_mutants import MUTANTS, ROOT, Mutant
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_planted_bug_fits_the_code_it_is_planted_in(mutant: Mutant) -> None:
+    """Whoever changes that code writes the bug anew."""
+    compile(mutant.applied(mutant.path.read_text()), str(mutant.path), "exec")
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "why"),
+    [
+        ("leak: an aborted answer stays on its worker", 41, "which ended"),
+        ("tokens: a slow client's last ones are said twice when its worker is lost", 45, "it must be"),
+        ("logprobs: positions that are cached have none", 1, "'s prompt are of tokens"),
+    ],
+)
+def test_a_planted_bug_is_found(name: str, seed: int, why: str) -> None:
+    place = [mutant.name for mutant in MUTANTS].index(name)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.soak_power",
+        "--only",
+        str(place),
+        "--first",
+        str(seed),
+        "--seeds",
+        "1",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["seed"] == seed
+    assert why in found["why"]
