@@ -269,19 +269,19 @@ async def test_workers_have_series_of_their_own_up_to_a_bound(
 ) -> None:
     registry = CollectorRegistry()
     registry.register(FleetCollector(cluster.fleet))
-    cluster["d0"].load = WorkerLoad(step=1, num_blocks=100, num_free_blocks=60, num_running=2)
+    cluster["d0"].load = WorkerLoad(step=1, num_blocks=100, num_free_blocks=60, num_waiting=2)
     cluster["d0"].say()
-    await cluster.until(lambda: cluster.fleet.status()[1].load.num_running == 2)
+    await cluster.until(lambda: cluster.fleet.status()[1].load.num_waiting == 2)
 
     def value(name: str, worker: str, pool: str) -> float | None:
         return registry.get_sample_value(f"baton_worker_{name}", {"worker": worker, "pool": pool})
 
     assert value("kv_blocks_used", "d0", "decode") == 40
-    assert (value("running", "d0", "decode"), value("ready", "p0", "prefill")) == (2, 1)
+    assert (value("waiting", "d0", "decode"), value("ready", "p0", "prefill")) == (2, 1)
     assert registry.get_sample_value("baton_worker_unlisted") == 0
     await cluster["d0"].die()
     await cluster.until_state("d0", WorkerState.LOST)
-    assert (value("ready", "d0", "decode"), value("running", "d0", "decode")) == (0, 0)
+    assert (value("ready", "d0", "decode"), value("waiting", "d0", "decode")) == (0, 0)
     monkeypatch.setattr(fleet_metrics, "MAX_WORKERS", 1)
     assert value("ready", "p0", "prefill") is None
     assert registry.get_sample_value("baton_worker_unlisted") == 1
