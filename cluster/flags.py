@@ -26,6 +26,9 @@ Set = Annotated[
     ),
 ]
 Log = Annotated[LogFormat, typer.Option("--log-format", help="Lines for people, or JSON for machines.")]
+AccessLog = Annotated[
+    bool | None, typer.Option("--access-log/--no-access-log", help="A line for each request. Default: yes.")
+]
 Model = Annotated[str | None, typer.Option("--model", metavar="PATH", help="Folder of a Hugging Face checkpoint.")]
 Name = Annotated[str | None, typer.Option("--served-name", help="What clients call the model. Default: its folder.")]
 Host = Annotated[str | None, typer.Option("--host", help="Address to listen on. Default: 127.0.0.1.")]
@@ -103,10 +106,10 @@ def refuse_others(context: typer.Context, why: str, taken: Collection[str]) -> N
         raise Misconfigured(f"{why}: leave {', '.join(given)} out", param=given[0].lstrip("-"))
 
 
-def terminal(log_format: LogFormat) -> Console:
-    """stderr, with the log going there."""
+def terminal(log_format: LogFormat, *, access_log: bool = False) -> Console:
+    """stderr, with the log going there, and a line for each request if there is to be an `access_log`."""
     console = LogConsole(stderr=True, force_terminal=False if log_format is LogFormat.JSON else None)
-    set_up_log(console, log_format)
+    set_up_log(console, log_format, access_log=access_log)
     return console
 
 

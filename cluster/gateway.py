@@ -46,6 +46,7 @@ def gateway(
     file: flags.ConfigFile = None,
     further: flags.Set = None,
     log_format: flags.Log = LogFormat.TEXT,
+    access_log: flags.AccessLog = None,
 ) -> None:
     """Serves HTTP and gRPC until Ctrl-C, for the workers at the given addresses or announced in Redis."""
     import uvloop
@@ -53,9 +54,12 @@ def gateway(
     given = {
         "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
         "discovery": discovery, "processes": processes,
-        "router": {"policy": policy, "shadow_policy": shadow_policy, "tool_parser": tool_parser},
+        "router": {
+            "policy": policy, "shadow_policy": shadow_policy, "tool_parser": tool_parser, "access_log": access_log,
+        },
     }  # fmt: skip
-    config, console = flags.settings(file, given, further), flags.terminal(log_format)
+    config = flags.settings(file, given, further)
+    console = flags.terminal(log_format, access_log=config.router.access_log)
     if not uvloop.run(run_gateway(config, tuple(worker or ()), console, log_format)):
         raise typer.Exit(130)
 

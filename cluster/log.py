@@ -7,13 +7,22 @@ import json
 import logging
 import os
 import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
 
+ACCESS = "baton.access"
+BATCH_S = 0.1  # how long lines of the access log may wait for others
+MAX_WAITING = 20_000
+MAX_WRITE = 4096  # what a pipe takes as a whole: lines of several processes stay whole
+FIELDS = ("worker", "request", "tenant")  # of records that have them
 STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
 
 
@@ -61,13 +70,22 @@ def lead_nowhere(file: IO[str]) -> None:
     os.close(nowhere)
 
 
-def set_up_log(console: Console, log_format: LogFormat, *, level: int = logging.INFO) -> None:
-    """Ours from `level` on, others' from WARNING on. A second call replaces the first."""
+def set_up_log(console: Console, log_format: LogFormat, *, level: int = logging.INFO, access_log: bool = False) -> None:
+    """Ours from `level` on, others' from WARNING on, and a line for each request with an `access_log`. A second call
+    replaces the first."""
     handler: logging.Handler = JsonHandler(console) if log_format is LogFormat.JSON else TextHandler(console)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.captureWarnings(True)
     logging.getLogger("baton").setLevel(level)
+    accesses = logging.getLogger(ACCESS)
+    for before in tuple(accesses.handlers):
+        accesses.removeHandler(before)
+        before.close()
+    accesses.propagate = False
+    accesses.setLevel(logging.INFO if access_log else logging.CRITICAL)
+    if access_log:
+        accesses.addHandler(AccessHandler(console, log_format))
 
 
 class TextHandler(logging.Handler):
@@ -93,7 +111,7 @@ class JsonHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._console.file.write(json.dumps(_fields(record), ensure_ascii=False) + "\n")
+            self._console.file.write(_json(record) + "\n")
             self._console.file.flush()
         except BrokenPipeError:
             self._console.on_broken_pipe()
@@ -101,13 +119,101 @@ class JsonHandler(logging.Handler):
             self.handleError(record)
 
 
-def _fields(record: logging.LogRecord) -> dict[str, str]:
-    told = {
+class AccessHandler(logging.Handler):
+    """Formats and writes in a thread of its own, many lines at once: who is served does not wait for the log, and a
+    reader that has stopped reading stops no answer. What it has no room for is counted instead."""
+
+    def __init__(self, console: Console, log_format: LogFormat) -> None:
+        super().__init__()
+        self._console = console
+        self._format = _json if log_format is LogFormat.JSON else _line
+        self._waiting: deque[logging.LogRecord] = deque()
+        self._has_some = threading.Event()
+        self._writing = threading.Lock()
+        self._num_dropped = 0
+        self._thread: threading.Thread | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            self._num_dropped += 1
+            return
+        self._waiting.append(record)
+        if not self._has_some.is_set():
+            self._has_some.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="access log", daemon=True)
+                self._thread.start()
+
+    def flush(self) -> None:
+        """Writes what waits, unless the thread is stuck in writing."""
+        if self._writing.acquire(timeout=1.0):
+            try:
+                self._write()
+            finally:
+                self._writing.release()
+
+    def _run(self) -> None:
+        while True:
+            self._has_some.wait()
+            time.sleep(BATCH_S)
+            self._has_some.clear()
+            with self._writing:
+                self._write()
+
+    def _write(self) -> None:
+        lines: list[str] = []
+        while self._waiting:
+            lines.append(self._format(self._waiting.popleft()))
+        if dropped := self._num_dropped:
+            self._num_dropped = 0
+            told = f"{dropped} lines of the access log had no room: stderr is read too slowly"
+            lines.append(self._format(logging.LogRecord(ACCESS, logging.WARNING, "", 0, told, None, None)))
+        try:
+            for text in _pieces(lines):
+                if self._console.is_terminal:
+                    self._console.print(Text(text, "dim"), soft_wrap=True)
+                elif not self._console.quiet:
+                    self._console.file.write(text + "\n")
+                    self._console.file.flush()
+        except BrokenPipeError:
+            self._console.on_broken_pipe()
+        except (OSError, ValueError):
+            pass  # there is nowhere to say so
+
+
+def _pieces(lines: Sequence[str]) -> Iterator[str]:
+    """Several lines each, of `MAX_WRITE` bytes at most where one line has no more."""
+    piece: list[str] = []
+    size = 0
+    for line in lines:
+        num_bytes = len(line.encode("utf-8", "replace")) + 1
+        if piece and size + num_bytes > MAX_WRITE:
+            yield "\n".join(piece)
+            piece, size = [], 0
+        piece.append(line)
+        size += num_bytes
+    if piece:
+        yield "\n".join(piece)
+
+
+def _line(record: logging.LogRecord) -> str:
+    return f"{datetime.fromtimestamp(record.created).strftime('%H:%M:%S')} {record.getMessage()}"
+
+
+def _json(record: logging.LogRecord) -> str:
+    return json.dumps(_fields(record), ensure_ascii=False)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    told: dict[str, Any] = {
         "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
         "level": record.levelname.lower(),
         "logger": record.name,
         "message": record.getMessage(),
     }
+    told |= {name: getattr(record, name) for name in FIELDS if getattr(record, name, None)}
+    if (fields := getattr(record.msg, "fields", None)) is not None:
+        told |= fields()
     if record.exc_info:
         told["traceback"] = logging.Formatter().formatException(record.exc_info)
     return told

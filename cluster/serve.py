@@ -156,17 +156,21 @@ def serve(
     file: flags.ConfigFile = None,
     further: flags.Set = None,
     log_format: flags.Log = LogFormat.TEXT,
+    access_log: flags.AccessLog = None,
 ) -> None:
     """Serves a model until Ctrl-C: a gateway, and prefill and decode workers that Ray places and Baton supervises."""
     given = {
         "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
         "processes": processes,
-        "router": {"policy": policy, "shadow_policy": shadow_policy, "tool_parser": tool_parser},
+        "router": {
+            "policy": policy, "shadow_policy": shadow_policy, "tool_parser": tool_parser, "access_log": access_log,
+        },
         "pools": flags.pools(prefill, decode, colocated, workers) | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
         "worker": {"tp": tp, "device": device, "dtype": dtype, "host_kv_gib": host_kv_gib},
         "ray": {"address": ray_address},
     }  # fmt: skip
-    config, console = flags.settings(file, given, further), flags.terminal(log_format)
+    config = flags.settings(file, given, further)
+    console = flags.terminal(log_format, access_log=config.router.access_log)
     if workers is not None and not colocated:
         log.info(
             "--workers %d: colocated, each reads prompts and writes answers; two pools: --prefill, --decode", workers
@@ -198,6 +202,7 @@ def up(
     file: flags.ConfigFile = None,
     further: flags.Set = None,
     log_format: flags.Log = LogFormat.TEXT,
+    access_log: flags.AccessLog = None,
 ) -> None:
     """Serves the demo model that ships with Baton until Ctrl-C: `baton serve` with nothing to choose."""
     chosen = {name: value for name, value in locals().items() if name != "served_name"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -96,6 +97,7 @@ def leave(code: int) -> None:
         if thread.name.startswith(f"{RAY_THREAD}_"):
             thread.join(THREAD_END_S)
             if thread.is_alive():
+                logging.shutdown()
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)

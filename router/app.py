@@ -96,7 +96,7 @@ def _generating_routes(app: FastAPI, gateway: Gateway) -> dict[str, Endpoint]:
     """Each by its path."""
 
     async def measured(endpoint: str, serve: Generating, request: Request) -> Response:
-        track = gateway.metrics.track(endpoint)
+        track = request.scope["state"]["track"] = gateway.metrics.track(endpoint)
         try:
             response = await serve(gateway, request, track)
         except BaseException as error:

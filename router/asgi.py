@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.errors import HeadersTooLarge, PayloadTooLarge, RequestTimeout, Unauthenticated
+from router.access import CLIENT_LEFT, MAX_PATH, is_logged, log_access
 from router.admission.reception import Reception
 from router.admission.tenants import Tenant
 from router.openai.errors import error_response, internal_error
@@ -66,12 +67,13 @@ class RequestId:
             return
         name = request_name(header_of(scope, _REQUEST_ID) or header_of(scope, b"x-request-id"))
         scope.setdefault("state", {})["request_id"] = name
-        started = False
+        clock = asyncio.get_running_loop().time
+        begun_s, status = clock(), 0
 
         async def named(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, name.encode())]
             await send(message)
 
@@ -79,9 +81,27 @@ class RequestId:
             await self._app(scope, receive, named)
         except Exception:  # nothing below knew what to say of it, and the client is owed an answer
             log.exception("request %s failed for a reason of our own", name)
-            if started:
+            if status:
                 raise
             await error_response(internal_error())(scope, receive, named)
+        finally:
+            if is_logged() and not scope["state"].get("sibling"):
+                _log(scope, status or CLIENT_LEFT, clock() - begun_s)
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    state, client = scope["state"], scope.get("client")
+    tenant = state.get("tenant")
+    log_access(
+        state.get("method") or scope["method"],
+        scope["raw_path"].decode("latin-1")[:MAX_PATH],
+        status,
+        seconds,
+        client=client[0] if client else "",
+        request=state["request_id"],
+        tenant=tenant.name if tenant is not None else "",
+        track=state.get("track"),
+    )
 
 
 class HeadLimit:

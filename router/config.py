@@ -76,6 +76,8 @@ class RouterConfig:
     With `split_special_tokens` the text of special tokens in a prompt of /v1/completions is text, as it always is in
     the messages of a chat, where a request does not say otherwise.
 
+    With `access_log` every request has a line in the log.
+
     `tenants` is a file of tenants and the hashes of their keys (docs/operating.md); empty: no keys are asked for.
     """
 
@@ -109,6 +111,7 @@ class RouterConfig:
     max_queued: int = 1024
     max_backlog: int = 64
     max_backlog_s: float = 0.5
+    access_log: bool = True
     tenants: str = ""
     tool_parser: str = "auto"
     disable_any_whitespace: bool = False

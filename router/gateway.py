@@ -142,6 +142,7 @@ class Gateway:
             if limited:
                 reception.wrote(ask.tenant, num_tokens)
 
+        track.tenant = ask.tenant.name
         if say is not None and say.shortcut is not None:
             say.shortcut.gaps = track.gaps
         async with reception.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,15 @@ from grpc_reflection.v1alpha import reflection
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
-from protos.errors import InvalidRequest, Misconfigured, RequestTimeout
+from protos.errors import ERRORS_BY_CODE, InvalidRequest, Misconfigured, RequestTimeout
 from protos.status import abort_with
 from protos.tls import FaceTls, listen
 from protos.values import Logprobs, TokenLogprob
+from router.access import is_logged, log_access
 from router.admission.tenants import Tenant
 from router.asgi import REQUEST_ID, request_name
 from router.gateway import Gateway, new_id
+from router.metrics import Track
 from router.text.answer import Piece, Tally, Usage, collect
 from router.text.asking import Ask, Asked, make_ask
 from router.text.structure import json_grammar, regex_grammar
@@ -124,8 +126,9 @@ class _Inference(pb_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[pb.GenerateChunk, None]:
         try:
-            with self._gateway.metrics.track("grpc.generate") as track:
-                ask = await self._ask(request, context, await _named(context))
+            name = await _named(context)
+            with self._measured("grpc.generate", name, context) as track:
+                ask = await self._ask(request, context, name)
                 tally = Tally(ask)
                 async with aclosing(self._gateway.answer(ask, track)) as pieces:
                     async for piece in pieces:
@@ -139,8 +142,9 @@ class _Inference(pb_grpc.InferenceServicer):
 
     async def Complete(self, request: pb.GenerateRequest, context: Context) -> pb.Completion:
         try:
-            with self._gateway.metrics.track("grpc.complete") as track:
-                ask = await self._ask(request, context, await _named(context))
+            name = await _named(context)
+            with self._measured("grpc.complete", name, context) as track:
+                ask = await self._ask(request, context, name)
                 choices, usage = await collect(self._gateway.answer(ask, track), ask)
                 track.count(usage)
                 return pb.Completion(
@@ -151,6 +155,22 @@ class _Inference(pb_grpc.InferenceServicer):
                 )
         except Exception as error:
             await abort_with(context, error)
+
+    @contextmanager
+    def _measured(self, endpoint: str, name: str, context: Context) -> Iterator[Track]:
+        """With a line in the access log, if that is kept."""
+        clock = asyncio.get_running_loop().time
+        begun_s, track = clock(), self._gateway.metrics.track(endpoint)
+        try:
+            with track:
+                yield track
+        finally:
+            if is_logged():
+                status = 200 if track.outcome == "ok" else ERRORS_BY_CODE[track.outcome].http_status
+                log_access(
+                    "gRPC", endpoint.removeprefix("grpc."), status, clock() - begun_s, client=context.peer(),
+                    request=name, tenant=track.tenant, track=track,
+                )  # fmt: skip
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
         try:

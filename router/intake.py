@@ -20,6 +20,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from protos.errors import BatonError, HeadersTooLarge, InvalidRequest, RequestTimeout, UriTooLong
+from router.access import MAX_PATH, is_logged, log_access
 from router.openai.errors import error_response
 
 HEAD_S = 30.0
@@ -253,11 +254,20 @@ class Intake(HttpToolsProtocol):
     def _write_refusal(self, error: BatonError) -> None:
         if self.transport.is_closing():
             return
+        if is_logged():
+            self._log(error.http_status)
         response = error_response(error)
         response.headers["connection"] = "close"
         head = [STATUS_LINE[response.status_code], *(b"%b: %b\r\n" % one for one in response.raw_headers)]
         self.transport.write(b"".join([*head, b"\r\n", bytes(response.body)]))
         self.linger()
+
+    def _log(self, status: int) -> None:
+        """What was read of the request, if anything."""
+        path = self.url.partition(b"?")[0].decode("ascii", "backslashreplace") if self.headers is not None else ""
+        method = self.scope.get("method", "") if self.scope is not None else ""
+        client = self.client[0] if self.client else ""
+        log_access(method or "-", path[:MAX_PATH] or "-", status, 0.0, client=client, request="", tenant="", track=None)
 
 
 class _Unchunked(RequestResponseCycle):

@@ -104,7 +104,7 @@ class _GapCollector(Collector):
 
 class Track:
     """One request, measured from here to `finish`: a context manager, unless its response outlives the block. `usage`
-    is None before it has ended; `outcome` is "" before `finish`."""
+    is None before it has ended, `outcome` "" before `finish`, and `tenant` "" before it is known."""
 
     def __init__(self, metrics: Endpoint) -> None:
         self._metrics = metrics
@@ -114,6 +114,7 @@ class Track:
         self._generated = metrics.generated_tokens
         self.gaps = AnswerGaps(metrics.gaps, self._start)
         self.usage: Usage | None = None
+        self.tenant = ""
         self.outcome = ""
         metrics.in_flight.inc()
 

@@ -38,6 +38,7 @@ class Straight(FastAPI):
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._endpoints:
             await self._answering(scope, receive, send)
         elif scope["type"] == "http" and scope["method"] == "HEAD":
+            scope.setdefault("state", {})["method"] = "HEAD"
             await super().__call__({**scope, "method": "GET"}, receive, send)
         else:
             await super().__call__(scope, receive, send)

@@ -166,7 +166,7 @@ async def run(control_end: socket.socket, connections_end: socket.socket) -> int
     orders = await control.receive()
     if not isinstance(orders, Orders):
         return 1  # the supervisor has ended before it said anything
-    terminal(orders.log_format)
+    terminal(orders.log_format, access_log=orders.config.router.access_log)
     if orders.number:
         logging.getLogger("baton.router").addFilter(is_news)
     try:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from rich.console import Console
+
+from cluster import log
+from cluster.log import ACCESS, MAX_WRITE, AccessHandler, JsonHandler, LogFormat
+from router.access import Access
 
 PROGRAM = """
 import sys
@@ -31,6 +40,71 @@ def test_that_it_cannot_be_said_ends_nothing(stdout: str) -> None:
     with open(_nowhere() if stdout == "a pipe that nobody reads" else "/dev/full", "w") as file:
         done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "serves\n")
+
+
+def access(**facts: Any) -> logging.LogRecord:
+    usual: dict[str, Any] = {"method": "POST", "path": "/v1/completions", "status": 200, "seconds": 0.5}
+    made = Access(**usual | facts)
+    return logging.LogRecord(ACCESS, logging.INFO, "", 0, made, None, None)
+
+
+def test_lines_of_the_access_log_have_fields_in_json() -> None:
+    file = io.StringIO()
+    handler = AccessHandler(Console(file=file), LogFormat.JSON)
+    for number in range(100):
+        handler.emit(access(request=f"r{number}", tenant="acme", prompt_tokens=3, output_tokens=number))
+    handler.emit(access(status=400))
+    handler.flush()
+    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    assert [line.get("request") for line in lines] == [*(f"r{number}" for number in range(100)), None]
+    told = {name: lines[7][name] for name in ("logger", "level", "method", "path", "status", "tenant", "output_tokens")}
+    assert told == {
+        "logger": "baton.access", "level": "info", "method": "POST", "path": "/v1/completions", "status": 200,
+        "tenant": "acme", "output_tokens": 7,
+    }  # fmt: skip
+    assert "tenant" not in lines[-1]
+
+
+def test_lines_for_people_are_whole_for_each_write() -> None:
+    writes: list[str] = []
+
+    class File(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return len(text)
+
+    handler = AccessHandler(Console(file=File()), LogFormat.TEXT)
+    for number in range(200):
+        handler.emit(access(request=f"r{number}", client="127.0.0.1"))
+    handler.flush()
+    assert all(text.endswith("\n") and len(text) <= MAX_WRITE for text in writes)
+    lines = "".join(writes).splitlines()
+    assert len(lines) == 200
+    assert lines[7][9:] == "POST /v1/completions 200 in 0.5000 s, 127.0.0.1, r7"
+
+
+def test_a_log_that_is_not_read_stops_nothing_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "MAX_WAITING", 10)
+    file = io.StringIO()
+    handler = AccessHandler(Console(file=file), LogFormat.JSON)
+    with handler._writing:
+        for _ in range(30):
+            handler.emit(access())
+    handler.flush()
+    lines = [json.loads(line)["message"] for line in file.getvalue().splitlines()]
+    assert len(lines) == 11
+    assert lines[-1] == "20 lines of the access log had no room: stderr is read too slowly"
+
+
+def test_events_that_concern_a_worker_or_a_request_name_them_in_json() -> None:
+    file = io.StringIO()
+    handler = JsonHandler(Console(file=file))
+    record = logging.LogRecord("baton.router", logging.WARNING, "", 0, "%s fails", ("d0",), None)
+    record.worker, record.request = "d0", "r1"
+    handler.emit(record)
+    told = json.loads(file.getvalue())
+    assert (told["message"], told["worker"], told["request"]) == ("d0 fails", "d0", "r1")
+    assert "tenant" not in told
 
 
 def _nowhere() -> int:

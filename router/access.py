@@ -1,0 +1,70 @@
+"""The access log: one record for each request, formatted by the log's handler and not where the request is served."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from router.metrics import Track
+
+log = logging.getLogger("baton.access")
+
+MAX_PATH = 200
+CLIENT_LEFT = 499
+"""As nginx has it: the client went away before it was answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """`path` is as it was sent, without the query. `outcome` is "" where the status says all, else an error's code.
+    Tokens are None of a request that generates none."""
+
+    method: str
+    path: str
+    status: int
+    seconds: float
+    client: str = ""
+    request: str = ""
+    tenant: str = ""
+    outcome: str = ""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+
+    def __str__(self) -> str:
+        tokens = ""
+        if self.prompt_tokens is not None:
+            tokens = f", {self.prompt_tokens} + {self.output_tokens} tokens, {self.cached_tokens} cached"
+        tenant = f", tenant {self.tenant}" if self.tenant else ""
+        named = "".join(f", {one}" for one in (self.outcome, self.client, self.request) if one)
+        return f"{self.method} {self.path} {self.status} in {self.seconds:.4f} s{tokens}{tenant}{named}"
+
+    def fields(self) -> dict[str, Any]:
+        """For a log that has fields."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+
+
+def is_logged() -> bool:
+    return log.isEnabledFor(logging.INFO)
+
+
+def log_access(
+    method: str, path: str, status: int, seconds: float, *, client: str, request: str, tenant: str, track: Track | None
+) -> None:
+    """`track` is that of a request for tokens, once it has finished."""
+    usage = track.usage if track is not None else None
+    access = Access(
+        method=method,
+        path=path,
+        status=status,
+        seconds=round(seconds, 6),
+        client=client,
+        request=request,
+        tenant=tenant,
+        outcome=track.outcome if track is not None and track.outcome != "ok" else "",
+        prompt_tokens=usage.prompt_tokens if usage is not None else None,
+        cached_tokens=usage.cached_tokens if usage is not None else None,
+        output_tokens=usage.completion_tokens if usage is not None else None,
+    )
+    log.handle(logging.LogRecord(log.name, logging.INFO, "", 0, access, None, None))

@@ -1,0 +1,96 @@
+"""Every request has a record in the access log, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from protos.errors import NoWorkers
+from router.access import Access
+from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
+
+BODY = {"model": "tiny", "prompt": "hello"}
+
+
+class Kept(logging.Handler):
+    """The access log of a test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accesses: list[Access] = []
+        self.turn = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert isinstance(record.msg, Access)
+        self.accesses.append(record.msg)
+        self.turn.set()
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    logger, handler = logging.getLogger("baton.access"), Kept()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+async def test_what_is_answered_refused_or_not_there_has_a_line_each(kept: Kept) -> None:
+    async with serving(make_gateway(Scripted(saying("hi")))) as url, httpx.AsyncClient(base_url=url) as client:
+        whole = await client.post("/v1/completions", json=BODY)
+        await client.post("/v1/completions", json=BODY | {"stream": True}, headers={"x-baton-request-id": "mine"})
+        await client.post("/v1/completions", json=BODY | {"temperature": 9})
+        await client.get("/no%0Asuch/path?key=secret")
+        await client.head("/health")
+    answered, streamed, refused, missing, head = kept.accesses
+    usage = whole.json()["usage"]
+    assert (answered.method, answered.path, answered.status) == ("POST", "/v1/completions", 200)
+    assert answered.request == whole.headers["x-baton-request-id"]
+    assert answered.client == "127.0.0.1"
+    assert (answered.prompt_tokens, answered.output_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert (streamed.status, streamed.request, streamed.output_tokens) == (200, "mine", answered.output_tokens)
+    assert streamed.seconds > 0
+    assert (refused.status, refused.outcome, refused.prompt_tokens) == (400, "invalid_request", None)
+    assert (missing.path, missing.status) == ("/no%0Asuch/path", 404), "what belongs to nobody's log is left out"
+    assert (head.method, head.status) == ("HEAD", 200)
+    assert str(refused).startswith("POST /v1/completions 400 in 0.0")
+    assert f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens" in str(answered)
+    assert "prompt_tokens" not in refused.fields()
+
+
+async def test_a_stream_that_fails_and_a_client_that_left_say_so(kept: Kept) -> None:
+    steps: list[list[Any]] = [[NoWorkers("nobody")], [asyncio.Event()]]
+    generate = Scripted(lambda job: steps.pop(0))
+    async with serving(make_gateway(generate)) as url, httpx.AsyncClient(base_url=url) as client:
+        await client.post("/v1/completions", json=BODY | {"stream": True})
+        generate.began.clear()
+        asking = asyncio.create_task(client.post("/v1/completions", json=BODY | {"stream": True}))
+        await generate.began.wait()
+        kept.turn.clear()
+        asking.cancel()
+        await kept.turn.wait()
+    assert [(one.status, one.outcome) for one in kept.accesses] == [(503, "no_workers"), (499, "cancelled")]
+
+
+async def test_what_is_no_request_has_a_line(kept: Kept) -> None:
+    async with serving(make_gateway(Scripted(saying("hi")))) as url:
+        for sent in (b"GARBAGE\r\n\r\n", b"GET /health?key=secret HTTP/1.1\r\n\r\n"):
+            reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+            writer.write(sent)
+            await reader.read()
+            writer.close()
+    assert [(one.method, one.path, one.status) for one in kept.accesses] == [("-", "-", 400), ("-", "/health", 400)]
+
+
+async def test_nothing_is_made_of_it_where_there_is_no_log() -> None:
+    assert not logging.getLogger("baton.access").isEnabledFor(logging.INFO)
+    async with serving(make_gateway(Scripted(saying("hi")))) as url, httpx.AsyncClient(base_url=url) as client:
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
