@@ -53,7 +53,7 @@ def calibrate(points: Sequence[Measured]) -> Calibrated:
         raise Misconfigured("--calibration: there is no measured step in it", param="calibration")
     seconds = np.array([point.seconds for point in points])
     columns = np.array(
-        [[float(point.step.num_rows > 0), *point.step, point.num_requests] for point in points], dtype=np.float64
+        [[float(point.step.num_rows > 0), *point.step[:4], point.num_requests] for point in points], dtype=np.float64
     )
     is_step = columns[:, 0] > 0
     fitted, predicted, used = _fitted(columns, seconds, is_step)

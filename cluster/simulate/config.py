@@ -10,8 +10,9 @@ from pathlib import Path
 from cluster.config import ClusterConfig, PoolsConfig, SupervisionConfig
 from cluster.settings import Table, make_blaming, make_config, merge, read_file, setting, to_toml
 from cluster.simulate.lanes import Cards
-from cluster.simulate.latency import Latency, Roofline
+from cluster.simulate.latency import Latency
 from cluster.simulate.network import Wire
+from cluster.simulate.roofline import HOST_S, Roofline, check_fitted
 from cluster.simulate.shapes import MODELS, Gpu, Model, gpu_of, model_of, num_blocks
 from cluster.simulate.worker import Spec
 from cluster.simulate.workload import Room
@@ -153,6 +154,8 @@ def hardware_spec(
 ) -> Spec:
     """Workers of `tp` GPUs each, with the KV cache that fits beside the weights. Raises Misconfigured."""
     card, shape = gpu_of(gpu), model_of(model)
+    if latency is None:
+        check_fitted(gpu, card, model, shape)
     if tp < 1:
         raise Misconfigured(f"--tp {tp}: give at least 1", param="tp")
     if not shape.splits(tp):
@@ -169,6 +172,7 @@ def hardware_spec(
             f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give at most {MAX_HOST_GIB:,}",
             param="host-kv-gib",
         )
+    depth = 1 if worker.steps_in_flight is None else worker.steps_in_flight
     layout = shape.layout(worker.block_size)
     host_blocks = int(worker.host_kv_gib * 2**30) // layout.block_bytes
     if worker.host_kv_gib and not host_blocks:
@@ -190,10 +194,10 @@ def hardware_spec(
             max_waiting=worker.max_waiting,
             turn_s=worker.turn_s,
         ),
-        latency=latency or Roofline(gpu=card, model=shape, tp=tp),
+        latency=latency or Roofline(gpu=card, model=shape, tp=tp, host_s=0.0 if depth else HOST_S),
         prefill=settings.prefill,
         decode=settings.decode,
-        depth=1 if worker.steps_in_flight is None else worker.steps_in_flight,
+        depth=depth,
         leaping=leaping,
         host_blocks=host_blocks,
         host_bytes_per_s=card.host_rate * tp * HOST_SHARE,

@@ -144,7 +144,7 @@ class Device:
         self._steps_s, self._frees_s = [], []
         for number in range(self._num_launched, self._num_launched + num_steps):
             read += num_rows
-            step_s = self._latency.step_s(Step(num_rows, num_rows, read, float(read))) * self.slowness
+            step_s = self._latency.step_s(Step(num_rows, num_rows, read, float(read), num_rows, read)) * self.slowness
             if self._chance is not None:
                 step_s = self._chance.step_s(number, step_s)
             free_s += step_s

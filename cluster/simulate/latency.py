@@ -1,8 +1,9 @@
-"""How long a step takes: from a roofline of public figures, or from steps that were measured.
+"""What the models of a step's time have in common, and the one that is fitted to steps of one's own.
 
-roofline    max(arithmetic / rate, bytes / bandwidth) + what its kernels' launches and its reductions cost
-calibrated  a + b * sampled rows + c * computed tokens + d * tokens read back, none below 0, fitted to measurements
-            (`cluster.simulate.calibration`), and how single steps scatter about that
+roofline        of each kind of kernel (`cluster.simulate.roofline`)
+aiconfigurator  measured kernels, looked up (`cluster.simulate.aiconfigurator`)
+calibrated      a + b * sampled rows + c * computed tokens + d * tokens read back, none below 0, fitted to measurements
+                (`cluster.simulate.calibration`), and how single steps scatter about that
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from cluster.simulate.shapes import HOST_GPUS, NETWORK_RATE, Gpu, Model
 from protos.hints import counted
 
 _WORD = 2**64 - 1
@@ -29,6 +29,8 @@ class Step(NamedTuple):
     num_tokens: float
     num_read: float
     num_attended: float
+    num_single: float = 0.0
+    num_single_read: float = 0.0
 
 
 class Latency(Protocol):
@@ -37,47 +39,6 @@ class Latency(Protocol):
     def step_s(self, step: Step) -> float: ...
 
     def chance(self, key: str) -> Chance | None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
-    """Williams, Waterman, Patterson, "Roofline" (2009), over a whole step, on `tp` GPUs.
-
-    `compute_share` and `memory_share` are what large matrix products and streaming reads reach of the makers' figures
-    on these cards; `launch_s` is a step's host work and kernel launches, `reduce_s` the latency of one all-reduce,
-    `network_reduce_s` of one between hosts.
-    """
-
-    gpu: Gpu
-    model: Model
-    tp: int = 1
-    compute_share: float = 0.6
-    memory_share: float = 0.75
-    launch_s: float = 0.002
-    reduce_s: float = 8e-6
-    network_reduce_s: float = 30e-6
-
-    def step_s(self, step: Step) -> float:
-        gpu, model, tp = self.gpu, self.model, self.tp
-        rate = (gpu.flops if model.weight_bytes > 1 else gpu.fp8_flops) * tp * self.compute_share
-        flops = 2 * model.active_params * step.num_tokens
-        flops += 4 * model.layers * model.heads * model.head_dim * step.num_attended
-        moved = model.touched_params(step.num_tokens) * model.weight_bytes + step.num_read * model.kept_bytes(tp)
-        device_s = max(flops / rate, moved / (gpu.memory_rate * tp * self.memory_share))
-        return device_s + self.launch_s + self._reduce_s(step.num_tokens)
-
-    def chance(self, key: str) -> None:
-        """All steps of a shape are alike."""
-
-    def _reduce_s(self, num_tokens: float) -> float:
-        """Two all-reduces a layer, each 2 (tp - 1) / tp of the activations over every GPU's link; over the network
-        where the GPUs are of several hosts."""
-        if self.tp == 1:
-            return 0.0
-        num_bytes = num_tokens * self.model.hidden * 2 * 2 * (self.tp - 1) / self.tp
-        within = self.tp <= HOST_GPUS
-        reduce_s, rate = (self.reduce_s, self.gpu.link_rate) if within else (self.network_reduce_s, NETWORK_RATE)
-        return 2 * self.model.layers * (reduce_s + num_bytes / rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +123,12 @@ class Chance:
 
 def step_of(rows: Sequence[tuple[float, float]]) -> Step:
     """From (computed tokens, context after them) of every row."""
-    num_tokens = num_read = num_attended = 0.0
+    num_tokens = num_read = num_attended = num_single = num_single_read = 0.0
     for computed, context in rows:
         num_tokens += computed
         num_read += context
         num_attended += computed * (context - (computed - 1) / 2)
-    return Step(num_rows=len(rows), num_tokens=num_tokens, num_read=num_read, num_attended=num_attended)
+        if computed == 1:
+            num_single += 1.0
+            num_single_read += context
+    return Step(len(rows), num_tokens, num_read, num_attended, num_single, num_single_read)
