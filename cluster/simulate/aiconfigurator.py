@@ -84,8 +84,9 @@ class Aiconfigurator:
     """A `Latency` of the tables: each size of the products is looked up once, attention interpolated between the points
     of a grid."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables, *, host_s: float = 0.0) -> None:
         self._tables = tables
+        self._host_s = host_s
         self._others: dict[tuple[float, float, bool], float] = {}
         self._decode = _Grid(lambda rows, context: tables.generation.attention_s(rows, context))
         self._prefill = _Grid(lambda rows, tokens, before: tables.context.attention_s(rows, tokens, before - 1))
@@ -96,7 +97,8 @@ class Aiconfigurator:
         taken_s = self._others.get(sizes)
         if taken_s is None:
             phase = self._tables.context if num_prompts else self._tables.generation
-            taken_s = self._others[sizes] = phase.others_s(_whole(step.num_tokens), _whole(step.num_rows))
+            others_s = phase.others_s(_whole(step.num_tokens), _whole(step.num_rows))
+            taken_s = self._others[sizes] = self._host_s + others_s
         if step.num_single:
             taken_s += self._decode.at(step.num_single, step.num_single_read / step.num_single)
         if num_prompts:

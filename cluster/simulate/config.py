@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.config import ClusterConfig, PoolsConfig, SupervisionConfig
 from cluster.settings import Table, make_blaming, make_config, merge, read_file, setting, to_toml
+from cluster.simulate.hardware import gpu_of, model_of
 from cluster.simulate.lanes import Cards
 from cluster.simulate.latency import Latency
 from cluster.simulate.network import Wire
-from cluster.simulate.roofline import HOST_S, Roofline, check_fitted
-from cluster.simulate.shapes import MODELS, Gpu, Model, gpu_of, model_of, num_blocks
+from cluster.simulate.roofline import HOST_S, check_fitted
+from cluster.simulate.shapes import MODELS, Gpu, Model, num_blocks
+from cluster.simulate.times import StepTimes
 from cluster.simulate.worker import Spec
 from cluster.simulate.workload import Room
 from protos.errors import Misconfigured
 from protos.hints import counted
+from protos.values import WorkerRole
 from router.config import RouterConfig
 from router.policies.names import check_name
 from workers.config import SchedulerConfig, WorkerConfig
@@ -52,7 +55,8 @@ def simulated_router(policy: str = "prefix_aware", **settings: float) -> RouterC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """`num_gpus` of a worker; `load_s` from a worker's launch until it serves. `audit_every` events all invariants are
+    """Workers of a role are of `specs`, of `spec` where that has none for it, and have as many GPUs as `pools` says, or
+    else `num_gpus`; `load_s` from a worker's launch until it serves. `audit_every` events all invariants are
     looked at, 0: only at the end. A request that gets nothing for `patience_s` is stuck. All want their first token
     within `max_ttft_s`, if given. With `siblings` the gateways are processes of one, and tell each other what they give
     to workers and which of them fail; with a `shared_index` they have a Redis. `request_s`: what a gateway does for a
@@ -60,6 +64,7 @@ class SimulationConfig:
 
     pools: PoolsConfig
     spec: Spec
+    specs: Mapping[WorkerRole, Spec] = field(default_factory=dict)
     router: RouterConfig = field(default_factory=simulated_router)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     wire: Wire = field(default_factory=Wire)
@@ -80,6 +85,16 @@ class SimulationConfig:
     def __post_init__(self) -> None:
         if self.num_gateways < 1:
             raise Misconfigured(f"--gateways {self.num_gateways}: give at least 1", param="gateways")
+
+    def spec_of(self, role: WorkerRole) -> Spec:
+        return self.specs.get(role, self.spec)
+
+    def gpus_of(self, role: WorkerRole) -> int:
+        return self.pools.tp(role, self.num_gpus)
+
+    def gpus_by_worker(self) -> dict[str, int]:
+        """By worker id, in the order of their pools."""
+        return {worker: self.gpus_of(WorkerRole(worker.rpartition("-")[0])) for worker in self.pools.worker_ids()}
 
 
 def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
@@ -148,21 +163,26 @@ def hardware_spec(
     gpu: str,
     model: str,
     tp: int,
+    dtype: str | None = None,
     settings: ClusterConfig | None = None,
     latency: Latency | None = None,
+    times: StepTimes | None = None,
     leaping: bool = True,
+    flag: str = "--tp",
 ) -> Spec:
-    """Workers of `tp` GPUs each, with the KV cache that fits beside the weights. Raises Misconfigured."""
-    card, shape = gpu_of(gpu), model_of(model)
+    """Workers of `tp` GPUs each, with the KV cache that fits beside weights of `dtype`. Steps take the time that was
+    calibrated (`latency`), or that of `times`: the roofline's where there are none. `flag` set `tp`. Raises
+    Misconfigured."""
+    card, shape = gpu_of(gpu), model_of(model, dtype)
     if latency is None:
         check_fitted(gpu, card, model, shape)
     if tp < 1:
-        raise Misconfigured(f"--tp {tp}: give at least 1", param="tp")
+        raise Misconfigured(f"{flag} {tp}: give at least 1", param="tp")
     if not shape.splits(tp):
         possible = ", ".join(str(one) for one in range(1, shape.heads + 1) if shape.splits(one))
         raise Misconfigured(
-            f"--tp {tp}: it must divide the {shape.heads} heads of {model}, and divide its {shape.kv_heads} key/value "
-            f"heads or be a multiple of them: give one of {possible}",
+            f"{flag} {tp}: it must divide the {shape.heads} heads of {model}, and divide its {shape.kv_heads} "
+            f"key/value heads or be a multiple of them: give one of {possible}",
             param="tp",
         )
     settings = settings or read_settings(None, ())
@@ -173,6 +193,10 @@ def hardware_spec(
             param="host-kv-gib",
         )
     depth = 1 if worker.steps_in_flight is None else worker.steps_in_flight
+    blocks = _num_blocks(worker, card, shape, tp, measured=latency is not None)
+    if latency is None:
+        host_s = 0.0 if depth else HOST_S
+        latency = (times or StepTimes()).of(gpu=gpu, model=model, dtype=dtype, tp=tp, host_s=host_s)
     layout = shape.layout(worker.block_size)
     host_blocks = int(worker.host_kv_gib * 2**30) // layout.block_bytes
     if worker.host_kv_gib and not host_blocks:
@@ -184,7 +208,7 @@ def hardware_spec(
     return Spec(
         model=model,
         layout=layout,
-        num_blocks=_num_blocks(worker, card, shape, tp, measured=latency is not None),
+        num_blocks=blocks,
         scheduler=SchedulerConfig(
             max_model_len=worker.max_model_len or shape.max_len,
             vocab_size=VOCAB_SIZE,
@@ -194,7 +218,7 @@ def hardware_spec(
             max_waiting=worker.max_waiting,
             turn_s=worker.turn_s,
         ),
-        latency=latency or Roofline(gpu=card, model=shape, tp=tp, host_s=0.0 if depth else HOST_S),
+        latency=latency,
         prefill=settings.prefill,
         decode=settings.decode,
         depth=depth,

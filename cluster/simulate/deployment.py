@@ -143,7 +143,8 @@ class Deployment:
         """Returns when every worker serves and is known to every gateway."""
         config = self.config
         num_gpus = sum(config.pools.counts().values())
-        self.plans = plan(config.pools, [Node(cpus=1.0, gpus=num_gpus)], tp=1, device="cuda")
+        pools = replace(config.pools, prefill_tp=None, decode_tp=None)  # a simulated worker is one rank
+        self.plans = plan(pools, [Node(cpus=1.0, gpus=num_gpus)], tp=1, device="cuda")
         for _ in range(config.num_gateways):
             await self._open_gateway().start()
         self._supervisor = Supervisor(
@@ -273,7 +274,7 @@ class Deployment:
     def _make_worker(self, plan: WorkerPlan, incarnation: int) -> SimulatedWorker:
         config = self.config
         return SimulatedWorker(
-            config.spec,
+            config.spec_of(plan.role),
             worker_id=plan.worker_id,
             role=plan.role,
             incarnation=incarnation,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from cluster.simulate.shapes import HOST_GPUS
 from kvtransfer.config import LaneConfig
 from kvtransfer.transports.inproc import Exchange, Parcel
 from protos.values import LaneAddress
@@ -19,12 +20,47 @@ STALL_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cards:
-    """`rate`: bytes a second each way, of all cards of a worker together; `delay_s` of a message. Each lane stages
-    about `max_staged_bytes`, as `kvtransfer.config.LaneConfig` has it."""
+    """Rates are bytes a second each way, of all cards of a worker together: by worker in `rates`, `rate` elsewhere.
+    Workers that are on one of `hosts`, by number, talk at the rate of its `links`. `delay_s` of a message. Each lane
+    stages about `max_staged_bytes`, as `kvtransfer.config.LaneConfig` has it."""
 
     rate: float = 50e9
+    rates: Mapping[str, float] = field(default_factory=dict)
+    links: Mapping[str, float] = field(default_factory=dict)
+    hosts: Mapping[str, int] = field(default_factory=dict)
     delay_s: float = 20e-6
     max_staged_bytes: int = LaneConfig().max_staged_bytes
+
+    def share_host(self, source: str, destination: str) -> bool:
+        host = self.hosts.get(source)
+        return host is not None and host == self.hosts.get(destination)
+
+    def rate_between(self, source: str, destination: str) -> float:
+        """That of the slower end."""
+        rates = self.links if self.share_host(source, destination) else self.rates
+        return min(rates.get(source, self.rate), rates.get(destination, self.rate))
+
+
+def hosts_of(num_gpus: Mapping[str, int]) -> dict[str, int]:
+    """Which host of `HOST_GPUS` each worker is on, where all of its GPUs fit on one: pools take turns, so that a host
+    has workers of both. Workers of several hosts share none."""
+    pools: dict[str, list[str]] = {}
+    for worker in num_gpus:
+        pools.setdefault(worker.rpartition("-")[0], []).append(worker)
+    mixed = sorted(
+        (place / len(workers), pool, worker) for pool, workers in pools.items() for place, worker in enumerate(workers)
+    )
+    found: dict[str, int] = {}
+    free: list[int] = []  # GPUs of each host so far
+    for *_, worker in mixed:
+        if (num := num_gpus[worker]) > HOST_GPUS:
+            continue
+        host = next((number for number, left in enumerate(free) if left >= num), len(free))
+        if host == len(free):
+            free.append(HOST_GPUS)
+        free[host] -= num
+        found[worker] = host
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +122,10 @@ class Lanes:
         """Parcels of a lane arrive in the order they were offered: its cards take them one after the other."""
         pair = (_worker(parcel.source), _worker(parcel.destination))
         condition = self._conditions.get(pair)
-        took_s = parcel.num_bytes / self._cards.rate * (condition.slowness if condition is not None else 1.0)
+        took_s = parcel.num_bytes / self._cards.rate_between(*pair) * (1.0 if condition is None else condition.slowness)
         source, destination = parcel.source, parcel.destination
+        if self._cards.share_host(*pair):
+            source, destination = f"{source} link", f"{destination} link"  # their network cards stay free
         begin_s = max(self._loop.time(), self._sending.get(source, 0.0), self._receiving.get(destination, 0.0))
         self._sending[source] = self._receiving[destination] = begin_s + took_s
         self.num_bytes += parcel.num_bytes

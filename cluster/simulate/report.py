@@ -18,6 +18,7 @@ from cluster.simulate.simulation import Outcome
 from cluster.simulate.trouble import Happened
 from cluster.simulate.workload import Session
 from protos.hints import counted
+from protos.values import WorkerRole
 
 MAX_FAULTS = 12
 """The table shows so many."""
@@ -170,12 +171,13 @@ def _pool(role: str, lives: Sequence[Served]) -> Pool:
 
 def _costs(outcome: Outcome, report: Report) -> Costs:
     config = outcome.config
-    gpu_hours = sum(life.lived_s for life in outcome.served) * config.num_gpus / 3600
+    gpu_hours = sum(life.lived_s * config.gpus_of(life.role) for life in outcome.served) / 3600
     usd = gpu_hours * config.usd_per_gpu_hour
     prompt_s = sum(life.tally.prompt_s for life in outcome.served)
     answer_s = sum(life.tally.answer_s for life in outcome.served)
     whole = [record for record in outcome.records if not record.error]
-    cached_s = min(prompt_s, sum(_looking_s(config.spec.latency, record) for record in whole))
+    latency = config.spec_of(WorkerRole.PREFILL).latency
+    cached_s = min(prompt_s, sum(_looking_s(latency, record) for record in whole))
     num_cached = sum(record.num_cached or 0 for record in whole)
 
     def per_million(device_s: float, num_tokens: int) -> float:

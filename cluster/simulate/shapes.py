@@ -5,7 +5,6 @@ Rates are the makers' dense figures. `cluster.simulate.kernels` holds the share 
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 
 from protos.errors import Misconfigured
@@ -200,20 +199,6 @@ MODELS: dict[str, Model] = {
         latent=Latent(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
     ),
 }  # fmt: skip
-
-
-def gpu_of(name: str) -> Gpu:
-    """Raises Misconfigured for a GPU nobody described."""
-    if name not in GPUS:
-        raise Misconfigured(f"--gpu {shlex.quote(name)}: choose one of {', '.join(GPUS)}", param="gpu")
-    return GPUS[name]
-
-
-def model_of(name: str) -> Model:
-    """Raises Misconfigured for a model nobody described."""
-    if name not in MODELS:
-        raise Misconfigured(f"--model {shlex.quote(name)}: choose one of {', '.join(MODELS)}", param="model")
-    return MODELS[name]
 
 
 def num_blocks(gpu: Gpu, model: Model, *, tp: int, block_size: int, memory_share: float = 0.9) -> int:

@@ -13,10 +13,10 @@ from cluster.simulate.client import ABORTED, GATEWAY_LOST, Failure
 from cluster.simulate.config import SimulationConfig, gateways_told, hardware_spec, read_settings, simulated_router
 from cluster.simulate.faults import CLIENTS, OF_LANES, OF_WORKERS, Fault, Kind, drawn
 from cluster.simulate.faults import LASTING as LASTING_FAULTS
+from cluster.simulate.hardware import gpu_of, model_of
 from cluster.simulate.lanes import Cards
 from cluster.simulate.network import Wire
 from cluster.simulate.roofline import Roofline
-from cluster.simulate.shapes import gpu_of, model_of
 from cluster.simulate.simulation import Outcome, simulate
 from cluster.simulate.workload import GENERATED, Load, Room, Session, agents, fitting
 from protos.errors import InvalidRequest, NoWorkers, Overloaded, RequestKillsWorkers

@@ -11,7 +11,7 @@ from itertools import product
 from rich.table import Table
 from rich.text import Text
 
-from cluster.config import MAX_WORKERS, ClusterConfig
+from cluster.config import MAX_WORKERS, ClusterConfig, PoolsConfig
 from cluster.simulate.report import Summary, usd_figure
 from protos.errors import Misconfigured
 from router.policies.names import NAMES
@@ -22,18 +22,24 @@ MAX_CLUSTERS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One cluster. `prefill` 0: `decode` colocated workers read their prompts themselves."""
+    """One cluster. `prefill` 0: `decode` colocated workers read their prompts themselves. Workers have `tp` GPUs, those
+    of a pool its own number if it is given."""
 
     prefill: int
     decode: int
     tp: int
     policy: str
+    prefill_tp: int | None = None
+    decode_tp: int | None = None
 
     @property
     def num_gpus(self) -> int:
-        return (self.prefill + self.decode) * self.tp
+        return self.prefill * (self.prefill_tp or self.tp) + self.decode * (self.decode_tp or self.tp)
 
     def __str__(self) -> str:
+        if self.prefill_tp is not None or self.decode_tp is not None:
+            prefill = f"{self.prefill}P tp{self.prefill_tp or self.tp}"
+            return f"{prefill} + {self.decode}D tp{self.decode_tp or self.tp} {self.policy}"
         pools = f"{self.prefill}P+{self.decode}D" if self.prefill else f"{self.decode} colocated"
         return f"{pools} tp{self.tp} {self.policy}"
 
@@ -101,6 +107,8 @@ def asked(
     prefill: str | None,
     decode: str | None,
     tp: str | None,
+    prefill_tp: str | None,
+    decode_tp: str | None,
     workers: str | None,
     policy: str | None,
     to_sweep: bool,
@@ -108,19 +116,17 @@ def asked(
     """The clusters that flags ask for, and settings where there is no flag: `workers` colocated ones, or two pools.
     Raises Misconfigured for none, for several unless they are `to_sweep`, and for more than anybody waits for."""
     pools = settings.pools
-    for name in ("prefill_tp", "decode_tp"):
-        if (value := getattr(pools, name)) is not None:
-            why = "simulated workers all have as many ranks: give --tp instead"
-            raise Misconfigured(f"pools.{name} = {value}: {why}", param=name)
-    if workers is not None or (prefill is None and decode is None and pools.colocated):
+    is_colocated = workers is not None or (prefill is None and decode is None and bool(pools.colocated))
+    if is_colocated:
         readers = _Said(name="prefill", source="--prefill", text="0")
         writers = _said("workers", workers, "pools.colocated", pools.colocated, least=1)
     else:
         readers = _said("prefill", prefill, "pools.prefill", pools.prefill)
         writers = _said("decode", decode, "pools.decode", pools.decode)
     ranks = _said("tp", tp, "worker.tp", settings.worker.tp, least=1)
+    own = [] if is_colocated else _own_ranks(pools, prefill_tp=prefill_tp, decode_tp=decode_tp)
     chosen = _said("policy", policy, "router.policy", settings.router.policy)
-    counts = {said: said.numbers() for said in (readers, writers, ranks)}
+    counts = {said: said.numbers() for said in (readers, writers, ranks, *own)}
     names = chosen.policies()
     nums = {said: len(values) for said, values in counts.items()} | {chosen: len(names)}
     several = ", ".join(str(said) for said, each in nums.items() if each > 1)
@@ -133,7 +139,8 @@ def asked(
         raise Misconfigured(
             f"{several}: --sweep would try {num:,} clusters: give at most {MAX_CLUSTERS:,}", param="sweep"
         )
-    every = choices(prefill=counts[readers], decode=counts[writers], tp=counts[ranks], policies=names)
+    by_pool = {said.name: counts[said] for said in own}
+    every = choices(prefill=counts[readers], decode=counts[writers], tp=counts[ranks], policies=names, **by_pool)
     if not every:
         raise Misconfigured(
             f"{writers}: somebody must write the answers, so give at least 1; --workers N is N colocated workers, "
@@ -146,19 +153,42 @@ def asked(
 def _said(name: str, flag: str | None, path: str, setting: object, *, least: int = 0) -> _Said:
     """By the flag, or by the setting of that path where there is none. What neither says is 1."""
     if flag is not None:
-        return _Said(name=name, source=f"--{name}", text=flag, least=least)
+        return _Said(name=name, source=f"--{name.replace('_', '-')}", text=flag, least=least)
     return _Said(name=name, source=path, text="1" if setting is None else str(setting), least=least)
 
 
+def _own_ranks(pools: PoolsConfig, **flags: str | None) -> list[_Said]:
+    """Of the pools whose workers have a number of GPUs of their own."""
+    found = []
+    for name, flag in flags.items():
+        setting = getattr(pools, name)
+        if flag is not None or setting is not None:
+            found.append(_said(name, flag, f"pools.{name}", setting, least=1))
+    return found
+
+
 def choices(
-    *, prefill: Sequence[int], decode: Sequence[int], tp: Sequence[int], policies: Sequence[str]
+    *,
+    prefill: Sequence[int],
+    decode: Sequence[int],
+    tp: Sequence[int],
+    policies: Sequence[str],
+    prefill_tp: Sequence[int | None] = (None,),
+    decode_tp: Sequence[int | None] = (None,),
 ) -> list[Choice]:
-    """The smallest clusters first."""
-    every = [
-        Choice(prefill=one[0], decode=one[1], tp=one[2], policy=one[3])
-        for one in product(prefill, decode, tp, policies)
+    """The smallest clusters first. Colocated workers have `tp` GPUs."""
+    every = dict.fromkeys(
+        Choice(
+            prefill=one[0],
+            decode=one[1],
+            tp=one[2],
+            policy=one[3],
+            prefill_tp=one[4] if one[0] else None,
+            decode_tp=one[5] if one[0] else None,
+        )
+        for one in product(prefill, decode, tp, policies, prefill_tp, decode_tp)
         if one[1] > 0
-    ]
+    )
     return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
 
 

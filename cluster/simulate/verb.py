@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,43 +18,29 @@ from rich.progress import Progress
 from rich.text import Text
 
 from cluster import flags
-from cluster.bench.report import Objective
 from cluster.bench.verb import write_json
-from cluster.bench.workload import Lengths
-from cluster.config import ClusterConfig, PoolsConfig
-from cluster.settings import Table
-from cluster.simulate.calibration import calibrate, read_points
-from cluster.simulate.config import (
-    SimulationConfig,
-    gateways_told,
-    hardware_spec,
-    in_force,
-    read_settings,
-    room_of,
-    without_effect,
-)
-from cluster.simulate.faults import Fault, drawn
+from cluster.config import ClusterConfig
+from cluster.simulate.config import SimulationConfig
 from cluster.simulate.files import Log, keep, tell_lost, write
 from cluster.simulate.files import check as check_files
-from cluster.simulate.latency import Calibrated
 from cluster.simulate.page import page
-from cluster.simulate.report import Summary, figures, summarise, summary_table, usd_figure
-from cluster.simulate.shapes import GPUS, MODELS, gpu_of
+from cluster.simulate.report import figures, summary_table, usd_figure
+from cluster.simulate.scene import Scene, make_scene
+from cluster.simulate.shapes import DTYPES, GPUS, MODELS
 from cluster.simulate.simulation import Outcome
 from cluster.simulate.simulation import simulate as run_simulation
 from cluster.simulate.soak_verb import replay_one, soak_clusters, tell_interrupted, told
 from cluster.simulate.sweep import Choice, Trial, asked, cheapest, closest, front, sweep_table
+from cluster.simulate.times import ROOFLINE, SOURCES
 from cluster.simulate.trouble import check
 from cluster.simulate.watch import Watch, bars, warn
-from cluster.simulate.workload import GENERATED, Load, Room, Session, fitting, generated, recorded
+from cluster.simulate.workload import GENERATED, Room, Session, fitting
 from cluster.status import PIPED_COLUMNS
 from protos.errors import Misconfigured
 from protos.hints import counted
 from router.policies.names import NAMES
-from router.prefix.registry import MEMORY
 
 FORMAT = "baton-simulation/1"
-DEFAULT_REQUESTS = 1000
 MAX_REQUESTS, MAX_GATEWAYS, MAX_FAULTS = 10_000_000, 1_000, 100_000
 Requests = Annotated[
     int | None, typer.Option("--requests", min=1, max=MAX_REQUESTS, help="Default: 1000, or all of a trace.")
@@ -73,6 +57,15 @@ Gateways = Annotated[
         help="Gateways, which share the requests. Default: one, of as many processes as are set.",
     ),
 ]
+PrefillTp = Annotated[str | None, typer.Option(help="GPUs of a prefill worker. Default: --tp.")]
+DecodeTp = Annotated[str | None, typer.Option(help="GPUs of a decode worker. Default: --tp.")]
+LaneGbps = Annotated[
+    float | None,
+    typer.Option(help="Gigabits a second of a GPU's network card, for KV. Default: of the GPU's usual host."),
+]
+NvLink = Annotated[
+    bool, typer.Option("--nvlink", help="KV between workers of one host of 8 GPUs goes over its NVLink.")
+]
 Workers = Annotated[
     str | None, typer.Option(help="Colocated workers: --colocated goes without saying; 1:8 to sweep. Default: 1.")
 ]
@@ -88,9 +81,15 @@ def simulate(
     trace_speed: Annotated[float, typer.Option(help="Run the trace's time this many times as fast.")] = 1.0,
     input_len: Annotated[str, typer.Option(help="Tokens of a generated prompt: 256 or 100:200.")] = "200:4000",
     output_len: Annotated[str, typer.Option(help="Tokens of a generated answer.")] = "20:400",
-    gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}.")] = "h100",
-    model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}.")] = "llama-3-8b",
+    gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}, or a TOML file of your own.")] = "h100",
+    model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or a config.json.")] = "llama-3-8b",
+    dtype: Annotated[str | None, typer.Option(help=f"Of weights: {', '.join(DTYPES)}. Default: the model's.")] = None,
+    latency: Annotated[str, typer.Option(help=f"Source of step times: {', '.join(SOURCES)}.")] = ROOFLINE,
+    lane_gbps: LaneGbps = None,
+    nvlink: NvLink = False,
     tp: Tp = None,
+    prefill_tp: PrefillTp = None,
+    decode_tp: DecodeTp = None,
     prefill: Prefill = None,
     decode: Annotated[str | None, typer.Option(help="Decode workers; 1:8 to sweep. Default: 1.")] = None,
     colocated: flags.Colocated = False,
@@ -124,57 +123,18 @@ def simulate(
         return replay_one(replay, events)
     if soak is not None:
         return soak_clusters(range(seed, seed + soak))
-    scene = _Scene(
-        gpu=gpu, model=model, gateways=gateways, leaping=not single_step, seed=seed, audit_every=audit_every,
-        settings=_settings(file, further or (), host_kv_gib, policy), latency=_latency(calibration or ()),
-        calibration=calibration or (),
-        usd_per_gpu_hour=_price(gpu, usd_per_gpu_hour),
-        objective=Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms)),
-        sessions=_sessions(context.params),
-        faults=[Fault.parse(text) for text in fault or ()], num_faults=faults,
-    )  # fmt: skip
+    scene = make_scene(context.params)
     every = _clusters(scene.settings, context.params)
     if sweep_all:
         return _sweep(scene, every, attainment, json_file)
     _once(scene, every[0], json_file, html_file, events)
 
 
-def _sessions(given: Mapping[str, Any]) -> list[Session]:
-    """Recorded or generated ones. Raises Misconfigured."""
-    if given["trace"] is not None:
-        limit, speed, scale = given["num_requests"], given["trace_speed"], given["trace_scale"]
-        sessions = recorded(given["trace"], limit=limit, speed=speed, scale=scale)
-        if limit is not None and len(sessions) < limit:
-            warn(f"--requests {limit}: {given['trace']} has only {len(sessions):,}")
-        return sessions
-    load = Load(
-        num_requests=given["num_requests"] or DEFAULT_REQUESTS,
-        rate=given["rate"],
-        seed=given["seed"],
-        prompts=Lengths.parse(given["input_len"], param="input-len"),
-        outputs=Lengths.parse(given["output_len"], param="output-len"),
-    )
-    return generated(given["workload"], load)
-
-
 def _clusters(settings: ClusterConfig, given: Mapping[str, Any]) -> list[Choice]:
     """Raises Misconfigured."""
     workers = "1" if given["colocated"] and given["workers"] is None else given["workers"]
-    names = ("prefill", "decode", "tp", "policy")
+    names = ("prefill", "decode", "tp", "prefill_tp", "decode_tp", "policy")
     return asked(settings, workers=workers, to_sweep=given["sweep_all"], **{name: given[name] for name in names})
-
-
-def _price(gpu: str, usd_per_gpu_hour: float | None) -> float:
-    """Raises Misconfigured."""
-    usual = gpu_of(gpu).usd_per_hour
-    if usd_per_gpu_hour == math.inf:
-        raise Misconfigured("--usd-per-gpu-hour inf: give a price, 0 or more", param="usd-per-gpu-hour")
-    return usual if usd_per_gpu_hour is None else usd_per_gpu_hour
-
-
-def _latency(files: Sequence[Path]) -> Calibrated | None:
-    """Raises Misconfigured."""
-    return calibrate([one for path in files for one in read_points(path)]) if files else None
 
 
 def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
@@ -201,117 +161,14 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
     if context.params["colocated"] or context.params["workers"] is not None:
         asked_by = "--workers N asks" if context.params["workers"] is not None else "--colocated asks"
         why = f"{asked_by} for colocated workers, instead of two pools"
-        flags.refuse_others(context, why, {*every} - {"prefill", "decode"})
+        flags.refuse_others(context, why, {*every} - {"prefill", "decode", "prefill_tp", "decode_tp"})
+    if context.params["calibration"]:
+        flags.refuse_others(context, "--calibration FILE has the times of steps", {*every} - {"latency", "dtype"})
     read = {"trace": [context.params["trace"]], "config": [context.params["file"]]}
     check_files(written, read | {"calibration": context.params["calibration"] or ()})
 
 
-def _settings(
-    file: Path | None, further: Sequence[str], host_kv_gib: float | None, policy: str | None
-) -> ClusterConfig:
-    """Of `--set`, what changes nothing is told: nobody shall wait for it. Raises Misconfigured."""
-    above = () if host_kv_gib is None else (f"worker.host_kv_gib={host_kv_gib!r}",)
-    if policy is not None:
-        above = (*above, f"router.policy={NAMES[0]}")  # the flag's are each cluster's own
-    settings = read_settings(file, (*further, *above))
-    if names := without_effect(further):
-        warn(f"no effect in a simulation: --set {', '.join(names)}")
-    return settings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scene:
-    """What all clusters of a sweep have in common."""
-
-    gpu: str
-    model: str
-    settings: ClusterConfig
-    latency: Calibrated | None
-    calibration: Sequence[Path]
-    usd_per_gpu_hour: float
-    gateways: int | None
-    leaping: bool
-    audit_every: int
-    seed: int
-    objective: Objective
-    sessions: Sequence[Session]
-    faults: Sequence[Fault]
-    num_faults: int
-
-    def config(self, choice: Choice) -> SimulationConfig:
-        spec = hardware_spec(
-            gpu=self.gpu,
-            model=self.model,
-            tp=choice.tp,
-            settings=self.settings,
-            latency=self.latency,
-            leaping=self.leaping,
-        )
-        pools = PoolsConfig(prefill=choice.prefill, decode=choice.decode)
-        if not choice.prefill:
-            pools = PoolsConfig(colocated=choice.decode)
-        return SimulationConfig(
-            pools=pools,
-            spec=spec,
-            router=replace(self.settings.router, policy=choice.policy),
-            supervision=self.settings.supervision,
-            num_gateways=self.num_gateways,
-            siblings=self.siblings,
-            shared_index=self.settings.index != MEMORY,
-            request_s=self.latency.request_s if self.latency is not None else 0.0,
-            num_gpus=choice.tp,
-            usd_per_gpu_hour=self.usd_per_gpu_hour,
-            audit_every=self.audit_every,
-            seed=self.seed,
-        )
-
-    def fitting(self, config: SimulationConfig) -> tuple[list[Session], list[Session]]:
-        """The sessions that its workers hold, and the others. Raises Misconfigured if there are none of the first."""
-        return fitting(self.sessions, self.room(config))
-
-    def room(self, config: SimulationConfig) -> Room:
-        return room_of(config.spec, self.settings.worker)
-
-    def cluster(self, choice: Choice) -> dict[str, Any]:
-        return {**asdict(choice), "gateways": self.num_gateways, "gpu": self.gpu, "model": self.model}
-
-    @property
-    def num_gateways(self) -> int:
-        return self.gateways or self.settings.processes
-
-    @property
-    def siblings(self) -> bool:
-        return self.gateways is None and self.num_gateways > 1
-
-    def in_force(self) -> Table:
-        settings = in_force(self.settings)
-        if self.gateways is not None:
-            del settings["processes"]  # of one gateway, which there is none of
-        return settings
-
-    def summary(self, choice: Choice, outcome: Outcome, left_out: Sequence[Session]) -> Summary:
-        return summarise(outcome, self.objective, cluster=f"{choice}, {self.hardware}", left_out=left_out)
-
-    @property
-    def hardware(self) -> str:
-        """Whose times are simulated, and whose sizes and prices; and how many gateways there are."""
-        sheet = f"GPU {self.gpu}, model {self.model}{gateways_told(self.num_gateways, siblings=self.siblings)}"
-        if self.latency is None:
-            return sheet
-        return f"times calibrated on {', '.join(path.name for path in self.calibration)}; sizes and prices of {sheet}"
-
-    def schedule(self, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
-        """The faults written down, and those that are drawn."""
-        workers = config.pools.worker_ids()
-        until_s = max(session.due_s for session in sessions)
-        random = drawn(
-            self.num_faults, seed=self.seed, workers=workers, num_gateways=config.num_gateways, until_s=until_s,
-            with_store=config.shared_index,
-        )  # fmt: skip
-        return sorted([*self.faults, *random], key=lambda fault: fault.at_s)
-
-
-def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path | None, events: Path | None) -> None:
+def _once(scene: Scene, choice: Choice, json_file: Path | None, html_file: Path | None, events: Path | None) -> None:
     config = scene.config(choice)
     sessions, left_out = scene.fitting(config)
     errors = Console(stderr=True)
@@ -338,7 +195,7 @@ def _once(scene: _Scene, choice: Choice, json_file: Path | None, html_file: Path
     tell_lost(lost)
 
 
-def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file: Path | None) -> None:
+def _sweep(scene: Scene, every: Sequence[Choice], attainment: float, json_file: Path | None) -> None:
     """Raises Exit(1) where no cluster is good enough, Exit(130) after Ctrl-C, Misconfigured without an objective."""
     if not scene.objective.given:
         raise Misconfigured("--sweep needs to know what is good: give --ttft-ms, --tpot-ms or both", param="sweep")
@@ -385,7 +242,7 @@ def _sweep(scene: _Scene, every: Sequence[Choice], attainment: float, json_file:
         raise typer.Exit(1)
 
 
-def _possible(scene: _Scene, every: Sequence[Choice]) -> tuple[dict[Choice, SimulationConfig], dict[Choice, str]]:
+def _possible(scene: Scene, every: Sequence[Choice]) -> tuple[dict[Choice, SimulationConfig], dict[Choice, str]]:
     """Those that can be, hold some of the sessions and have whom faults name; and why others are left out, which is
     told. Raises Misconfigured if none is left."""
     possible: dict[Choice, SimulationConfig] = {}
@@ -408,7 +265,7 @@ def _possible(scene: _Scene, every: Sequence[Choice]) -> tuple[dict[Choice, Simu
     return possible, {choice: reason for reason, like in left_out.items() for choice in like}
 
 
-def _try_all(scene: _Scene, possible: Mapping[Choice, SimulationConfig], errors: Console) -> list[Trial]:
+def _try_all(scene: Scene, possible: Mapping[Choice, SimulationConfig], errors: Console) -> list[Trial]:
     """One after the other, until Ctrl-C: fewer trials than there are clusters."""
     trials: list[Trial] = []
     with bars(errors) as bar, suppress(KeyboardInterrupt):
@@ -422,7 +279,7 @@ def _try_all(scene: _Scene, possible: Mapping[Choice, SimulationConfig], errors:
     return trials
 
 
-def _try_out(scene: _Scene, choice: Choice, config: SimulationConfig, bar: Progress) -> Trial:
+def _try_out(scene: Scene, choice: Choice, config: SimulationConfig, bar: Progress) -> Trial:
     """What this cluster cannot hold it has missed."""
     kept, left_out = scene.fitting(config)
     outcome = _run(scene, config, kept, bar.console, above=bar)
@@ -430,7 +287,7 @@ def _try_out(scene: _Scene, choice: Choice, config: SimulationConfig, bar: Progr
 
 
 def _run(
-    scene: _Scene,
+    scene: Scene,
     config: SimulationConfig,
     sessions: Sequence[Session],
     errors: Console,
@@ -454,21 +311,12 @@ def _write_json(path: Path | None, content: Mapping[str, Any]) -> None:
         write_json(path, content)
 
 
-def _document(scene: _Scene, command: str, trials: Sequence[Trial]) -> dict[str, Any]:
+def _document(scene: Scene, command: str, trials: Sequence[Trial]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "command": command,
-        "calibration": _calibration(scene),
+        "latency": scene.times.source if scene.latency is None else "calibration",
+        "calibration": scene.step_times(),
         "settings": scene.in_force(),
         "runs": [{"cluster": scene.cluster(trial.choice), "figures": figures(trial.summary)} for trial in trials],
     }
-
-
-def _calibration(scene: _Scene) -> dict[str, Any] | None:
-    if scene.latency is None:
-        return None
-    return {"files": [str(path) for path in scene.calibration], **asdict(scene.latency)}
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000

@@ -95,7 +95,7 @@ def test_a_sweep_finds_the_cheapest_cluster_that_is_good_enough(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("ttft_ms", "near"), [("20", r"the closest: 2 colocated tp1 slo, for \d+.\d%"), ("0.001", "none for a single one")]
+    ("ttft_ms", "near"), [("16", r"the closest: 2 colocated tp1 slo, for \d+.\d%"), ("0.001", "none for a single one")]
 )
 def test_a_sweep_that_finds_no_cluster_says_which_is_closest_and_ends_with_1(ttft_ms: str, near: str) -> None:
     result = call(*SMALL, "--sweep", "--prefill", "0", "--decode", "1,2", "--ttft-ms", ttft_ms, "--attainment", "1")
@@ -246,7 +246,13 @@ def test_a_soak_goes_on_after_a_bug_and_prints_its_traceback(monkeypatch: pytest
             ("--colocated", "--prefill", "1"),
             "--colocated asks for colocated workers, instead of two pools: leave --prefill out",
         ),
-        (("--set", "pools.decode_tp=2"), "pools.decode_tp = 2: simulated workers all have as many ranks: give --tp"),
+        (("--prefill-tp", "2", "--workers", "2"), "--workers N asks for colocated workers"),
+        (("--decode-tp", "1,2"), "--decode-tp 1,2: 2 clusters are asked for"),
+        (("--set", "pools.decode_tp=3"), "--decode-tp 3: it must divide the 32 heads of llama-3-8b"),
+        (("--lane-gbps", "0"), "--lane-gbps 0: give the gigabits a second"),
+        (("--latency", "tables"), "--latency tables: choose one of roofline, aiconfigurator"),
+        (("--dtype", "int4"), "--dtype int4: choose one of bfloat16, fp8, fp8_block"),
+        (("--gpu", "a100", "--dtype", "fp8"), "no FP8: give one of h100, h200, b200"),
         (("--set", "worker.dtype=float32"), "worker.dtype = 'float32': simulated KV is bfloat16"),
         (("--set", "model=/none"), "--set model=/none: no checkpoint is read: give --model one of llama-3-8b, "),
         (("--set", "worker.num_blocks=1"), "or --trace-scale, or raise worker.num_blocks"),

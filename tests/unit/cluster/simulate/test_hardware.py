@@ -1,0 +1,231 @@
+"""GPUs, models, lanes and step times that are not those of the built-in tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.simulate.aiconfigurator import Aiconfigurator
+from cluster.simulate.config import hardware_spec
+from cluster.simulate.hardware import gpu_of, model_of
+from cluster.simulate.lanes import Cards, hosts_of
+from cluster.simulate.latency import step_of
+from cluster.simulate.roofline import Roofline
+from cluster.simulate.shapes import FP8_BLOCK, GPUS, MODELS
+from protos.errors import Misconfigured
+from tests.unit.cluster.simulate.asking import SMALL, answer, call
+
+LLAMA = {
+    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14_336, "vocab_size": 128_256, "max_position_embeddings": 131_072,
+}  # fmt: skip
+DEEPSEEK = {
+    "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "intermediate_size": 18_432, "vocab_size": 129_280, "max_position_embeddings": 163_840, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "vocab_size": 32_000, "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+def written(folder: Path, config: object) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.mark.parametrize(("name", "config"), [("llama-3-8b", LLAMA), ("deepseek-v3", DEEPSEEK)])
+def test_a_checkpoints_config_describes_its_model(name: str, config: dict[str, object], tmp_path: Path) -> None:
+    found = model_of(written(tmp_path, config))
+    assert found.params == pytest.approx(MODELS[name].params, rel=0.003)
+    assert replace(found, params=MODELS[name].params) == MODELS[name]
+    assert model_of(str(tmp_path)) == found, "its folder will do"
+
+
+def test_experts_of_a_checkpoint_are_counted_as_its_makers_do(tmp_path: Path) -> None:
+    """Mixtral 8x7B: 46.7 billion parameters, of which a token uses 12.9."""
+    found = model_of(written(tmp_path, MIXTRAL))
+    assert found.params == pytest.approx(46.7e9, rel=0.01)
+    assert found.active_params == pytest.approx(12.9e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({}, "num_attention_heads is missing: give a checkpoint's config.json"),
+        ({**LLAMA, "hidden_size": "4096"}, "hidden_size = '4096'"),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers = 0: .*a whole number from 1"),
+        ([], "it is not a checkpoint's config.json"),
+        ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "quantization_config of 'awq'.*--dtype"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_refused(config: object, named: str, tmp_path: Path) -> None:
+    with pytest.raises(Misconfigured, match=named):
+        model_of(written(tmp_path, config))
+
+
+def test_a_gpu_of_ones_own_is_like_another_but_for_its_figures(tmp_path: Path) -> None:
+    path = tmp_path / "h800.toml"
+    path.write_text('like = "h100"\nlink_gb_per_s = 200\nnetwork_gbit_per_s = 200\nfp8_tflops = 0\n')
+    assert gpu_of(str(path)) == replace(GPUS["h100"], link_rate=200e9, network_rate=25e9, fp8_flops=None)
+    for text, named in (
+        ('like = "v100"', "like = 'v100': name the GPU of a100, h100"),
+        ("tflops = 1", "like = None"),
+        ('like = "h100"\nflops = 1', "flops: there are like, tflops"),
+        ('like = "h100"\ntflops = "fast"', "tflops = 'fast': give a number from 0.001"),
+        ('like = "h100"\nmemory_gb = 0', "memory_gb = 0: give a number"),
+        ("like", "it is not TOML"),
+    ):
+        path.write_text(text)
+        with pytest.raises(Misconfigured, match=named):
+            gpu_of(str(path))
+    with pytest.raises(Misconfigured, match=r"none\.toml: No such file"):
+        gpu_of(str(tmp_path / "none.toml"))
+
+
+def test_a_simulation_of_ones_own_gpu_and_model(tmp_path: Path) -> None:
+    model, gpu = written(tmp_path, LLAMA), tmp_path / "mine.toml"
+    gpu.write_text('like = "h100"\n')
+    own, named = tmp_path / "own.json", tmp_path / "named.json"
+    answer(*SMALL, "--gpu", str(gpu), "--model", model, "--json", str(own))
+    answer(*SMALL, "--json", str(named))
+    assert json.loads(own.read_text())["runs"][0]["figures"]["cluster"].endswith("GPU mine.toml, model config.json")
+    times = [json.loads(path.read_text())["runs"][0]["figures"]["report"]["ttft_s"]["mean"] for path in (own, named)]
+    assert times[0] == pytest.approx(times[1], rel=0.01)
+
+
+def test_weights_of_one_byte_take_less_time_and_leave_more_memory() -> None:
+    whole, half = (hardware_spec(gpu="h100", model="llama-3-70b", tp=4, dtype=dtype) for dtype in ("bfloat16", "fp8"))
+    assert half.num_blocks > whole.num_blocks * 1.3
+    one = step_of([(1, 1000)])
+    assert half.latency.step_s(one) < 0.9 * whole.latency.step_s(one)
+
+
+def test_pools_have_gpus_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    told = answer(
+        *SMALL, "--model", "llama-3-70b", "--gpu", "h200", "--prefill", "2", "--prefill-tp", "2", "--decode-tp", "8",
+        "--json", str(file),
+    )  # fmt: skip
+    assert "2P tp2 + 1D tp8" in told
+    (run,) = json.loads(file.read_text())["runs"]
+    assert (run["cluster"]["prefill_tp"], run["cluster"]["decode_tp"]) == (2, 8)
+    same = tmp_path / "same.json"
+    answer(*SMALL, "--model", "llama-3-70b", "--gpu", "h200", "--prefill", "2", "--tp", "2", "--json", str(same))
+    (other,) = json.loads(same.read_text())["runs"]
+    assert run["figures"]["report"]["tpot_s"]["mean"] < 0.6 * other["figures"]["report"]["tpot_s"]["mean"]
+    assert run["figures"]["costs"]["gpu_hours"] == pytest.approx(2 * other["figures"]["costs"]["gpu_hours"], rel=0.1)
+
+
+def test_a_lane_is_as_fast_as_the_cards_of_its_slower_end() -> None:
+    cards = Cards(rates={"prefill-0": 50e9, "decode-0": 200e9}, links={"prefill-0": 450e9, "decode-0": 1800e9})
+    assert cards.rate_between("prefill-0", "decode-0") == 50e9
+    near = replace(cards, hosts={"prefill-0": 0, "decode-0": 0})
+    assert near.rate_between("prefill-0", "decode-0") == 450e9
+    far = replace(cards, hosts={"prefill-0": 0, "decode-0": 1})
+    assert far.rate_between("prefill-0", "decode-0") == 50e9
+
+
+def test_hosts_have_workers_of_both_pools_and_no_more_gpus_than_there_are() -> None:
+    hosts = hosts_of({**{f"prefill-{n}": 2 for n in range(4)}, **{f"decode-{n}": 2 for n in range(4)}})
+    assert sorted(hosts.values()) == [0] * 4 + [1] * 4
+    assert {hosts[f"prefill-{n}"] for n in range(4)} == {hosts[f"decode-{n}"] for n in range(4)} == {0, 1}
+    assert hosts_of({"prefill-0": 16, "decode-0": 8}) == {"decode-0": 0}, "one of two hosts shares none"
+
+
+def test_kv_takes_the_time_of_the_cards_or_of_nvlink(tmp_path: Path) -> None:
+    """The times until the second token: 3,000 tokens of 131 kB take 63 ms at 50 Gb/s, of which some are sent before the
+    first."""
+
+    def moved(*more: str) -> float:
+        file = tmp_path / "run.json"
+        load = "--requests", "10", "--rate", "1", "--input-len", "3000", "--output-len", "20"
+        answer(*load, *more, "--json", str(file))
+        figures = json.loads(file.read_text())["runs"][0]["figures"]
+        return float(figures["transfer_share"])
+
+    usual, slow, linked = moved(), moved("--lane-gbps", "10"), moved("--lane-gbps", "10", "--nvlink")
+    assert slow > 5 * usual
+    assert linked < usual
+
+
+class LinearTables:
+    """Every product takes a microsecond a token and attention one for each position, so that sums are easy."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.context = self.generation = self
+
+    def others_s(self, num_tokens: int, num_rows: int) -> float:
+        self.num_asked += 1
+        return num_tokens * 1e-6
+
+    def attention_s(self, num_rows: int, num_tokens: int, num_before: int = 0) -> float:
+        self.num_asked += 1
+        return num_rows * (num_tokens + num_before) * 1e-6
+
+
+def test_measured_times_are_interpolated_and_each_is_looked_up_once() -> None:
+    tables: Any = LinearTables()
+    latency = Aiconfigurator(tables, host_s=0.5)
+    plain = [step_of([(1, context)] * 13) for context in range(1000, 1100)]
+    assert [latency.step_s(step) for step in plain] == [
+        pytest.approx(0.5 + 13e-6 + 13 * context * 1e-6) for context in range(1000, 1100)
+    ]
+    assert tables.num_asked < 10
+    mixed = step_of([(1, 500), (1, 700), (300, 1300)])
+    assert latency.step_s(mixed) == pytest.approx(0.5 + 302e-6 + 1200e-6 + 1300e-6)
+
+
+def test_without_the_package_its_installation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk", None)
+    result = call(*SMALL, "--latency", "aiconfigurator")
+    assert isinstance(result.exception, Misconfigured)
+    assert "pip install 'baton[aiconfigurator]'" in result.exception.message
+
+
+def test_times_of_measured_kernels_are_near_those_of_the_roofline_in_a_simulation(tmp_path: Path) -> None:
+    pytest.importorskip("aiconfigurator_core", reason="needs the extra: aiconfigurator")
+    file, means = tmp_path / "run.json", []
+    for source in ("roofline", "aiconfigurator"):
+        answer(*SMALL, "--latency", source, "--json", str(file))
+        document = json.loads(file.read_text())
+        assert document["latency"] == source
+        figures = document["runs"][0]["figures"]
+        assert figures["cluster"].endswith("times of aiconfigurator") is (source == "aiconfigurator")
+        means.append(figures["report"]["tpot_s"]["mean"])
+    assert means[0] == pytest.approx(means[1], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--model", "deepseek-v3", "--gpu", "h200", "--tp", "16"), "give at most 8, or --latency roofline"),
+        (("--gpu", "mine.toml"), "mine.toml: --latency aiconfigurator has figures of a100, h100, h200, b200"),
+        (("--model", "config.json"), "config.json: --latency aiconfigurator has figures of llama-3-8b"),
+    ],
+)
+def test_what_was_not_measured_is_refused(
+    arguments: tuple[str, ...], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiconfigurator_core", reason="needs the extra: aiconfigurator")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('like = "h100"')
+    written(tmp_path, LLAMA)
+    result = call(*SMALL, "--latency", "aiconfigurator", *arguments)
+    assert isinstance(result.exception, Misconfigured)
+    assert named in result.exception.message
+
+
+def test_a_rooflines_parts_are_its_whole() -> None:
+    roofline = Roofline(gpu=GPUS["h200"], model=MODELS["deepseek-v3"], tp=8)
+    step = step_of([(1, 4000)] * 64 + [(512, 2048)])
+    assert roofline.step_s(step) == pytest.approx(roofline.parts(step).total())
+    assert roofline.model.dtype == FP8_BLOCK
