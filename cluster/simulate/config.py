@@ -14,7 +14,7 @@ from cluster.simulate.lanes import Cards
 from cluster.simulate.latency import Latency
 from cluster.simulate.network import Wire
 from cluster.simulate.roofline import HOST_S, check_fitted
-from cluster.simulate.shapes import MODELS, Gpu, Model, num_blocks
+from cluster.simulate.shapes import MODELS, Gpu, Model, max_ranks, num_blocks
 from cluster.simulate.times import StepTimes
 from cluster.simulate.worker import Spec
 from cluster.simulate.workload import Room
@@ -164,6 +164,7 @@ def hardware_spec(
     model: str,
     tp: int,
     dtype: str | None = None,
+    spread: bool = False,
     settings: ClusterConfig | None = None,
     latency: Latency | None = None,
     times: StepTimes | None = None,
@@ -173,18 +174,12 @@ def hardware_spec(
     """Workers of `tp` GPUs each, with the KV cache that fits beside weights of `dtype`. Steps take the time that was
     calibrated (`latency`), or that of `times`: the roofline's where there are none. `flag` set `tp`. Raises
     Misconfigured."""
-    card, shape = gpu_of(gpu), model_of(model, dtype)
+    card, shape = gpu_of(gpu), model_of(model, dtype, spread=spread)
     if latency is None:
         check_fitted(gpu, card, model, shape)
     if tp < 1:
         raise Misconfigured(f"{flag} {tp}: give at least 1", param="tp")
-    if not shape.splits(tp):
-        possible = ", ".join(str(one) for one in range(1, shape.heads + 1) if shape.splits(one))
-        raise Misconfigured(
-            f"{flag} {tp}: it must divide the {shape.heads} heads of {model}, and divide its {shape.kv_heads} "
-            f"key/value heads or be a multiple of them: give one of {possible}",
-            param="tp",
-        )
+    _check_ranks(model, shape, tp, flag)
     settings = settings or read_settings(None, ())
     worker = settings.worker
     if worker.host_kv_gib > MAX_HOST_GIB:
@@ -196,7 +191,7 @@ def hardware_spec(
     blocks = _num_blocks(worker, card, shape, tp, measured=latency is not None)
     if latency is None:
         host_s = 0.0 if depth else HOST_S
-        latency = (times or StepTimes()).of(gpu=gpu, model=model, dtype=dtype, tp=tp, host_s=host_s)
+        latency = (times or StepTimes()).of(gpu, model, card, shape, tp=tp, host_s=host_s)
     layout = shape.layout(worker.block_size)
     host_blocks = int(worker.host_kv_gib * 2**30) // layout.block_bytes
     if worker.host_kv_gib and not host_blocks:
@@ -225,6 +220,21 @@ def hardware_spec(
         leaping=leaping,
         host_blocks=host_blocks,
         host_bytes_per_s=card.host_rate * tp * HOST_SHARE,
+    )
+
+
+def _check_ranks(model: str, shape: Model, tp: int, flag: str) -> None:
+    """Raises Misconfigured for a number of GPUs that cannot share heads, or experts, evenly."""
+    if shape.splits(tp):
+        return
+    possible = f"give one of {', '.join(str(one) for one in range(1, max_ranks(shape) + 1) if shape.splits(one))}"
+    if shape.spread and shape.experts is not None:
+        why = f"--expert-parallel shares the {shape.experts.num} experts of {model}"
+        raise Misconfigured(f"{flag} {tp}: {why}: {possible}", param="tp")
+    raise Misconfigured(
+        f"{flag} {tp}: it must divide the {shape.heads} heads of {model}, and divide its {shape.kv_heads} key/value "
+        f"heads or be a multiple of them: {possible}",
+        param="tp",
     )
 
 

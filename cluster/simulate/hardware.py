@@ -43,9 +43,9 @@ def gpu_of(name: str) -> Gpu:
     return GPUS[name]
 
 
-def model_of(name: str, dtype: str | None = None) -> Model:
+def model_of(name: str, dtype: str | None = None, *, spread: bool = False) -> Model:
     """With weights of `dtype`, or of the type that its checkpoint has. Raises Misconfigured for a model that is not
-    described here, nor in a file."""
+    described here, nor in a file, and for one without experts that is to be `spread`."""
     path = Path(name)
     if name.endswith(MODEL_SUFFIX) or (name not in MODELS and path.is_dir()):
         model = read_model(path / "config.json" if path.is_dir() else path)
@@ -56,11 +56,15 @@ def model_of(name: str, dtype: str | None = None) -> Model:
             f"--model {shlex.quote(name)}: choose one of {', '.join(MODELS)}, or give a checkpoint's config.json",
             param="model",
         )
-    if dtype is None:
-        return model
-    if dtype not in DTYPES:
+    if spread and model.experts is None:
+        raise Misconfigured(
+            f"--expert-parallel with --model {shlex.quote(name)}: it has no experts to share: leave it out, or "
+            "choose a mixture of experts",
+            param="expert-parallel",
+        )
+    if dtype is not None and dtype not in DTYPES:
         raise Misconfigured(f"--dtype {shlex.quote(dtype)}: choose one of {', '.join(DTYPES)}", param="dtype")
-    return replace(model, dtype=dtype)
+    return replace(model, dtype=dtype or model.dtype, spread=spread)
 
 
 def read_gpu(path: Path) -> Gpu:

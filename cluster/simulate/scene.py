@@ -49,6 +49,7 @@ class Scene:
     gpu: str
     model: str
     dtype: str | None
+    expert_parallel: bool
     settings: ClusterConfig
     latency: Calibrated | None
     calibration: Sequence[Path]
@@ -100,6 +101,7 @@ class Scene:
             model=self.model,
             tp=tp,
             dtype=self.dtype,
+            spread=self.expert_parallel,
             settings=self.settings,
             latency=self.latency,
             times=self.times,
@@ -128,8 +130,10 @@ class Scene:
 
     def cluster(self, choice: Choice) -> dict[str, Any]:
         given = {name: value for name, value in asdict(choice).items() if value is not None}
-        dtype = {} if self.dtype is None else {"dtype": self.dtype}
-        return {**given, "gateways": self.num_gateways, "gpu": self.gpu, "model": self.model, **dtype}
+        more: dict[str, Any] = {} if self.dtype is None else {"dtype": self.dtype}
+        if self.expert_parallel:
+            more["expert_parallel"] = True
+        return {**given, "gateways": self.num_gateways, "gpu": self.gpu, "model": self.model, **more}
 
     @property
     def num_gateways(self) -> int:
@@ -152,6 +156,7 @@ class Scene:
     def hardware(self) -> str:
         """Whose times are simulated, and whose sizes and prices; and how many gateways there are."""
         model = f"{Path(self.model).name}{'' if self.dtype is None else f' in {self.dtype}'}"
+        model += ", experts in parallel" if self.expert_parallel else ""
         sheet = f"GPU {Path(self.gpu).name}, model {model}{gateways_told(self.num_gateways, siblings=self.siblings)}"
         if self.latency is not None:
             files = ", ".join(path.name for path in self.calibration)
@@ -182,6 +187,7 @@ def make_scene(given: Mapping[str, Any]) -> Scene:
         gpu=gpu,
         model=given["model"],
         dtype=given["dtype"],
+        expert_parallel=given["expert_parallel"],
         settings=_settings(given),
         latency=_latency(calibration),
         calibration=calibration,

@@ -113,7 +113,9 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """`kv_heads` x `kv_width` numbers are cached as keys, as many as values, a layer and token."""
+    """`kv_heads` x `kv_width` numbers are cached as keys, as many as values, a layer and token. The GPUs of a worker
+    share all layers (tensor parallelism), or, if it is `spread`, only the routed experts: each GPU has requests of its
+    own, and all other weights."""
 
     params: float
     layers: int
@@ -128,6 +130,7 @@ class Model:
     dtype: str = BFLOAT16  # of the weights: one of `DTYPES`
     experts: Experts | None = None
     latent: Latent | None = None
+    spread: bool = False
 
     @property
     def weight_bytes(self) -> float:
@@ -155,11 +158,18 @@ class Model:
 
     def kept_bytes(self, tp: int) -> float:
         """Of one token on all of `tp` ranks. A head cannot be split: where there are more ranks than key/value heads,
-        several keep the same one, and with MLA, which has one, all do."""
-        return self.kv_bytes * max(1.0, tp / self.kv_heads)
+        several keep the same one, and with MLA, which has one, all do. Where requests are spread, one rank has it."""
+        return self.kv_bytes if self.spread else self.kv_bytes * max(1.0, tp / self.kv_heads)
+
+    def held_bytes(self, tp: int) -> float:
+        """Of weights, on all of `tp` GPUs."""
+        params = (self.params - self.expert_params) * tp + self.expert_params if self.spread else self.params
+        return params * self.weight_bytes
 
     def splits(self, tp: int) -> bool:
-        """Can so many ranks share its heads evenly?"""
+        """Can so many ranks share its heads evenly, or its experts?"""
+        if self.spread and self.experts is not None:
+            return self.experts.num % tp == 0
         return splits_heads(self.heads, self.kv_heads, tp)
 
     def layout(self, block_size: int) -> KVLayout:
@@ -203,14 +213,16 @@ MODELS: dict[str, Model] = {
 
 def num_blocks(gpu: Gpu, model: Model, *, tp: int, block_size: int, memory_share: float = 0.9) -> int:
     """KV blocks that fit beside the weights, in `memory_share` of all GPUs of a worker. Raises Misconfigured."""
-    weights = model.params * model.weight_bytes
+    weights = model.held_bytes(tp)
 
     def fitting(tp: int, share: float) -> int:
-        return int((gpu.memory_bytes * tp * share - weights) / (model.kept_bytes(tp) * block_size))
+        return int((gpu.memory_bytes * tp * share - model.held_bytes(tp)) / (model.kept_bytes(tp) * block_size))
 
     if (num := fitting(tp, memory_share)) >= 1:
         return num
-    larger = (one for one in range(tp + 1, model.heads + 1) if model.splits(one) and fitting(one, memory_share) >= 1)
+    larger = (
+        one for one in range(tp + 1, max_ranks(model) + 1) if model.splits(one) and fitting(one, memory_share) >= 1
+    )
     least = next(larger, None)
     fix = f"use {least} GPUs or more" if least is not None else "use GPUs with more memory"
     shares = (hundredths / 100 for hundredths in range(101))
@@ -222,3 +234,8 @@ def num_blocks(gpu: Gpu, model: Model, *, tp: int, block_size: int, memory_share
         f"--tp {tp}, and the weights alone need {weights / 1e9:.1f} GB: give {enough:g} or more, or {fix}",
         param="worker.memory_fraction",
     )
+
+
+def max_ranks(model: Model) -> int:
+    """Beyond which there is no head, or no expert, for each."""
+    return model.experts.num if model.spread and model.experts is not None else model.heads

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 
 from cluster.simulate.aiconfigurator import Aiconfigurator, Tables
-from cluster.simulate.hardware import gpu_of, model_of
 from cluster.simulate.latency import Latency
 from cluster.simulate.roofline import Roofline
+from cluster.simulate.shapes import Gpu, Model
+from cluster.simulate.spread import Spread
 from protos.errors import Misconfigured
 
 ROOFLINE, AICONFIGURATOR = "roofline", "aiconfigurator"
@@ -21,17 +23,23 @@ class StepTimes:
         if source not in SOURCES:
             raise Misconfigured(f"--latency {shlex.quote(source)}: choose one of {', '.join(SOURCES)}", param="latency")
         self.source = source
-        self._made: dict[tuple[str, str, str | None, int, float], Latency] = {}
+        self._made: dict[tuple[str, str, Gpu, Model, int, float], Latency] = {}
 
-    def of(self, *, gpu: str, model: str, dtype: str | None, tp: int, host_s: float) -> Latency:
-        """Of workers of `tp` GPUs, whose steps take `host_s` of host work that nothing hides. Raises Misconfigured."""
-        key = (gpu, model, dtype, tp, host_s)
+    def of(self, gpu: str, model: str, card: Gpu, shape: Model, *, tp: int, host_s: float) -> Latency:
+        """Of workers of `tp` GPUs, whose steps take `host_s` of host work that nothing hides; with the names of GPU and
+        model. Raises Misconfigured."""
+        key = (gpu, model, card, shape, tp, host_s)
         if key not in self._made:
             self._made[key] = self._make(*key)
         return self._made[key]
 
-    def _make(self, gpu: str, model: str, dtype: str | None, tp: int, host_s: float) -> Latency:
-        card, shape = gpu_of(gpu), model_of(model, dtype)
-        if self.source == AICONFIGURATOR:
-            return Aiconfigurator(Tables(gpu=gpu, model=model, tp=tp, dtype=shape.dtype), host_s=host_s)
-        return Roofline(gpu=card, model=shape, tp=tp, host_s=host_s)
+    def _make(self, gpu: str, model: str, card: Gpu, shape: Model, tp: int, host_s: float) -> Latency:
+        if self.source == ROOFLINE:
+            make = partial(Spread, num_gpus=tp) if shape.spread else partial(Roofline, tp=tp)
+            return make(gpu=card, model=shape, host_s=host_s)
+        if shape.spread:
+            raise Misconfigured(
+                "--expert-parallel: --latency aiconfigurator is of layers that all GPUs share: leave one of both out",
+                param="expert-parallel",
+            )
+        return Aiconfigurator(Tables(gpu=gpu, model=model, tp=tp, dtype=shape.dtype), host_s=host_s)

@@ -57,6 +57,9 @@ Gateways = Annotated[
         help="Gateways, which share the requests. Default: one, of as many processes as are set.",
     ),
 ]
+ExpertParallel = Annotated[
+    bool, typer.Option("--expert-parallel", help="A worker's GPUs share experts alone; each has requests of its own.")
+]
 PrefillTp = Annotated[str | None, typer.Option(help="GPUs of a prefill worker. Default: --tp.")]
 DecodeTp = Annotated[str | None, typer.Option(help="GPUs of a decode worker. Default: --tp.")]
 LaneGbps = Annotated[
@@ -87,6 +90,7 @@ def simulate(
     latency: Annotated[str, typer.Option(help=f"Source of step times: {', '.join(SOURCES)}.")] = ROOFLINE,
     lane_gbps: LaneGbps = None,
     nvlink: NvLink = False,
+    expert_parallel: ExpertParallel = False,
     tp: Tp = None,
     prefill_tp: PrefillTp = None,
     decode_tp: DecodeTp = None,
@@ -163,7 +167,9 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
         why = f"{asked_by} for colocated workers, instead of two pools"
         flags.refuse_others(context, why, {*every} - {"prefill", "decode", "prefill_tp", "decode_tp"})
     if context.params["calibration"]:
-        flags.refuse_others(context, "--calibration FILE has the times of steps", {*every} - {"latency", "dtype"})
+        flags.refuse_others(
+            context, "--calibration FILE has the times of steps", {*every} - {"latency", "dtype", "expert_parallel"}
+        )
     read = {"trace": [context.params["trace"]], "config": [context.params["file"]]}
     check_files(written, read | {"calibration": context.params["calibration"] or ()})
 
