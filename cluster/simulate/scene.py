@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from cluster.simulate.config import (
     without_effect,
 )
 from cluster.simulate.faults import Fault, drawn
-from cluster.simulate.hardware import gpu_of
+from cluster.simulate.hardware import gpu_of, model_of
 from cluster.simulate.lanes import Cards, hosts_of
 from cluster.simulate.latency import Calibrated
 from cluster.simulate.report import Summary, summarise
+from cluster.simulate.shapes import HOST_GPUS
 from cluster.simulate.simulation import Outcome
 from cluster.simulate.sweep import Choice
 from cluster.simulate.times import ROOFLINE, StepTimes
@@ -118,6 +119,15 @@ class Scene:
         link_rate = gpu_of(self.gpu).link_rate
         links = {worker: num * link_rate for worker, num in num_gpus.items()}
         return replace(cards, links=links, hosts=hosts_of(num_gpus))
+
+    def check_hosts(self, every: Iterable[Choice]) -> None:
+        """Warns of mixtures on workers of several hosts that share every layer."""
+        most = max(max(one.tp, one.prefill_tp or 0, one.decode_tp or 0) for one in every)
+        if most > HOST_GPUS and not self.expert_parallel and model_of(self.model).experts is not None:
+            warn(
+                f"{most} GPUs on several hosts share every layer of {self.model}, which is slow: --expert-parallel "
+                "shares its experts alone, as such models are served"
+            )
 
     def fitting(self, config: SimulationConfig) -> tuple[list[Session], list[Session]]:
         """The sessions that its workers hold, and the others. Raises Misconfigured if there are none of the first."""

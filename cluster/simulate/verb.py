@@ -129,6 +129,7 @@ def simulate(
         return soak_clusters(range(seed, seed + soak))
     scene = make_scene(context.params)
     every = _clusters(scene.settings, context.params)
+    scene.check_hosts(every)
     if sweep_all:
         return _sweep(scene, every, attainment, json_file)
     _once(scene, every[0], json_file, html_file, events)

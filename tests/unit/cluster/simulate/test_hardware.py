@@ -276,7 +276,9 @@ def test_experts_that_cannot_be_shared_are_refused(arguments: tuple[str, ...], n
 def test_a_simulation_with_experts_in_parallel_says_so(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     flags = "--model", "deepseek-v3", "--gpu", "h200", "--tp", "16", "--expert-parallel"
-    answer(*SMALL, *flags, "--json", str(file))
+    said = call(*SMALL, *flags, "--json", str(file)).stderr
     (run,) = json.loads(file.read_text())["runs"]
     assert run["cluster"]["expert_parallel"] is True
     assert "experts in parallel" in run["figures"]["cluster"]
+    assert "--expert-parallel" not in said
+    assert "--expert-parallel shares its experts alone" in call(*SMALL, *flags[:-1]).stderr
