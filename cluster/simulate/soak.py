@@ -13,10 +13,10 @@ from cluster.simulate.client import ABORTED, GATEWAY_LOST, Failure
 from cluster.simulate.config import SimulationConfig, gateways_told, hardware_spec, read_settings, simulated_router
 from cluster.simulate.faults import CLIENTS, OF_LANES, OF_WORKERS, Fault, Kind, drawn
 from cluster.simulate.faults import LASTING as LASTING_FAULTS
-from cluster.simulate.hardware import gpu_of, model_of
+from cluster.simulate.hardware import gpu_of
 from cluster.simulate.lanes import Cards
 from cluster.simulate.network import Wire
-from cluster.simulate.roofline import Roofline
+from cluster.simulate.rough import Rough
 from cluster.simulate.simulation import Outcome, simulate
 from cluster.simulate.workload import GENERATED, Load, Room, Session, agents, fitting
 from protos.errors import InvalidRequest, NoWorkers, Overloaded, RequestKillsWorkers
@@ -135,7 +135,7 @@ def _crowded(seed: int, config: SimulationConfig) -> Trial:
             max_num_seqs=random.Random(f"{seed} seats").choice((3, 16)),
             max_waiting=rng.choice((1, 4, 256)),
         ),
-        latency=Roofline(gpu=gpu_of(GPU), model=model_of(MODEL), slowness=rng.choice((1.0, 300.0))),
+        latency=Rough(compute_share=rng.choice((0.6, 0.002))),
         decode=replace(config.spec.decode, headroom=rng.choice((0.0, 0.0, 0.1))),
         host_blocks=rng.choice((0, 16, 300)),
         host_bytes_per_s=50e9,
@@ -195,7 +195,7 @@ def _torn(seed: int, config: SimulationConfig) -> Trial:
     spec = replace(
         config.spec,
         num_blocks=(4 * MAX_PROMPT) // config.spec.layout.block_size,
-        latency=Roofline(gpu=gpu_of(GPU), model=model_of(MODEL), slowness=300.0),
+        latency=Rough(compute_share=0.002),
         prefill=replace(config.spec.prefill, chunk_bytes=2**22),
     )
     router = replace(config.router, policy=rng.choice(("round_robin", "least_loaded")))
@@ -227,7 +227,7 @@ def _lasting(seed: int, config: SimulationConfig) -> Trial:
     spec = replace(
         config.spec,
         num_blocks=4096 // config.spec.layout.block_size,
-        latency=Roofline(gpu=gpu_of(GPU), model=model_of(MODEL), compute_share=0.01),
+        latency=Rough(compute_share=0.01),
         scheduler=replace(config.spec.scheduler, max_num_seqs=16),
     )
     pools = rng.choice((PoolsConfig(prefill=1, decode=2), PoolsConfig(prefill=2, decode=2), PoolsConfig(colocated=2)))
@@ -311,6 +311,7 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
     spec = hardware_spec(gpu=GPU, model=MODEL, tp=1, settings=settings, leaping=leaping)
     spec = replace(
         spec,
+        latency=Rough(),
         num_blocks=rng.choice((1, 2, 8)) * (2 * MAX_PROMPT) // block_size,
         scheduler=replace(
             spec.scheduler,

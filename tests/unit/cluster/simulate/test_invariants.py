@@ -12,6 +12,7 @@ from cluster import supervision
 from cluster.simulate import soak
 from cluster.simulate.config import simulated_router
 from cluster.simulate.device import Device
+from cluster.simulate.rough import Rough
 from kvtransfer.events import EventCursor, EventLog, Gap
 from kvtransfer.ledger import Ledger
 from kvtransfer.reshard import Cut
@@ -123,7 +124,8 @@ def test_a_block_that_gateways_are_not_told_has_gone_is_found(monkeypatch: pytes
 def test_a_line_that_grows_without_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "_bound", lambda admission, entry, now: None)
     router = simulated_router(max_queued=1, max_backlog=1)
-    assert "wait in line" in broken(prefill=0, decode=1, router=router)
+    spec = replace(town().spec, latency=Rough())
+    assert "wait in line" in broken(prefill=0, decode=1, router=router, spec=spec)
 
 
 def narrow(**more: Any) -> dict[str, Any]:
