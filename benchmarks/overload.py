@@ -27,6 +27,7 @@ from cluster.bench.verb import write_json
 from cluster.bench.workload import Lengths
 from cluster.config import PoolsConfig
 from cluster.simulate.config import SimulationConfig, hardware_spec, simulated_router
+from cluster.simulate.rough import Rough
 from cluster.simulate.simulation import simulate
 from cluster.simulate.workload import Load, generated
 
@@ -169,7 +170,7 @@ def _ended_after_s(record: Record) -> float | None:
 
 
 def _config(case: Case, seed: int) -> SimulationConfig:
-    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1)
+    spec = replace(hardware_spec(gpu="h100", model="llama-3-8b", tp=1), latency=Rough())
     if case.num_blocks is not None:
         spec = replace(spec, num_blocks=case.num_blocks)
     return SimulationConfig(pools=case.pools, spec=spec, router=simulated_router(case.policy), load_s=1.0, seed=seed)

@@ -1,5 +1,5 @@
-"""Step times that never change, for soaks: they look for faults, not for speed, and a seed names the same cluster after
-the roofline has been fitted anew.
+"""Step times that never change: a seed of the soak names the same cluster after the roofline has been fitted anew, and
+figures of one version of the router compare with those of another.
 """
 
 from __future__ import annotations
