@@ -1,4 +1,7 @@
-"""`baton drain WORKER`: a worker takes no new work, what runs on it moves elsewhere or finishes, and then it ends."""
+"""`baton drain WORKER`: a worker takes no new work, what runs on it moves elsewhere or finishes, and then it ends.
+
+`baton drain --host ADDRESS` drains every worker of a host or pod that is about to end.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import httpx
 import typer
 
 from cluster.remote import DEFAULT_URL, AdminKey, get_json, no_answer, open_client, raise_for_error
-from protos.errors import DeadlineExceeded, NotFound
+from protos.errors import DeadlineExceeded, Misconfigured, NotFound
 from router.member import SUCCESSOR_S
 
 PERIOD_S = 0.25
@@ -20,7 +23,10 @@ Worker = Mapping[str, Any]
 
 
 def drain(
-    worker_id: Annotated[str, typer.Argument(metavar="WORKER", help="As `baton status` calls it.")],
+    worker_id: Annotated[str, typer.Argument(metavar="[WORKER]", help="As `baton status` calls it.")] = "",
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Every worker at this address, as a host or pod ends.")
+    ] = "",
     url: Annotated[str, typer.Option(help="A gateway's root.")] = DEFAULT_URL,
     replaced: Annotated[
         bool, typer.Option("--replaced", help="Wait until its successor is ready too: one step of a rolling restart.")
@@ -31,12 +37,37 @@ def drain(
     api_key: AdminKey = "",
 ) -> None:
     """Drains a worker and waits until it is gone. Running requests go on elsewhere with their KV; no client notices."""
+    if bool(worker_id) == bool(host):
+        raise Misconfigured("drain: name a worker, or --host ADDRESS for every worker there: one of the two")
     with open_client(url, api_key) as client:
-        before = _worker(client, worker_id)
-        if before is None:
-            raise NotFound(f"there is no worker {worker_id} at {url}: `baton status` lists them")
-        _ask(client, worker_id)
-        _wait(client, worker_id, _incarnation(before), replaced=replaced, timeout_s=timeout_s, tell=_teller())
+        if host:
+            leaving = _workers_at(client, host)
+            if not leaving:
+                typer.echo(f"no worker is at {host}")
+        else:
+            leaving = [_named(client, worker_id)]
+        for worker in leaving:
+            _ask(client, worker["worker_id"])
+        for worker in leaving:
+            _wait(
+                client, worker["worker_id"], _incarnation(worker),
+                replaced=replaced, timeout_s=timeout_s, tell=_teller(),
+            )  # fmt: skip
+
+
+def _workers_at(client: httpx.Client, host: str) -> list[Worker]:
+    """Those that could still have work."""
+    workers = get_json(client, "/admin/status")["workers"]
+    here = (worker for worker in workers if worker["address"].rpartition(":")[0].strip("[]") == host)
+    return [worker for worker in here if worker["state"] in ("ready", "draining")]
+
+
+def _named(client: httpx.Client, worker_id: str) -> Worker:
+    """Raises NotFound."""
+    worker = _worker(client, worker_id)
+    if worker is None:
+        raise NotFound(f"there is no worker {worker_id} at {client.base_url}: `baton status` lists them")
+    return worker
 
 
 def _wait(

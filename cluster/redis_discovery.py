@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from typing import NoReturn
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from cluster.discovery import Members
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.outage import OutageLog
+from router.prefix.redis_url import PASSWORD_VARIABLE
 from router.successors import Successor
 
 log = logging.getLogger("baton.discovery")
@@ -50,9 +52,12 @@ _TIDY = "if redis.call('exists', KEYS[1]) == 0 then redis.call('srem', KEYS[2], 
 
 
 async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
-    """A client for `url`. Raises Misconfigured when nobody answers there."""
+    """A client for `url`; a URL without a password takes BATON_REDIS_PASSWORD.
+
+    Raises Misconfigured when no Redis answers there, or when it refuses the password."""
     client: Redis = Redis.from_url(
         url,
+        password=os.environ.get(PASSWORD_VARIABLE) or None,  # the URL's own goes first
         decode_responses=True,
         encoding_errors="replace",
         socket_timeout=timeout_s,
@@ -60,6 +65,13 @@ async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
     )
     try:
         await client.ping()
+    except AuthenticationError as error:
+        await client.aclose()
+        raise Misconfigured(
+            f"Redis at {_shown(url)} refuses the password, or wants one: put it into the URL or into the environment "
+            f"variable {PASSWORD_VARIABLE} ({error})",
+            param="discovery",
+        ) from error
     except TROUBLES as error:
         await client.aclose()
         raise Misconfigured(

@@ -5,11 +5,13 @@
     redis+cluster://[[user]:password@]host[:6379],host...            any nodes of the cluster
 
 What redis-py takes as an option of a connection may follow as a query: `?ssl_ca_certs=/etc/redis/ca.pem`. The password
-is for the servers; one for the Sentinels themselves is `sentinel_password` in the query.
+is for the servers; one for the Sentinels themselves is `sentinel_password` in the query. A URL without a password takes
+the one in the environment variable BATON_REDIS_PASSWORD, so that settings need not hold it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,7 @@ from redis.backoff import NoBackoff
 from protos.errors import Misconfigured
 
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
+PASSWORD_VARIABLE = "BATON_REDIS_PASSWORD"
 _PORTS = {"": 6379, "sentinel": 26379, "cluster": 6379}
 _FORM = "write it as redis://host:port, redis+sentinel://host:port,host:port/service or redis+cluster://host:port"
 _OPTIONS = (
@@ -110,7 +113,7 @@ def parse(url: str, *, setting: str) -> RedisUrl:
         tls=secure == "rediss",
         hosts=_hosts(hosts, kind, setting),
         username=unquote(username) or None if at else None,
-        password=unquote(password) or None if at else None,
+        password=(unquote(password) if at else "") or os.environ.get(PASSWORD_VARIABLE) or None,
         db=int(path[0]) if path else 0,
         service=service,
         options=_options(parts.query, secure == "rediss", setting),

@@ -198,3 +198,17 @@ async def test_what_others_write_to_its_keys_costs_nobody_a_worker(redis: RedisS
         assert discovery.trouble == ""
     await client.aclose()
     await supervisor.close()
+
+
+async def test_the_password_may_be_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = RedisServer(tmp_path, "--requirepass", "s3cret")
+    server.start()
+    try:
+        with pytest.raises(Misconfigured, match="wants one: .* environment variable BATON_REDIS_PASSWORD"):
+            await connect(server.url)
+        monkeypatch.setenv("BATON_REDIS_PASSWORD", "s3cret")
+        client = await connect(server.url)
+        assert await client.ping()
+        await client.aclose()
+    finally:
+        server.stop()

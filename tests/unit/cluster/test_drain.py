@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import make_app
-from protos.errors import DeadlineExceeded, NotFound
+from protos.errors import DeadlineExceeded, Misconfigured, NotFound
 from protos.values import WorkerLoad, WorkerRole
 from tests.unit.cluster.test_status import info
 from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving
@@ -91,3 +91,24 @@ async def test_a_worker_that_is_not_there_is_named() -> None:
     assert isinstance(result.exception, NotFound)
     assert "decode-7" in str(result.exception)
     assert fleet.drained == []
+
+
+async def test_every_worker_of_a_host_that_ends_is_drained_and_no_other() -> None:
+    """What a pod does before it ends: it knows its own address only."""
+    here = Worker(worker_id="prefill-0", address="10.0.0.7:9000", info=INFO)
+    gone = replace(here, worker_id="decode-1", state="left")
+    fleet = Crew(here, replace(here, worker_id="decode-0", address="10.0.0.71:9000"), gone)
+    result = await drain(fleet, "--host", "10.0.0.7", "--timeout", "0")
+    assert fleet.drained == ["prefill-0"]
+    assert isinstance(result.exception, DeadlineExceeded)  # this fleet's workers never leave
+    fleet = Crew(gone)
+    result = await drain(fleet, "--host", "10.0.0.7")
+    assert (result.exit_code, result.stdout) == (0, "no worker is at 10.0.0.7\n")
+    assert fleet.drained == []
+
+
+@pytest.mark.parametrize("flags", [(), ("decode-0", "--host", "10.0.0.7")])
+async def test_a_worker_or_a_host_is_named(flags: tuple[str, ...]) -> None:
+    result = await drain(Crew(READY), *flags)
+    assert isinstance(result.exception, Misconfigured)
+    assert "--host ADDRESS" in str(result.exception)

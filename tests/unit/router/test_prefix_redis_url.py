@@ -40,6 +40,13 @@ def test_a_url_is_read(url: str, means: dict[str, Any]) -> None:
     assert parts(url) == means
 
 
+def test_a_password_may_be_in_the_environment_and_the_urls_own_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_REDIS_PASSWORD", "from-a-secret")
+    assert parse("redis://cache", setting="index").password == "from-a-secret"
+    assert parse("redis://:own@cache", setting="index").password == "own"
+    assert "from-a-secret" not in parse("redis://cache", setting="index").shown
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [
