@@ -144,9 +144,10 @@ def install(
 ) -> None:
     if build == "cpu" and sys.platform == "linux" and installed_torch() != f"{pinned('torch')}+cpu":
         install_cpu_torch(installer, pinned("torch"), index)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = settings["project"]
     extras = [*extras, *(["cuda"] if build == "cuda" else [])]
-    wanted = list(project["dependencies"])
+    wanted = [*settings["build-system"]["requires"], *project["dependencies"]]
     for extra in extras:
         wanted += project["optional-dependencies"][extra]
     constraints = ROOT / ("constraints-cuda.txt" if build == "cuda" else "constraints.txt")
@@ -158,7 +159,7 @@ def install(
         pip(*extra_index, "--constraint", str(constraints), *wanted),
     )
     if not dependencies_only:
-        installer.step("Installing Baton", pip("--no-deps", "--editable", str(ROOT)))
+        installer.step("Installing Baton", pip("--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
 
 
 def main() -> int:

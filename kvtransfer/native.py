@@ -1,7 +1,7 @@
 """C and C++ beside the Python that calls it: compiled when first wanted, for this very processor, and then kept.
 
-Nothing is downloaded. Without a compiler, or where the cache cannot be written, `load` says so once and gives None:
-every caller has a twin in Python.
+Nothing is downloaded. Without a compiler, libraries that were built ahead are taken (`kvtransfer.prebuilt`). Without
+those, or where the cache cannot be written, `load` logs it once and returns None: every caller has a twin in Python.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from kvtransfer import prebuilt
+from kvtransfer.prebuilt import InstructionSet
+
 log = logging.getLogger(__name__)
 
-_FLAGS = "-std=c11 -O2 -march=native -fPIC -shared".split()
+_FLAGS = "-std=c11 -O2 -fPIC -shared".split()
+_NATIVE = ("-march=native",)
 _TIMEOUT_S = 60.0
 
 
@@ -43,15 +47,28 @@ def load(source: Path, functions: Functions | None = None) -> ctypes.PyDLL | Non
 
 
 def compile_c(source: Path, folder: Path) -> Path:
-    """The library in `folder`, compiled unless it is there. Raises OSError or SubprocessError.
+    """The library in `folder`, compiled unless it is there; without a compiler, one that was built ahead.
+
+    Raises OSError or SubprocessError.
 
     Its name tells source, flags, compiler and processor, so that a folder shared by different machines is safe.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     if compiler is None:
+        ready = prebuilt.find(source.stem, _FLAGS, [source])
+        if ready is not None:
+            return ready
         raise FileNotFoundError("there is no C compiler: install gcc, or name one with CC")
-    path = folder / f"{source.stem}-{fingerprint(compiler, _FLAGS, [source])}.so"
-    return made_once(path, lambda made: run(compiler, *_FLAGS, str(source), "-o", str(made), timeout_s=_TIMEOUT_S))
+    flags = [*_FLAGS, *_NATIVE]
+    path = folder / f"{source.stem}-{fingerprint(compiler, flags, [source])}.so"
+    return made_once(path, lambda made: run(compiler, *flags, str(source), "-o", str(made), timeout_s=_TIMEOUT_S))
+
+
+def prebuild_c(source: Path, folder: Path, instructions: InstructionSet) -> Path:
+    """The library in `folder` for machines that have these instructions and no compiler. Raises SubprocessError."""
+    path = folder / prebuilt.file_name(source.stem, instructions, _FLAGS, [source])
+    command = ["gcc", *_FLAGS, *instructions.options, str(source)]
+    return made_once(path, lambda made: run(*command, "-o", str(made), timeout_s=_TIMEOUT_S))
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.native import compile_c, load
+from kvtransfer import prebuilt
+from kvtransfer.native import compile_c, load, prebuild_c
+from kvtransfer.prebuilt import instruction_sets, processor_flags
 
 SOURCE = "int twice(int number) { return 2 * number; }"
 
@@ -41,3 +43,61 @@ def test_a_compiler_that_is_missing_or_fails_is_said_and_survived(
     with caplog.at_level(logging.WARNING):
         assert load(source) is None
     assert "twice.c is not compiled" in caplog.text
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def prebuilt_folder(source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Has the library of `source` for every instruction set of this architecture, as an image has."""
+    folder = source.parent / "prebuilt"
+    for instructions in instruction_sets():
+        prebuild_c(source, folder, instructions)
+    monkeypatch.setenv("BATON_PREBUILT", str(folder))
+    return folder
+
+
+@pytest.mark.usefixtures("prebuilt_folder", "no_compiler")
+def test_without_a_compiler_a_library_that_was_built_ahead_is_loaded(source: Path) -> None:
+    library = load(source)
+    assert library is not None
+    assert library.twice(21) == 42
+    assert not (source.parent / "cache").exists()
+
+
+@pytest.mark.usefixtures("prebuilt_folder", "no_compiler")
+def test_a_library_of_another_version_is_not_loaded(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source.write_text(SOURCE.replace("2 *", "3 *"))
+    with caplog.at_level(logging.WARNING):
+        assert load(source) is None
+    assert "there is no C compiler" in caplog.text
+
+
+def test_a_processor_is_given_the_best_it_can_run_and_never_more(
+    source: Path, prebuilt_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    for instructions in instruction_sets():
+        prebuild_path = prebuilt_folder / prebuilt.file_name("twice", instructions, ["-O1"], [source])
+        prebuild_path.touch()
+    amx, bf16, v4, v3, v1 = (one.needs for one in instruction_sets())
+    for has, name in (
+        (amx, "amx"), (amx | {"sse2"}, "amx"), (amx - {"amx_tile"}, "bf16"), (bf16, "bf16"), (v4, "v4"), (v3, "v3"),
+        (v4 - {"fma"}, "v1"), (v1, "v1"),
+    ):  # fmt: skip
+        monkeypatch.setattr(prebuilt, "processor_flags", lambda has=has: frozenset(has))
+        found = prebuilt.find("twice", ["-O1"], [source])
+        assert found is not None
+        assert found.name.startswith(f"twice-{name}-")
+
+
+def test_the_flags_of_this_processor_are_read() -> None:
+    info = Path("/proc/cpuinfo")
+    if not info.exists() or "\nflags" not in info.read_text():
+        pytest.skip("no x86 Linux")
+    assert "fpu" in processor_flags()

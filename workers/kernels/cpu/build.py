@@ -1,7 +1,8 @@
 """The CPU's kernels in C++: compiled for this very processor when they are first wanted, then kept in the user's cache.
 
-Nothing is downloaded. Without a compiler, or where the cache cannot be written, everything is computed with torch
-instead, and the log says so once. `python -m workers.kernels.cpu` compiles ahead of the first start.
+Nothing is downloaded. Without a compiler, a library that was built ahead is taken (`kvtransfer.prebuilt`). Without one,
+or where the cache cannot be written, torch computes everything, and the log says so once. `python -m
+workers.kernels.cpu` compiles ahead of the first start.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 
 import torch  # before the library: it brings the OpenMP runtime that both then share
 
+from kvtransfer import prebuilt
 from kvtransfer.native import cache_folder, fingerprint, made_once, run
+from kvtransfer.prebuilt import InstructionSet
 
 log = logging.getLogger(__name__)
 
@@ -106,17 +109,33 @@ def _library() -> ctypes.CDLL | None:
 
 def compile_library(folder: Path, machine: str = "native") -> Path:
     """The library in `folder`, compiled unless it is there, for this processor or for one that can do less (what
-    compilers call -march). Raises OSError or SubprocessError.
+    compilers call -march); without a compiler, one that was built ahead. Raises OSError or SubprocessError.
 
     Its name tells sources, flags, compiler and processor, so that a folder shared by different machines is safe.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
+        ready = prebuilt.find("cpu", _prebuilt_flags(), _sources())
+        if ready is not None:
+            return ready
         raise FileNotFoundError("there is no C++ compiler: install g++, or name one with CXX")
     flags = [*_FLAGS, f"-march={machine}"]
-    sources = [*sorted(_FOLDER.glob("*.h")), *(_FOLDER / name for name in _SOURCES)]
-    path = folder / f"cpu-{fingerprint(compiler, [*flags, *_SOURCES.values()], sources)}.so"
+    path = folder / f"cpu-{fingerprint(compiler, [*flags, *_SOURCES.values()], _sources())}.so"
     return made_once(path, lambda made: _compile(compiler, flags, made))
+
+
+def prebuild_library(folder: Path, instructions: InstructionSet) -> Path:
+    """The library in `folder` for machines that have these instructions and no compiler. Raises SubprocessError."""
+    path = folder / prebuilt.file_name("cpu", instructions, _prebuilt_flags(), _sources())
+    return made_once(path, lambda made: _compile("g++", [*_FLAGS, *instructions.options], made))
+
+
+def _prebuilt_flags() -> list[str]:
+    return [*_FLAGS, *_SOURCES.values()]
+
+
+def _sources() -> list[Path]:
+    return [*sorted(_FOLDER.glob("*.h")), *(_FOLDER / name for name in _SOURCES)]
 
 
 def _compile(compiler: str, flags: Sequence[str], made: Path) -> None:
