@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
-K8S = Path(__file__).resolve().parent.parent.parent / "deploy" / "k8s"
+from cluster.config import ClusterConfig
+from cluster.settings import make_config
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+K8S = ROOT / "deploy" / "k8s"
+SCHEMAS = [folder / "shared" / "schemas" for folder in ROOT.parents]
+POOLS = ("prefill", "decode")
 SHAPES = {"base": K8S / "base", "gpu": K8S / "overlays" / "gpu"}
 Manifest = dict[str, Any]
 
@@ -61,3 +69,48 @@ def render(folder: Path) -> Rendered:
     done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return Rendered([one for one in yaml.safe_load_all(done.stdout) if one])
+
+
+def config_of(shape: Rendered) -> ClusterConfig:
+    return make_config(tomllib.loads(shape.settings))
+
+
+def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    exact = selector.get("matchLabels", {})
+    among = selector.get("matchExpressions", ())
+    assert all(one["operator"] == "In" for one in among), "the only one used here"
+    return exact.items() <= labels.items() and all(labels.get(one["key"]) in one["values"] for one in among)
+
+
+def selected(shape: Rendered, selector: Mapping[str, Any]) -> set[str]:
+    """Names of the pods that a selector finds."""
+    return {name for name, one in shape.templates.items() if selects(selector, one["metadata"]["labels"])}
+
+
+def ports_of(container: Manifest) -> dict[str, int]:
+    return {one["name"]: one["containerPort"] for one in container.get("ports", ())}
+
+
+def crd_schema(file: str, version: str) -> Any:
+    """Of a custom resource, strict: a field that it does not name is an error. Skips where the file is not at hand."""
+    path = next((folder / file for folder in SCHEMAS if (folder / file).is_file()), None)
+    if path is None:
+        pytest.skip(f"{file} is in no shared/schemas beside this checkout")
+    definition = yaml.load(path.read_text(), Loader=yaml.CSafeLoader)
+    [schema] = [one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"] if one["name"] == version]
+    schema["properties"]["metadata"] = {"type": "object"}
+    return _strict(schema)
+
+
+def _strict(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    strict = {name: _strict(value) for name, value in schema.items() if name not in ("description", "default")}
+    open_ended = "additionalProperties" in schema or schema.get("x-kubernetes-preserve-unknown-fields")
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object" and not open_ended:
+        strict["additionalProperties"] = False
+    return strict

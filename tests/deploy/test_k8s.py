@@ -7,57 +7,21 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import typer
 import yaml
 
 from cluster.cli import make_app
-from cluster.config import ClusterConfig
 from cluster.placement import Node, plan
-from cluster.settings import make_config
 from protos.values import WorkerRole
-from tests.deploy.rendering import K8S, SHAPES, Manifest, Rendered, render
+from tests.deploy.rendering import K8S, POOLS, ROOT, SHAPES, Rendered, config_of, crd_schema, ports_of, selected
 
-ROOT = K8S.parent.parent
 OURS = ("gateway", "controller", "head", "prefill", "decode")
-POOLS = ("prefill", "decode")
-
-
-@pytest.fixture(params=sorted(SHAPES))
-def shape(request: pytest.FixtureRequest) -> Rendered:
-    """Each shape of the deployment in turn."""
-    return render(SHAPES[request.param])
-
-
-@pytest.fixture
-def rendered() -> Callable[[str], Rendered]:
-    return lambda name: render(SHAPES[name])
-
-
-def config_of(shape: Rendered) -> ClusterConfig:
-    return make_config(tomllib.loads(shape.settings))
-
-
-def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    exact = selector.get("matchLabels", {})
-    among = selector.get("matchExpressions", ())
-    assert all(one["operator"] == "In" for one in among), "the only one used here"
-    return exact.items() <= labels.items() and all(labels.get(one["key"]) in one["values"] for one in among)
-
-
-def selected(shape: Rendered, selector: Mapping[str, Any]) -> set[str]:
-    """Whose pods a selector finds."""
-    return {name for name, one in shape.templates.items() if selects(selector, one["metadata"]["labels"])}
-
-
-def ports_of(container: Manifest) -> dict[str, int]:
-    return {one["name"]: one["containerPort"] for one in container.get("ports", ())}
 
 
 # -- every object by itself --------------------------------------------------------------------------------------------
@@ -69,6 +33,12 @@ def test_built_in_kinds_follow_their_schemas(shape: Rendered) -> None:
     for one in shape.manifests:
         if one["kind"] != "RayCluster":
             kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_ray_cluster_follows_kuberays_schema_and_has_no_field_that_it_would_drop(shape: Rendered) -> None:
+    schema = crd_schema("ray.io_rayclusters.yaml", "v1")
+    for one in shape.of("RayCluster").values():
+        jsonschema.validate(one, schema)
 
 
 def test_pods_of_ray_follow_the_schema_of_pods(shape: Rendered) -> None:
@@ -150,7 +120,7 @@ def test_what_is_mounted_is_there_and_nobody_writes_models_or_settings(shape: Re
         if name != "redis":
             assert "emptyDir" in volumes[mounts["/tmp"]["name"]], "the root is read-only"
             assert {"name": "HOME", "value": "/tmp"} in shape.containers[name]["env"], "caches go below the home"
-        for path in {"/etc/baton", "/models"} & mounts.keys():
+        for path in {"/etc/baton", "/etc/baton-keys", "/models"} & mounts.keys():
             assert mounts[path].get("readOnly") is True, name
 
 
@@ -222,9 +192,10 @@ def test_stopping_has_the_time_it_is_given(shape: Rendered) -> None:
 
 def test_services_reach_pods_at_ports_they_have(shape: Rendered) -> None:
     for name, service in shape.of("Service").items():
-        assert selected(shape, {"matchLabels": service["spec"]["selector"]}) == {name}
+        [pods] = selected(shape, {"matchLabels": service["spec"]["selector"]})
+        assert pods == name.removesuffix("-grpc")
         for port in service["spec"]["ports"]:
-            assert port["targetPort"] in ports_of(shape.containers[name])
+            assert port["targetPort"] in ports_of(shape.containers[pods])
 
 
 def test_addresses_in_the_settings_are_services_that_exist(shape: Rendered) -> None:
@@ -232,6 +203,7 @@ def test_addresses_in_the_settings_are_services_that_exist(shape: Rendered) -> N
     redis = shape.of("Service")["redis"]["spec"]["ports"][0]["port"]
     client = ports_of(shape.containers["head"])["client"]
     assert config.discovery == f"redis://redis:{redis}"
+    assert config.index == config.discovery, "or each gateway learns what its own requests cached, and no more"
     assert config.ray.address == f"ray://ray-head-svc:{client}", "KubeRay's name for the head of a cluster named ray"
 
 
@@ -250,29 +222,6 @@ def test_budgets_cover_their_pods_and_leave_room_for_one_disruption(shape: Rende
         # Of pods whose owner has no scale, which KubeRay's have not, Kubernetes counts minAvailable only.
         assert "maxUnavailable" not in budget["spec"]
         assert 1 <= budget["spec"]["minAvailable"] == replicas[name] - 1
-
-
-def test_network_policies_open_exactly_the_ways_that_are_used(shape: Rendered) -> None:
-    """Who may reach whose pods, at which ports (none named: all)."""
-    ways: dict[str, dict[str, set[int]]] = {}
-    policies = shape.of("NetworkPolicy")
-    assert policies.pop("default-deny")["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
-    for policy in policies.values():
-        targets = selected(shape, policy["spec"]["podSelector"])
-        assert targets, policy["metadata"]["name"]
-        for rule in policy["spec"]["ingress"]:
-            ports = {one["port"] for one in rule.get("ports", ())}
-            peers = [selected(shape, peer["podSelector"]) for peer in rule.get("from", ())]
-            assert all(peers), f"{policy['metadata']['name']} lets in labels that nobody has"
-            for target in targets:
-                for source in set().union(*peers) if peers else {"anybody"}:
-                    ways.setdefault(target, {}).setdefault(source, set()).update(ports)
-    ray = {source: set[int]() for source in ("head", *POOLS, "gateway", "controller")}
-    assert ways == {
-        "gateway": {"anybody": {8000, 8001}},
-        "redis": {"gateway": {6379}, "controller": {6379}},
-        **dict.fromkeys(("head", *POOLS), ray),
-    }
 
 
 # -- with Baton's placement --------------------------------------------------------------------------------------------
