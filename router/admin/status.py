@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -26,8 +27,8 @@ def add(admin: APIRouter, gateway: Gateway) -> None:
     @admin.get("/status")
     async def status() -> Response:
         told = {"model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway)}
-        told["degraded"] = missing(gateway)
         workers = gateway.fleet.status()
+        told["degraded"] = missing(gateway, workers)
         said = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
         kv = {worker.worker_id: one for worker, one in zip(workers, said, strict=True)}
         return json_response(told | {"workers": workers, "kv": kv, "processes": gateway.siblings.statuses})
@@ -43,12 +44,13 @@ def not_ready(gateway: Gateway) -> str:
     return "; ".join(told) or "no worker has joined yet"
 
 
-def missing(gateway: Gateway) -> str:
+def missing(gateway: Gateway, workers: Sequence[WorkerView] | None = None) -> str:
     """Who is away although requests are served: a whole pool, and workers never met, of whatever pool they are; "" when
-    nobody is."""
+    nobody is. `workers` is the caller's own look at the fleet, if it has one."""
     if not gateway.fleet.ready():
         return ""
-    workers = gateway.fleet.status()
+    if workers is None:
+        workers = gateway.fleet.status()
     unmet = "; ".join(_said(one) for one in workers if one.info is None)
     told = [f"never met: {unmet}"] if unmet else []
     for role, meanwhile in STAND_INS.items():
