@@ -132,12 +132,6 @@ def main() -> None:
         _run(sys.argv[1:])
     except KeyboardInterrupt:  # so early that no verb has taken over Ctrl-C yet: nothing was started
         sys.exit(130)
-    except SystemExit as ended:
-        if "cluster.machines" in sys.modules:
-            from cluster.stopping import leave
-
-            leave(ended.code if isinstance(ended.code, int) else 1)
-        raise
 
 
 def _measure(arguments: Sequence[str]) -> NoReturn:

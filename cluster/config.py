@@ -26,6 +26,7 @@ MAX_WORKERS = 4096
 MAX_PROCESSES = 64
 _LEAST = {
     "first_delay_s": 0.0, "factor": 1.0, "reset_after_s": 0.0, "health_period_s": 0.1, "max_misses": 1, "grace_s": 0.0,
+    "orphan_s": 10.0,
 }  # fmt: skip
 
 
@@ -93,7 +94,8 @@ class SupervisionConfig:
     """A worker that died is started again after `first_delay_s`, which grows by `factor` with every further death, up
     to `max_delay_s`; after `reset_after_s` of service its deaths are forgotten. Every `health_period_s` a worker is
     asked for its health: one that says no, or nothing, `max_misses` times in a row is dead too. At a stop, running
-    requests have `grace_s` to finish."""
+    requests have `grace_s` to finish. A worker on another machine ends by itself when no supervisor has been in contact
+    for `orphan_s`; one on the machine of its `baton` process ends with that process."""
 
     first_delay_s: float = 0.25
     factor: float = 2.0
@@ -102,6 +104,7 @@ class SupervisionConfig:
     health_period_s: float = 2.0
     max_misses: int = 5
     grace_s: float = 30.0
+    orphan_s: float = 120.0
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -28,6 +28,10 @@ class Members(Protocol):
 
     async def leave(self, worker_id: str) -> None: ...
 
+    def set_degraded(self, reason: str) -> None:
+        """What is wrong with the cluster behind the workers, for `degraded`; "" when nothing is."""
+        ...
+
 
 class Announcer(Protocol):
     """The supervisor's side. Never fails: what cannot be said now is said as soon as it can be."""
@@ -46,6 +50,14 @@ class Announcer(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class ClusterAnnouncer(Announcer, Protocol):
+    """Also announces what is wrong with the cluster behind the workers."""
+
+    async def set_degraded(self, reason: str) -> None:
+        """For people, beside what else is wrong; "" when nothing is."""
+        ...
 
 
 class Discovery(Protocol):
@@ -73,6 +85,9 @@ class DirectAnnouncer:
 
     async def withdraw(self, worker_id: str) -> None:
         await self._members.leave(worker_id)
+
+    async def set_degraded(self, reason: str) -> None:
+        self._members.set_degraded(reason)
 
     async def close(self) -> None:
         pass

@@ -1,141 +1,204 @@
-"""Carries a plan out on Ray: one placement group a worker, one actor a rank, and what they tell as one stream.
+"""Carries a plan out: a place for the worker, a process for each rank, and what they send as one stream.
 
-launch ─▶ placement group ─▶ actors ─▶ rank 0 says where to meet ─▶ all start ─▶ events ...
-closed, or a rank is gone ─▶ a polite stop, if all are there ─▶ every process killed, room given back
+launch ─▶ place ─▶ processes ─▶ orders, with where rank 0 meets the others ─▶ events ...
+adopt ──▶ the processes that run already ─────────────────────────────────▶ events ...
+closed, or a rank is gone ─▶ a polite stop, if all are there ─▶ every process killed, place given back
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import ray
-from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from cluster.actors import RankActor
 from cluster.config import ClusterConfig
-from cluster.machines import Machines
+from cluster.hosts import Link, Place
+from cluster.living import LivingWorker
 from cluster.placement import WorkerPlan
-from cluster.rank import Ended, Event, Logged, Orders, in_thread
+from cluster.rank import Ended, Event, Logged, Orders
 from protos.errors import BatonError, Misconfigured, WorkerLost
 from protos.wire import raised
 from workers.config import Seat
+
+log = logging.getLogger("baton.cluster")
 
 POLITE_STOP_S = 5.0
 KILL_S = 2.0
 START_S = 60.0
 NO_ROOM_S = 5.0
 LAST_WORDS_S = 0.5
-_FELL_SILENT = "unexpectedly exits with a connection error"
-_DETAIL = re.compile(r"Worker exit detail: (?:Worker )?(.+?)(?:\. |$)")
 
 
-class RayLauncher:
-    """One for a cluster. Every process it starts is killed when its worker's stream ends or is closed."""
+class Places(Protocol):
+    """Shares of machines, set aside for workers."""
 
-    def __init__(self, config: ClusterConfig, machines: Machines) -> None:
+    @property
+    def trouble(self) -> str:
+        """Why no share can be set aside at present; "" if it can."""
+        ...
+
+    async def take(self, plan: WorkerPlan) -> Place:
+        """Waits until there is room. Raises WorkerLost."""
+        ...
+
+    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> Place:
+        """The place of a worker that runs already. Raises WorkerLost."""
+        ...
+
+    async def give_back(self, plan: WorkerPlan) -> None:
+        """Of a worker that is gone. Never fails."""
+        ...
+
+
+class RankLauncher:
+    """One for a cluster. Every process it starts or finds is killed when its worker's stream ends or is closed.
+
+    `record` is called before a process is started, and when more is known of it.
+    """
+
+    def __init__(self, config: ClusterConfig, places: Places, record: Callable[[LivingWorker], None]) -> None:
         self._config = config
-        # Ray's processes have a working directory of their own.
+        # A rank's process may have a working directory of its own.
         self._worker = replace(config.worker, model=str(Path(config.worker.model).absolute()))
-        self._machines = machines
-        self._actor = ray.remote(RankActor)
+        self._places = places
+        self._record = record
 
     async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
-        """What rank 0 tells, and what any rank logs. Raises the BatonError that the worker ended with."""
-        name = f"{plan.worker_id}#{incarnation}"
-        room = await self._machines.call(lambda: placement_group(plan.bundles(), strategy="STRICT_PACK", name=name))
-        ranks: list[Any] = []
-        intact = False
+        """What rank 0 sends, and what any rank logs. Raises the BatonError that the worker ended with."""
+        links: list[Link] = []
         try:
-            placed = asyncio.ensure_future(room.ready())
-            if not (await asyncio.wait([placed], timeout=NO_ROOM_S))[0]:
-                yield Logged(level=logging.WARNING, message=f"waits for {_needs(plan)}: no machine has that free")
-            await placed
-            ranks += [self._rank(plan, room, number) for number in range(plan.num_ranks)]
-            pids = await self._start_in_time(plan, incarnation, ranks)
-            yield Logged(level=logging.INFO, message=f"runs in process {', '.join(map(str, pids))}")
-            intact = True
-            async with aclosing(merged(plan.worker_id, ranks)) as events:
+            placing = asyncio.ensure_future(self._places.take(plan))
+            try:
+                if not (await asyncio.wait([placing], timeout=NO_ROOM_S))[0]:
+                    why = self._places.trouble or "no machine has that free"
+                    yield Logged(level=logging.WARNING, message=f"waits for {_needs(plan)}: {why}")
+                place = await placing
+            finally:
+                placing.cancel()
+            living = LivingWorker(
+                worker_id=plan.worker_id,
+                incarnation=incarnation,
+                host=place.host.address,
+                devices=place.devices,
+                names=tuple(f"{plan.worker_id}.{incarnation}.{rank}" for rank in range(plan.num_ranks)),
+                pids=(),
+            )
+            self._record(living)
+            links += await self._start_in_time(plan, living, place)
+            async with aclosing(self._follow(plan, links)) as events:
                 async for event in events:
                     yield event
-        except RayError as error:
-            intact = False
-            raise _lost("its process", error) from error
+        finally:
+            await _in_full(self._end(plan, links))
+
+    async def adopt(self, plan: WorkerPlan, living: LivingWorker) -> AsyncGenerator[Event, None]:
+        """As `launch`, of a worker whose processes run. The first event is its present state."""
+        links: list[Link] = []
+        try:
+            place = await self._places.retake(plan, living)
+            pids = living.pids or (0,) * len(living.names)
+            found = await asyncio.gather(
+                *(place.host.attach(name, pid) for name, pid in zip(living.names, pids, strict=True)),
+                return_exceptions=True,
+            )
+            links += [link for link in found if not isinstance(link, BaseException)]
+            for error in found:
+                if isinstance(error, BaseException):
+                    raise error
+            async with aclosing(self._follow(plan, links)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            await _in_full(self._end(plan, links))
+
+    async def _follow(self, plan: WorkerPlan, links: Sequence[Link]) -> AsyncGenerator[Event, None]:
+        """Stops the ranks politely if none of them has broken."""
+        intact = True
+        try:
+            async with aclosing(merged(plan.worker_id, links)) as events:
+                async for event in events:
+                    yield event
         except BatonError:
             intact = False
             raise
         finally:
-            try:
-                if intact:
-                    await _stop_politely(ranks[0])
-            finally:  # whoever is cancelled again meanwhile kills as well: before Python 3.11.3 a timeout did that
-                # Not on Machines' thread, and not for ever: Ray waits a minute for a control store that is gone itself.
-                await asyncio.wait([in_thread(lambda: _kill(ranks, room))], timeout=KILL_S)
+            if intact:
+                with suppress(TimeoutError, BatonError):
+                    async with asyncio.timeout(POLITE_STOP_S):
+                        await links[0].stop()
 
-    def _rank(self, plan: WorkerPlan, room: PlacementGroup, number: int) -> Any:
-        bundle = plan.bundles()[number]
-        return self._actor.options(
-            num_cpus=bundle.pop("CPU"),
-            num_gpus=bundle.pop("GPU", 0.0),
-            resources=bundle,
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=number),
-        ).remote(plan.num_threads)
+    async def _end(self, plan: WorkerPlan, links: Sequence[Link]) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KILL_S):
+                await asyncio.gather(*(link.close() for link in links), return_exceptions=True)
+        await self._places.give_back(plan)
 
-    async def _start_in_time(self, plan: WorkerPlan, incarnation: int, ranks: Sequence[Any]) -> list[int]:
-        """Raises WorkerLost when Ray has room for the processes but does not bring them up."""
+    async def _start_in_time(self, plan: WorkerPlan, living: LivingWorker, place: Place) -> list[Link]:
+        """Raises WorkerLost when there is room for the processes and they do not come up."""
         try:
             async with asyncio.timeout(START_S):
-                return await self._start(plan, incarnation, ranks)
+                return await self._start(plan, living, place)
         except TimeoutError:
             raise WorkerLost(f"its processes did not come up within {START_S:g} s") from None
 
-    async def _start(self, plan: WorkerPlan, incarnation: int, ranks: Sequence[Any]) -> list[int]:
-        """Tells every rank who it is; their process ids."""
-        places = await asyncio.gather(*(rank.meeting_place.remote(self._machines.host) for rank in ranks))
-        store_host, store_port = places[0]
-        config = self._config
-        orders = [
-            Orders(
-                role=plan.role,
-                worker=replace(self._worker, device=plan.device, tp=plan.num_ranks),
-                prefill=config.prefill,
-                decode=config.decode,
-                peers=config.peers,
-                seat=Seat(
-                    worker_id=plan.worker_id,
-                    incarnation=incarnation,
-                    rank=number,
-                    size=plan.num_ranks,
-                    host=host,
-                    store_host=store_host,
-                    store_port=store_port,
-                ),
-            )
-            for number, (host, _) in enumerate(places)
+    async def _start(self, plan: WorkerPlan, living: LivingWorker, place: Place) -> list[Link]:
+        threads = {name: str(plan.num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        environments = [
+            threads | ({"CUDA_VISIBLE_DEVICES": place.devices[rank]} if place.devices else {})
+            for rank in range(plan.num_ranks)
         ]
-        started = (rank.start.remote(order) for rank, order in zip(ranks, orders, strict=True))
-        return list(await asyncio.gather(*started))
+        meeting_places = await asyncio.gather(*(place.host.meeting_place() for _ in living.names))
+        store_host, store_port = meeting_places[0]
+        pids = await asyncio.gather(
+            *(
+                place.host.start(name, own, living.names[0] if rank else "")
+                for rank, (name, own) in enumerate(zip(living.names, environments, strict=True))
+            )
+        )
+        self._record(replace(living, pids=tuple(pids)))
+        orders = (
+            self._orders(plan, Seat(
+                worker_id=plan.worker_id, incarnation=living.incarnation, rank=rank, size=plan.num_ranks, host=host,
+                store_host=store_host, store_port=store_port,
+            ))
+            for rank, (host, _) in enumerate(meeting_places)
+        )  # fmt: skip
+        links = await asyncio.gather(
+            *(place.host.order(name, pid, order) for name, pid, order in zip(living.names, pids, orders, strict=True))
+        )
+        log.info("%s: runs in process %s", plan.worker_id, ", ".join(map(str, pids)))
+        return list(links)
+
+    def _orders(self, plan: WorkerPlan, seat: Seat) -> Orders:
+        config = self._config
+        return Orders(
+            role=plan.role,
+            worker=replace(self._worker, device=plan.device, tp=plan.num_ranks),
+            prefill=config.prefill,
+            decode=config.decode,
+            peers=config.peers,
+            seat=seat,
+            grace_s=config.supervision.grace_s,
+        )
 
 
-async def merged(worker_id: str, ranks: Sequence[Any]) -> AsyncGenerator[Event, None]:
+async def merged(worker_id: str, ranks: Sequence[Link]) -> AsyncGenerator[Event, None]:
     """Ends with rank 0. Raises what the first rank to break broke of, or a better reason that another one has."""
     arrived: asyncio.Queue[Event | asyncio.Task[BatonError | None]] = asyncio.Queue()
 
-    async def pump(number: int, rank: Any) -> BatonError | None:
+    async def pump(number: int, rank: Link) -> BatonError | None:
         while True:
             try:
-                events = await rank.news.remote()
-            except RayError as error:
-                return _lost(f"the process of rank {number} of {worker_id}" if len(ranks) > 1 else "its process", error)
+                events = await rank.news()
+            except WorkerLost as error:
+                told = error.message
+                if len(ranks) > 1:
+                    told = told.replace("its process", f"the process of rank {number} of {worker_id}", 1)
+                return WorkerLost(told)
             for event in events:
                 if isinstance(event, Ended):
                     return raised(event.error) if event.error is not None else None
@@ -167,28 +230,17 @@ def _most_telling(errors: Sequence[BatonError | None]) -> BatonError:
     return min(known, key=lambda error: (not isinstance(error, Misconfigured), isinstance(error, WorkerLost)))
 
 
-async def _stop_politely(rank: Any) -> None:
-    with suppress(RayError, TimeoutError):
-        async with asyncio.timeout(POLITE_STOP_S):
-            await rank.stop.remote()
-
-
-def _kill(ranks: Sequence[Any], room: PlacementGroup) -> None:
-    for rank in ranks:
-        with suppress(RayError, ValueError):
-            ray.kill(rank)
-    with suppress(RayError, ValueError):
-        remove_placement_group(room)
-
-
-def _lost(who: str, error: RayError) -> WorkerLost:
-    """In one line: Ray's own text is a page on what may have happened, and how it noticed says nothing to anybody."""
-    detail = _DETAIL.search(str(error))
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    said = detail[1] if detail else lines[-1]
-    if _FELL_SILENT in said:
-        said = "it was killed, or crashed (dmesg tells whether memory ran out)"
-    return WorkerLost(f"{who} is gone: {said}")
+async def _in_full(work: Coroutine[Any, Any, None]) -> None:
+    """Also where the caller is cancelled meanwhile, once or more: then the cancellation comes afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def _needs(plan: WorkerPlan) -> str:

@@ -1,13 +1,12 @@
-"""Ray itself: a private one for this machine, started and stopped with us, or one that runs already.
+"""Ray itself: a private one for this machine, started and stopped with its supervisor, or one that runs already.
 
-A private Ray listens on the loopback interface only, asks for a token that nobody else knows, and keeps its files in a
-folder of its own, which goes with it.
+A private Ray listens on the loopback interface only, asks for a token that its own processes alone have, and keeps its
+files in a folder of its own, which goes with it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import secrets
@@ -19,23 +18,32 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.config import RayConfig
+from cluster.hosts import LOOPBACK
 from cluster.placement import Node
+from cluster.rank import in_thread
+from cluster.rank_starter import ended
 from cluster.reachable import check_answers, no_ray
-from cluster.scratch import Scratch, kill_users
+from cluster.scratch import kill_users
 from cluster.stopping import RAY_THREAD, SIGNALS
-from protos.errors import Unavailable
+from protos.errors import Misconfigured, Unavailable
 
 log = logging.getLogger("baton.cluster")
 
 Result = TypeVar("Result")
 
-LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 * 2**20  # nothing travels through it; Ray wants at least 75 MB
 STOP_S = 10.0  # a Ray that has started ends within one or two
 GIVE_UP_S = 1.0  # for one that is still starting, and was killed
+PROBE_S = 1.0  # between two connections to a Ray that is not ours
+PROBE_MISSES = 3
+ASK_S = 2.0  # between two questions to the control store
+DOUBT_S = 3.0  # without an answer
+SILENT_S = 15.0
 OURS = "r"  # Ray opens its folder to everybody, so that it is given one in a folder that is ours alone
 LONGEST_SOCKET = f"/baton-12345678/{OURS}/session_2026-11-23_01-49-16_799730_4194304/sockets/plasma_store"
 MAX_FOLDER_BYTES = 107 - len(LONGEST_SOCKET)  # unix(7): a socket's path has 107 bytes
+VITAL = {"gcs_server": "control store (GCS)", "raylet": "raylet"}
+"""Ray's processes without which it is no more, as it calls them and as people do. Its raylet ends with its agents."""
 PRIVATE = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -47,28 +55,35 @@ PRIVATE = {
 }
 
 
-class Machines:
-    """`start` and `stop` bracket everything else. Ray's calls that wait run on one thread that lives as long as this:
-    the kernel ends Ray's processes with the thread that started them. A call that never returns, in C++, is left behind
-    by `stop`, and ends with this process (`cluster.stopping.leave`)."""
+def short_folder() -> Path:
+    """For temporary files, and short enough for Ray's sockets in it."""
+    shallow = len(os.fsencode(tempfile.gettempdir())) <= MAX_FOLDER_BYTES
+    return Path(tempfile.gettempdir() if shallow else "/tmp")
 
-    def __init__(self, config: RayConfig) -> None:
+
+def end_private_ray(folder: Path) -> None:
+    """Every process of a Ray in this folder, whoever has started it."""
+    kill_users(folder / OURS)
+
+
+class Machines:
+    """`start` and `stop` bracket everything else; a private Ray's files are in `folder`, and stay when it ends. Ray's
+    calls that wait run on one thread that lives as long as this: the kernel ends Ray's processes with the thread that
+    started them. A call that never returns, in C++, is left behind by `stop`, and ends with this process."""
+
+    def __init__(self, config: RayConfig, folder: Path) -> None:
         self._config = config
+        self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=RAY_THREAD)
         self._starting: Future[None] | None = None
-        self._scratch: Scratch | None = None
+        self._where = config.address
 
     @property
     def is_private(self) -> bool:
         return not self._config.address
 
-    @property
-    def host(self) -> str:
-        """What processes of one machine reach each other by; "" where there may be several machines."""
-        return LOOPBACK if self.is_private else ""
-
     async def start(self) -> None:
-        """Raises Misconfigured when there is no Ray at the address, or none can be started."""
+        """Raises Misconfigured when there is no Ray at the address, Unavailable when none can be started."""
         address = self._config.address
         if address:
             await check_answers(address)
@@ -92,7 +107,6 @@ class Machines:
         if is_up and not done:
             log.warning("Ray has not ended within %g s: it is killed", STOP_S)
         self._kill()
-        self._remove()
         self._thread.shutdown(wait=False)
         for task in done:
             task.result()
@@ -106,6 +120,68 @@ class Machines:
         alive = [node["Resources"] for node in await self.call(ray.nodes) if node["Alive"]]
         return tuple(Node(cpus=float(has.get("CPU", 0.0)), gpus=float(has.get("GPU", 0.0))) for has in alive)
 
+    async def lost(self, doubt: Callable[[str], None]) -> str:
+        """Returns why Ray is no more, once it is: within a second of its end, and where it only answers no more after
+        `SILENT_S`. Calls `doubt` with what seems wrong meanwhile, and with "" when it was nothing."""
+        looking = [
+            asyncio.ensure_future(self._ended() if self.is_private else self._unreachable(doubt)),
+            asyncio.ensure_future(self._silent(doubt)),
+        ]
+        try:
+            done, _ = await asyncio.wait(looking, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in looking:
+                task.cancel()
+
+    async def _ended(self) -> str:
+        """Of a private Ray."""
+        from ray._private import worker
+
+        node: Any = worker._global_node
+        watched = {
+            asyncio.ensure_future(ended(one.process.pid)): called
+            for name, called in VITAL.items()
+            for one in node.all_processes.get(name, ())
+        }
+        try:
+            done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            return f"Ray's {' and '.join(sorted(watched[task] for task in done))} has ended"
+        finally:
+            for task in watched:
+                task.cancel()
+
+    async def _unreachable(self, doubt: Callable[[str], None]) -> str:
+        misses = 0
+        while True:
+            await asyncio.sleep(PROBE_S)
+            try:
+                await check_answers(self._where, PROBE_S)
+            except Misconfigured as error:
+                misses += 1
+                reason = error.message.partition(";")[0]
+                if misses >= PROBE_MISSES:
+                    return reason
+                doubt(reason)
+            else:
+                if misses:
+                    doubt("")
+                misses = 0
+
+    async def _silent(self, doubt: Callable[[str], None]) -> str:
+        import ray
+
+        while True:
+            await asyncio.sleep(ASK_S)
+            asking = in_thread(ray.nodes)
+            if not (await asyncio.wait([asking], timeout=DOUBT_S))[0]:
+                doubt("Ray's control store (GCS) does not answer")
+                if not (await asyncio.wait([asking], timeout=SILENT_S - DOUBT_S))[0]:
+                    return f"Ray's control store (GCS) has not answered for {SILENT_S:g} s"
+                doubt("")
+            if (error := asking.exception()) is not None:
+                return f"Ray does not know its nodes: {error}"
+
     def _start(self) -> None:
         options: dict[str, Any] = {"address": self._config.address, "log_to_driver": False}
         if self.is_private:
@@ -114,8 +190,9 @@ class Machines:
 
         try:
             _silence()
-            _set_apart()
             ray.init(logging_level=logging.ERROR, **options)
+            if not self.is_private and not self._where.startswith("ray://"):
+                self._where = str(ray.get_runtime_context().gcs_address)
         except ConnectionError as error:
             raise no_ray(self._config.address, (str(error).splitlines() or [""])[0]) from error
         except Exception as error:  # Ray raises bare ones
@@ -129,46 +206,29 @@ class Machines:
         root = str(Path(__file__).resolve().parent.parent)
         known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *(path for path in known if path and path != root)])
-        shallow = len(os.fsencode(tempfile.gettempdir())) <= MAX_FOLDER_BYTES
-        self._scratch = Scratch(Path(tempfile.gettempdir() if shallow else "/tmp"))
         return {
             "address": "local",
             "include_dashboard": False,
             "log_to_driver": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "_node_ip_address": LOOPBACK,
-            "_temp_dir": str(self._scratch.path / OURS),
+            "_temp_dir": str(self._folder / OURS),
         }
 
     def _stop(self) -> None:
         import ray
 
         ray.shutdown()
-        self._remove()
 
     def _kill(self) -> None:
-        if self._scratch is not None:
-            kill_users(self._scratch.path)
-
-    def _remove(self) -> None:
-        if self._scratch is not None:
-            self._scratch.remove()
+        if self.is_private:
+            end_private_ray(self._folder)
 
 
 def _take_signals_back() -> None:
     """Ray puts handlers of its own below Python's, which print a stack trace whenever we are asked to stop."""
     for number in SIGNALS:
         signal.signal(number, signal.getsignal(number))
-
-
-def _set_apart() -> None:
-    """Ray's processes would be of our process group, and end with a signal to all of it, as `timeout` and a session
-    that closes send it, before what runs is finished. There is no setting for it (as of 2.60), so what starts them is
-    replaced; they still end with us."""
-    from ray._private import services
-
-    if isinstance(popen := getattr(services, "ConsolePopen", None), type):
-        setattr(services, "ConsolePopen", functools.partial(popen, process_group=0))  # noqa: B010
 
 
 def _silence() -> None:

@@ -34,7 +34,8 @@ STEPS_OF_PROGRESS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What a process shall be. `port` is where rank 0 serves; 0 takes any free one."""
+    """What a process shall be. `port` is where rank 0 serves; 0 takes any free one. What runs has `grace_s` to finish
+    when a signal ends the process."""
 
     role: WorkerRole
     worker: WorkerConfig
@@ -43,6 +44,7 @@ class Orders:
     seat: Seat
     port: int = 0
     peers: PeerTls = field(default_factory=PeerTls)
+    grace_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +76,11 @@ Event = Loading | Serving | Logged | Ended
 
 
 class Rank:
-    """Lives on one event loop. After `start` it runs until it breaks or `stop` is called."""
+    """Lives on one event loop. After `start` it runs until it breaks or `stop` is called. `supervised` is called
+    whenever a supervisor has asked for the worker's health."""
 
-    def __init__(self) -> None:
+    def __init__(self, supervised: Callable[[], None] = lambda: None) -> None:
+        self._supervised = supervised
         self._loop = asyncio.get_running_loop()
         self._events: list[Event] = []
         self._news = asyncio.Event()
@@ -149,7 +153,9 @@ class Rank:
 
         worker = self._worker = Worker(parts)
         try:
-            info = await worker.start(orders.seat.host, orders.port, peers=orders.peers, prepare=cores.bind)
+            info = await worker.start(
+                orders.seat.host, orders.port, peers=orders.peers, prepare=cores.bind, supervised=self._supervised
+            )
             self._note(Serving(info=info))
             serving = asyncio.ensure_future(worker.wait())
             if await self._before_stop(serving):

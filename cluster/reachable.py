@@ -11,7 +11,7 @@ from protos.errors import Misconfigured
 TIMEOUT_S = 5.0
 
 
-async def check_answers(address: str) -> None:
+async def check_answers(address: str, timeout_s: float = TIMEOUT_S) -> None:
     """Raises Misconfigured when nobody listens at `address` (host:port, ray://host:port, or auto, which RAY_ADDRESS may
     say more of)."""
     named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
@@ -19,10 +19,10 @@ async def check_answers(address: str) -> None:
         return  # Ray looks for one on this machine, and says at once that there is none
     host, port = _endpoint(named)
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
-        raise no_ray(named, f"no answer within {TIMEOUT_S:g} s") from None
+        raise no_ray(named, f"no answer within {timeout_s:g} s") from None
     except OSError as error:
         raise no_ray(named, reason_of(error)) from error
     writer.close()

@@ -144,6 +144,9 @@ class RedisAnnouncer:
         self._starting[worker_id] = successor
         self._news.set()
 
+    async def set_degraded(self, reason: str) -> None:
+        """Gateways learn nothing of it yet."""
+
     async def announce(self, worker_id: str, address: str) -> None:
         self._live[worker_id] = address
         self._starting.pop(worker_id, None)

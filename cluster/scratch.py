@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import logging
 import os
@@ -14,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from cluster.reaper import adopt_orphans
+
 PREFIX = "baton-"
 OWNED = "owned"  # locked by whoever uses the folder: the kernel lets go of it when that process ends, however it does
-PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 REAP_S = 1.0  # what was killed ends at once, unless a driver holds it
 
 log = logging.getLogger("baton.cluster")
@@ -31,6 +31,7 @@ class Scratch:
         beginning = self.path / f"{OWNED}.new"
         lock = os.open(beginning, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         self._lock: int | None = lock
+        self.lock_file = self.path / OWNED
         fcntl.flock(lock, fcntl.LOCK_EX)
         beginning.rename(self.path / OWNED)  # locked before anybody else can see it
 
@@ -61,12 +62,11 @@ def kill_users(folder: Path) -> None:
 @contextmanager
 def _adopting() -> Iterator[None]:
     """Meanwhile children of children that end become ours."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    before = adopt_orphans()
     try:
         yield
     finally:
-        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        adopt_orphans(before)
 
 
 def _reap(pid: int) -> None:

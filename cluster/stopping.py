@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import signal
-import sys
-import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -15,7 +11,6 @@ INSISTING = (signal.SIGINT, signal.SIGTERM)
 SIGNALS = (*INSISTING, signal.SIGHUP)
 INTERRUPTED, TERMINATED = 130, 143  # exit codes, as shells have them
 RAY_THREAD = "ray"
-THREAD_END_S = 0.5
 
 
 class Termination:
@@ -88,16 +83,3 @@ async def _race(work: Coroutine[Any, Any, None], event: asyncio.Event) -> bool:
         return False
     task.result()
     return True
-
-
-def leave(code: int) -> None:
-    """The last of a process that has stopped everything: ends it here if a call of Ray's never returned, for which
-    Python would wait."""
-    for thread in threading.enumerate():
-        if thread.name.startswith(f"{RAY_THREAD}_"):
-            thread.join(THREAD_END_S)
-            if thread.is_alive():
-                logging.shutdown()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)

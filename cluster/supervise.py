@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cluster import flags
 from cluster.config import ClusterConfig
-from cluster.discovery import Announcer
+from cluster.discovery import ClusterAnnouncer
 from cluster.log import LogFormat
 from cluster.pools import Pools
 from cluster.progress import Bars
@@ -105,7 +105,7 @@ async def _run(config: ClusterConfig, console: Console) -> bool:
     return in_order
 
 
-async def _serve(workers: Pools, announcer: Announcer, bars: Bars) -> None:
+async def _serve(workers: Pools, announcer: ClusterAnnouncer, bars: Bars) -> None:
     with bars:
         await workers.prepare()
         await workers.start(announcer)

@@ -38,8 +38,8 @@ class Life:
     has_served: bool = False
 
 
-def born(now: float) -> Life:
-    return Life(since_s=now)
+def born(now: float, *, has_served: bool = False) -> Life:
+    return Life(since_s=now, has_served=has_served)
 
 
 def opened(life: Life, now: float) -> Life:

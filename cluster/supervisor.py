@@ -34,6 +34,17 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A worker that an earlier supervisor has launched. `follow` is as `Launcher.launch` of it, and sends its present
+    state first; `info`: it serves. Without `follow` its process is gone, and only `has_served` is known."""
+
+    has_served: bool
+    incarnation: int = 0
+    info: WorkerInfo | None = None
+    follow: Callable[[], AsyncGenerator[Event, None]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
     """A worker as people are shown it. `loaded` is the share of its weights that is read."""
 
@@ -53,7 +64,7 @@ class CheckHealth(Protocol):
 class Supervisor:
     """Lives on one event loop. `first_incarnation` must be greater than all that came before: the time will do.
 
-    `watch` is called with every change of a worker.
+    `watch` is called with every change of a worker; `running` are those that need no launch at first.
     """
 
     def __init__(
@@ -65,6 +76,7 @@ class Supervisor:
         check_health: CheckHealth,
         config: SupervisionConfig,
         first_incarnation: int,
+        running: Mapping[str, Running] | None = None,
         watch: Callable[[WorkerView], None] = lambda view: None,
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -75,6 +87,7 @@ class Supervisor:
         self._check_health = check_health
         self._config = config
         self._incarnation = first_incarnation
+        self._running = running or {}
         self._watch = watch
         self._clock = clock or asyncio.get_running_loop().time
         self._sleep = sleep
@@ -118,12 +131,22 @@ class Supervisor:
         return [view for view in self._views.values() if view.life.state is LifeState.SERVING]
 
     async def _tend(self, plan: WorkerPlan) -> None:
-        life = supervision.born(self._clock())
+        running = self._running.get(plan.worker_id, Running(has_served=False))
+        life = supervision.born(self._clock(), has_served=running.has_served)
+        if running.info is not None:
+            life = supervision.opened(life, self._clock())
         while True:
-            self._incarnation += 1
-            self._show(WorkerView(worker_id=plan.worker_id, life=life, incarnation=self._incarnation))
-            await self._announcer.starting(plan.worker_id, Successor(role=plan.role))
-            error = await self._live(plan, self._incarnation)
+            if running.follow is not None:
+                incarnation, info, events = running.incarnation, running.info, running.follow()
+                running = Running(has_served=running.has_served)
+            else:
+                self._incarnation += 1
+                incarnation, info = self._incarnation, None
+                events = self._launcher.launch(plan, incarnation)
+            self._show(WorkerView(worker_id=plan.worker_id, life=life, incarnation=incarnation, info=info))
+            if info is None:
+                await self._announcer.starting(plan.worker_id, Successor(role=plan.role))
+            error = await self._live(plan, events)
             view = self._views[plan.worker_id]
             if error is None:
                 log.info("worker %s has left: the next one takes its place", plan.worker_id)
@@ -139,10 +162,12 @@ class Supervisor:
             await self._sleep(delay_s)
             life = supervision.restarted(life, self._clock())
 
-    async def _live(self, plan: WorkerPlan, incarnation: int) -> BatonError | None:
+    async def _live(self, plan: WorkerPlan, events: AsyncGenerator[Event, None]) -> BatonError | None:
         """One incarnation, from its launch to its end; what it ended with, None if it was told to leave."""
         serves = asyncio.Event()
-        living = asyncio.create_task(self._follow(plan, incarnation, serves))
+        if self._views[plan.worker_id].info is not None:
+            serves.set()
+        living = asyncio.create_task(self._follow(plan, events, serves))
         beating = asyncio.create_task(self._beat(plan.worker_id, serves))
         try:
             await asyncio.wait([living, beating], return_when=asyncio.FIRST_COMPLETED)
@@ -152,10 +177,12 @@ class Supervisor:
                 task.cancel()
             await asyncio.wait([living, beating])
 
-    async def _follow(self, plan: WorkerPlan, incarnation: int, serves: asyncio.Event) -> BatonError | None:
+    async def _follow(
+        self, plan: WorkerPlan, events: AsyncGenerator[Event, None], serves: asyncio.Event
+    ) -> BatonError | None:
         """Notes what the worker tells; what it ended with, None if it served and then ended in order."""
         try:
-            async with aclosing(self._launcher.launch(plan, incarnation)) as events:
+            async with aclosing(events):
                 async for event in events:
                     await self._note(plan, event)
                     if isinstance(event, Serving):
@@ -194,7 +221,9 @@ class Supervisor:
                 await self._announcer.starting(worker_id, Successor(role=plan.role, loaded=share))
             case Serving(info=info):
                 await self._announcer.announce(worker_id, info.address)
-                self._show(replace(view, life=supervision.opened(view.life, self._clock()), info=info, loaded=1.0))
+                serves = view.life.state is LifeState.SERVING
+                life = view.life if serves else supervision.opened(view.life, self._clock())
+                self._show(replace(view, life=life, info=info, loaded=1.0))
             case Logged(level=level, message=message):
                 log.log(level, "%s: %s", worker_id, message)
             case Ended():

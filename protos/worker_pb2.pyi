@@ -1040,12 +1040,17 @@ Global___TierStats: _TypeAlias = TierStats  # noqa: Y015
 class HealthRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    FROM_SUPERVISOR_FIELD_NUMBER: _builtins.int
+    from_supervisor: _builtins.bool
+    """without whose requests a worker on another machine ends"""
     def __init__(
         self,
+        *,
+        from_supervisor: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_supervisor", b"from_supervisor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -380,8 +380,9 @@ class WorkerClient:
         asked = worker_pb2.ProfileRequest(recording=recording)
         return from_proto(Profile, await self._call(self._stub.Profile, asked, self._control_timeout_s))
 
-    async def health(self) -> Health:
-        reply = await self._call(self._stub.Health, worker_pb2.HealthRequest(), self._control_timeout_s)
+    async def health(self, *, from_supervisor: bool = False) -> Health:
+        asked = worker_pb2.HealthRequest(from_supervisor=from_supervisor)
+        reply = await self._call(self._stub.Health, asked, self._control_timeout_s)
         return from_proto(Health, reply)
 
     async def close(self) -> None:

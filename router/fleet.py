@@ -89,6 +89,7 @@ class Fleet:
         self.tell_siblings: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work given to it
         self.tell_failure: Callable[[str, int], None] | None = None  # (worker, its failures in a row), to the siblings
         self._num_elsewhere = 0
+        self._behind = ""  # what is wrong with the cluster behind the workers
         self.num_turned_away = 0  # jobs that wait because no worker had room for them, though it seemed so
 
     # -- who belongs ---------------------------------------------------------------------------------------------------
@@ -203,10 +204,15 @@ class Fleet:
         """Would a request be served?"""
         return any(member.takes_work for member in self._members.values())
 
+    def set_degraded(self, reason: str) -> None:
+        """What is wrong with the cluster behind the workers; "" when nothing is."""
+        self._behind = reason
+
     def degraded(self) -> str:
-        """Why requests are routed with less knowledge than there could be; "" when they are not."""
+        """What is wrong although requests are served: with the cluster behind the workers, or with what is known of
+        them; "" when nothing is."""
         shared = (self._peers.trouble, self._peers.warning) if self._peers is not None else ()
-        return "; ".join(filter(None, (*shared, *(notice() for notice in self.notices))))
+        return "; ".join(filter(None, (self._behind, *shared, *(notice() for notice in self.notices))))
 
     @property
     def shares_index(self) -> bool:

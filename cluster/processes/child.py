@@ -20,6 +20,7 @@ from cluster.front import Front
 from cluster.gateway import discovery_of, follow
 from cluster.processes.control import (
     Control,
+    Degraded,
     Entered,
     Failed,
     Joined,
@@ -55,9 +56,9 @@ class ToldDiscovery:
     trouble = ""
 
     def __init__(self) -> None:
-        self._news: asyncio.Queue[Starting | Joined | Left] = asyncio.Queue()
+        self._news: asyncio.Queue[Starting | Joined | Left | Degraded] = asyncio.Queue()
 
-    def hear(self, news: Starting | Joined | Left) -> None:
+    def hear(self, news: Starting | Joined | Left | Degraded) -> None:
         self._news.put_nowait(news)
 
     async def follow(self, members: Members) -> None:
@@ -69,6 +70,8 @@ class ToldDiscovery:
                     members.join(address, worker_id=worker_id)
                 case Left(worker_id=worker_id):
                     await members.leave(worker_id)
+                case Degraded(reason=reason):
+                    members.set_degraded(reason)
 
 
 class GatewayProcess:
@@ -139,7 +142,7 @@ class GatewayProcess:
 
     def _hear(self, message: Message) -> None:
         match message:
-            case Starting() | Joined() | Left():
+            case Starting() | Joined() | Left() | Degraded():
                 self._told.hear(message)
             case Told(statuses=statuses, settled=settled):
                 self._siblings.statuses, self._siblings.settled = statuses, settled

@@ -1,6 +1,6 @@
 """What a supervisor and its gateway processes tell each other, over a pair of sockets that nobody else has.
 
-    supervisor ─▶ process     Orders, Starting, Joined, Left, Told, Entered, Ping, Stop
+    supervisor ─▶ process     Orders, Starting, Joined, Left, Degraded, Told, Entered, Ping, Stop
     process ─▶ supervisor     Up, Ready, Failed, Entering, Spent, Gone, Pong, Leaving
 
 The messages are `protos.codec`'s. The end of the channel is the end of the other side; so is a message that cannot be
@@ -64,6 +64,13 @@ class Joined:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
     worker_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degraded:
+    """What is wrong with the cluster behind the workers; "": nothing."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +154,7 @@ Message = (
     | Starting
     | Joined
     | Left
+    | Degraded
     | Told
     | Stop
     | Ping

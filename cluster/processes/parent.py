@@ -23,6 +23,7 @@ from cluster.config import ClusterConfig
 from cluster.log import LogFormat
 from cluster.processes.control import (
     Control,
+    Degraded,
     Entering,
     Failed,
     Gone,
@@ -110,6 +111,7 @@ class Gateways:
         self._addresses = addresses
         self._workers: dict[str, str] = {}
         self._starting: dict[str, Successor] = {}
+        self._degraded = ""
         self._seats = [Seat(number, supervision.born(loop.time())) for number in range(config.processes)]
         self._tasks: list[asyncio.Task[None]] = []
         self._settled = False
@@ -143,6 +145,10 @@ class Gateways:
         self._workers.pop(worker_id, None)
         self._starting.pop(worker_id, None)
         self._tell(Left(worker_id=worker_id))
+
+    def set_degraded(self, reason: str) -> None:
+        self._degraded = reason
+        self._tell(Degraded(reason=reason))
 
     # -- the faces -----------------------------------------------------------------------------------------------------
 
@@ -274,6 +280,7 @@ class Gateways:
             control.send(Joined(worker_id=worker_id, address=address))
         for worker_id, successor in self._starting.items():
             control.send(Starting(worker_id=worker_id, successor=successor))
+        control.send(Degraded(reason=self._degraded))
         seat.control = control
         self._changed()
 

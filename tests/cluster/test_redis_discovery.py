@@ -40,6 +40,9 @@ class Members:
         self.joins: list[str] = []
         self._turn = asyncio.Condition()
 
+    def set_degraded(self, reason: str) -> None:
+        """Not looked at here."""
+
     def starting(self, worker_id: str, successor: Successor | None) -> None:
         self.successors.pop(worker_id, None)
         if successor is not None:

@@ -97,6 +97,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         stats: Callable[[], WorkerStats],
         reserve: Reserve | None = None,
         leave: Callable[[], None] = lambda: None,
+        supervised: Callable[[], None] = lambda: None,
         wall_clock: Callable[[], float] = time.time,
         encoding: Encoding = PROTOBUF,
     ) -> None:
@@ -107,6 +108,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._stats = stats
         self._reserve = reserve
         self._leave = leave
+        self._supervised = supervised
         self._wall_clock = wall_clock
         self._streams: dict[GatewayStream, None] = {}  # oldest first
         self._owners: dict[str, GatewayStream] = {}
@@ -344,6 +346,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return to_proto(Profile(spans=spans, num_dropped=num_dropped, wall_offset_s=offset_s))
 
     async def Health(self, request: Any, context: Any) -> Any:
+        if request.from_supervisor:
+            self._supervised()
         return to_proto(self.loop.health(self._clock()))
 
 

@@ -67,9 +67,16 @@ class Worker:
         self.info = parts.info
 
     async def start(
-        self, host: str, port: int = 0, *, peers: PeerTls | None = None, prepare: Callable[[], None] | None = None
+        self,
+        host: str,
+        port: int = 0,
+        *,
+        peers: PeerTls | None = None,
+        prepare: Callable[[], None] | None = None,
+        supervised: Callable[[], None] = lambda: None,
     ) -> WorkerInfo:
-        """Serves on host:port (0: any free one) and says where. `prepare` runs on the engine's thread, before all else.
+        """Serves on host:port (0: any free one) and says where. `prepare` runs on the engine's thread, before all else;
+        `supervised` whenever a supervisor has asked for the worker's health.
         Raises Misconfigured when the port is taken, or the certificates by which `peers` know each other cannot be
         read."""
         credentials = peers.server_credentials() if peers is not None else None
@@ -88,6 +95,7 @@ class Worker:
             stats=self._stats,
             reserve=self._parts.reserve,
             leave=self.leave,
+            supervised=supervised,
         )
         self._servicer = servicer
         self._loop = EngineLoop(

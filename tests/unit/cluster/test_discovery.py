@@ -18,6 +18,9 @@ class Joined:
         self.addresses: dict[str, str] = {}
         self.successors: dict[str, Successor | None] = {}
 
+    def set_degraded(self, reason: str) -> None:
+        """Not looked at here."""
+
     def starting(self, worker_id: str, successor: Successor | None) -> None:
         self.successors[worker_id] = successor
 

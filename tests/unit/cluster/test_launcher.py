@@ -4,41 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from types import SimpleNamespace
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import pytest
-from ray.exceptions import RayError
 
-from cluster import launcher
-from cluster.launcher import RayLauncher, merged
-from cluster.rank import Ended, Event, Loading, Logged
+from cluster.config import ClusterConfig
+from cluster.hosts import Place
+from cluster.launcher import RankLauncher, merged
+from cluster.living import LivingWorker
+from cluster.placement import WorkerPlan
+from cluster.rank import Ended, Event, Loading, Logged, Orders
 from protos.errors import BadCheckpoint, BatonError, WorkerLost
+from protos.values import WorkerRole
 from protos.wire import error_info
+from router.config import RouterConfig
 from workers.config import WorkerConfig
 
+ROUTER = RouterConfig(model_path=Path("m"), model_name="m")
+PLAN = WorkerPlan(
+    worker_id="decode-0", role=WorkerRole.DECODE, device="cpu", num_ranks=1, cpus_per_rank=0.5, gpus_per_rank=0,
+    num_threads=1,
+)  # fmt: skip
 ENDED = Ended()
 
 
 class Rank:
-    """A Ray actor's handle, as far as it matters: `rank.news.remote()` is awaited."""
+    """A link to a rank."""
 
     def __init__(self, *told: Sequence[Event] | Exception) -> None:
         self._told = list(told)
-        self.news = self
 
-    def remote(self) -> Any:
-        return self._next()
-
-    async def _next(self) -> Sequence[Event]:
+    async def news(self) -> Sequence[Event]:
         if not self._told:
             await asyncio.Event().wait()
         told = self._told.pop(0)
         if isinstance(told, Exception):
             raise told
         return told
+
+    async def stop(self) -> None:
+        """It has ended."""
+
+    async def close(self) -> None:
+        """It has ended."""
 
 
 def broke(error: BatonError) -> Ended:
@@ -69,23 +80,15 @@ async def test_a_follower_that_ends_in_order_does_not_end_the_worker() -> None:
         await asyncio.wait([more])
 
 
-async def test_a_dead_process_is_named_in_one_line() -> None:
+async def test_a_dead_process_is_named_by_its_rank() -> None:
     with pytest.raises(WorkerLost) as lost:
-        await heard(Rank(), Rank(RayError("a page\nof Ray's thoughts")))
-    assert lost.value.message.startswith("the process of rank 1 of decode-0 is gone: ")
-    assert "\n" not in lost.value.message
+        await heard(Rank(), Rank(WorkerLost("its process is gone: it was ended by signal 9")))
+    assert lost.value.message == "the process of rank 1 of decode-0 is gone: it was ended by signal 9"
 
 
-async def test_a_process_that_was_killed_is_told_so_in_plain_words() -> None:
-    """Ray's own, of a worker that was killed with -9."""
-    rays = (
-        "The actor died unexpectedly before finishing this task.\n\tclass_name: RankActor\nThe actor is dead because "
-        "its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits "
-        "with a connection error code 2. End of file. Some common causes include: (1) it was killed by SIGKILL"
-    )
-    with pytest.raises(WorkerLost) as lost:
-        await heard(Rank(RayError(rays)))
-    assert lost.value.message == "its process is gone: it was killed, or crashed (dmesg tells whether memory ran out)"
+async def test_the_process_of_a_single_rank_is_the_worker_s() -> None:
+    with pytest.raises(WorkerLost, match=r"^its process is gone$"):
+        await heard(Rank(WorkerLost("its process is gone")))
 
 
 async def test_wrong_settings_are_told_rather_than_that_the_others_left() -> None:
@@ -95,40 +98,62 @@ async def test_wrong_settings_are_told_rather_than_that_the_others_left() -> Non
         await heard(Rank([broke(left)]), Rank([broke(reason)]))
 
 
-async def test_a_worker_is_killed_also_by_whom_its_polite_stop_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+class OneHost:
+    """A machine whose ranks never end by themselves."""
+
+    address = ""
+
+    def __init__(self, link: Any) -> None:
+        self._link = link
+
+    async def meeting_place(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
+        return 1
+
+    async def order(self, name: str, pid: int, orders: Orders) -> Any:
+        return self._link
+
+    async def attach(self, name: str, pid: int) -> Any:
+        return self._link
+
+
+class OnePlace:
+    trouble = ""
+
+    def __init__(self, host: OneHost) -> None:
+        self._host = host
+        self.given_back = asyncio.Event()
+
+    async def take(self, plan: WorkerPlan) -> Place:
+        return Place(host=self._host)
+
+    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> Place:
+        return Place(host=self._host)
+
+    async def give_back(self, plan: WorkerPlan) -> None:
+        self.given_back.set()
+
+
+async def test_a_worker_is_killed_also_by_whom_its_polite_stop_was_cut_off() -> None:
     """Ray kept the CPU of one that was stopped by a signal: nothing ever took its place. On Python 3.11.2 the polite
     stop's own timeout cut it off."""
     killed, stopping, following = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
 
     class Stuck(Rank):
-        @property
-        def stop(self) -> Any:
-            return SimpleNamespace(remote=self._stay)
-
-        async def _stay(self) -> None:
+        async def stop(self) -> None:
             stopping.set()
             await asyncio.Event().wait()
 
-    async def call(make: Any) -> Any:
-        return make()
+        async def close(self) -> None:
+            killed.set()
 
-    async def ready() -> None:
-        pass
-
-    async def started(*_: object) -> list[int]:
-        return [1]
-
-    monkeypatch.setattr(launcher, "placement_group", lambda *_, **__: SimpleNamespace(ready=ready))
-    monkeypatch.setattr(launcher, "_kill", lambda *_: loop.call_soon_threadsafe(killed.set))
-    monkeypatch.setattr(RayLauncher, "_rank", lambda *_: Stuck())
-    monkeypatch.setattr(RayLauncher, "_start_in_time", started)
-    config = SimpleNamespace(worker=WorkerConfig(model="none"))
-    plan = cast(Any, SimpleNamespace(worker_id="decode-0", num_ranks=1, bundles=list))
-    ranks = RayLauncher(cast(Any, config), cast(Any, SimpleNamespace(call=call, host="here")))
+    places = OnePlace(OneHost(Stuck([Loading(share=0.0)])))
+    launcher = RankLauncher(ClusterConfig(worker=WorkerConfig(model="m"), router=ROUTER), places, lambda living: None)
 
     async def follow() -> None:
-        async with aclosing(ranks.launch(plan, 1)) as events:
+        async with aclosing(launcher.launch(PLAN, 1)) as events:
             async for _ in events:
                 following.set()
 
@@ -139,3 +164,23 @@ async def test_a_worker_is_killed_also_by_whom_its_polite_stop_was_cut_off(monke
     task.cancel()
     await asyncio.wait([task])
     assert killed.is_set()
+    assert places.given_back.is_set()
+
+
+async def test_a_worker_is_recorded_before_its_process_exists_and_again_with_its_id() -> None:
+    """A supervisor that ends in between leaves no process that the next one does not know of."""
+    recorded: list[LivingWorker] = []
+    started: list[int] = []
+
+    class Host(OneHost):
+        async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
+            started.append(len(recorded))
+            return 7
+
+    places = OnePlace(Host(Rank([Loading(share=0.0)], [ENDED])))
+    launcher = RankLauncher(ClusterConfig(worker=WorkerConfig(model="m"), router=ROUTER), places, recorded.append)
+    async with aclosing(launcher.launch(PLAN, 3)) as events:
+        assert [event async for event in events] == [Loading(share=0.0)]
+    assert started == [1]
+    assert [living.pids for living in recorded] == [(), (7,)]
+    assert {living.names for living in recorded} == {("decode-0.3.0",)}

@@ -242,6 +242,9 @@ async def test_a_gateway_process_knows_what_the_supervisor_is_starting() -> None
     done = asyncio.Event()
 
     class Members:
+        def set_degraded(self, reason: str) -> None:
+            """Not looked at here."""
+
         def starting(self, worker_id: str, successor: Successor | None) -> None:
             heard.append((worker_id, successor))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from cluster.config import PoolsConfig, SupervisionConfig
 from cluster.placement import Node, WorkerPlan, plan
 from cluster.rank import Ended, Event, Loading, Serving
 from cluster.supervision import LifeState
-from cluster.supervisor import Supervisor, WorkerView
+from cluster.supervisor import Running, Supervisor, WorkerView
 from protos.errors import BadCheckpoint, BatonError, WorkerLost
 from protos.values import KVLayout, LaneAddress, WorkerInfo
 from router.successors import Successor
@@ -261,3 +262,65 @@ async def test_a_terminal_is_shown_every_step(stage: Stage, supervisor: Supervis
     await supervisor.ready()
     steps = [(view.life.state, view.loaded) for view in stage.shown if view.worker_id == "prefill-0"]
     assert steps == [(LifeState.STARTING, 0.0), (LifeState.STARTING, 0.5), (LifeState.SERVING, 1.0)]
+
+
+def adopting(stage: Stage, life: Life, *, serves: bool) -> Supervisor:
+    """Of a supervisor before it that has launched decode-0."""
+    life.serve("h:5")
+    info = WorkerInfo(
+        worker_id="decode-0", incarnation=7, role=PLANS[1].role, model="m", address="h:5", layout=LAYOUT,
+        lane=LaneAddress(worker_id="decode-0", incarnation=7, host="h", port=1), max_model_len=32, vocab_size=32,
+    )  # fmt: skip
+    running = Running(has_served=serves, incarnation=7, info=info if serves else None, follow=life.events)
+    return Supervisor(
+        PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, config=SupervisionConfig(),
+        first_incarnation=100, running={"decode-0": running}, watch=stage.shown.append, clock=lambda: 0.0,
+        sleep=stage.sleep,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("serves", [True, False], ids=["that serves", "that loads"])
+async def test_a_worker_that_runs_is_followed_and_not_launched(stage: Stage, serves: bool) -> None:
+    life = Life("decode-0", 7)
+    supervisor = adopting(stage, life, serves=serves)
+    task = asyncio.create_task(supervisor.run())
+    await stage.until("announce decode-0 h:5")
+    await stage.until("launch prefill-0")
+    assert stage.lives["decode-0"] == []
+    assert supervisor.views["decode-0"].life.state is LifeState.SERVING
+    assert ("decode-0 decode 0" in stage.starting_told) != serves, "one that serves is not announced as starting"
+    life.die(WorkerLost("gone"))
+    await stage.until("launch decode-0")
+    assert stage.lives["decode-0"][0].incarnation > 7
+    await supervisor.stop()
+    await asyncio.wait([task])
+
+
+async def test_an_adopted_worker_is_asked_for_its_health_before_its_stream_says_anything(stage: Stage) -> None:
+    """Ray, through which a stream comes, may be away for long."""
+
+    async def silent() -> AsyncGenerator[Event, None]:
+        await asyncio.Event().wait()
+        yield Ended()
+
+    life = Life("decode-0", 7)
+    supervisor = adopting(stage, life, serves=True)
+    supervisor._running = {"decode-0": replace(supervisor._running["decode-0"], follow=silent)}
+    task = asyncio.create_task(supervisor.run())
+    for _ in range(SupervisionConfig().max_misses):
+        stage.beats.put_nowait(WorkerLost("no answer"))
+    await stage.until("launch decode-0")
+    await supervisor.stop()
+    await asyncio.wait([task])
+
+
+async def test_settings_that_once_served_are_not_given_up_by_the_next_supervisor(stage: Stage) -> None:
+    supervisor = Supervisor(
+        PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, config=SupervisionConfig(),
+        first_incarnation=100, running={"decode-0": Running(has_served=True)}, clock=lambda: 0.0, sleep=stage.sleep,
+    )  # fmt: skip
+    task = await start(stage, supervisor)
+    stage.lives["decode-0"][0].die(BadCheckpoint("the disk is away"))
+    await stage.launched("decode-0", times=2)
+    await supervisor.stop()
+    await asyncio.wait([task])

@@ -1,0 +1,72 @@
+"""Messages between two processes of ours over a stream: a length, then what `protos.codec` writes.
+
+The end of the channel is the end of the other side; so is a message that cannot be read, which is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+from protos.codec import Messages
+from protos.errors import UnreadableMessage
+
+log = logging.getLogger("baton.cluster")
+
+_LENGTH = struct.Struct("!I")
+MAX_MESSAGE_BYTES = 2**24
+
+
+class Channel:
+    """One end. Each message is a value of one of the types in `messages`, listed there by their names. `send` returns
+    at once; to an end that is gone it sends nothing."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, messages: Messages) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._messages = messages
+
+    @classmethod
+    async def over(cls, end: socket.socket, messages: Messages) -> Channel:
+        return cls(*await asyncio.open_unix_connection(sock=end), messages)
+
+    @classmethod
+    async def to(cls, path: str, messages: Messages) -> Channel:
+        """Connects to the socket at `path`. Raises OSError where no process listens."""
+        return cls(*await asyncio.open_unix_connection(path), messages)
+
+    def send(self, message: object) -> None:
+        if not self._writer.is_closing():
+            packed = self._messages.encode(type(message).__name__, message)
+            self._writer.write(_LENGTH.pack(len(packed)) + packed)
+
+    async def receive(self) -> Any:
+        """None when the other side is gone, or sent what cannot be read: then the channel is closed."""
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if length > MAX_MESSAGE_BYTES:
+                raise UnreadableMessage(
+                    f"a message of {length} bytes is announced: at most {MAX_MESSAGE_BYTES} are sent"
+                )
+            return self._messages.decode(await self._reader.readexactly(length))[1]
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+        except UnreadableMessage as error:
+            log.error("a channel between two of our processes is closed: %s", error)
+            self._writer.close()
+            return None
+
+    async def flush(self) -> None:
+        """Returns when what was sent is on its way."""
+        with suppress(OSError):
+            await self._writer.drain()
+
+    async def close(self) -> None:
+        """Returns when what was sent is on its way."""
+        self._writer.close()
+        with suppress(OSError):  # the other side is gone
+            await self._writer.wait_closed()

@@ -1,0 +1,81 @@
+"""GPUs of workers that outlived Ray: the next Ray gives whichever it likes, and is asked until it gives theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from cluster import places
+from cluster.config import RayConfig
+from cluster.machines import Machines
+from cluster.placement import WorkerPlan
+from cluster.places import RayShares
+from protos.values import WorkerRole
+
+
+class Gpus:
+    """What Ray has; a group takes the first that is free."""
+
+    def __init__(self, count: int) -> None:
+        self.free = [str(number) for number in range(count)]
+        self.taken: dict[int, str] = {}
+
+    def take(self) -> int:
+        group = len(self.taken) + 100
+        self.taken[group] = self.free.pop(0) if self.free else ""
+        return group
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """Four of them."""
+    has = Gpus(4)
+
+    async def group(self: RayShares, bundles: list[dict[str, float]], name: str) -> int:
+        assert [bundle["GPU"] for bundle in bundles] == [1.0]
+        assert {bundle.get("node:n1") for bundle in bundles} == {places.PINNED}
+        return has.take()
+
+    async def ready_now(group: int) -> bool:
+        return bool(has.taken[group])
+
+    async def devices(group: int, bundles: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
+        return (has.taken[group],)
+
+    async def remove(self: RayShares, groups: Sequence[int]) -> None:
+        has.free = sorted([*has.free, *(has.taken[group] for group in groups if has.taken[group])])
+
+    monkeypatch.setattr(RayShares, "_group", group)
+    monkeypatch.setattr(RayShares, "_remove", remove)
+    monkeypatch.setattr(places, "_ready_now", ready_now)
+    monkeypatch.setattr(places, "_devices", devices)
+    return has
+
+
+def of(num_ranks: int) -> WorkerPlan:
+    return WorkerPlan(
+        worker_id=f"decode-{num_ranks}", role=WorkerRole.DECODE, device="cuda", num_ranks=num_ranks, cpus_per_rank=1.0,
+        gpus_per_rank=1, num_threads=1,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def shares(tmp_path: Path) -> RayShares:
+    return RayShares(Machines(RayConfig(), tmp_path))
+
+
+async def test_each_rank_gets_the_gpu_that_it_has(gpus: Gpus, shares: RayShares) -> None:
+    assert await shares.take_devices(of(2), ("2", "0"), "n1")
+    assert gpus.free == ["1", "3"], "what others may use is free again"
+    assert await shares.take_devices(of(1), ("3",), "n1")
+    assert gpus.free == ["1"]
+    await shares.give_back("decode-2")
+    assert gpus.free == ["0", "1", "2"]
+
+
+async def test_a_gpu_that_others_have_taken_is_said_to_be_missing(gpus: Gpus, shares: RayShares) -> None:
+    gpus.free.remove("3")
+    assert not await shares.take_devices(of(1), ("3",), "n1")
+    assert gpus.free == ["0", "1", "2"]
