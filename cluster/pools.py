@@ -57,6 +57,8 @@ START_TRIES = 3  # of a Ray that never came up
 STOP_S = 40.0  # for every worker's polite end, and Ray's
 MAX_PAUSE_S = 5.0  # before a supervisor that ends again and again is started anew
 TICK_S = 1.0
+PING_S = 3.0
+MAX_UNANSWERED = 10  # patience: no request waits for a supervisor, and importing Ray takes seconds
 MAX_SAID_LINES = 20
 
 
@@ -83,6 +85,7 @@ class Pools:
         self._announced_trouble = ""
         self._turn = asyncio.Event()
         self._num_unanswered = 0
+        self._has_begun = False
         self._drained = self._stopped = False
         self._stopping = False
         self.plans: Sequence[WorkerPlan] = ()
@@ -195,7 +198,7 @@ class Pools:
         for pid, status in self._statuses.items():
             channel.send(ProcessEnded(pid=pid, status=status))
         self._statuses.clear()
-        self._channel, self._num_unanswered, before = channel, 0, self._away
+        self._channel, self._num_unanswered, self._has_begun, before = channel, 0, False, self._away
         following, beating = asyncio.create_task(self._follow(channel)), asyncio.create_task(self._beat(channel))
         ended = asyncio.create_task(process.wait())
         try:
@@ -225,9 +228,8 @@ class Pools:
         if self._away is not None and self._away is not before:
             return self._away[0]  # it has said so
         how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        if self._num_unanswered:
-            supervision = self._config.supervision
-            how = f"killed: it had not answered for {supervision.max_misses * supervision.health_period_s:g} s"
+        if self._num_unanswered >= MAX_UNANSWERED:
+            how = f"killed: it had not answered for {MAX_UNANSWERED * PING_S:g} s"
         elif code != -9 and (lines := said.read_text(errors="replace").strip().splitlines()):
             log.warning("the supervisor's last words:\n%s", "\n".join(lines[-MAX_SAID_LINES:]))
         reason = f"the supervisor was {how}" if code < 0 else f"the supervisor {how}"
@@ -236,15 +238,16 @@ class Pools:
         return reason
 
     async def _beat(self, channel: Channel) -> None:
-        """Returns when a supervisor that has planned does not answer any more: its event loop stands still."""
-        supervision = self._config.supervision
-        while self._num_unanswered < supervision.max_misses:
-            await asyncio.sleep(supervision.health_period_s)
-            self._num_unanswered += 1
-            channel.send(Ping())
+        """Returns when a supervisor that has begun does not answer any more: its event loop stands still."""
+        while self._num_unanswered < MAX_UNANSWERED:
+            await asyncio.sleep(PING_S)
+            if self._has_begun:
+                self._num_unanswered += 1
+                channel.send(Ping())
 
     async def _follow(self, channel: Channel) -> None:
         while (message := await channel.receive()) is not None:
+            self._has_begun = True
             await self._hear(message)
             self._changed()
 
