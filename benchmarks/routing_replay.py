@@ -12,11 +12,15 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
+from cluster.bench.workload import Span
+from cluster.simulate.workload import Session
 from kvtransfer.events import EventLog
+from protos.chain import Chain
 from protos.values import BlockHash, WorkerLoad, WorkerRole
 from router.policies.base import Candidate, Policy, RequestView
 from router.policies.candidates import Candidates
@@ -24,9 +28,11 @@ from router.policies.costs import outlook
 from router.predict import Expectation, Predictor
 from router.prefix.feed import Feed
 from router.prefix.index import PrefixIndex
+from router.sessions import Sessions
 from workers.kv.blocks import BlockPool
 
 ROLE = WorkerRole.COLOCATED
+_ANSWER = 99  # the kind of spans that answers are
 SIBLING_S = 3.0
 
 
@@ -38,11 +44,6 @@ class Asked:
     num_prompt: int
     num_output: int
     hashes: tuple[BlockHash, ...]
-
-    @property
-    def session(self) -> str:
-        """The trace names no conversations: those that begin alike count as one."""
-        return self.hashes[0].hex() if self.hashes else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,35 @@ def read_trace(path: Path, block_size: int) -> list[Asked]:
                 )
             )
     return asked
+
+
+def asked_of(sessions: Iterable[Session], block_size: int) -> list[Asked]:
+    """A generated workload as a trace would have it: answers take no time, and each prompt has those before it."""
+    asked: list[Asked] = []
+    for session in sessions:
+        at_s, spans, parent = session.due_s, list[Span](), b""
+        hashes: list[BlockHash] = []
+        for number, turn in enumerate(session.turns):
+            at_s += turn.pause_s
+            spans += turn.spans
+            num_prompt = sum(span.num_tokens for span in spans)
+            for end in range((len(hashes) + 1) * block_size, num_prompt + 1, block_size):
+                parent = blake2b(parent + _within(spans, end - block_size, end), digest_size=16).digest()
+                hashes.append(parent)
+            asked.append(Asked(at_s=at_s, num_prompt=num_prompt, num_output=turn.num_output, hashes=tuple(hashes)))
+            spans.append(Span(key=(_ANSWER, session.number * 1000 + number), num_tokens=turn.num_output))
+    return sorted(asked, key=lambda one: one.at_s)
+
+
+def _within(spans: Sequence[Span], start: int, end: int) -> bytes:
+    """Which tokens of which spans are from `start` to `end`."""
+    parts, before = [], 0
+    for span in spans:
+        low, high = max(start, before), min(end, before + span.num_tokens)
+        if low < high:
+            parts.append((span.key, low - before, high - before))
+        before += span.num_tokens
+    return repr(parts).encode()
 
 
 @dataclass(slots=True)
@@ -179,6 +209,7 @@ class Replay:
         self._policy = policy
         self._index = index
         self._feed = Feed(index, gateway_id="replay")
+        self._sessions = Sessions()
         self._now = 0.0
         self._num_decided = 0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -214,7 +245,7 @@ class Replay:
             num_tokens=asked.num_prompt,
             block_size=self._block_size,
             num_decided=self._num_decided,
-            session=asked.session,
+            session=self._sessions.of(Chain.of(asked.hashes), len(self.workers)),
             answer_tokens=self.predictor.answer_tokens,
         )
         decision = self._policy(view, candidates)

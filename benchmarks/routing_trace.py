@@ -2,8 +2,9 @@
 
     python -m benchmarks.routing_trace synthetic.jsonl                         a table, 1, 4 and 16 workers
     python -m benchmarks.routing_trace synthetic.jsonl --json f.json --plot f.png
+    python -m benchmarks.routing_trace --workload assistant                    one that `baton simulate` generates
 
-The trace is Mooncake's; virtual workers read it (`routing_replay`), the router's own policies and index route it. Ideal
+A trace is Mooncake's; virtual workers read it (`routing_replay`), the router's own policies and index route it. Ideal
 is one worker with the cache and the speed of all of them: nothing can be in the wrong cache there. Workers are as fast
 as it takes for that ideal worker to be busy for `--utilisation` of the time.
 """
@@ -19,7 +20,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.routing_replay import Asked, Outcome, Pace, Replay, read_trace
+from benchmarks.routing_replay import Asked, Outcome, Pace, Replay, asked_of, read_trace
+from cluster.bench.workload import Lengths
+from cluster.simulate.workload import GENERATED, Load, generated
 from router.config import RouterConfig
 from router.policies.names import NAMES
 from router.policies.registry import policy_of
@@ -151,8 +154,24 @@ def draw(rows: Sequence[Figures], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def asked_for(trace: Path | None, workload: str | None, *, num_requests: int, rate: float, seed: int) -> list[Asked]:
+    """The first requests of a trace, or a generated workload. Raises BadParameter unless one of both is given."""
+    if (trace is None) == (workload is None):
+        raise typer.BadParameter("give a trace, or --workload NAME")
+    if trace is not None:
+        return read_trace(trace, BLOCK_SIZE)[:num_requests]
+    lengths = {"prompts": Lengths(low=200, high=4000), "outputs": Lengths(low=20, high=400)}
+    return asked_of(
+        generated(workload or "", Load(num_requests=num_requests, rate=rate, seed=seed, **lengths)), BLOCK_SIZE
+    )
+
+
 def trace_bench(
-    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format.")],
+    trace: Annotated[Path | None, typer.Argument(help="A trace in Mooncake's format.")] = None,
+    workload: Annotated[str | None, typer.Option(help=f"Instead: {', '.join(GENERATED)}.")] = None,
+    num_requests: Annotated[int, typer.Option("--requests", help="Of a trace the first, of a workload all.")] = 4000,
+    rate: Annotated[float, typer.Option(help="A workload's requests a second.")] = 3.4,
+    seed: Annotated[int, typer.Option(help="A workload's.")] = 0,
     workers: Annotated[list[int] | None, typer.Option(help="Numbers of workers. Default: 1, 4 and 16.")] = None,
     blocks: Annotated[int, typer.Option(help="Blocks of 512 tokens that a worker caches.")] = 4000,
     utilisation: Annotated[float, typer.Option(help="Share of the time that the ideal worker reads.")] = 0.5,
@@ -161,7 +180,7 @@ def trace_bench(
     plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
 ) -> None:
     """A Markdown table on stdout."""
-    asked = read_trace(trace, BLOCK_SIZE)
+    asked = asked_for(trace, workload, num_requests=num_requests, rate=rate, seed=seed)
     rows: list[Figures] = []
     typer.echo(HEAD)
     for num_workers in workers or (1, 4, 16):
@@ -170,7 +189,12 @@ def trace_bench(
             typer.echo(row(one))
         rows += found
     if json_file is not None:
-        told = {"trace": trace.name, "requests": len(asked), "block_size": BLOCK_SIZE, "utilisation": utilisation}
+        told = {
+            "trace": trace.name if trace is not None else workload,
+            "requests": len(asked),
+            "block_size": BLOCK_SIZE,
+            "utilisation": utilisation,
+        }
         json_file.write_text(json.dumps(told | {"figures": [asdict(one) for one in rows]}, indent=1) + "\n")
     if plot is not None:
         draw(rows, plot)

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from protos.chain import Chain
 from protos.values import KVEvent
 from router.config import RouterConfig
 from router.explain import Losses
@@ -18,13 +19,14 @@ from router.fleet import Fleet
 from router.generation import Job
 from router.journal import Journal
 from router.policies.base import Decision, Policy, RequestView
-from router.policies.candidates import Candidates
+from router.policies.candidates import Candidates, readers_of
 from router.policies.costs import num_off_device, num_uncached, outlook
 from router.policies.limits import avoiding
 from router.policies.names import check_names, shadow_names
 from router.policies.pair import told
 from router.policies.registry import policy_of
 from router.record import Choice, Record, Records
+from router.sessions import Sessions
 from router.shadow import Shadow
 
 LEAST_TOKENS = 4  # of an answer whose pace is worth learning from
@@ -57,6 +59,7 @@ class Chooser:
         self._fleet = fleet
         self._policy = policy
         self._routing = routing
+        self._sessions = Sessions()
         self._num_decided = 0
 
     def record(self, job: Job) -> Record:
@@ -77,7 +80,7 @@ class Chooser:
             num_tokens=journal.num_tokens,
             block_size=block_size,
             num_decided=self._num_decided,
-            session=journal.job.session or hashes[:1].packed.hex(),
+            session=journal.job.session or self._session(journal, hashes, candidates),
             answer_tokens=fleet.predictor.answer_tokens,
             within_s=journal.first_due_s - now,
             block_bytes=fleet.block_bytes,
@@ -102,6 +105,12 @@ class Chooser:
             )
         )
         return decision
+
+    def _session(self, journal: Journal, hashes: Chain, candidates: Candidates) -> str:
+        """Found once for a job: a prompt that is tried again is not asked more often."""
+        if journal.session is None:
+            journal.session = self._sessions.of(hashes, len(readers_of(candidates)))
+        return journal.session
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ class Journal:
     """`output_ids` have been emitted. `num_failures` and `blocked_since_s` (the loop's clock; None while tokens flow)
     bound how long the job is tried; `failed` and `full` are workers to keep away from.
     `unread`: blocks that readers had cached when attempts chose them that ended before it was read.
+    `session`: the conversation, once it has been found out.
     `record` is told of what happens."""
 
     def __init__(self, job: Job, *, now: float, record: Record | None = None) -> None:
@@ -35,6 +36,7 @@ class Journal:
         self.failed: set[str] = set()
         self.full: set[str] = set()
         self.unread: dict[str, int] = {}
+        self.session: str | None = None
         self._num_attempts = 0
         self._num_cached: int | None = None
         self._num_prompt_logprobs = 0  # emitted to the client

@@ -34,7 +34,7 @@ from cluster.simulate.sweep import Choice, Trial, asked, cheapest, closest, fron
 from cluster.simulate.times import ROOFLINE, SOURCES
 from cluster.simulate.trouble import check
 from cluster.simulate.watch import Watch, bars, warn
-from cluster.simulate.workload import GENERATED, Room, Session, fitting
+from cluster.simulate.workload import GENERATED, OF_OWN_LENGTHS, Room, Session, fitting
 from cluster.status import PIPED_COLUMNS
 from protos.errors import Misconfigured
 from protos.hints import counted
@@ -163,6 +163,8 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
         flags.refuse_others(context, "--trace FILE says what is asked, and when", {*every} - made)
     else:
         flags.refuse_others(context, "without --trace FILE", {*every} - {"trace_scale", "trace_speed"})
+    if (name := context.params["workload"]) in OF_OWN_LENGTHS:
+        flags.refuse_others(context, f"--workload {name} has its own lengths", {*every} - {"input_len", "output_len"})
     if context.params["colocated"] or context.params["workers"] is not None:
         asked_by = "--workers N asks" if context.params["workers"] is not None else "--colocated asks"
         why = f"{asked_by} for colocated workers, instead of two pools"
@@ -188,11 +190,10 @@ def _once(scene: Scene, choice: Choice, json_file: Path | None, html_file: Path 
     took_s = time.perf_counter() - start_s
     summary = scene.summary(choice, outcome, left_out)
     command, trials = shlex.join(["baton", *sys.argv[1:]]), [Trial(choice=choice, summary=summary)]
-    latency = str(scene.latency or "")
 
     def write_page() -> None:
         if html_file is not None:
-            made = page(outcome, summary, command=command, latency=latency, objective=scene.objective)
+            made = page(outcome, summary, command=command, latency=str(scene.latency or ""), objective=scene.objective)
             write(html_file, made, "html")
 
     # Files first: nobody may read the table to its end, such as `| head`.

@@ -5,11 +5,13 @@ A turn's prompt is everything said so far, answers included, and then what the t
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from cluster.bench.workload import Item, Lengths, Span, read_trace
@@ -17,7 +19,7 @@ from cluster.simulate.clock import MAX_SPAN_S
 from protos.errors import Misconfigured
 from protos.hints import counted
 
-_OWN, _SYSTEM, _DOCUMENT = 10, 11, 12  # kinds of spans; the bench has 0 and 1
+_OWN, _SYSTEM, _DOCUMENT, _ANSWERED = 10, 11, 12, 13  # kinds of spans; the bench has 0 and 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +197,97 @@ def documents(load: Load, *, num_documents: int = 20, document_tokens: int = 32_
     return sessions
 
 
+ASSISTANT_RATE = 3.4  # requests a second of Mooncake's conversation trace
+SYSTEM_TOKENS = 880  # its shortest prompt has 891
+MORE_TURNS = 2.6
+MAX_TALK = 124_000  # tokens of a conversation: its longest prompt has 126,195
+Quantiles = tuple[tuple[float, float], ...]
+"""(share of all, value): between two of them the value grows by the same factor for each share. Those below are the
+trace's (`python -m benchmarks.workload_shape`)."""
+_FIRST: Quantiles = (
+    (0.0, 10), (0.1, 25), (0.25, 440), (0.5, 4350), (0.75, 12_100), (0.9, 24_600), (0.99, 89_000), (1.0, 121_000)
+)  # fmt: skip
+_ADDED: Quantiles = ((0.0, 4), (0.25, 9), (0.5, 26), (0.75, 371), (0.9, 4250), (0.99, 16_700), (1.0, 91_000))
+_ANSWER: Quantiles = ((0.0, 1), (0.1, 24), (0.25, 156), (0.5, 350), (0.75, 472), (0.9, 597), (0.99, 1120), (1.0, 2000))
+_PAUSE_S: Quantiles = ((0.0, 6), (0.1, 42), (0.25, 66), (0.5, 123), (0.75, 267), (0.9, 474), (0.99, 1458), (1.0, 3030))
+
+
+def assistant(load: Load) -> list[Session]:
+    """One product's assistant: every prompt begins with the same system prompt, prompts have 12,000 tokens on average
+    and at most ten times as many, and two in five conversations go on, some for many turns.
+
+    Lengths, turns and pauses are distributed as in Mooncake's conversation trace, whose pace is `ASSISTANT_RATE`: at
+    another rate all of it runs as many times faster, as a trace does with `--trace-speed`. The load has gone on for
+    long: conversations that began before it have their earlier turns in their first prompt.
+    After turn k a conversation goes on with the probability k / (k + MORE_TURNS - 1), as in a Yule-Simon distribution
+    (Simon, "On a class of skew distribution functions", 1955).
+    """
+    rng = random.Random(f"{load.seed} assistant")
+    speed, turns_each = load.rate / ASSISTANT_RATE, MORE_TURNS / (MORE_TURNS - 1)
+    earliest_s = -_PAUSE_S[-1][1] / speed
+    talks: list[Sequence[tuple[float, Turn]]] = []
+    ahead: list[float] = []  # when turns are asked that do not count among the first yet
+    num_due = 0
+    for after_s in arrivals(load.rate / turns_each, steady, rng):
+        begin_s = earliest_s + after_s
+        while ahead and ahead[0] <= begin_s:
+            last_s = heapq.heappop(ahead)
+            num_due += 1
+            if num_due == load.num_requests:
+                return _asked_until(talks, last_s)
+        talk = _talk(len(talks), begin_s, speed, rng)
+        talks.append(talk)
+        for at_s, _ in talk:
+            if at_s >= 0:
+                heapq.heappush(ahead, at_s)
+    raise AssertionError("arrivals do not end")
+
+
+def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list[tuple[float, Turn]]:
+    """A conversation's turns, and when each is asked if answers take no time."""
+    own = Span(key=(_OWN, number * 1000), num_tokens=_tokens(_FIRST, rng))
+    turn = Turn(spans=(Span(key=(_SYSTEM, 0), num_tokens=SYSTEM_TOKENS), own), num_output=_tokens(_ANSWER, rng))
+    talk, at_s, num_tokens = [(begin_s, turn)], begin_s, turn.num_added + turn.num_output
+    while len(talk) < 1000 and rng.random() * (len(talk) + MORE_TURNS) < len(talk):
+        pause_s = _quantile(_PAUSE_S, rng.random()) / speed
+        span = Span(key=(_OWN, number * 1000 + len(talk)), num_tokens=_tokens(_ADDED, rng))
+        turn = Turn(spans=(span,), num_output=_tokens(_ANSWER, rng), pause_s=pause_s)
+        num_tokens += turn.num_added + turn.num_output
+        if num_tokens > MAX_TALK:
+            break
+        at_s += pause_s
+        talk.append((at_s, turn))
+    return talk
+
+
+def _asked_until(talks: Sequence[Sequence[tuple[float, Turn]]], last_s: float) -> list[Session]:
+    """The turns from 0 until then. What was said before is the beginning of a conversation's first prompt."""
+    sessions = []
+    for number, talk in enumerate(talks):
+        asked = [(at_s, turn) for at_s, turn in talk if 0 <= at_s <= last_s]
+        if not asked:
+            continue
+        said = [
+            span
+            for place, (at_s, turn) in enumerate(talk)
+            if at_s < 0
+            for span in (*turn.spans, Span(key=(_ANSWERED, number * 1000 + place), num_tokens=turn.num_output))
+        ]
+        due_s, first = asked[0]
+        first = replace(first, spans=(*said, *first.spans), pause_s=0.0)
+        sessions.append(Session(number=number, due_s=due_s, turns=(first, *(turn for _, turn in asked[1:]))))
+    return sessions
+
+
+def _tokens(quantiles: Quantiles, rng: random.Random) -> int:
+    return round(_quantile(quantiles, rng.random()))
+
+
+def _quantile(quantiles: Quantiles, share: float) -> float:
+    (below, low), (above, high) = next(pair for pair in pairwise(quantiles) if share <= pair[1][0])
+    return float(low * (high / low) ** ((share - below) / (above - below)))
+
+
 # Of whole conversations: as many requests as were asked for, or a few more.
 GENERATED: dict[str, Callable[[Load], list[Session]]] = {
     "poisson": lambda load: independent(load, steady),
@@ -203,7 +296,10 @@ GENERATED: dict[str, Callable[[Load], list[Session]]] = {
     "conversations": conversations,
     "agents": agents,
     "documents": documents,
+    "assistant": assistant,
 }
+OF_OWN_LENGTHS = frozenset({"assistant"})
+"""Workloads that take no lengths from a `Load`."""
 
 
 def generated(name: str, load: Load) -> list[Session]:

@@ -39,10 +39,10 @@ class RequestView:
     """What a policy may know of a request. `num_tokens` must be in the KV cache before the next token can be made:
     the prompt, and what was answered before the request had to move. `num_decided` decisions came before this one.
 
-    Requests of one `session` are turns of one conversation: the client's word for it, or how the prompt begins. An
-    answer is expected to have `answer_tokens`, and its first one is wanted within `within_s`. The KV of a block has
-    `block_bytes`; `lanes` are the seconds that KV of so many bytes is awaited from a reader by a writer, for pairs that
-    have been measured.
+    Requests of one `session` are turns of one conversation: the client's word for it, or the first block that few share
+    (`router.sessions`). An answer is expected to have `answer_tokens`, and its first one is wanted within `within_s`.
+    The KV of a block has `block_bytes`; `lanes` are the seconds that KV of so many bytes is awaited from a reader by a
+    writer, for pairs that have been measured.
     """
 
     request_id: str

@@ -2,7 +2,11 @@
 
 Every cost is in seconds. Reading: `overhead`, `queue`, `load` (of what is in host memory) and `compute` add up to the
 predicted time to the first token.
-`displaced` is what computing costs others: those queued behind it, and those whose cached blocks its own blocks evict.
+`displaced` is what computing costs others: a second of it holds up every request that the worker has (the answers that
+it writes, and a queue behind the prompt that is as long as the one before it), and evicts blocks that others would
+find. So a cached token is worth the more the busier the pool is: the price of a worker's second is the number of
+requests that it delays (the externality of a job in a queue: Haviv and Ritov, "Externalities, tangible externalities,
+and queue disciplines", Management Science 44, 1998).
 `imbalance` keeps the work that readers are sent near their mean.
 Writing: `decode` is what the answer takes, and what it adds to the answers beside it; `shortage` the wait for blocks.
 Beyond an objective a second counts `LATE` times more (`late_ttft`, `late_tpot`), and beyond what the request itself
@@ -21,7 +25,7 @@ from router.policies.candidates import Candidates, Floats, Rank, Scores, scores
 from router.policies.costs import load_s, num_off_device, num_uncached, tpot_s, ttft_s
 
 # Tried on Mooncake's synthetic trace (benchmarks/routing_trace.py): hits and time to the first token, 4 and 16 workers.
-DISPLACED = 5.0  # seconds that others lose by a second of computing
+DISPLACED = 5.0  # seconds that others lose by a second of computing on an idle worker: by what it evicts
 GUARD = 0.2  # by this share above its pool's mean, a worker's cache attracts nothing any more
 SETTLING = 4.0  # requests of this size
 LATE = 4.0
@@ -53,7 +57,7 @@ def reading(objectives: Objectives) -> Rank:
             queue=line.each_s * candidates.queued_prefill_tokens,
             load=load_s(candidates),
             compute=compute,
-            displaced=compute * DISPLACED,
+            displaced=compute * (DISPLACED + candidates.num_requests),
             imbalance=line.each_s * view.num_tokens * (1 + DISPLACED) * (above * above),
             late_ttft=late,
         )

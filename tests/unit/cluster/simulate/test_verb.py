@@ -299,6 +299,7 @@ def test_a_soak_goes_on_after_a_bug_and_prints_its_traceback(monkeypatch: pytest
         (("--prefill", "3", "--decode", "0"), "at least 1; --workers N is N colocated"),
         (("--input-len", "5:"), "--input-len 5:"),
         (("--trace", "none"), "leave --rate, --input-len, --output-len out"),
+        (("--workload", "assistant"), "has its own lengths: leave --input-len, --output-len out"),
         (("--attainment", "0.9"), "without --sweep: leave --attainment out"),
         (("--trace-speed", "2"), "without --trace FILE: leave --trace-speed out"),
         (("--soak", "3", "--replay", "1"), "leave --requests, --rate, --input-len, --output-len, --soak out"),

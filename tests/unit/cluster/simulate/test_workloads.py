@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.routing_replay import Asked, asked_of
 from cluster.bench.workload import Lengths
 from cluster.simulate.workload import (
+    ASSISTANT_RATE,
     GENERATED,
     Load,
     Pace,
@@ -25,6 +28,7 @@ from cluster.simulate.workload import (
     steady,
 )
 from protos.errors import Misconfigured
+from protos.values import BlockHash
 
 LOAD = Load(num_requests=100, rate=5.0, prompts=Lengths(low=10, high=50), outputs=Lengths(low=5, high=9))
 
@@ -38,7 +42,15 @@ def test_a_workload_is_its_seed_and_as_long_as_asked_for(name: str) -> None:
         shorter = generated(name, replace(LOAD, num_requests=num_requests))
         assert sum(len(session.turns) for session in shorter) == num_requests
         assert all(session.turns for session in shorter)
-        assert shorter[:-1] == made[: len(shorter) - 1], "the others are whole"
+        whole = {session.number: session for session in made}
+        for session in shorter:
+            assert session == replace(whole[session.number], turns=whole[session.number].turns[: len(session.turns)])
+
+
+@pytest.mark.parametrize("name", sorted(GENERATED.keys() - {"assistant"}))
+def test_only_the_last_conversation_is_cut_short(name: str) -> None:
+    made, shorter = generated(name, LOAD), generated(name, replace(LOAD, num_requests=23))
+    assert shorter[:-1] == made[: len(shorter) - 1]
 
 
 @pytest.mark.parametrize("pace", [steady, bursty, diurnal])
@@ -51,6 +63,41 @@ def test_bursts_are_bursts() -> None:
     due = list(itertools.islice(arrivals(5.0, bursty, random.Random(0)), 3000))
     inside = sum(at_s % 60 < 10 for at_s in due)
     assert inside / len(due) == pytest.approx(40 / 60, rel=0.1)
+
+
+def test_an_assistants_load_is_like_the_trace_that_it_is_made_after() -> None:
+    """Mooncake's conversation trace, its first 4,000 requests: prompts of 13,312 tokens on average, 7,884 in the median
+    and 94,764 at p99, answers of 347, 2,668 conversations, 33 % of the tokens of prompts seen before."""
+    made = generated("assistant", replace(LOAD, num_requests=4000, rate=ASSISTANT_RATE))
+    asked = asked_of(made, 512)
+    assert len({one.hashes[0] for one in asked if one.hashes}) == 1, "the system prompt"
+    assert max(one.num_prompt for one in asked) < 125_000
+    prompts = sorted(one.num_prompt for one in asked)
+    assert sum(prompts) / len(asked) == pytest.approx(13_312, rel=0.1)
+    assert prompts[2000] == pytest.approx(7_884, rel=0.2)
+    assert prompts[3960] == pytest.approx(94_764, rel=0.1)
+    assert sum(one.num_output for one in asked) / len(asked) == pytest.approx(347, rel=0.05)
+    assert asked[-1].at_s == pytest.approx(4000 / ASSISTANT_RATE, rel=0.05)
+    assert len(made) == pytest.approx(2668, rel=0.15)
+    assert repeated(asked, 512) / sum(prompts) == pytest.approx(0.33, abs=0.04)
+
+
+def repeated(asked: Sequence[Asked], block_size: int) -> int:
+    """Tokens of blocks that an earlier prompt had, which unlimited memory would find."""
+    seen: set[BlockHash] = set()
+    num_tokens = 0
+    for one in asked:
+        num_tokens += block_size * sum(block in seen for block in one.hashes)
+        seen.update(one.hashes)
+    return num_tokens
+
+
+def test_an_assistants_load_runs_as_many_times_faster_as_its_rate_is_higher() -> None:
+    slow, fast = (generated("assistant", replace(LOAD, rate=rate)) for rate in (ASSISTANT_RATE, 4 * ASSISTANT_RATE))
+    assert [session.turns[0].spans for session in slow] == [session.turns[0].spans for session in fast]
+    for one, other in zip(slow, fast, strict=True):
+        assert one.due_s == pytest.approx(4 * other.due_s)
+        assert [turn.pause_s for turn in one.turns] == pytest.approx([4 * turn.pause_s for turn in other.turns])
 
 
 def test_agents_share_their_system_prompts_and_documents_are_asked_about_again() -> None:

@@ -1,0 +1,80 @@
+"""Which conversation a prompt belongs to, where its client does not name one: the first of its blocks that few share.
+
+    system ─▶ prompt ─┬─▶ a's question ─▶ answer ─▶ a's next         the blocks of recent prompts, as a tree: all begin
+                      ├─▶ b's question ─▶ ...                        with the system prompt, which forks into
+                      └─▶ c's question ─▶ ...                        conversations
+
+A prompt's first block is its session unless too many of the recent prompts begin with it: then it is the block after
+the next fork of the tree, and so on. A path without a fork is one conversation, however often it is asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos.chain import Chain
+from protos.values import BlockHash
+
+SHARE = 0.5  # of a worker's part of the requests: a session with more of them could not be balanced
+LEAST = 8  # prompts that are no session too many, however few there have been
+GENERATION = 4096  # prompts after which what none of them had is forgotten
+GROWTH = 16  # blocks that a prompt adds to the tree: most prompts' own blocks are never seen again
+MAX_DEPTH = 1024  # blocks that are looked at
+
+
+@dataclass(slots=True)
+class Node:
+    """A block of the tree: the prompts of one generation that ran through it, and the block after it, `forks` if there
+    have been several."""
+
+    num_prompts: int = 0
+    child: BlockHash | None = None
+    forks: bool = False
+
+    def leads_to(self, block: BlockHash) -> None:
+        self.forks = self.forks or self.child not in (None, block)
+        self.child = block
+
+
+class Sessions:
+    """The tree of a router's latest prompts: at least `generation` of them, and at most twice as many."""
+
+    def __init__(self, generation: int = GENERATION) -> None:
+        self._size = generation
+        self._now: dict[BlockHash, Node] = {}
+        self._before: dict[BlockHash, Node] = {}
+        self._num_now = self._num_before = 0
+
+    def of(self, hashes: Chain, num_workers: int) -> str:
+        """The session of a prompt of these blocks, for that many workers; "" where many share all of them. The prompt
+        counts from now on."""
+        if self._num_now >= self._size:
+            self._now, self._before = {}, self._now
+            self._num_now, self._num_before = 0, self._num_now
+        self._num_now += 1
+        most = max(LEAST, SHARE * (self._num_now + self._num_before) / max(1, num_workers))
+        session, num_new = "", 0
+        above = Node(forks=True)  # the first block, too, may be a session
+        for block in hashes[:MAX_DEPTH]:
+            above.leads_to(block)
+            begins, num_new = above.forks, num_new + (block not in self._now and block not in self._before)
+            above, num_prompts = self._run_through(block)
+            if begins:
+                session = block.hex()
+            if num_new >= GROWTH or (begins and num_prompts <= most):
+                return session
+        return "" if above.forks and len(hashes) <= MAX_DEPTH else session
+
+    @property
+    def num_blocks(self) -> int:
+        """That are remembered."""
+        return len(self._now) + len(self._before)
+
+    def _run_through(self, block: BlockHash) -> tuple[Node, int]:
+        """The block's node, and how many prompts have run through it, this one included."""
+        before = self._before.get(block)
+        node = self._now.get(block)
+        if node is None:
+            node = self._now[block] = Node() if before is None else Node(child=before.child, forks=before.forks)
+        node.num_prompts += 1
+        return node, node.num_prompts + (before.num_prompts if before is not None else 0)
