@@ -14,7 +14,7 @@ from decode_pool.config import DecodeConfig
 from kvtransfer.config import LaneConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import BadCheckpoint, Misconfigured
-from protos.hints import counted
+from protos.hints import NO_GGUF, counted
 from protos.tls import FaceTls, PeerTls
 from protos.values import WorkerRole
 from router.config import RouterConfig
@@ -161,6 +161,8 @@ class ClusterConfig:
         if not folder.is_dir():
             raise BadCheckpoint(f"model: {_no_folder(folder)}", param="model")
         if not (folder / "config.json").is_file():
+            if gguf := sorted(path.name for path in folder.glob("*.gguf")):
+                raise BadCheckpoint(f"model: {folder} holds {gguf[0]}: {NO_GGUF}", param="model")
             raise BadCheckpoint(
                 f"model: {folder} has no config.json, so it is no checkpoint's folder: give --model the one that holds "
                 "config.json and the weights (*.safetensors)",
@@ -169,6 +171,8 @@ class ClusterConfig:
 
 
 def _no_folder(path: Path) -> str:
+    if path.suffix.lower() == ".gguf":
+        return f"{path}: {NO_GGUF}"
     if path.exists():
         return f"{path} is a file: give --model the folder that it lies in"
     told = f"there is no folder {path}: give --model a checkpoint's folder"

@@ -3,16 +3,20 @@ holds."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 from cluster.config import ClusterConfig
 from protos.errors import Misconfigured
+from protos.values import WorkerRole
 from router.admission.tenants import read_roster
 from workers.memory import free_ram_bytes
 from workers.models.config import ModelConfig, check_parallel, read_config
 from workers.models.weights import check_weights
+
+log = logging.getLogger("baton.cluster")
 
 RANK_BYTES = 200 * 2**20
 """A rank's process before it has read a weight, at the least: interpreter, torch, gRPC and Ray (240 MiB measured)."""
@@ -27,6 +31,12 @@ def check_feasible(
     """Raises Misconfigured, naming the setting and what would do; BadCheckpoint or UnsupportedModel for a model that
     cannot be served. Machines of a Ray that runs elsewhere are not looked at: that is for its placement."""
     model = read_config(config.worker.model)
+    if not config.pools.colocated and config.pools.prefill == 0:
+        log.warning(
+            "pools.prefill is 0: decode workers prefill their prompts themselves, and answers wait meanwhile. Give 1 "
+            "or more, or say with --workers %d that this is meant",
+            config.pools.counts()[WorkerRole.DECODE],
+        )
     for role, count in config.pools.counts().items():
         tp = config.pools.tp(role, config.worker.tp)
         if count:

@@ -35,7 +35,9 @@ Host = Annotated[str | None, typer.Option("--host", help="Address to listen on. 
 Port = Annotated[int | None, typer.Option("--port", help="Of HTTP; 0: any, and any for gRPC. Default: 8000.")]
 GrpcPort = Annotated[int | None, typer.Option("--grpc-port", help="Of the gRPC service; 0: any. Default: 8001.")]
 Processes = Annotated[int | None, typer.Option("--processes", help="Gateway processes behind the port. Default: 1.")]
-Prefill = Annotated[int | None, typer.Option("--prefill", help="Number of prefill workers. Default: 1.")]
+Prefill = Annotated[
+    int | None, typer.Option("--prefill", help="Number of prefill workers. Default: 1; 0: decode workers prefill too.")
+]
 Decode = Annotated[int | None, typer.Option("--decode", help="Number of decode workers. Default: 1.")]
 Colocated = Annotated[bool, typer.Option("--colocated", help="Workers that prefill and decode, instead of two pools.")]
 Workers = Annotated[

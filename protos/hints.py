@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 MAX_LISTED = 10
+NO_GGUF = (
+    "GGUF files are not served. Give --model the folder of a Hugging Face checkpoint (config.json, tokenizer.json and "
+    "*.safetensors), such as the one that the GGUF was made from: `hf download NAME --local-dir FOLDER` gets it"
+)
+_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -43,6 +49,20 @@ def unusable(error: OSError, *, to_write: bool = False) -> str:
         errno.ENOSPC: "make room, or give a path on another disk",
     }
     return f"{error.strerror or error}: {fixes.get(error.errno or 0, 'give another path')}"
+
+
+def lfs_pointer(path: Path) -> str:
+    """What to do about a file that is Git LFS's pointer to the real one; "" where it is not."""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_LFS)) == _LFS
+    except OSError:
+        return ""
+    return (
+        f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in {path.parent}"
+        if is_pointer
+        else ""
+    )
 
 
 def _plain(name: str) -> str:

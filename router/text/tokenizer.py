@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from protos.errors import BadCheckpoint
+from protos.hints import lfs_pointer
 from router.text.control import ControlTexts, Rendered, Span
 from router.text.plain import PlainTokenizer
 from router.text.vocabulary import Vocabulary
@@ -52,11 +53,11 @@ class Tokenizer:
         """Reads tokenizer.json, tokenizer_config.json and special_tokens_map.json. Raises BadCheckpoint."""
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise BadCheckpoint(f"{folder} has no tokenizer.json: save the model with a fast tokenizer")
+            raise BadCheckpoint(_no_tokenizer(folder))
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises Exception itself
-            raise BadCheckpoint(f"{path} is not a tokenizer: {error}") from error
+            raise BadCheckpoint(lfs_pointer(path) or f"{path} is not a tokenizer: {error}") from error
         config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
         return cls(backend, named_tokens=dict(_named_tokens(config)))
 
@@ -140,10 +141,24 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise BadCheckpoint(f"{path} is not valid JSON: {error}") from error
+        raise BadCheckpoint(lfs_pointer(path) or f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise BadCheckpoint(f"{path} must hold a JSON object, not {type(found).__name__}")
     return found
+
+
+def _no_tokenizer(folder: Path) -> str:
+    others = (name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file())
+    found = next(others, "")
+    if found == "tekken.json":
+        return f"{folder} has {found} and no tokenizer.json: take that of the model's Hugging Face version"
+    if not found:
+        return f"{folder} has no tokenizer.json: download it with the model's other files"
+    convert = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    return (
+        f"{folder} has {found} and no tokenizer.json, which is read here. This writes it (after `pip install "
+        f'transformers sentencepiece protobuf`): python -c "from transformers import AutoTokenizer; {convert}"'
+    )
 
 
 def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

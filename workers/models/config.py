@@ -198,6 +198,8 @@ class _Sizes:
 
 def _refuse_unknown_parts(config: Fields, family: Family) -> None:
     for key, harmless in _NEUTRAL.items():
+        if key == "quantization_config" and key in config:
+            raise UnsupportedModel(_quantised(config), param=key)
         if key in config and config.raw(key) not in harmless:
             raise UnsupportedModel(f"{config.where}: {key!r} ({config.raw(key)!r}) is not supported", param=key)
     if (act := config.text_or("hidden_act", "silu")) != "silu":
@@ -207,6 +209,16 @@ def _refuse_unknown_parts(config: Fields, family: Family) -> None:
     for key, known in (("attention_bias", family.reads_attention_bias), ("mlp_bias", family.reads_mlp_bias)):
         if config.flag(key) and not known:
             raise UnsupportedModel(f"{config.where}: {key} is not supported for {family.name}", param=key)
+
+
+def _quantised(config: Fields) -> str:
+    method = config.inner("quantization_config").raw("quant_method")
+    return (
+        f"{config.where}: its weights are quantised (quantization_config{f', {method}' if method else ''}), which is "
+        "not supported: weights in bfloat16, float16 or float32 are served. Give --model the checkpoint that it was "
+        "made from (its model card names the base model), or write one with transformers: "
+        "AutoModelForCausalLM.from_pretrained(folder).dequantize().save_pretrained(other_folder)"
+    )
 
 
 def _max_model_len(rope: Rope, max_position: int) -> int:

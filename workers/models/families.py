@@ -92,4 +92,8 @@ def family_of(config: Fields) -> Family:
             return family
     what = f"architectures {list(named)}" if named else f"model_type {config.raw('model_type')!r}"
     known = ", ".join(family.architecture for family in FAMILIES)
-    raise UnsupportedModel(f"{config.where}: {what} is not supported: known are {known}", param="architectures")
+    raise UnsupportedModel(
+        f"{config.where}: {what} is not supported: known are {known} (Llama 2 and 3, Mistral, Qwen2, Qwen2.5 and "
+        "Qwen3, dense and for text). Give --model a checkpoint of one of these",
+        param="architectures",
+    )

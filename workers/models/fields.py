@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from protos.errors import BadCheckpoint
-from protos.hints import unusable
+from protos.hints import lfs_pointer, unusable
 
 D = TypeVar("D")
 
@@ -33,7 +33,8 @@ class Fields:
         except OSError as error:
             raise BadCheckpoint(f"{path}: {unusable(error)}") from error
         except (ValueError, RecursionError) as error:
-            raise BadCheckpoint(f"{path} is not valid JSON ({error}): download it again") from error
+            told = lfs_pointer(path) or f"{path} is not valid JSON ({error}): download it again"
+            raise BadCheckpoint(told) from error
         if not isinstance(data, dict):
             raise BadCheckpoint(f"{path} must hold a JSON object, it holds a {type(data).__name__}: download it again")
         return cls(data, str(path))

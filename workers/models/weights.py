@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from protos.errors import BadCheckpoint
-from protos.hints import unusable
+from protos.hints import NO_GGUF, lfs_pointer, unusable
 from workers.models.fields import Fields
 
 _INDEX = "model.safetensors.index.json"
@@ -31,7 +31,8 @@ def open_weights(file: Path, *, framework: str) -> Any:
     except PermissionError as error:
         raise BadCheckpoint(f"{file}: {unusable(error)}") from error
     except (SafetensorError, OSError) as error:
-        raise BadCheckpoint(f"{file} is truncated or damaged ({error}): download it again") from error
+        told = lfs_pointer(file) or f"{file} is truncated or damaged ({error}): download it again"
+        raise BadCheckpoint(told) from error
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -48,4 +49,6 @@ def weight_files(folder: Path) -> list[str]:
             f"{folder} holds pickled weights only ({pickles[0]}), which can run code when read: convert them with "
             "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
         )
+    if gguf := sorted(p.name for p in folder.glob("*.gguf")):
+        raise BadCheckpoint(f"{folder} holds {gguf[0]}: {NO_GGUF}")
     raise BadCheckpoint(f"{folder} holds neither {_SINGLE} nor {_INDEX}: give a Hugging Face checkpoint folder")

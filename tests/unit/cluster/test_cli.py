@@ -81,12 +81,17 @@ def test_serving_needs_a_model_that_is_there(
 ) -> None:
     assert "no model is given" in refused(monkeypatch, capsys, "serve")
     (tmp_path / "model.safetensors").touch()
+    gguf = tmp_path / "gguf" / "model.Q4_K_M.gguf"
+    gguf.parent.mkdir()
+    gguf.touch()
     told = {
         str(tmp_path / "none"): f"there is no folder {tmp_path}/none: give --model a checkpoint's folder",
         str(
             tmp_path
         ): "has no config.json, so it is no checkpoint's folder: give --model the one that holds config.json",
         str(tmp_path / "model.safetensors"): "is a file: give --model the folder that it lies in",
+        str(gguf): "GGUF files are not served. Give --model the folder of a Hugging Face checkpoint",
+        str(gguf.parent): "holds model.Q4_K_M.gguf: GGUF files are not served",
         "meta-llama/Llama-3.1-8B": "Baton downloads nothing, as `hf download meta-llama/Llama-3.1-8B --local",
     }
     for model, fix in told.items():

@@ -34,6 +34,17 @@ def test_ranks_must_be_able_to_share_the_model(tmp_path: Path) -> None:
     assert refused(tmp_path, worker={"tp": 2}, pools={"prefill_tp": 4}) == ""
 
 
+def test_a_cluster_without_prefill_workers_is_told_what_that_means(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert refused(tmp_path, pools={"prefill": 0, "decode": 3}) == ""
+    assert "decode workers prefill their prompts themselves" in caplog.text
+    assert "--workers 3" in caplog.text
+    caplog.clear()
+    assert refused(tmp_path, pools={"colocated": 3}) == refused(tmp_path) == ""
+    assert not caplog.text
+
+
 def test_weights_must_be_there_and_whole(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((Path(DEMO["model"]) / name).read_bytes())

@@ -83,6 +83,29 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("tokenizer.model", r"has tokenizer\.model and no tokenizer\.json.*python -c .*AutoTokenizer\.from_pretrained"),
+        ("vocab.json", r"has vocab\.json and no tokenizer\.json.*save_pretrained"),
+        ("tekken.json", r"has tekken\.json and no tokenizer\.json.*Hugging Face version"),
+        ("other", r"has no tokenizer\.json: download it"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_comes_with_the_way_on(name: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(BadCheckpoint, match=told):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_pointer_of_git_lfs_is_no_damage(name: str, tmp_path: Path) -> None:
+    byte_level()._backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 17\n")
+    with pytest.raises(BadCheckpoint, match=rf"{name} is a Git LFS pointer.*run `git lfs pull` in"):
+        Tokenizer.load(tmp_path)
+
+
 def test_named_tokens_are_read_in_both_spellings(tmp_path: Path) -> None:
     byte_level()._backend.save(str(tmp_path / "tokenizer.json"))
     config = {"bos_token": {"content": "<|bos|>", "special": True}, "eos_token": "<|end|>", "pad_token": None}

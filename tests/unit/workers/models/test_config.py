@@ -145,6 +145,19 @@ def test_what_is_not_served_is_refused_by_name(change: dict[str, Any], named: st
 
 
 @pytest.mark.parametrize(
+    ("change", "way_on"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, r"Llama 2 and 3, Mistral, Qwen2.*Give --model a checkpoint of one"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(quantization_config, awq\).*dequantize\(\)"),
+        ({"quantization_config": {}}, r"quantised \(quantization_config\).*the checkpoint that it was made from"),
+    ],
+)
+def test_what_is_not_served_comes_with_the_way_on(change: dict[str, Any], way_on: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=way_on):
+        write(tmp_path, LLAMA | change)
+
+
+@pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"hidden_size": None}, "'hidden_size' is missing"),

@@ -97,6 +97,23 @@ def test_a_folder_without_weights_says_what_it_wants(tmp_path: Path, tensors: Te
         load_model(tmp_path)
 
 
+def test_a_folder_of_gguf_says_what_is_served(tmp_path: Path, tensors: Tensors) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(BadCheckpoint, match=r"holds model\.gguf: GGUF files are not served.*\*\.safetensors"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
+def test_a_pointer_of_git_lfs_is_no_damage(name: str, tmp_path: Path, tensors: Tensors) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4976698672\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(
+        BadCheckpoint, match=rf"{name} is a Git LFS pointer and not the file itself: run `git lfs pull`"
+    ):
+        load_model(tmp_path)
+
+
 @pytest.mark.parametrize("keep", [0, 7, 200, -5])
 def test_a_truncated_file_is_named(keep: int, tmp_path: Path, tensors: Tensors) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
