@@ -67,7 +67,8 @@ class _Chat:
     @property
     def _is_plain(self) -> bool:
         """Of its tokens nothing but their text is told."""
-        return not (self._body.logprobs or self._body.return_token_ids or self._calls)
+        body = self._body
+        return not (body.logprobs or body.return_token_ids or body.continuous_usage or self._calls)
 
     async def whole(self, track: Track) -> dict[str, Any]:
         heard = Heard(self._ask)
@@ -106,6 +107,8 @@ class _Chat:
         try:
             async with aclosing(self._gateway.answer(self._ask, track, tally, say)) as pieces:
                 async for piece in pieces:
+                    if self._body.continuous_usage:
+                        head["usage"] = usage_body(tally.usage())
                     if chunks := [event(head | chunk) for chunk in self._chunks(piece)]:
                         yield voice.held() + b"".join(chunks)
         except Exception:

@@ -89,7 +89,9 @@ class _Completion:
     @property
     def _is_plain(self) -> bool:
         """Of its tokens nothing but their text is told."""
-        return self._body.logprobs is None and not self._body.return_token_ids and self._ask.n == self._num_told
+        body = self._body
+        is_text = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
+        return is_text and self._ask.n == self._num_told
 
     async def whole(self, track: Track) -> dict[str, Any]:
         heard = Heard(self._ask)
@@ -116,6 +118,8 @@ class _Completion:
         try:
             async with aclosing(self._gateway.answer(self._ask, track, tally, say)) as pieces:
                 async for piece in pieces:
+                    if self._body.continuous_usage:
+                        head["usage"] = usage_body(tally.usage())
                     if piece.num_prompt_computed:
                         yield voice.held() + event(head | progress_body(self._ask, piece))
                     if (choice := self._streamed(piece)) is not None:

@@ -41,16 +41,52 @@ _TEXT = Harmless(lambda value: isinstance(value, str), {"type": ["string", "null
 _OBJECT = Harmless(lambda value: isinstance(value, dict), {"type": ["object", "null"]}, "it is an object")
 
 
+def _structured(form: str) -> str:
+    return f"it is 'structured_outputs' now: {{\"{form}\": ...}}"
+
+
+# vLLM's, which its clients always send. /openapi.json leaves them out: a client made from it needs none of them, and so
+# many optional values are too many for what makes up requests from it.
+OF_VLLM: Mapping[str, Harmless] = {
+    "allowed_token_ids": _never("logit_bias and structured_outputs choose among tokens here"),
+    "bad_words": _one_of([], why="logit_bias keeps tokens from being chosen here"),
+    "early_stopping": _one_of(False, why="there is no beam search here"),
+    "guided_choice": _never(_structured("choice")),
+    "guided_decoding_backend": _never("there is one"),
+    "guided_grammar": _never(_structured("grammar")),
+    "guided_json": _never(_structured("json")),
+    "guided_regex": _never(_structured("regex")),
+    "guided_whitespace_pattern": _never("structured_outputs has disable_any_whitespace"),
+    "kv_transfer_params": _never("where KV goes is not for a request to say"),
+    "length_penalty": Harmless(lambda value: value == 1, {"enum": [1, None]}, "there is no beam search here"),
+    "logits_processors": _never("requests bring no code"),
+    "lora_path": _never("there are no adapters here"),
+    "return_tokens_as_token_ids": _one_of(False, why="return_token_ids gives the ids of tokens"),
+    "spaces_between_special_tokens": _one_of(True, False, why="there are none"),
+    "truncate_prompt_tokens": _never("prompts are not cut here"),
+    "use_beam_search": _one_of(False, why="there is no beam search here"),
+}
+
+
 # Identifiers say who asks, which changes no answer. `metadata` is kept with stored answers; nothing is stored.
 COMPLETION_REFUSALS: Mapping[str, Harmless] = {
+    **OF_VLLM,
     "suffix": _one_of("", why="the models that are served continue texts, they fill no gaps"),
     "user": _TEXT,
 }
 CHAT_REFUSALS: Mapping[str, Harmless] = {
+    **OF_VLLM,
+    "add_special_tokens": _one_of(False, why="the chat template writes them"),
     "audio": _never(_TEXT_ONLY),
+    "chat_template": _never("the model's own is used"),
+    "documents": _one_of([], why="give their text in the messages"),
+    "echo": _one_of(False, why="answers to chats do not repeat them"),
     "function_call": _one_of("none", why=_TOOLS),
     "functions": _one_of([], why=_TOOLS),
+    "include_reasoning": _one_of(True, why="what a model thinks is part of its content here"),
+    "media_io_kwargs": _one_of({}, why=_TEXT_ONLY),
     "metadata": _OBJECT,
+    "mm_processor_kwargs": _one_of({}, why=_TEXT_ONLY),
     "modalities": _one_of(["text"], why=_TEXT_ONLY),
     "moderation": _never("nothing is moderated here"),
     "prediction": _never(),
@@ -68,8 +104,12 @@ CHAT_REFUSALS: Mapping[str, Harmless] = {
 MESSAGE_REFUSALS: Mapping[str, Harmless] = {
     "annotations": _one_of([]),
     "audio": _never(_TEXT_ONLY),
+    "cache_control": _OBJECT,
     "function_call": _never("it is deprecated: use tool_calls"),
+    "images": _one_of([], why=_TEXT_ONLY),
+    "provider_specific_fields": _OBJECT,
     "refusal": _never("models refuse in their content here"),
+    "thinking_blocks": _one_of([], why="give reasoning_content"),
 }
 
 

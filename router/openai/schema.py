@@ -19,7 +19,14 @@ from protos.errors import Cancelled, InvalidRequest, UnsupportedMediaType
 from protos.hints import nearest
 from router.openai.body import TOO_DEEP, Body, FirstWrong, at_most, whole_ids
 from router.openai.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
-from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS, MESSAGE_REFUSALS, Harmless, without_harmless
+from router.openai.refusals import (
+    CHAT_REFUSALS,
+    COMPLETION_REFUSALS,
+    MESSAGE_REFUSALS,
+    OF_VLLM,
+    Harmless,
+    without_harmless,
+)
 from router.openai.sizes import check_sizes
 from router.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from router.openai.tools import MAX_CALLS, MAX_TOOLS, TOOL_CHOICES, ToolCall, ToolChoice, ToolSpec
@@ -46,7 +53,7 @@ def _described(refusals: Mapping[str, Harmless], *conditions: dict[str, Any]) ->
     """A body's JSON Schema has what is accepted because it changes nothing, and what depends on another parameter."""
 
     def add(schema: dict[str, Any]) -> None:
-        schema["properties"] |= {name: dict(one.schema) for name, one in refusals.items()}
+        schema["properties"] |= {name: dict(one.schema) for name, one in refusals.items() if name not in OF_VLLM}
         if conditions:
             schema["allOf"] = list(conditions)
 
@@ -64,7 +71,9 @@ class StreamOptions(Body):
     include_prefill_progress: bool | None = Field(
         default=None, description="true or false: chunks that say how far the prompt is read"
     )
-    continuous_usage_stats: Literal[False] | None = Field(default=None, description="false: usage comes at the end")
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="true or false: every chunk has the usage up to there"
+    )
 
 
 _STOP: dict[str, Any] = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
@@ -125,6 +134,10 @@ class SamplingBody(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
     def include_prefill_progress(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_prefill_progress)
 
@@ -158,6 +171,7 @@ _ASKED = (
 class TextPart(Body):
     type: Literal["text"] = Field(description='"text": this model reads no images, audio or files')
     text: str = Field(description="a string")
+    cache_control: dict[str, Any] | None = Field(default=None, exclude=True, description="an object: all is cached")
 
 
 Content = str | Annotated[list[TextPart], FirstWrong()]
@@ -171,6 +185,8 @@ class ChatMessage(Body):
     )
     content: Content | None = Field(default=None, description="a string or a list of text parts")
     name: str | None = Field(default=None, description="a string")
+    reasoning_content: str | None = Field(default=None, description="a string")
+    reasoning: str | None = Field(default=None, description="a string, as reasoning_content")
     tool_call_id: str | None = Field(default=None, description="a string")
     tool_calls: Annotated[list[ToolCall] | None, FirstWrong(), at_most(MAX_CALLS)] = Field(
         default=None, description=f"a list of at most {MAX_CALLS} calls of an assistant", max_length=MAX_CALLS
@@ -186,7 +202,9 @@ class ChatMessage(Body):
 
     def to_template(self) -> dict[str, Any]:
         """As chat templates read it."""
-        told = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        told = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning"})
+        if self.reasoning is not None:
+            told.setdefault("reasoning_content", self.reasoning)
         if self.tool_calls:
             told["tool_calls"] = [call.to_template() for call in self.tool_calls]
         return told
@@ -194,7 +212,7 @@ class ChatMessage(Body):
 
 class ChatBody(SamplingBody):
     model_config = _described(
-        CHAT_REFUSALS, *TOGETHER, only_with("top_logprobs", NUMBER, "logprobs", TRUE), *OF_TOOLS, *OF_FORMS
+        CHAT_REFUSALS, *TOGETHER, only_with("top_logprobs", {"minimum": 1}, "logprobs", TRUE), *OF_TOOLS, *OF_FORMS
     )
 
     messages: Annotated[list[ChatMessage], FirstWrong()] = Field(
@@ -227,7 +245,7 @@ class ChatBody(SamplingBody):
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             told = f"'max_tokens' is {self.max_tokens} and 'max_completion_tokens' {self.max_completion_tokens}"
             raise InvalidRequest(f"{told}: give one of them", param="max_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("'top_logprobs' is only allowed with logprobs = true", param="top_logprobs")
         limit, name = self.max_completion_tokens, "max_completion_tokens"
         if limit is None:

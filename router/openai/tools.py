@@ -70,6 +70,7 @@ class ToolCall(Body):
     id: str = Field(description="a string")
     type: Literal["function"] = Field(description=_FUNCTION)
     function: CalledFunction = Field(description="an object with name and arguments")
+    index: int | None = Field(default=None, description="an integer")
 
     def to_template(self) -> dict[str, Any]:
         """As chat templates read it: with the arguments as an object; as they are where a model wrote none."""

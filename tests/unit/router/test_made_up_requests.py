@@ -5,6 +5,8 @@ URL/openapi.json` makes up more (docs/api.md)."""
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -35,6 +37,20 @@ async def test_made_up_requests_are_answered_as_described(method: str, path: str
             statuses = await asyncio.to_thread(ask, document, url, method, path, mode)
             assert (200 in statuses) or mode is GenerationMode.NEGATIVE
             assert (400 in statuses) or mode is GenerationMode.POSITIVE
+
+
+async def test_whatever_is_described_is_accepted(tmp_path: Path) -> None:
+    """Each parameter at its bounds and in all of its forms, one after the other: the phase that schemathesis calls
+    coverage, within the bounds."""
+    async with serving(make_gateway(Scripted(saying("hi")))) as url:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--phases=coverage",
+            "--mode=positive", "--include-path-regex=^/v1/.*completions$", "--no-color",
+            cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        told, _ = await process.communicate()
+    assert process.returncode == 0, told.decode()
+    assert "2 passed" in told.decode()
 
 
 def ask(document: dict[str, Any], url: str, method: str, path: str, mode: GenerationMode) -> set[int]:

@@ -89,6 +89,60 @@ async def test_usage_comes_last_when_asked_for() -> None:
     assert all(chunk.usage is None for chunk in before)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_usage_is_in_every_chunk_when_asked_for(n: int) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with talking() as (client, _):
+        chunks = await streamed(client, stream_options=options, n=n)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > n * len(ids_of("naïve café 🙂")) / 2, "they go on with the tokens"
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
+    assert chunks[-1].choices == []
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"top_logprobs": 0, "logprobs": False},
+        {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "add_special_tokens": False},
+        {"guided_json": None, "guided_decoding_backend": None, "truncate_prompt_tokens": None, "bad_words": []},
+        {"spaces_between_special_tokens": True, "include_reasoning": True, "documents": None, "echo": False},
+        {"kv_transfer_params": None, "mm_processor_kwargs": None, "logits_processors": None, "chat_template": None},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+async def test_what_clients_of_vllm_always_send_is_taken(extra: dict[str, Any]) -> None:
+    async with talking() as (client, _):
+        await ask(client, extra_body=extra)
+
+
+async def test_messages_may_come_back_as_clients_have_them() -> None:
+    """The fields of litellm's and vLLM's answers; what the model has thought goes to its template."""
+    source = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
+    said: dict[str, Any] = {
+        "role": "assistant",
+        "content": "b",
+        "provider_specific_fields": {"x": 1},
+        "images": [],
+        "refusal": None,
+    }
+    said["content"] = [{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]
+    thoughts: list[dict[str, Any]] = [{"reasoning_content": "a", "reasoning": None}, {"reasoning": "a"}]
+    async with talking(template=ChatTemplate(source)) as (client, generate):
+        for thought in thoughts:
+            await ask(client, messages=[said | thought])
+    assert [ids_of("[a]b")] * 2 == [list(job.prompt_ids) for job in generate.jobs]
+
+
+async def test_a_mark_for_a_cache_does_not_reach_the_template() -> None:
+    source = "{% for m in messages %}{% for part in m.content %}{{ part | tojson }}{% endfor %}{% endfor %}"
+    part = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
+    async with talking(template=ChatTemplate(source)) as (client, generate):
+        await ask(client, messages=[{"role": "user", "content": [part], "cache_control": {"type": "ephemeral"}}])
+    assert list(generate.jobs[0].prompt_ids) == ids_of('{"type": "text", "text": "b"}')
+
+
 async def test_choices_are_told_apart() -> None:
     def script(job: Job) -> list[Any]:
         return token_deltas(ids_of(f"number {job.request_id[-1]}"), job)

@@ -48,6 +48,16 @@ async def test_a_stream_says_the_same() -> None:
     assert (last.choices, last.usage) == ([], whole.usage)
 
 
+async def test_usage_is_in_every_chunk_when_asked_for() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with talking(of=" world 🙂") as (client, _):
+        *chunks, last = await streamed(client, stream_options=options)
+    num_tokens = last.usage.completion_tokens
+    assert [one.usage.completion_tokens for one in chunks] == list(range(1, num_tokens + 1))
+    assert {one.usage.prompt_tokens for one in (*chunks, last)} == {last.usage.prompt_tokens}
+    assert last.choices == []
+
+
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
