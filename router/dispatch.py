@@ -109,44 +109,49 @@ class Dispatcher:
         self._line = asyncio.Lock()
         self.moves = Moves(self._elsewhere, gateway_id=fleet.gateway_id, config=config)
         self.pulls = Pulls(fleet, lease_s=config.ticket_lease_s)
-        self._suspects = Suspects(max_kills=config.max_kills)
+        self._suspects = Suspects(max_kills=config.max_kills, patience_s=config.max_queue_s)
         self.num_resumed = 0
 
     async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one job. Raises BatonError when it cannot be run, or not to its end."""
-        chooser = self._chooser
-        record = chooser.record(job)
+        record = self._chooser.record(job)
         journal = Journal(job, now=_now(), record=record)
         record.note(What.ADMITTED, _now())
         through = _journaling(journal, tap)
-        while True:
-            attempt: Attempt | None = None
-            trial = self._suspects.trial(journal.suspicion)
-            try:
-                await trial.begin(patience_s=self._config.max_queue_s)
-                attempt = self._decide(journal)
-                async with aclosing(self._run(journal, attempt, through)) as updates:
-                    async for update in updates:
-                        first = not journal.output_ids
-                        delta = journal.take(update)
-                        if journal.suspicion.strikes:
-                            trial.progressed(len(journal.output_ids))
-                        if first and delta.token_ids:
-                            self._fleet.count_read(attempt.reader, len(job.prompt_ids), delta.num_cached_tokens)
-                        if delta.token_ids:
-                            chooser.took(record, len(delta.token_ids), delta.num_cached_tokens)
-                        if delta.finish_reason is not None:
-                            chooser.ended(record, delta.finish_reason)
-                            for member in attempt.members:
-                                member.breaker.succeeded()
-                        yield delta
-                        if delta.finish_reason is not None:
-                            return
-                raise Internal(f"{attempt.request_id} ended without a reason on {', '.join(attempt.worker_ids)}")
-            except BatonError as error:
-                await self._recover(error, journal, attempt)
-            finally:
-                trial.end()
+        try:
+            while True:
+                attempt: Attempt | None = None
+                try:
+                    if await self._suspects.turn(journal.suspicion):
+                        journal.blocked_since_s = None
+                    attempt = self._decide(journal)
+                    async with aclosing(self._run(journal, attempt, through)) as updates:
+                        async for update in updates:
+                            yield (delta := self._note(update, journal, attempt))
+                            if delta.finish_reason is not None:
+                                return
+                    raise Internal(f"{attempt.request_id} ended without a reason on {', '.join(attempt.worker_ids)}")
+                except BatonError as error:
+                    await self._recover(error, journal, attempt)
+        finally:
+            self._suspects.leave(journal.suspicion)
+
+    def _note(self, update: SequenceUpdate, journal: Journal, attempt: Attempt) -> TokenDelta:
+        """What is new in an update, which everything that learns from answers has noted."""
+        chooser, record = self._chooser, journal.record
+        first = not journal.output_ids
+        delta = journal.take(update)
+        if journal.suspicion.strikes:
+            self._suspects.progressed(journal.suspicion, len(journal.output_ids))
+        if first and delta.token_ids:
+            self._fleet.count_read(attempt.reader, len(journal.job.prompt_ids), delta.num_cached_tokens)
+        if delta.token_ids:
+            chooser.took(record, len(delta.token_ids), delta.num_cached_tokens)
+        if delta.finish_reason is not None:
+            chooser.ended(record, delta.finish_reason)
+            for member in attempt.members:
+                member.breaker.succeeded()
+        return delta
 
     def decision(self, request_id: str) -> tuple[Decision, ...]:
         """The decisions made for a job, oldest first; empty when it is unknown or too long ago."""
@@ -313,7 +318,8 @@ class Dispatcher:
         now, config = _now(), self._config
         journal.record.failed(error, now)
         journal.failed_again()
-        if journal.blocked_since_s is None:
+        is_explained = isinstance(error, WorkerLost) and self._suspects.are_tried
+        if journal.blocked_since_s is None or is_explained:
             journal.blocked_since_s = now
         deadline = journal.blocked_since_s + self._patience_s(journal)
         if isinstance(error, Overloaded):
@@ -321,7 +327,7 @@ class Dispatcher:
         waits = isinstance(error, NoWorkers | Overloaded | WorkerDraining)
         if not waits and not error.retryable:
             raise error
-        journal.num_failures += 0 if waits else 1
+        journal.num_failures += 0 if waits or is_explained else 1
         if now >= deadline or journal.num_failures >= config.max_attempts:
             error.retry_after_s = error.retry_after_s or RETRY_AFTER_S
             raise error

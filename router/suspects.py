@@ -1,74 +1,150 @@
-"""Finds the request that kills its workers before it has killed them all, and blames nobody who was only beside it.
+"""Finds the request that kills its workers before it has killed them all, and blames none that was only beside it.
 
-    worker lost ─▶ a strike for each job on it ─▶ `max_kills` strikes, the only one in that loss ─▶ condemned
-                               │                             │
-          a token since the last one: forgotten              └─ several in that loss: each is tried apart, one after
-                                                                another; a loss then condemns, a token acquits
+    worker lost ─▶ a strike for each job on it ─▶ `max_kills` strikes ─┬─ the only one in that loss: condemned
+                               ▲                                       └─ several: halved, and tried half by half
+          a token since the last one: acquitted        ◀── goes on ──┤
+                                                        a loss again ──▶ halved again, down to one
 
-What kills and gets on all the same, a few tokens a life, is bounded by the attempts a request has.
+A request that kills is found with as many further losses as the logarithm of those that were lost with it. What kills
+and gets on all the same, a few tokens a life, is bounded by the attempts a request has.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from protos.errors import Overloaded, RequestKillsWorkers
+from protos.errors import RequestKillsWorkers
 
 PAUSE_S = 0.05
 """For the other jobs of a lost worker to come forward: they all learn of it at once."""
 MAX_LOSSES = 256
+MAX_ROUNDS = 16
+"""Trials of one job that end with a loss. Halves of any group are down to one job before."""
 
 Life = tuple[str, int]
 """A worker's id and incarnation."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Suspicion:
-    """What is held against one job. `apart`: it struck out beside others, so it is tried by itself."""
+    """What is held against one job. It waits for the turn of its `batch`, and leaves that as soon as it has a token
+    more; `num_rounds` trials of it have ended with a loss."""
 
     strikes: int = 0
     num_tokens: int = 0
-    apart: bool = False
+    num_rounds: int = 0
+    batch: set[Suspicion] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Loss:
+    """Jobs that struck out in the loss of one life: `num_jobs` in all, of which `jobs` are still here. Divided once."""
+
+    num_jobs: int = 0
+    jobs: list[Suspicion] = field(default_factory=list)
+    is_divided: bool = False
 
 
 class Suspects:
-    """One for a dispatcher. Lives on its event loop."""
+    """One for a dispatcher. Lives on its event loop. The batch at the head of the line is tried; when the line has not
+    moved for `patience_s`, the next one is tried beside it: a slow one costs the others time, and not their answers.
+    """
 
-    def __init__(self, *, max_kills: int) -> None:
+    def __init__(self, *, max_kills: int, patience_s: float) -> None:
         self._max_kills = max_kills
-        self._struck_out: OrderedDict[Life, set[str]] = OrderedDict()
-        self._trial = asyncio.Lock()
+        self._patience_s = patience_s
+        self._losses: OrderedDict[Life, _Loss] = OrderedDict()
+        self._line: list[set[Suspicion]] = []
+        self._num_tried = 1  # batches from the head of the line
+        self._moved = asyncio.Event()
         self.num_condemned = 0
 
+    @property
+    def are_tried(self) -> bool:
+        """Is a job of the line the likely reason for a loss?"""
+        return bool(self._line)
+
     async def lost(self, job_id: str, suspicion: Suspicion, life: Life, num_tokens: int) -> None:
-        """A worker was lost with the job on it, which has `num_tokens` of its answer. Returns when the job may be tried
-        again; raises RequestKillsWorkers when it may not."""
+        """A worker was lost with the job on it, which has `num_tokens` of its answer. Returns when it is known where
+        the job stands, for it to await its `turn`; raises RequestKillsWorkers when it is not tried again."""
+        was_tried = suspicion.batch is not None
+        self.leave(suspicion)
         if num_tokens > suspicion.num_tokens:
-            suspicion.strikes = 0
-            suspicion.apart = False
+            suspicion.strikes = suspicion.num_rounds = 0
         suspicion.strikes += 1
         suspicion.num_tokens = num_tokens
         if suspicion.strikes < self._max_kills:
             return
-        if suspicion.apart:
+        suspicion.num_rounds += was_tried
+        loss = self._losses.setdefault(life, _Loss())
+        while len(self._losses) > MAX_LOSSES:
+            self._losses.popitem(last=False)
+        loss.num_jobs += 1
+        loss.jobs.append(suspicion)
+        try:
+            await asyncio.sleep(PAUSE_S)
+        finally:
+            loss.jobs.remove(suspicion)
+        if loss.num_jobs == 1 or suspicion.num_rounds > MAX_ROUNDS:
             raise self._condemned(job_id, suspicion, life)
-        others = self._struck_out.setdefault(life, set())
-        others.add(job_id)
-        while len(self._struck_out) > MAX_LOSSES:
-            self._struck_out.popitem(last=False)
-        await asyncio.sleep(PAUSE_S)
-        if len(others) == 1:
-            raise self._condemned(job_id, suspicion, life)
-        suspicion.apart = True
+        if not loss.is_divided:
+            loss.is_divided = True
+            self._divide([suspicion, *loss.jobs])
+        elif suspicion.batch is None:  # it came forward late
+            self._divide([suspicion])
 
-    def trial(self, suspicion: Suspicion) -> Trial:
-        """To be begun before an attempt, told of its progress, and ended after it."""
-        return Trial(suspicion, self._trial)
+    async def turn(self, suspicion: Suspicion) -> bool:
+        """Returns when the job may be tried: at once unless others are tried before it. Whether it had to wait."""
+        waited = False
+        while (batch := suspicion.batch) is not None and not any(batch is one for one in self._tried()):
+            waited, moved = True, self._moved
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await moved.wait()
+            except TimeoutError:
+                if moved is self._moved:  # the first of all that wait
+                    self._num_tried += 1
+                    self._move()
+        return waited
+
+    def progressed(self, suspicion: Suspicion, num_tokens: int) -> None:
+        """The answer has so many tokens now."""
+        if num_tokens > suspicion.num_tokens:
+            self.leave(suspicion)
+
+    def leave(self, suspicion: Suspicion) -> None:
+        """The job is not tried any more: it goes on, has ended, or was lost. More than once is no error."""
+        batch, suspicion.batch = suspicion.batch, None
+        if batch is None:
+            return
+        batch.discard(suspicion)
+        if not batch:
+            place = next(place for place, one in enumerate(self._line) if one is batch)
+            del self._line[place]
+            if place == 0:  # of those tried beside a slow one, the next takes the place of each
+                self._num_tried = max(1, self._num_tried - 1)
+        self._move()
 
     def assert_idle(self) -> None:
-        assert not self._trial.locked(), "a trial goes on after all attempts have ended"
+        assert not self._line, "jobs are still tried after all attempts have ended"
+
+    def _divide(self, jobs: Sequence[Suspicion]) -> None:
+        middle = len(jobs) // 2
+        for half in (set(jobs[:middle]), set(jobs[middle:])):
+            for suspicion in half:
+                suspicion.batch = half
+            if half:
+                self._line.append(half)
+
+    def _tried(self) -> Sequence[set[Suspicion]]:
+        return self._line[: self._num_tried]
+
+    def _move(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
 
     def _condemned(self, job_id: str, suspicion: Suspicion, life: Life) -> RequestKillsWorkers:
         self.num_condemned += 1
@@ -76,37 +152,3 @@ class Suspects:
             f"request {job_id} was running on {suspicion.strikes} workers when they died, the last of them {life[0]}: "
             "it is not tried again. Their logs say what they died of; please report it"
         )
-
-
-class Trial:
-    """An attempt of a job. One that is tried apart holds off the others that are, until it has made progress."""
-
-    def __init__(self, suspicion: Suspicion, lock: asyncio.Lock) -> None:
-        self._suspicion = suspicion
-        self._lock = lock
-        self._holds = False
-
-    async def begin(self, *, patience_s: float) -> None:
-        """Returns at once unless the job is tried apart. Raises Overloaded when its turn does not come in time."""
-        if not self._suspicion.apart:
-            return
-        try:
-            async with asyncio.timeout(patience_s):
-                await self._lock.acquire()
-        except TimeoutError:
-            raise Overloaded(
-                "workers died twice with this request and others on them, which are tried one by one: its turn did not "
-                f"come within {patience_s:g} s"
-            ) from None
-        self._holds = True
-
-    def progressed(self, num_tokens: int) -> None:
-        """The answer has so many tokens now."""
-        if self._holds and num_tokens > self._suspicion.num_tokens:
-            self.end()
-
-    def end(self) -> None:
-        """More than once is no error."""
-        if self._holds:
-            self._holds = False
-            self._lock.release()

@@ -61,6 +61,43 @@ async def test_those_beside_it_go_on_to_their_end(frail: Cluster) -> None:
         task.cancel()
 
 
+async def test_two_deaths_in_a_moment_cost_no_answer_however_many_were_there(make: Callable[..., Cluster]) -> None:
+    """None is the reason of either; with `max_attempts` of three, none may fail for being suspected."""
+    cluster = make()
+    await cluster.add("c0")
+    [worker] = cluster.workers.values()
+    worker.pause_after = 0
+    asked = [job(f"r{number}", prompt_ids=tuple(range(number, number + 20))) for number in range(12)]
+    answers = [asyncio.create_task(collect(cluster, one)) for one in asked]
+    for _ in range(2):
+        await worker.until(lambda: len(worker.running) == len(asked))
+        await worker.die()
+        await worker.restart()
+    worker.go()
+    for one, deltas in zip(asked, await asyncio.gather(*answers), strict=True):
+        assert tokens(deltas) == expected_tokens(one.prompt_ids, 8)
+
+
+async def test_the_guilty_one_of_many_is_found_and_the_others_are_answered(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0")
+    [worker] = cluster.workers.values()
+    worker.stuck_on, worker.pause_after = POISON, 0
+    asked = [job(f"r{number}", prompt_ids=tuple(range(number, number + 20))) for number in range(15)]
+    answers = [asyncio.create_task(collect(cluster, one)) for one in asked]
+    poison = asyncio.create_task(collect(cluster, job("poison", POISON)))
+    await worker.until(lambda: len(worker.running) == 16)
+    worker.go()
+    worker.pause_after = None
+    dying = asyncio.create_task(dying_of(worker, POISON))
+    with pytest.raises(RequestKillsWorkers):
+        await poison
+    for one, deltas in zip(asked, await asyncio.gather(*answers), strict=True):
+        assert tokens(deltas) == expected_tokens(one.prompt_ids, 8)
+    assert worker.incarnation - 1 <= 2 + 4
+    dying.cancel()
+
+
 async def test_an_answer_that_gets_on_between_deaths_may_meet_any_number_of_them(make: Callable[..., Cluster]) -> None:
     cluster = make()
     await cluster.add("c0", "c1")

@@ -1,76 +1,173 @@
-"""A request that kills workers is stopped after two; who was only beside it goes on."""
+"""A request that kills workers is found with few further losses, and none that was only beside it fails."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import pytest
 
-from protos.errors import Overloaded, RequestKillsWorkers
+from cluster.simulate.clock import VirtualLoop, run_virtually
+from protos.errors import RequestKillsWorkers
 from router.suspects import Suspects, Suspicion
 
 
-async def verdicts(suspects: Suspects, jobs: dict[str, Suspicion], life: tuple[str, int], num_tokens: int) -> list[str]:
-    """Who is condemned when a worker is lost with all these jobs on it."""
-    losses = [suspects.lost(name, one, life, num_tokens) for name, one in jobs.items()]
-    said: Sequence[BaseException | None] = await asyncio.gather(*losses, return_exceptions=True)
-    return [name for name, one in zip(jobs, said, strict=True) if isinstance(one, RequestKillsWorkers)]
+@pytest.fixture
+async def suspects() -> AsyncIterator[Suspects]:
+    made = Suspects(max_kills=2, patience_s=1000.0)
+    yield made
+    made.assert_idle()
 
 
-async def test_the_second_worker_it_kills_alone_is_the_last() -> None:
-    suspects, poison = Suspects(max_kills=2), Suspicion()
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One for all, as a pool of one has it: it dies of the poison, with all that it runs then."""
+
+    suspects: Suspects
+    poisons: set[str]
+    num_deaths: int = 0
+
+    async def serve(self, name: str) -> str:
+        """What a dispatcher does for a job: "done", or "condemned"."""
+        suspicion = Suspicion()
+        try:
+            while True:
+                await self.suspects.turn(suspicion)
+                life = self.num_deaths
+                if await self._runs(name):
+                    self.suspects.progressed(suspicion, 1)
+                    return "done"
+                await self.suspects.lost(name, suspicion, ("w", life), 0)
+        except RequestKillsWorkers:
+            return "condemned"
+        finally:
+            self.suspects.leave(suspicion)
+
+    async def _runs(self, name: str) -> bool:
+        """Until its next token, or the worker's death. Jobs that begin in one turn of the loop run together."""
+        life = self.num_deaths
+        for turn in range(4):
+            await asyncio.sleep(0)
+            if turn == 2 and name in self.poisons and life == self.num_deaths:
+                self.num_deaths += 1
+        return life == self.num_deaths
+
+
+async def test_the_second_worker_it_kills_alone_is_the_last(suspects: Suspects) -> None:
+    poison = Suspicion()
     await suspects.lost("r", poison, ("w0", 1), 3)
     with pytest.raises(RequestKillsWorkers, match="2 workers when they died, the last of them w1"):
         await suspects.lost("r", poison, ("w1", 1), 3)
     assert suspects.num_condemned == 1
 
 
-async def test_one_who_has_gone_on_since_had_nothing_to_do_with_it() -> None:
-    suspects, job = Suspects(max_kills=2), Suspicion()
+async def test_one_who_has_gone_on_since_had_nothing_to_do_with_it(suspects: Suspects) -> None:
+    job = Suspicion()
     for loss in range(10):
         await suspects.lost("r", job, (f"w{loss}", 1), loss)
     assert not suspects.num_condemned
 
 
-async def test_jobs_that_died_together_twice_are_tried_apart_and_only_the_guilty_one_is_condemned() -> None:
-    suspects = Suspects(max_kills=2)
-    jobs = {name: Suspicion() for name in ("poison", "beside", "beside too")}
-    assert await verdicts(suspects, jobs, ("w0", 1), 0) == []
-    assert await verdicts(suspects, jobs, ("w1", 1), 0) == []
-    order: list[str] = []
+async def struck_out(suspects: Suspects, jobs: dict[str, Suspicion]) -> None:
+    """Two workers die within a moment, with all of them on both."""
+    for life in (("w0", 1), ("w1", 1)):
+        await asyncio.gather(*(suspects.lost(name, one, life, 0) for name, one in jobs.items()))
+
+
+@pytest.mark.parametrize("count", [2, 3, 16, 61])
+@pytest.mark.parametrize("num_poisons", [0, 1, 2])
+async def test_the_guilty_are_found_by_halves_and_nobody_else_fails(
+    suspects: Suspects, count: int, num_poisons: int
+) -> None:
+    names = [f"r{number}" for number in range(count)]
+    poisons = set(names[1 :: max(1, count // 2)][:num_poisons])
+    worker = Worker(suspects, poisons)
+    said = dict(zip(names, await asyncio.gather(*map(worker.serve, names)), strict=True))
+    assert {name for name, one in said.items() if one == "condemned"} == poisons
+    assert {one for name, one in said.items() if name not in poisons} <= {"done"}
+    assert worker.num_deaths <= 2 + len(poisons) * (math.ceil(math.log2(count)) + 1)
+    assert suspects.num_condemned == len(poisons)
+
+
+async def test_two_deaths_that_no_request_is_the_reason_of_cost_no_answer_however_slow_the_trials_are(
+    suspects: Suspects,
+) -> None:
+    """Innocents by the dozen, tried a half at a time: not one after another."""
+    jobs = {f"r{number}": Suspicion() for number in range(16)}
+    await struck_out(suspects, jobs)
+    turns: list[str] = []
 
     async def attempt(name: str) -> None:
-        trial = suspects.trial(jobs[name])
-        await trial.begin(patience_s=30.0)
-        try:
-            order.append(f"{name} begins")
-            await asyncio.sleep(0)
-            if name == "poison":
-                await suspects.lost(name, jobs[name], ("w2", 1), 0)
-            trial.progressed(0)
-            order.append(f"{name} goes on")
-            trial.progressed(1)
-            await asyncio.sleep(0)
-        finally:
-            trial.end()
+        await suspects.turn(jobs[name])
+        turns.append(name)
+        await asyncio.sleep(0)
+        suspects.progressed(jobs[name], 1)
 
-    said = await asyncio.gather(*(attempt(name) for name in jobs), return_exceptions=True)
-    assert [type(one) for one in said] == [RequestKillsWorkers, type(None), type(None)]
-    assert order == ["poison begins", "beside begins", "beside goes on", "beside too begins", "beside too goes on"]
-    assert await verdicts(suspects, {"beside": jobs["beside"]}, ("w3", 1), 1) == []
+    first = asyncio.gather(*map(attempt, jobs))
+    await asyncio.sleep(0)
+    assert len(turns) == 8, "a half at once"
+    await first
+    assert len(turns) == 16
 
 
-async def test_who_is_under_no_suspicion_waits_for_nobody() -> None:
-    suspects = Suspects(max_kills=2)
-    held = suspects.trial(Suspicion(apart=True))
-    await held.begin(patience_s=30.0)
-    free = suspects.trial(Suspicion())
-    await free.begin(patience_s=0.0)
-    with pytest.raises(Overloaded, match="one by one"):
-        await suspects.trial(Suspicion(apart=True)).begin(patience_s=0.01)
-    held.end()
-    held.end()
-    again = suspects.trial(Suspicion(apart=True))
-    await again.begin(patience_s=30.0)
-    again.end()
+async def test_who_is_under_no_suspicion_waits_for_nobody(suspects: Suspects) -> None:
+    jobs = {name: Suspicion() for name in ("a", "b")}
+    await struck_out(suspects, jobs)
+    held, free = jobs["a"], Suspicion()
+    assert not await suspects.turn(held)
+    assert not await suspects.turn(free)
+    waiting = asyncio.create_task(suspects.turn(jobs["b"]))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    suspects.leave(held)
+    suspects.leave(held)
+    assert await waiting
+    suspects.leave(jobs["b"])
+
+
+def begin_times(*, count: int, each_s: float, patience_s: float) -> list[float]:
+    """When each of so many suspects may begin, where the answer to a trial takes `each_s` a job, one after another."""
+    began: list[float] = []
+
+    async def main() -> None:
+        suspects = Suspects(max_kills=2, patience_s=patience_s)
+        jobs = {f"r{number}": Suspicion() for number in range(count)}
+        await struck_out(suspects, jobs)
+        one_at_a_time, clock = asyncio.Lock(), asyncio.get_running_loop().time
+        start_s = clock()
+
+        async def attempt(suspicion: Suspicion) -> None:
+            await suspects.turn(suspicion)
+            began.append(clock() - start_s)
+            async with one_at_a_time:
+                await asyncio.sleep(each_s)
+            suspects.progressed(suspicion, 1)
+
+        await asyncio.gather(*map(attempt, jobs.values()))
+        suspects.assert_idle()
+
+    run_virtually(main(), loop=VirtualLoop())
+    return began
+
+
+def test_patience_begins_anew_whenever_a_trial_makes_progress() -> None:
+    """Eight trials of 20 s each before the second half's turn: longer than patience lasts, but the line moves."""
+    assert begin_times(count=16, each_s=20.0, patience_s=30.0) == [0.0] * 8 + [160.0] * 8
+
+
+def test_a_batch_that_is_slow_is_joined_by_the_next_and_costs_it_no_answer() -> None:
+    assert begin_times(count=4, each_s=100.0, patience_s=30.0) == [0.0] * 2 + [30.0] * 2
+
+
+async def test_jobs_that_go_away_while_their_loss_is_looked_at_hold_nobody_up(suspects: Suspects) -> None:
+    jobs = {name: Suspicion() for name in ("gone", "stays")}
+    await asyncio.gather(*(suspects.lost(name, one, ("w0", 1), 0) for name, one in jobs.items()))
+    losses = {name: asyncio.create_task(suspects.lost(name, one, ("w1", 1), 0)) for name, one in jobs.items()}
+    await asyncio.sleep(0)
+    losses["gone"].cancel()
+    await losses["stays"]
+    await suspects.turn(jobs["stays"])
+    with pytest.raises(RequestKillsWorkers):
+        await suspects.lost("stays", jobs["stays"], ("w2", 1), 0)

@@ -25,7 +25,7 @@ from router.admission.fair import Entry, FairQueue, Row
 from router.dispatch import Dispatcher
 from router.member import Member
 from router.prefix.feed import Feed
-from router.suspects import Trial as Attempt
+from router.suspects import Suspects
 from tests.unit.cluster.simulate.towns import run, town
 from workers.engine.engine import Engine
 from workers.engine.request import Request, State
@@ -278,10 +278,10 @@ def test_answers_that_wait_for_each_others_blocks_for_ever_are_found(monkeypatch
     assert "no step finished for 10 s, and nothing held it up" in broken_trial(seed)
 
 
-def test_a_trial_apart_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = having("a trial apart", 9, Attempt, "end", matters=lambda attempt: attempt._holds)
-    monkeypatch.setattr(Attempt, "end", lambda attempt: None)
-    assert "a trial goes on" in broken_trial(seed)
+def test_a_trial_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = having("a trial", 9, Suspects, "leave", matters=lambda _, suspicion: suspicion.batch is not None)
+    monkeypatch.setattr(Suspects, "leave", lambda *_: None)
+    assert "jobs are still tried" in broken_trial(seed)
 
 
 def test_turns_that_are_kept_of_those_who_have_gone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
