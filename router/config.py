@@ -23,6 +23,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_body_bytes": (1024, 2**30),
     "body_timeout_s": (0.1, 3600.0),
     "keep_alive_s": (0.1, 3600.0),
+    "stall_s": (0.01, 86400.0),
     "max_queue_s": (0.0, 3600.0),
     "successor_s": (0.0, 86400.0),
     "retry_pause_s": (0.001, 60.0),
@@ -67,7 +68,8 @@ class RouterConfig:
     A worker that has prompts to read for more than `max_backlog_s`, or `max_backlog` requests that have not begun, is
     given no more: up to `max_queued` requests wait at the gateway, in fair order, and the others are refused.
     A body of more than `max_body_bytes`, or one that is not whole `body_timeout_s` after its head, is not read.
-    A stream that has nothing to say for `keep_alive_s` sends a comment. Pages of `cors_origins` ("https://a.example,
+    A stream that has nothing to say for `keep_alive_s` sends a comment. One whose client takes nothing for `stall_s` is
+    ended, with its sequences. Pages of `cors_origins` ("https://a.example,
     https://b.example", or "*") may ask from a browser.
 
     Calls of tools are read from answers as `tool_parser` says: "hermes", "llama3_json", "mistral", or "auto", as the
@@ -99,6 +101,7 @@ class RouterConfig:
     max_body_bytes: int = 16 * 2**20
     body_timeout_s: float = 60.0
     keep_alive_s: float = 15.0
+    stall_s: float = 60.0
     cors_origins: str = ""
     max_queue_s: float = 30.0
     successor_s: float = 600.0

@@ -47,6 +47,7 @@ class Gateway:
     max_body_bytes: int = 16 * 2**20
     body_timeout_s: float = 60.0
     keep_alive_s: float = 15.0
+    stall_s: float = 60.0
     cors_origins: tuple[str, ...] = ()
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     tool_format: ToolFormat | None = None
@@ -207,6 +208,7 @@ def open_gateway(
         max_body_bytes=config.max_body_bytes,
         body_timeout_s=config.body_timeout_s,
         keep_alive_s=config.keep_alive_s,
+        stall_s=config.stall_s,
         cors_origins=tuple(origin.strip() for origin in config.cors_origins.split(",") if origin.strip()),
     )
 

@@ -57,6 +57,11 @@ class Corked:
             if not self.is_closing():
                 self._transport.write(together)
 
+    def abort(self) -> None:
+        self._parts.clear()
+        self._num_bytes = 0
+        self._transport.abort()
+
     def close(self) -> None:
         self.flush()
         self._close()
@@ -131,6 +136,10 @@ class Outlet:
             return os.dup(found.fileno())
         except OSError:
             return None
+
+    def abort(self) -> None:
+        """Ends the connection at once: what it has not sent yet is dropped."""
+        self._transport.abort()
 
     def finish(self, rest: bytes) -> None:
         """The end of a chunk that the descriptor has taken the beginning of."""

@@ -50,7 +50,8 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
     )
     chat = _Chat(gateway, body, ask, tooling.answers())
     if body.stream:
-        return EventStream(partial(chat.events, track), track, keep_alive_s=gateway.keep_alive_s)
+        events, keep_alive_s, stall_s = partial(chat.events, track), gateway.keep_alive_s, gateway.stall_s
+        return EventStream(events, track, keep_alive_s=keep_alive_s, stall_s=stall_s)
     return json_response(await while_connected(request.scope, request.receive, chat.whole(track)))
 
 

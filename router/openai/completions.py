@@ -47,7 +47,8 @@ async def completions(gateway: Gateway, request: Request, track: Track) -> Respo
     )
     completion = _Completion(gateway, body, ask, prompts)
     if body.stream:
-        return EventStream(partial(completion.events, track), track, keep_alive_s=gateway.keep_alive_s)
+        events, keep_alive_s, stall_s = partial(completion.events, track), gateway.keep_alive_s, gateway.stall_s
+        return EventStream(events, track, keep_alive_s=keep_alive_s, stall_s=stall_s)
     return json_response(await while_connected(request.scope, request.receive, completion.whole(track)))
 
 

@@ -206,10 +206,16 @@ class EventStream(Response):
 
     While there is no event for `keep_alive_s`, a comment is sent, which clients pass over: proxies would take the
     connection for dead, and a client for hung, while a long prompt is read. It begins the response, if nothing has.
+    A client that takes nothing for `stall_s` is taken for gone.
     """
 
     def __init__(
-        self, events: Callable[[Way], AsyncGenerator[bytes, None]], track: Track, *, keep_alive_s: float = inf
+        self,
+        events: Callable[[Way], AsyncGenerator[bytes, None]],
+        track: Track,
+        *,
+        keep_alive_s: float = inf,
+        stall_s: float = inf,
     ) -> None:
         """While the events' consumer waits for the next, they may go another way without being yielded."""
         super().__init__(media_type="text/event-stream")
@@ -217,7 +223,9 @@ class EventStream(Response):
         self._events = events(self._way)
         self._track = track
         self._keep_alive_s = keep_alive_s
+        self._stall_s = stall_s
         self._started = False
+        self._has_stalled = False
         self._timer: asyncio.TimerHandle | None = None
         self._commenting: asyncio.Task[None] | None = None
 
@@ -229,6 +237,9 @@ class EventStream(Response):
                 await while_connected(scope, receive, self._send_all(send))
         except Cancelled as left:
             error = left
+            if self._has_stalled and self._way.outlet is not None:
+                self._way.outlet.abort()
+                await asyncio.sleep(0)  # the server learns of it, and expects no end of the response
         except BatonError as failed:
             error = failed
             await self._fail(failed, scope, receive, send)
@@ -250,8 +261,22 @@ class EventStream(Response):
                     continue
                 await self._begin(send)
                 self._way.sent_s = clock()
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await self._send(send, chunk)
         await send({"type": "http.response.body", "body": b""})
+
+    async def _send(self, send: Send, chunk: bytes) -> None:
+        """Waits for a client that reads too slowly. Raises Cancelled when it takes nothing for `stall_s`: its sequences
+        hold seats and KV that others wait for."""
+        message = {"type": "http.response.body", "body": chunk, "more_body": True}
+        if self._stall_s == inf:
+            await send(message)
+            return
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await send(message)
+        except TimeoutError:
+            self._has_stalled = True
+            raise Cancelled(f"the client has taken nothing for {self._stall_s:g} s") from None
 
     @contextmanager
     def _kept_alive(self, send: Send) -> Iterator[None]:
