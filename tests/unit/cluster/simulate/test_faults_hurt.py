@@ -102,11 +102,11 @@ def felt(where: str, *faults: str) -> Felt:
 
 Hurts = Callable[[Felt, Felt], bool]
 CASES: dict[Kind, tuple[str, str, Hurts]] = {
-    Kind.KILL: ("pair", "0.5 kill decode-0", lambda was, now: now.e2e_s > 2 * was.e2e_s),
+    Kind.KILL: ("pair", "0.5 kill decode-0", lambda was, now: now.num_again > was.num_again),
     Kind.PAUSE: ("pair", "0.5 pause decode-0 for 1", lambda was, now: now.e2e_s > 1.5 * was.e2e_s),
     Kind.SLOW: ("pair", "0.5 slow prefill-0 for 3 by 20", lambda was, now: now.ttft_s > 10 * was.ttft_s),
     Kind.RESET: ("pair", "0.5 reset decode-0", lambda was, now: now.num_again > was.num_again),
-    Kind.DRAIN: ("pair", "0.5 drain decode-0", lambda was, now: now.ttft_s > 10 * was.ttft_s),
+    Kind.DRAIN: ("pair", "0.5 drain decode-0", lambda was, now: now.ttft_s > 1.2 * was.ttft_s),
     Kind.CLOCK_SKEW: ("pair", "0.5 clock-skew decode-0 by 100", lambda was, now: now.num_again > was.num_again),
     Kind.LANE_STALL: ("pair", "0.1 lane-stall prefill-0>decode-0 for 1", lambda was, now: now.e2e_s > 1.5 * was.e2e_s),
     Kind.LANE_CUT: ("pair", "0.5 lane-cut prefill-0>decode-0", lambda was, now: now.num_again > was.num_again),

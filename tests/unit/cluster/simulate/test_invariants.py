@@ -201,7 +201,7 @@ def test_a_prompt_that_is_held_for_nobody_is_found(monkeypatch: pytest.MonkeyPat
         if request.state is State.HELD:
             outgoing._released.clear()
 
-    seed = having("a held prompt that ends", 23, Outgoing, "forget", matters=lambda _, one: one.state is State.HELD)
+    seed = having("a held prompt that ends", 57, Outgoing, "forget", matters=lambda _, one: one.state is State.HELD)
     monkeypatch.setattr(Outgoing, "forget", keep)
     assert "and no gateway counts on it" in broken_trial(seed)
     assert "what did it hold?" in broken_trial(seed, audit_every=0)
