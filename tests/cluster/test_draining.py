@@ -141,9 +141,12 @@ async def ask_all(cluster: Cluster) -> list[Client]:
 
 
 @pytest.mark.parametrize(
-    "worker_ids", [("prefill-0", "decode-0", "decode-1"), ("colocated-0", "colocated-1")], ids=["pools", "colocated"]
+    "worker_ids",
+    [("prefill-0", "decode-0", "decode-1"), ("prefill-0", "decode-0"), ("colocated-0", "colocated-1")],
+    ids=["pools", "pair", "colocated"],
 )
 async def test_a_rolling_drain_changes_no_answer(checkpoint: Path, worker_ids: tuple[str, ...]) -> None:
+    """The sequences of a pair's decode worker move to its prefill worker, which stands in."""
     async with cluster_of(checkpoint, *worker_ids) as cluster:
         undisturbed = [await client.answer() for client in await ask_all(cluster)]
         for worker_id in worker_ids:
