@@ -6,17 +6,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from cluster.bench.report import Objective, Record
 from cluster.simulate.report import Summary, summary_table
 from cluster.simulate.simulation import Outcome
-from cluster.simulate.timeline import Sample
+from cluster.simulate.timeline import Sample, WorkerSample
 from cluster.simulate.trouble import Happened
 from protos.hints import counted
+from protos.values import WorkerRole
 
 HEIGHT, TOP, BOTTOM, RIGHT, GAP = 240, 44, 30, 16, 6
 NUM_COLOURS = 5
@@ -24,6 +25,8 @@ DASH = 6
 NUM_SLOTS = 60
 MANY_FAULTS = 20
 """More are folded away."""
+
+_ROLES = tuple(WorkerRole)
 
 Line = Sequence[tuple[float, float]]
 
@@ -72,6 +75,8 @@ polyline {{ fill: none; stroke-width: 1.5 }}
 .s4 {{ stroke: var(--c4) }}
 .f0 {{ fill: var(--c0) }} .f1 {{ fill: var(--c1) }} .f2 {{ fill: var(--c2) }} .f3 {{ fill: var(--c3) }}
 .f4 {{ fill: var(--c4) }}
+.dot {{ fill: transparent; stroke: none }} .dot:hover {{ fill: var(--ink); fill-opacity: .5 }}
+.front {{ stroke: var(--c2); stroke-width: 1.5; fill: none }} .good {{ fill: var(--c2) }} .bad {{ fill: var(--c1) }}
 .mark line {{ stroke: var(--fault); stroke-dasharray: 3 3; stroke-opacity: .6 }}
 text.mark {{ fill: var(--fault) }}
 @media (max-width: 600px) {{ pre {{ font-size: 11px; padding: .6rem }}
@@ -80,9 +85,8 @@ text.mark {{ fill: var(--fault) }}
 <h1>{title}</h1>
 <p><code>{command}</code></p>
 <pre>{figures}</pre>
-<p>{latency}</p>
-{faults}
-{plots}
+<p>{note}</p>
+{parts}
 </html>
 """
 
@@ -94,12 +98,20 @@ def page(outcome: Outcome, summary: Summary, *, command: str, latency: str = "",
     marks = [Mark(fault.at_s, fault.what, str(number)) for number, fault in enumerate(happened, 1)]
     waiting = _by_role(samples, lambda sample: sample.num_waiting)
     waiting["gateways"] = [(one.at_s, float(one.num_queued)) for one in samples if one.role == samples[0].role]
+    until = max((sample.at_s for sample in samples), default=0.0)
+
+    def over_time(title: str, lines: Mapping[str, Line], *, whole: bool = False) -> str:
+        return plot(title, "s", lines, whole=whole, until=until, marks=marks)
+
     plots = [
-        plot("Workers serving", "s", _by_role(samples, lambda sample: sample.num_workers), whole=True, marks=marks),
-        plot("Sequences running", "s", _by_role(samples, lambda sample: sample.num_running), whole=True, marks=marks),
-        plot("Requests waiting, on workers by pool and at the gateways", "s", waiting, whole=True, marks=marks),
-        plot("KV blocks in use, %", "s", _by_role(samples, lambda sample: 100 * sample.blocks_used), marks=marks),
-        plot("Time to first token, ms, of what was asked at the time", "s", _over_time(records), marks=marks),
+        over_time("Workers serving", _by_role(samples, lambda sample: sample.num_workers), whole=True),
+        over_time("Sequences running", _by_role(samples, lambda sample: sample.num_running), whole=True),
+        over_time("Requests waiting, on workers by pool and at the gateways", waiting, whole=True),
+        over_time("KV blocks in use, %", _by_role(samples, lambda sample: 100 * sample.blocks_used)),
+        over_time("Sequences running, by worker", _by_worker(outcome.worker_samples), whole=True),
+        over_time("Time to first token, ms, of what was asked at the time", _over_time(records)),
+        over_time("KV moved between workers, MB a second", {"": _moved(samples)}),
+        over_time("USD spent on GPUs so far", {"": _spent(outcome)}),
     ]
     for title, name, bound_s in (
         ("Time to first token", "ttft_s", objective.ttft_s),
@@ -108,13 +120,19 @@ def page(outcome: Outcome, summary: Summary, *, command: str, latency: str = "",
     ):
         bounds = [Mark(1000 * bound_s, "objective", "objective")] if bound_s is not None else []
         plots.append(plot(f"{title}: share of requests, %", "ms", _distribution(records, name), log=True, marks=bounds))
+    faults = _listed(marks, [fault for fault in summary.faults if fault.passed_over])
+    table = summary_table(replace(summary, faults=()))
+    return document("a simulated run", table, command=command, note=latency, parts=[faults, *plots])
+
+
+def document(title: str, table: RenderableType, *, command: str, note: str, parts: Sequence[str]) -> str:
+    """A whole page: the command, its table as text, a note, and parts of HTML."""
     return _PAGE.format(
-        title="Baton: a simulated run",
+        title=f"Baton: {title}",
         command=escape(command),
-        latency=escape(latency),
-        figures=escape(_text(replace(summary, faults=()))),
-        faults=_listed(marks, [fault for fault in summary.faults if fault.passed_over]),
-        plots="\n".join(plots),
+        note=escape(note),
+        figures=escape(_text(table)),
+        parts="\n".join(parts),
     )
 
 
@@ -130,10 +148,10 @@ def _listed(marks: Sequence[Mark], passed_over: Sequence[Happened]) -> str:
     return "\n".join(parts)
 
 
-def _text(summary: Summary) -> str:
-    console = Console(width=100, no_color=True)
+def _text(table: RenderableType) -> str:
+    console = Console(width=120, no_color=True)
     with console.capture() as captured:
-        console.print(summary_table(summary))
+        console.print(table)
     return captured.get()
 
 
@@ -142,6 +160,33 @@ def _by_role(samples: Sequence[Sample], value: Callable[[Sample], float]) -> dic
     for sample in samples:
         lines.setdefault(str(sample.role), []).append((sample.at_s, float(value(sample))))
     return dict(lines)
+
+
+def _by_worker(samples: Sequence[WorkerSample]) -> dict[str, Line]:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for sample in samples:
+        lines.setdefault(sample.worker_id, []).append((sample.at_s, float(sample.num_running)))
+    return dict(lines)
+
+
+def _moved(samples: Sequence[Sample]) -> Line:
+    """Megabytes a second since the sample before."""
+    seen = [sample for sample in samples if sample.role == samples[0].role]
+    return [
+        (after.at_s, (after.num_moved_bytes - before.num_moved_bytes) / (after.at_s - before.at_s) / 1e6)
+        for before, after in pairwise(seen)
+    ]
+
+
+def _spent(outcome: Outcome) -> Line:
+    """What the workers that served have cost since the load began."""
+    usd_per_s = {str(role): outcome.config.gpus_of(role) * outcome.config.usd_per_gpu_hour / 3600 for role in _ROLES}
+    spent, before_s, line = 0.0, 0.0, list[tuple[float, float]]()
+    for at_s, at_once in groupby(outcome.samples, key=lambda sample: sample.at_s):
+        spent += (at_s - before_s) * sum(one.num_workers * usd_per_s[str(one.role)] for one in at_once)
+        before_s = at_s
+        line.append((at_s, spent))
+    return line
 
 
 def _distribution(records: Sequence[Record], name: str) -> dict[str, Line]:
@@ -170,18 +215,43 @@ def plot(
     *,
     log: bool = False,
     whole: bool = False,
+    until: float | None = None,
     marks: Sequence[Mark] = (),
 ) -> str:
-    """For both widths, of which the page shows one; `whole`: there are no halves of what is counted."""
+    """For both widths, of which the page shows one; `whole`: there are no halves of what is counted. `until`: the axis
+    is from 0 to there."""
     points = [point for line in lines.values() for point in line]
     if not points:
         return ""
     xs = [max(x, 1e-3) for x, _ in points] + [mark.at for mark in marks] if log else [x for x, _ in points]
     low, high = min(xs), max(max(xs), min(xs) * 1.001, 1e-9)
+    if until is not None:
+        low, high = 0.0, max(until, high)
     ups = _ticks(0.0, max(y for _, y in points) or 1.0, least=1.0 if whole else 0.0)
     acrosses = _log_ticks(low, high) if log else [x for x in _ticks(low, high) if x <= high]
     drawn = [
         _Drawing(size, ups, low=low, high=high, log=log).svg(title, unit, lines, acrosses, marks)
+        for size in (WIDE, NARROW)
+    ]
+    return f"<h2>{escape(title)}</h2>\n" + "\n".join(drawn)
+
+
+class Dot(NamedTuple):
+    """`told` is shown where it is pointed at. `style` is a class of the page's."""
+
+    x: float
+    y: float
+    told: str
+    style: str
+
+
+def scatter(title: str, unit: str, dots: Sequence[Dot], line: Line) -> str:
+    """Points, and a line through some of them, for both widths. The axes begin at 0."""
+    ups = _ticks(0.0, max((dot.y for dot in dots), default=0.0) or 1.0)
+    high = max((dot.x for dot in dots), default=0.0) or 1.0
+    acrosses = _ticks(0.0, high)
+    drawn = [
+        _Drawing(size, ups, low=0.0, high=acrosses[-1], log=False).dotted(title, unit, dots, line, acrosses)
         for size in (WIDE, NARROW)
     ]
     return f"<h2>{escape(title)}</h2>\n" + "\n".join(drawn)
@@ -202,6 +272,41 @@ class _Drawing:
         self, title: str, unit: str, lines: Mapping[str, Line], acrosses: Sequence[float], marks: Sequence[Mark]
     ) -> str:
         size, up, across = self._size, self._up, self._across
+        parts = self._axes(title, unit, acrosses)
+        name_at = self._left
+        below: list[set[tuple[str, str]]] = []
+        values: list[str] = []
+        for k, (name, line) in enumerate(lines.items()):
+            points = [f"{across(x):.1f},{up(y):.1f}" for x, y in line]
+            pieces = set(pairwise(points))
+            hidden = sum(not pieces.isdisjoint(other) for other in below)
+            below.append(pieces)
+            dashes = f' stroke-dasharray="{DASH} {DASH * hidden}"' if hidden else ""
+            parts.append(f'<polyline class="s{k % NUM_COLOURS}"{dashes} points="{" ".join(points)}"/>')
+            values += [
+                f'<circle class="dot" cx="{across(x):.1f}" cy="{up(y):.1f}" r="4">'
+                f"<title>{escape(f'{name}: ' if name else '')}{_number(y)} at {_number(x)} {unit}</title></circle>"
+                for x, y in line
+                if size is WIDE  # fingers cannot hover
+            ]
+            if name and name_at + size.text(name) <= size.width:
+                parts.append(f'<text class="f{k % NUM_COLOURS}" x="{name_at:.1f}" y="14">{escape(name)}</text>')
+                name_at += size.text(name) + 3 * GAP
+        return "\n".join([*parts, *self._marks(marks), *values]) + "\n</svg>"
+
+    def dotted(self, title: str, unit: str, dots: Sequence[Dot], line: Line, acrosses: Sequence[float]) -> str:
+        up, across = self._up, self._across
+        points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line)
+        circles = [
+            f'<circle class="{dot.style}" cx="{across(dot.x):.1f}" cy="{up(dot.y):.1f}" r="4">'
+            f"<title>{escape(dot.told)}</title></circle>"
+            for dot in dots
+        ]
+        front = f'<polyline class="front" points="{points}"/>'
+        return "\n".join([*self._axes(title, unit, acrosses), front, *circles]) + "\n</svg>"
+
+    def _axes(self, title: str, unit: str, acrosses: Sequence[float]) -> list[str]:
+        size, up, across = self._size, self._up, self._across
         parts = [f'<svg class="{size.name}" viewBox="0 0 {size.width} {HEIGHT}" role="img" ']
         parts[0] += f'aria-label="{escape(title)}">'
         for y in self._ups:
@@ -213,19 +318,7 @@ class _Drawing:
         parts += [
             f'<text x="{x:.1f}" y="{HEIGHT - 9}" text-anchor="middle">{text}</text>' for x, text in self._apart(told)
         ]
-        name_at = self._left
-        below: list[set[tuple[str, str]]] = []
-        for k, (name, line) in enumerate(lines.items()):
-            points = [f"{across(x):.1f},{up(y):.1f}" for x, y in line]
-            pieces = set(pairwise(points))
-            hidden = sum(not pieces.isdisjoint(other) for other in below)
-            below.append(pieces)
-            dashes = f' stroke-dasharray="{DASH} {DASH * hidden}"' if hidden else ""
-            parts.append(f'<polyline class="s{k % NUM_COLOURS}"{dashes} points="{" ".join(points)}"/>')
-            if name:
-                parts.append(f'<text class="f{k % NUM_COLOURS}" x="{name_at:.1f}" y="14">{escape(name)}</text>')
-                name_at += size.text(name) + 3 * GAP
-        return "\n".join([*parts, *self._marks(marks)]) + "\n</svg>"
+        return parts
 
     def _marks(self, marks: Sequence[Mark]) -> list[str]:
         seen = sorted((mark for mark in marks if self._low <= mark.at <= self._high), key=lambda mark: mark.at)

@@ -15,7 +15,7 @@ from cluster.simulate.config import SimulationConfig
 from cluster.simulate.deployment import Deployment, Served
 from cluster.simulate.faults import Fault, Kind
 from cluster.simulate.invariants import Invariants
-from cluster.simulate.timeline import Sample, Timeline
+from cluster.simulate.timeline import Sample, Timeline, WorkerSample
 from cluster.simulate.trouble import Happened, Trouble, check
 from cluster.simulate.watch import Look, Standing, Starting
 from cluster.simulate.workload import Session
@@ -38,6 +38,7 @@ class Outcome:
     served: Sequence[Served]
     itl_s: Spread | None
     samples: Sequence[Sample]
+    worker_samples: Sequence[WorkerSample]
     num_handed_over: int
     transfer_bytes: int
     transfers: Transfers
@@ -128,6 +129,7 @@ def _simulate(
             served=deployment.served,
             itl_s=deployment.gaps.spread(),
             samples=timeline.samples,
+            worker_samples=timeline.worker_samples,
             num_handed_over=clients.num_handed_over,
             transfer_bytes=deployment.lanes.num_bytes,
             transfers=clients.transfers,

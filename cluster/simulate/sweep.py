@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cluster.config import MAX_WORKERS, ClusterConfig, PoolsConfig
 from cluster.simulate.report import Summary, usd_figure
+from cluster.simulate.targets import Reached, Target
 from protos.errors import Misconfigured
 from router.policies.names import NAMES
 
@@ -46,21 +47,21 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Requests that were not asked count as missed: those for which its workers are too small, and those whose
-    conversation had failed before."""
+    """What one cluster reached of each target, and what it costs while it is there."""
 
     choice: Choice
     summary: Summary
+    usd_per_hour: float
+    reached: Sequence[Reached] = ()
 
     @property
-    def good_share(self) -> float:
-        report = self.summary.report
-        num_not_asked = self.summary.num_left_out_requests + self.summary.num_not_asked
-        return (report.good_share or 0.0) * report.num_requests / (report.num_requests + num_not_asked)
+    def is_good(self) -> bool:
+        return all(one.is_met for one in self.reached)
 
     @property
-    def usd(self) -> float:
-        return self.summary.costs.usd
+    def binding(self) -> Reached:
+        """The target that it is farthest from, or reached with the least to spare."""
+        return min(self.reached, key=lambda one: one.ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,42 +193,118 @@ def choices(
     return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
 
 
+def within(settings: ClusterConfig, *, gpus: int, tp: str | None, policy: str | None, colocated: bool) -> list[Choice]:
+    """Every cluster of at most so many GPUs: all splits into two pools, and as many colocated workers as fit. Raises
+    Misconfigured."""
+    ranks, chosen = (
+        _said("tp", tp, "worker.tp", settings.worker.tp, least=1),
+        _said("policy", policy, "router.policy", settings.router.policy),
+    )
+    every: list[Choice] = []
+    for num_ranks in ranks.numbers():
+        most = gpus // num_ranks
+        prefill = range(1) if colocated else range(most)
+        some = choices(prefill=prefill, decode=range(1, most + 1), tp=(num_ranks,), policies=chosen.policies())
+        every += [choice for choice in some if choice.num_gpus <= gpus]
+        if len(every) > MAX_CLUSTERS:
+            raise Misconfigured(
+                f"--gpus {gpus}: --sweep would try more than {MAX_CLUSTERS:,} clusters: give fewer GPUs", param="gpus"
+            )
+    if not every:
+        raise Misconfigured(f"--gpus {gpus}: {ranks} needs more for one worker", param="gpus")
+    return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
+
+
 def front(trials: Sequence[Trial]) -> list[Trial]:
     """Those for which nothing else is both cheaper and better: Pareto's front, the cheapest first."""
     best: list[Trial] = []
-    for trial in sorted(trials, key=lambda one: (one.usd, -one.good_share)):
-        if not best or trial.good_share > best[-1].good_share:
+    for trial in sorted(trials, key=lambda one: (one.usd_per_hour, -one.binding.ratio)):
+        if not best or trial.binding.ratio > best[-1].binding.ratio:
             best.append(trial)
     return best
 
 
-def cheapest(trials: Sequence[Trial], attainment: float) -> Trial | None:
-    meeting = [trial for trial in trials if trial.good_share >= attainment]
-    return min(meeting, key=lambda trial: trial.usd, default=None)
+def cheapest(trials: Sequence[Trial]) -> Trial | None:
+    """By USD an hour; of equals the one with the most to spare."""
+    good = [trial for trial in trials if trial.is_good]
+    return min(good, key=lambda trial: (trial.usd_per_hour, -trial.binding.ratio), default=None)
 
 
 def closest(trials: Sequence[Trial]) -> Trial | None:
-    """The best, of equals the cheapest; None if none meets the objective for any request."""
-    best = max(trials, key=lambda trial: (trial.good_share, -trial.usd))
-    return best if best.good_share else None
+    """The best, of equals the cheapest; None if none reaches any target for any request."""
+    best = max(trials, key=lambda trial: (trial.binding.ratio, -trial.usd_per_hour))
+    return best if best.binding.ratio else None
 
 
-def sweep_table(trials: Sequence[Trial], attainment: float) -> Table:
+def verdict(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
+    """The cheapest cluster, what binds, and where to look further."""
+    best = cheapest(trials)
+    if best is None:
+        nearest = closest(trials)
+        wanted = " and ".join(map(str, targets))
+        if nearest is None:
+            return f"no cluster reaches {wanted}; none for a single request"
+        near = f"the closest is {nearest.choice}: {_misses(nearest)}"
+        return f"no cluster reaches {wanted}; {near}; {_wider(nearest, trials)}"
+    found = f"the cheapest that reaches {' and '.join(map(str, targets))}: {best.choice}, "
+    found += f"USD {usd_figure(best.usd_per_hour)} an hour"
+    cheaper = [trial for trial in trials if trial.usd_per_hour < best.usd_per_hour]
+    if not cheaper:
+        return f"{found}. No cheaper one was tried"
+    missed = max(cheaper, key=lambda trial: trial.binding.ratio)
+    return f"{found}. Of the cheaper ones the best is {missed.choice}: {_misses(missed)}"
+
+
+def _misses(trial: Trial) -> str:
+    binding, target = trial.binding, trial.binding.target
+    if target.objective is not None:
+        return f"{binding.share:.1%} of its requests meet the objective"
+    return f"its {target.name} is {binding.figure} ms, {binding.share:.1%} are within {target.bound_s * 1000:g} ms"
+
+
+def _wider(trial: Trial, trials: Sequence[Trial]) -> str:
+    """Which number of workers, or of their GPUs, would have to grow beyond those tried."""
+    choice, binding = trial.choice, trial.binding.target
+    if not choice.prefill:
+        return _beyond("workers", choice.decode, [one.choice.decode for one in trials if not one.choice.prefill])
+    slow = _slow(binding, trial)
+    name, num = ("prefill", choice.prefill) if slow == "ttft" else ("decode", choice.decode)
+    return _beyond(name, num, [getattr(one.choice, name) for one in trials if one.choice.prefill])
+
+
+def _slow(target: Target, trial: Trial) -> str:
+    """Which metric of a trial misses an objective by more."""
+    if target.objective is None:
+        return target.metric
+    report, objective = trial.summary.report, target.objective
+    ttft = report.ttft_s.p90 / objective.ttft_s if report.ttft_s and objective.ttft_s else 0.0
+    tpot = report.tpot_s.p90 / objective.tpot_s if report.tpot_s and objective.tpot_s else 0.0
+    return "ttft" if ttft >= tpot else "tpot"
+
+
+def _beyond(name: str, num: int, tried: Sequence[int]) -> str:
+    if num < max(tried):
+        return f"more --{name} than {num} did not help as tried: give a larger --tp or a faster --gpu"
+    return f"give more --{name} than {num}, or a larger --tp"
+
+
+def sweep_table(trials: Sequence[Trial]) -> Table:
     """All trials by cost, times in ms; those on the front are marked, the cheapest that is good enough stands out."""
-    on_front, best = front(trials), cheapest(trials, attainment)
+    on_front, best = front(trials), cheapest(trials)
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("cluster", no_wrap=True)
-    for name in ("GPUs", "USD", "met", "goodput", "TTFT p99", "TPOT p99", "front"):
+    targets = [one.target.name for one in trials[0].reached] if trials else []
+    goodput = ["goodput"] if any(trial.summary.report.goodput is not None for trial in trials) else []
+    for name in ("GPUs", "USD/h", *targets, *goodput, "TTFT p99", "TPOT p99", "front"):
         table.add_column(name, justify="right", no_wrap=True)
-    for trial in sorted(trials, key=lambda one: (one.usd, str(one.choice))):
+    for trial in sorted(trials, key=lambda one: (one.usd_per_hour, str(one.choice))):
         report = trial.summary.report
-        style = "bold green" if trial is best else ""
         table.add_row(
-            Text(str(trial.choice), style),
+            Text(str(trial.choice), "bold green" if trial is best else ""),
             f"{trial.choice.num_gpus}",
-            usd_figure(trial.usd),
-            f"{trial.good_share:.1%}",
-            f"{report.goodput or 0:,.2f}",
+            usd_figure(trial.usd_per_hour),
+            *(Text(one.figure, "" if one.is_met else "red") for one in trial.reached),
+            *([f"{report.goodput or 0:,.2f}"] if goodput else []),
             f"{report.ttft_s.p99 * 1000:,.0f}" if report.ttft_s else "",
             f"{report.tpot_s.p99 * 1000:,.1f}" if report.tpot_s else "",
             "*" if trial in on_front else "",

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from cluster.simulate.deployment import Deployment
 from protos.values import WorkerRole
 
+MAX_LINES = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Of one pool at one time: sums over its workers. `num_queued` wait at the gateways, for any pool."""
+    """Of one pool at one time: sums over its workers. `num_queued` wait at the gateways, for any pool, and
+    `num_moved_bytes` of KV have gone from worker to worker so far."""
 
     at_s: float
     role: WorkerRole
@@ -19,14 +22,23 @@ class Sample:
     num_running: int
     num_waiting: int
     num_queued: int
+    num_moved_bytes: int
     blocks_used: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSample:
+    at_s: float
+    worker_id: str
+    num_running: int
+
+
 class Timeline:
-    """`run` until cancelled."""
+    """`run` until cancelled. Clusters of more than `MAX_LINES` workers have no samples of each."""
 
     def __init__(self, deployment: Deployment, *, period_s: float) -> None:
         self.samples: list[Sample] = []
+        self.worker_samples: list[WorkerSample] = []
         self._deployment = deployment
         self._period_s = period_s
         self._loop = asyncio.get_running_loop()
@@ -52,6 +64,12 @@ class Timeline:
                     num_running=sum(engine.scheduler.num_running for engine in engines),
                     num_waiting=sum(engine.scheduler.num_waiting for engine in engines),
                     num_queued=num_queued,
+                    num_moved_bytes=deployment.lanes.num_bytes,
                     blocks_used=num_used / max(1, sum(pool.num_blocks for pool in pools)),
                 )
             )
+        if len(deployment.plans) <= MAX_LINES:
+            self.worker_samples += [
+                WorkerSample(at_s=at_s, worker_id=worker.worker_id, num_running=worker.engine.scheduler.num_running)
+                for worker in sorted(deployment.workers.values(), key=lambda one: one.worker_id)
+            ]

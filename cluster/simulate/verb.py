@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,13 +25,15 @@ from cluster.simulate.config import SimulationConfig
 from cluster.simulate.files import Log, keep, tell_lost, write
 from cluster.simulate.files import check as check_files
 from cluster.simulate.page import page
-from cluster.simulate.report import figures, summary_table, usd_figure
+from cluster.simulate.report import Summary, figures, summary_table
 from cluster.simulate.scene import Scene, make_scene
 from cluster.simulate.shapes import DTYPES, GPUS, MODELS
 from cluster.simulate.simulation import Outcome
 from cluster.simulate.simulation import simulate as run_simulation
 from cluster.simulate.soak_verb import replay_one, soak_clusters, tell_interrupted, told
-from cluster.simulate.sweep import Choice, Trial, asked, cheapest, closest, front, sweep_table
+from cluster.simulate.sweep import Choice, Trial, asked, cheapest, front, sweep_table, verdict, within
+from cluster.simulate.sweep_page import sweep_page
+from cluster.simulate.targets import Target, targets_of
 from cluster.simulate.times import ROOFLINE, SOURCES
 from cluster.simulate.trouble import check
 from cluster.simulate.watch import Watch, bars, warn
@@ -41,7 +44,7 @@ from protos.hints import counted
 from router.policies.names import NAMES
 
 FORMAT = "baton-simulation/1"
-MAX_REQUESTS, MAX_GATEWAYS, MAX_FAULTS = 10_000_000, 1_000, 100_000
+MAX_REQUESTS, MAX_GATEWAYS, MAX_FAULTS, MAX_GPUS = 10_000_000, 1_000, 100_000, 1_024
 Requests = Annotated[
     int | None, typer.Option("--requests", min=1, max=MAX_REQUESTS, help="Default: 1000, or all of a trace.")
 ]
@@ -72,6 +75,8 @@ NvLink = Annotated[
 Workers = Annotated[
     str | None, typer.Option(help="Colocated workers: --colocated goes without saying; 1:8 to sweep. Default: 1.")
 ]
+Targets = Annotated[list[str] | None, typer.Option(help="Percentile to sweep for, 'ttft p90 < 2 s'. Repeatable.")]
+Gpus = Annotated[int | None, typer.Option(min=1, max=MAX_GPUS, help="Sweep every cluster of at most so many GPUs.")]
 
 
 def simulate(
@@ -107,6 +112,8 @@ def simulate(
     ttft_ms: Annotated[float | None, typer.Option(help="Objective: first token within; above 0.")] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token; above 0.")] = None,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
+    target: Targets = None,
+    gpus: Gpus = None,
     usd_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="Default: an example price of the GPU.")] = None,
     fault: Annotated[list[str] | None, typer.Option(help=r"'AT KIND TARGET \[for S] \[by N]'. Repeatable.")] = None,
     faults: Annotated[int, typer.Option(min=0, max=MAX_FAULTS, help="So many random faults.")] = 0,
@@ -131,12 +138,15 @@ def simulate(
     every = _clusters(scene.settings, context.params)
     scene.check_hosts(every)
     if sweep_all:
-        return _sweep(scene, every, attainment, json_file)
+        return _sweep(scene, every, targets_of(scene.objective, attainment, target or ()), json_file, html_file)
     _once(scene, every[0], json_file, html_file, events)
 
 
 def _clusters(settings: ClusterConfig, given: Mapping[str, Any]) -> list[Choice]:
     """Raises Misconfigured."""
+    if given["gpus"] is not None:
+        chosen = {name: given[name] for name in ("gpus", "tp", "policy", "colocated")}
+        return within(settings, **chosen)
     workers = "1" if given["colocated"] and given["workers"] is None else given["workers"]
     names = ("prefill", "decode", "tp", "prefill_tp", "decode_tp", "policy")
     return asked(settings, workers=workers, to_sweep=given["sweep_all"], **{name: given[name] for name in names})
@@ -155,9 +165,12 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
         flags.refuse_others(context, "--soak N looks at all invariants every few events", {*every} - {"audit_every"})
         flags.refuse_others(context, "--soak N makes its clusters, loads and faults itself", {"soak", "seed"})
     elif context.params["sweep_all"]:
-        flags.refuse_others(context, "--sweep runs many clusters", {*every} - {"html_file", "events"})
+        flags.refuse_others(context, "--sweep runs many clusters", {*every} - {"events"})
     else:
-        flags.refuse_others(context, "without --sweep", {*every} - {"attainment"})
+        flags.refuse_others(context, "without --sweep", {*every} - {"attainment", "target", "gpus"})
+    if context.params["gpus"] is not None:
+        counts = {"prefill", "decode", "workers", "prefill_tp", "decode_tp"}
+        flags.refuse_others(context, "--gpus N tries every number of workers", {*every} - counts)
     if context.params["trace"] is not None:
         made = {"workload", "rate", "input_len", "output_len"}
         flags.refuse_others(context, "--trace FILE says what is asked, and when", {*every} - made)
@@ -189,7 +202,7 @@ def _once(scene: Scene, choice: Choice, json_file: Path | None, html_file: Path 
         outcome = _run(scene, config, sessions, errors, write=log.write)
     took_s = time.perf_counter() - start_s
     summary = scene.summary(choice, outcome, left_out)
-    command, trials = shlex.join(["baton", *sys.argv[1:]]), [Trial(choice=choice, summary=summary)]
+    command, trials = shlex.join(["baton", *sys.argv[1:]]), [_only(scene, choice, summary)]
 
     def write_page() -> None:
         if html_file is not None:
@@ -203,30 +216,43 @@ def _once(scene: Scene, choice: Choice, json_file: Path | None, html_file: Path 
     tell_lost(lost)
 
 
-def _sweep(scene: Scene, every: Sequence[Choice], attainment: float, json_file: Path | None) -> None:
-    """Raises Exit(1) where no cluster is good enough, Exit(130) after Ctrl-C, Misconfigured without an objective."""
-    if not scene.objective.given:
-        raise Misconfigured("--sweep needs to know what is good: give --ttft-ms, --tpot-ms or both", param="sweep")
+def _only(scene: Scene, choice: Choice, summary: Summary) -> Trial:
+    """One that nothing is asked of."""
+    return Trial(choice=choice, summary=summary, usd_per_hour=choice.num_gpus * scene.usd_per_gpu_hour)
+
+
+def _sweep(
+    scene: Scene, every: Sequence[Choice], targets: Sequence[Target], json_file: Path | None, html_file: Path | None
+) -> None:
+    """Raises Exit(1) where no cluster is good enough, Exit(130) after Ctrl-C."""
     errors = Console(stderr=True)
     possible, impossible = _possible(scene, every)
     room = max((scene.room(config) for config in possible.values()), key=lambda one: one.num_tokens)
     _, left_out = fitting(scene.sessions, room)
     _tell_left_out(left_out, room)
-    trials = _try_all(scene, possible, errors)
+    trials = _try_all(scene, possible, targets, errors)
     if not trials:
         tell_interrupted(0, len(possible))
-    best = cheapest(trials, attainment)
-    document = _document(scene, shlex.join(["baton", *sys.argv[1:]]), trials)
+    best, command = cheapest(trials), shlex.join(["baton", *sys.argv[1:]])
+    document = _document(scene, command, trials)
     marks = {
         "num_done": len(trials),
         "num_possible": len(possible),
         "left_out": [{"cluster": scene.cluster(one), "reason": reason} for one, reason in impossible.items()],
         "front": [scene.cluster(one.choice) for one in front(trials)],
         "cheapest": best and scene.cluster(best.choice),
+        "targets": [asdict(target) for target in targets],
+        "attainment": targets[0].share if targets[0].objective is not None else None,
+        "verdict": verdict(trials, targets),
     }
-    lost = keep(partial(_write_json, json_file, {**document, "attainment": attainment, **marks}))
+
+    def write_page() -> None:
+        if html_file is not None:
+            write(html_file, sweep_page(trials, verdict(trials, targets), command=command), "html")
+
+    lost = keep(partial(_write_json, json_file, {**document, **marks}), write_page)
     console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
-    console.print(sweep_table(trials, attainment))
+    console.print(sweep_table(trials))
     console.print(Text(scene.hardware))
     if impossible:
         those = f"{len(impossible):,} of {counted(len(every), 'cluster')} left out"
@@ -235,14 +261,8 @@ def _sweep(scene: Scene, every: Sequence[Choice], attainment: float, json_file: 
         console.print(f"{room.left_out(left_out)}: all clusters miss them", style="yellow", highlight=False)
     is_whole = len(trials) == len(possible)
     of_those = "" if is_whole else f"of the {len(trials):,} of {counted(len(possible), 'cluster')} done, "
-    if best is None:
-        nearest = closest(trials)
-        near = f"the closest: {nearest.choice}, for {nearest.good_share:.1%}" if nearest else "none for a single one"
-        verdict = f"{of_those}no cluster meets the objective for {attainment:.0%} of the requests; {near}"
-        console.print(verdict, style="yellow")
-    else:
-        costs = f"{best.choice}, USD {usd_figure(best.usd)}"
-        console.print(f"{of_those}the cheapest for {attainment:.0%} of the requests: {costs}")
+    style = "yellow" if best is None else ""
+    console.print(f"{of_those}{verdict(trials, targets)}", style=style, highlight=False, soft_wrap=True)
     tell_lost(lost)
     if not is_whole:
         tell_interrupted(len(trials), len(possible))
@@ -273,25 +293,34 @@ def _possible(scene: Scene, every: Sequence[Choice]) -> tuple[dict[Choice, Simul
     return possible, {choice: reason for reason, like in left_out.items() for choice in like}
 
 
-def _try_all(scene: Scene, possible: Mapping[Choice, SimulationConfig], errors: Console) -> list[Trial]:
+def _try_all(
+    scene: Scene, possible: Mapping[Choice, SimulationConfig], targets: Sequence[Target], errors: Console
+) -> list[Trial]:
     """One after the other, until Ctrl-C: fewer trials than there are clusters."""
     trials: list[Trial] = []
     with bars(errors) as bar, suppress(KeyboardInterrupt):
         row = bar.add_task("", total=len(possible))
         for choice, config in possible.items():
             bar.update(row, description=str(choice))
-            trials.append(_try_out(scene, choice, config, bar))
+            trials.append(_try_out(scene, choice, config, targets, bar))
             bar.update(row, advance=1)
             if not bar.console.is_interactive:
                 bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False, soft_wrap=True)
     return trials
 
 
-def _try_out(scene: Scene, choice: Choice, config: SimulationConfig, bar: Progress) -> Trial:
+def _try_out(scene: Scene, choice: Choice, config: SimulationConfig, targets: Sequence[Target], bar: Progress) -> Trial:
     """What this cluster cannot hold it has missed."""
     kept, left_out = scene.fitting(config)
     outcome = _run(scene, config, kept, bar.console, above=bar)
-    return Trial(choice=choice, summary=scene.summary(choice, outcome, left_out))
+    summary = scene.summary(choice, outcome, left_out)
+    num_missed = summary.num_left_out_requests + summary.num_not_asked
+    return Trial(
+        choice=choice,
+        summary=summary,
+        usd_per_hour=choice.num_gpus * scene.usd_per_gpu_hour,
+        reached=[target.reached(outcome.records, num_missed) for target in targets],
+    )
 
 
 def _run(
@@ -326,5 +355,15 @@ def _document(scene: Scene, command: str, trials: Sequence[Trial]) -> dict[str, 
         "latency": scene.times.source if scene.latency is None else "calibration",
         "calibration": scene.step_times(),
         "settings": scene.in_force(),
-        "runs": [{"cluster": scene.cluster(trial.choice), "figures": figures(trial.summary)} for trial in trials],
+        "runs": [
+            {
+                "cluster": scene.cluster(trial.choice),
+                "usd_per_hour": trial.usd_per_hour,
+                "targets": [
+                    {"target": str(one.target), "share": one.share, "is_met": one.is_met} for one in trial.reached
+                ],
+                "figures": figures(trial.summary),
+            }
+            for trial in trials
+        ],
     }

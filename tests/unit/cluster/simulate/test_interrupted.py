@@ -80,14 +80,17 @@ def test_a_sweep_that_is_interrupted_tells_what_is_done(tmp_path: Path, monkeypa
     assert result.exit_code == 130
     assert "2 colocated tp1 slo" in result.stdout
     assert "3 colocated tp1 slo" not in result.stdout
-    assert "of the 2 of 4 clusters done, the cheapest for 95% of the requests: 1 colocated" in result.stdout
+    assert (
+        "of the 2 of 4 clusters done, the cheapest that reaches the objective for 95% of the requests: 1 colocated"
+        in result.stdout
+    )
     kept = json.loads(file.read_text())
     assert (len(kept["runs"]), kept["num_done"], kept["num_possible"]) == (2, 2, 4)
     assert result.stderr.splitlines()[-1] == "interrupted: 2 of 4 clusters done"
     interrupt_at(monkeypatch, 70, "asked")
     result = call(*sweep, "--ttft-ms", "0.001")
     assert result.exit_code == 130
-    assert "of the 2 of 4 clusters done, no cluster meets the objective for 95% of the requests" in result.stdout
+    assert "of the 2 of 4 clusters done, no cluster reaches the objective for 95% of the requests" in result.stdout
     file.unlink()
     interrupt_at(monkeypatch, 1, "asked")
     result = call(*sweep)

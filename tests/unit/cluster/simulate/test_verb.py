@@ -35,7 +35,7 @@ def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeyp
     assert run["figures"]["hits"].keys() == {"device", "host", "pulled"}
     assert run["figures"]["num_events"] == len(events.read_text().splitlines())
     html = page.read_text()
-    assert html.count('<svg class="wide"') == html.count('<svg class="narrow"') == 8
+    assert html.count('<svg class="wide"') == html.count('<svg class="narrow"') == 11
     assert html.count("<title>objective</title>") == 2
     assert "Workers serving" in html
     assert 'name="viewport"' in html
@@ -84,7 +84,7 @@ def test_a_sweep_finds_the_cheapest_cluster_that_is_good_enough(tmp_path: Path) 
     told = answer(
         *SMALL, "--sweep", "--prefill", "0:1", "--decode", "1,2", "--ttft-ms", "300", "--json", str(file),
     )  # fmt: skip
-    assert "\nthe cheapest for 95% of the requests: 1 colocated" in told
+    assert "\nthe cheapest that reaches the objective for 95% of the requests: 1 colocated" in told
     swept = json.loads(file.read_text())
     assert len(swept["runs"]) == swept["num_done"] == swept["num_possible"] == 4
     cheapest = {
@@ -95,13 +95,17 @@ def test_a_sweep_finds_the_cheapest_cluster_that_is_good_enough(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("ttft_ms", "near"), [("16", r"the closest: 2 colocated tp1 slo, for \d+.\d%"), ("0.001", "none for a single one")]
+    ("ttft_ms", "near"),
+    [
+        ("16", r"the closest is 2 colocated tp1 slo: \d+.\d% of its requests meet"),
+        ("0.001", "none for a single request"),
+    ],
 )
 def test_a_sweep_that_finds_no_cluster_says_which_is_closest_and_ends_with_1(ttft_ms: str, near: str) -> None:
     result = call(*SMALL, "--sweep", "--prefill", "0", "--decode", "1,2", "--ttft-ms", ttft_ms, "--attainment", "1")
     assert result.exit_code == 1
     assert "USD" in result.stdout, "the table"
-    assert re.search(f"no cluster meets the objective for 100% of the requests; {near}", result.stdout)
+    assert re.search(f"no cluster reaches the objective for 100% of the requests; {near}", result.stdout)
 
 
 def test_a_sweep_leaves_out_what_cannot_be_and_says_why() -> None:
@@ -303,7 +307,9 @@ def test_a_soak_goes_on_after_a_bug_and_prints_its_traceback(monkeypatch: pytest
         (("--attainment", "0.9"), "without --sweep: leave --attainment out"),
         (("--trace-speed", "2"), "without --trace FILE: leave --trace-speed out"),
         (("--soak", "3", "--replay", "1"), "leave --requests, --rate, --input-len, --output-len, --soak out"),
-        (("--sweep", "--ttft-ms", "5", "--html", "x.html"), "leave --html out"),
+        (("--sweep", "--ttft-ms", "5", "--events", "x.log"), "leave --events out"),
+        (("--sweep", "--gpus", "2", "--decode", "2"), "--gpus N tries every number of workers: leave --decode out"),
+        (("--gpus", "2"), "without --sweep: leave --gpus out"),
         (("--html", "no/such"), "--html no/such: No such file or directory: make its folder first, or give another"),
         (
             ("--events", "no/such"),

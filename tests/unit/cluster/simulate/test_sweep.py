@@ -1,0 +1,89 @@
+"""What a sweep tries, by what it ranks, and what it says of the result."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from cluster.bench.report import Objective, Record
+from cluster.simulate.config import read_settings
+from cluster.simulate.sweep import within
+from cluster.simulate.targets import Target, targets_of
+from protos.errors import Misconfigured
+from tests.unit.cluster.simulate.asking import SMALL, answer, call
+
+
+def record(ttft_s: float, *, error: str = "", num_output: int = 3) -> Record:
+    arrivals = (ttft_s, ttft_s + 0.2) if num_output > 1 else (ttft_s,)
+    return Record(index=0, sent_s=0.0, arrivals_s=arrivals, num_output=num_output, error=error)
+
+
+def test_a_percentile_is_that_of_all_requests_failed_and_unasked_ones_included() -> None:
+    target = Target.parse("ttft p90 < 2 s")
+    nine = [record(0.1 * k) for k in range(1, 10)]
+    assert target.reached([*nine, record(3.0)], 0).is_met
+    assert not target.reached([*nine, record(3.0)], 1).is_met, "one was never asked"
+    failed = target.reached([*nine[:8], record(0.1, error="no_workers"), record(0.2, error="no_workers")], 0)
+    assert not failed.is_met
+    assert failed.value_s == math.inf
+    assert failed.figure == "never"
+
+
+def test_answers_of_one_token_have_no_time_per_token_to_miss() -> None:
+    target = Target.parse("tpot p50 50ms")
+    assert target.reached([record(0.1, num_output=1)], 0).is_met
+    assert not target.reached([record(0.1, num_output=1), record(0.1)], 0).is_met
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ttft", "ttft p90", "ttft p0 < 1 s", "ttft p100 < 1 s", "itl p90 < 1 s", "ttft p90 < 0 s"]
+)
+def test_a_target_that_means_nothing_is_refused_with_what_to_give(text: str) -> None:
+    with pytest.raises(Misconfigured, match=r"'ttft p90 < 2 s'"):
+        Target.parse(text)
+
+
+def test_a_sweep_without_a_target_is_refused() -> None:
+    with pytest.raises(Misconfigured, match="--target"):
+        targets_of(Objective(), 0.95, ())
+
+
+def test_so_many_gpus_are_every_split_and_as_many_colocated_workers() -> None:
+    """Colocated workers were tried in the number of decode workers alone: two pools had more GPUs."""
+    every = within(read_settings(None, ()), gpus=4, tp="1,2", policy=None, colocated=False)
+    told = [str(choice).rpartition(" ")[0] for choice in every]
+    assert {"4 colocated tp1", "2 colocated tp2", "1P+3D tp1", "3P+1D tp1", "1P+1D tp2"} <= set(told)
+    assert max(choice.num_gpus for choice in every) == 4
+    assert len(set(told)) == len(told) == 4 + 6 + 2 + 1
+
+
+def test_gpus_too_few_for_one_worker_are_refused() -> None:
+    with pytest.raises(Misconfigured, match="--gpus 1: --tp 2 needs more for one worker"):
+        within(read_settings(None, ()), gpus=1, tp="2", policy=None, colocated=False)
+
+
+def test_clusters_are_ranked_by_what_they_cost_an_hour(tmp_path: Path) -> None:
+    """A cluster that took less time for the load was cheaper than a smaller one."""
+    file, page = tmp_path / "sweep.json", tmp_path / "sweep.html"
+    told = answer(
+        *SMALL, "--sweep", "--gpus", "2", "--target", "ttft p90 < 90 s", "--json", str(file), "--html", str(page)
+    )
+    swept = json.loads(file.read_text())
+    prices = [run["usd_per_hour"] for run in swept["runs"]]
+    assert prices == sorted(prices)
+    assert prices[-1] == 2 * prices[0]
+    assert swept["cheapest"] == swept["front"][0]
+    assert (swept["cheapest"]["prefill"], swept["cheapest"]["decode"]) == (0, 1)
+    assert "the cheapest that reaches TTFT p90 < 90000 ms: 1 colocated tp1 slo, USD" in told
+    assert page.read_text().count("<circle") == 2 * len(swept["runs"]), "each cluster, at both widths"
+    assert "1P+1D tp1 slo: USD" in page.read_text()
+
+
+def test_a_target_that_nothing_reaches_says_what_binds_and_where_to_look() -> None:
+    result = call(*SMALL, "--sweep", "--prefill", "1", "--decode", "1,2", "--target", "tpot p50 < 1 ms")
+    assert result.exit_code == 1
+    assert "its TPOT p50 is " in result.stdout
+    assert "give more --decode than " in result.stdout
