@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import socket
+from pathlib import Path
 
 from protos.errors import Misconfigured
 
 BACKLOG = 2048
+LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -68,11 +71,40 @@ def example(url: str, model: str, *, has_chat: bool, asks_for_keys: bool = False
 
 def _unusable(host: str, port: int, flag: str, error: OSError) -> Misconfigured:
     if error.errno == errno.EADDRINUSE:
+        who = f" by {found}" if (found := listener(port)) else ""
         return Misconfigured(
-            f"port {port} of {host} is taken: stop the program that listens there, or choose another with {flag}",
+            f"port {port} of {host} is taken{who}: stop the program that listens there, or choose another: {flag} N "
+            f"({flag} 0: any free one)",
             param=flag.removeprefix("--"),
         )
     if error.errno == errno.EACCES:
         return Misconfigured(f"port {port} is reserved for root: choose one above 1023 with {flag}", param=flag[2:])
     why = str(error.strerror).partition(" (while")[0]  # asyncio and socket repeat the address
     return Misconfigured(f"cannot listen on {host}:{port}: {why}; see --host and {flag}", param="host")
+
+
+def listener(port: int, proc: Path = Path("/proc")) -> str:
+    """The process that listens on a port of this machine, as "name (process 123)"; "" where that cannot be known: of
+    another user's processes, in another container, or without /proc."""
+    inodes = {f"socket:[{inode}]" for name in ("tcp", "tcp6") for inode in _listening(proc / "net" / name, port)}
+    if not inodes:
+        return ""
+    for folder in proc.iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            if any(os.readlink(one) in inodes for one in (folder / "fd").iterdir()):
+                return f"{(folder / 'comm').read_text().strip()} (process {folder.name})"
+        except OSError:
+            continue  # it is not ours to look into, or has gone
+    return ""
+
+
+def _listening(table: Path, port: int) -> list[str]:
+    """Inodes of the sockets that listen there, from a table of the kernel's (proc(5), /proc/net/tcp)."""
+    try:
+        lines = table.read_text().splitlines()[1:]
+    except OSError:
+        return []
+    rows = [line.split() for line in lines]
+    return [row[9] for row in rows if row[3] == LISTENS and int(row[1].rpartition(":")[2], 16) == port]

@@ -2,7 +2,7 @@
 // Asks the gateway every PERIOD_MS, while somebody looks, and shows what it says. What came over the network becomes
 // text nodes and nothing else; the page's Content-Security-Policy holds the browser to that (require-trusted-types-for).
 (() => {
-  const PERIOD_MS = 2000, NUM_REQUESTS = 50, NUM_SHOWN = 20, MAX_ROWS = 200, WINDOW_MS = 10000;
+  const PERIOD_MS = 2000, NUM_REQUESTS = 200, NUM_SHOWN = 20, MAX_ROWS = 200, WINDOW_MS = 10000;
   const KEY = "baton-admin-key";
   const POOLS = ["prefill", "decode", "colocated"];
   const STYLES = {
@@ -63,9 +63,10 @@
     return `${number.toFixed(1)} TB`;
   }
 
-  function median(values) {
+  // The smallest that so many parts of the values do not exceed.
+  function quantiles(values, parts) {
     const sorted = values.filter((one) => one !== null).sort((a, b) => a - b);
-    return { count: sorted.length, s: sorted[Math.floor((sorted.length - 1) / 2)] };
+    return parts.map((part) => sorted[Math.max(0, Math.ceil(part * sorted.length) - 1)]);
   }
 
   // -- the parts ------------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@
     return node("span", {}, node("meter", { min: 0, max: whole, value: part, title: `${count(part)} of ${count(whole)} blocks` }), ` ${share(part, whole)}`);
   }
 
-  function pools(workers) {
+  function pools({ workers, losses }) {
     const rows = [...new Set(workers.map(poolOf))].map((name) => {
       const members = workers.filter((one) => poolOf(one) === name);
       return { name, members, live: members.filter(isHere) };
@@ -96,6 +97,7 @@
       ["waiting", "number", (row) => count(sum(row.live, (load) => load.num_waiting))],
       ["queued tokens", "number spare", (row) => count(sum(row.live, (load) => load.queued_prefill_tokens))],
       ["KV use", "number", (row) => kvUse(sum(row.live, used), sum(row.live, (load) => load.num_blocks))],
+      ["lost", "number", (row) => count(losses[row.name] ?? 0)],
       ["tickets", "number spare", (row) => count(sum(row.live, (load) => load.num_tickets))],
       ["KV moved", "number spare", (row) => bytes(sum(row.live, (load) => load.transfer_bytes))],
     ], rows, "No worker has joined yet.");
@@ -106,22 +108,22 @@
 
   const workerTable = (workers) => table([
     ["worker", "word", (one) => one.worker_id],
-    ["state", "", (one) => styled(one.reason ? `${one.state}: ${one.reason}` : one.state, STYLES[one.state])],
-    ["on", "spare", (one) => one.info?.device ?? "?"],
-    ["address", "spare", (one) => one.address],
+    ["state", "reason", (one) => styled(one.reason ? `${one.state}: ${one.reason}` : one.state, STYLES[one.state])],
+    ["on", "spare rare", (one) => one.info?.device ?? "?"],
+    ["address", "spare rare", (one) => one.address],
     ["running", "number", ifHere((one) => count(one.load.num_running))],
     ["waiting", "number", ifHere((one) => count(one.load.num_waiting))],
     ["KV use", "number", ifHere((one) => kvUse(used(one.load), one.load.num_blocks))],
     ["cached blocks", "number spare", ifHere((one) => onHost(one.num_cached_blocks, one.num_host_blocks))],
-    ["prefill tok/s", "number spare", ifHere((one) => (one.load.prefill_tokens_per_s ? count(one.load.prefill_tokens_per_s) : "-"))],
-    ["step", "number spare", ifHere((one) => (one.load.decode_step_s ? seconds(one.load.decode_step_s) : "-"))],
+    ["prefill tok/s", "number spare rare", ifHere((one) => (one.load.prefill_tokens_per_s ? count(one.load.prefill_tokens_per_s) : "-"))],
+    ["step", "number spare rare", ifHere((one) => (one.load.decode_step_s ? seconds(one.load.decode_step_s) : "-"))],
   ], workers, "No worker has joined yet.");
 
   const laneTable = (lanes) => table([
     ["worker", "word", (one) => one.worker_id],
     ["peer", "word", (one) => one.peer],
-    ["over", "", (one) => (one.reason && one.state === "open" ? `${one.transport}: ${one.reason}` : one.transport)],
-    ["state", "", (one) => styled(one.reason && one.state !== "open" ? `${one.state}: ${one.reason}` : one.state, STYLES[one.state])],
+    ["over", "reason", (one) => (one.reason && one.state === "open" ? `${one.transport}: ${one.reason}` : one.transport)],
+    ["state", "reason", (one) => styled(one.reason && one.state !== "open" ? `${one.state}: ${one.reason}` : one.state, STYLES[one.state])],
     ["moved", "number spare", (one) => bytes(one.num_bytes)],
     ["speed", "number spare", (one) => (one.busy_s ? `${bytes(one.num_bytes / one.busy_s)}/s` : "-")],
     ["idle", "number spare", (one) => duration(one.idle_s)],
@@ -140,7 +142,7 @@
         link.addEventListener("click", () => ask(one.request_id));
         return link;
       }],
-      ["at", "word spare", (one) => new Date(1000 * one.received_at).toLocaleTimeString()],
+      ["at", "word spare rare", (one) => new Date(1000 * one.received_at).toLocaleTimeString()],
       ["state", "", (one) => styled(one.outcome || one.state, outcomeStyle(one))],
       ["prompt", "number spare", (one) => count(one.prompt_tokens)],
       ["cached", "number spare", (one) => count(one.cached_tokens)],
@@ -152,20 +154,32 @@
     ], requests.slice(0, NUM_SHOWN), "No request has come to this gateway yet: try the one below.");
   }
 
-  function figures({ numbers, requests, rates }) {
-    const ttft = median(requests.map((one) => one.ttft_s)), tpot = median(requests.map((one) => one.tpot_s));
+  function figures({ numbers, rates }) {
     const told = [
       ["requests in flight", count(numbers.in_flight)],
       ["in line at the gateway", count(numbers.waiting)],
       ["output tokens/s", rates ? count(rates.output) : "-"],
       ["prompt tokens/s", rates ? count(rates.prompt) : "-"],
-      [`first token, median of the last ${ttft.count}`, seconds(ttft.s)],
-      [`between tokens, median of ${tpot.count}`, seconds(tpot.s)],
       ["prompt tokens cached", share(numbers.cached, numbers.prompt)],
       ["requests ended", count(numbers.requests)],
     ];
     return told.map(([name, value]) => node("div", {}, node("dt", {}, name), node("dd", {}, value)));
   }
+
+  function latencies(requests) {
+    const rows = [["first token", (one) => one.ttft_s], ["between tokens", (one) => one.tpot_s], ["whole answer", (one) => one.seconds]]
+      .map(([name, of]) => ({ name, values: requests.map(of).filter((one) => one !== null) }))
+      .map((row) => ({ ...row, parts: quantiles(row.values, [0.5, 0.95, 0.99]) }));
+    return table([
+      ["", "word", (row) => row.name],
+      ...["p50", "p95", "p99"].map((name, place) => [name, "number", (row) => seconds(row.parts[place])]),
+      ["of the last", "number spare", (row) => count(row.values.length)],
+    ], rows, "");
+  }
+
+  const errorTable = (errors) => table([
+    ["kind", "", (one) => one.kind], ["since the start", "number", (one) => styled(count(one.number), "bad")],
+  ], errors, "");
 
   // -- why a request went where it went -------------------------------------------------------------------------------
 
@@ -302,6 +316,23 @@
     return found;
   }
 
+  // The series of a name by one of their labels, without those that count nothing.
+  function byLabel(text, name, label) {
+    const found = {};
+    for (const [, labels, value] of text.matchAll(new RegExp(`^${name}{(.*)} (\\S+)$`, "gm"))) {
+      const key = labels.match(new RegExp(`(?:^|,)${label}="([^"]*)"`))?.[1];
+      if (key && Number(value)) found[key] = (found[key] ?? 0) + Number(value);
+    }
+    return found;
+  }
+
+  function errorsOf(text) {
+    const outcomes = Object.entries(byLabel(text, "baton_requests_total", "outcome")).filter(([kind]) => kind !== "ok");
+    const refused = Object.entries(byLabel(text, "baton_admission_refused_total", "reason"));
+    return [...outcomes, ...refused.map(([reason, number]) => [`refused by admission: ${reason}`, number])]
+      .map(([kind, number]) => ({ kind, number })).sort((a, b) => b.number - a.number);
+  }
+
   function rates(numbers) {
     const now = performance.now();
     if (samples.length && numbers.output < samples.at(-1).output) samples.length = 0;  // the gateway is a new one
@@ -312,14 +343,19 @@
     return { output: (numbers.output - first.output) / passed_s, prompt: (numbers.prompt - first.prompt) / passed_s };
   }
 
-  function tell(status, ready, requests, numbers) {
+  function tell(status, ready, requests, numbers, metrics) {
     const workers = [...status.workers].sort((a, b) => rank(a) - rank(b) || a.worker_id.localeCompare(b.worker_id, "en", { numeric: true }));
     const lanes = workers.flatMap((one) => (status.kv[one.worker_id]?.lanes ?? []).map((lane) => ({ worker_id: one.worker_id, ...lane })));
     const state = at("state");
     state.textContent = !status.ready ? `not ready: ${status.reason}` : ready.degraded ? `ready, but ${ready.degraded}` : "ready";
     state.className = `pill ${!status.ready ? "bad" : ready.degraded ? "warn" : "good"}`;
-    show("figures", { numbers, requests, rates: rates(numbers) }, figures);
-    show("pools", workers, pools);
+    const errors = errorsOf(metrics), [version = ""] = Object.keys(byLabel(metrics, "baton_build_info", "version"));
+    at("version").textContent = version;
+    show("figures", { numbers, rates: rates(numbers) }, figures);
+    show("latencies", requests, latencies);
+    show("errors", errors, errorTable);
+    at("errors-section").hidden = !errors.length;
+    show("pools", { workers, losses: byLabel(metrics, "baton_pool_losses_total", "pool") }, pools);
     show("workers", workers, workerTable);
     show("lanes", lanes, laneTable);
     at("lanes-section").hidden = !lanes.length;
@@ -343,7 +379,7 @@
         get(`admin/requests?limit=${NUM_REQUESTS}`), answer("metrics").then((one) => one.text()),
       ]);
       if (turn !== turns) return;
-      tell(status, ready, latest.requests, totals(metrics, names));
+      tell(status, ready, latest.requests, totals(metrics, names), metrics);
       if (asked && !(job?.jobs?.every((one) => one.state === "ended"))) await explain();
       if (turn !== turns) return;
       heard = new Date();
@@ -383,7 +419,7 @@
     for (const id of shown.keys()) at(id).replaceChildren();
     shown.clear();
     heard = null;
-    at("heard").textContent = "";
+    at("heard").textContent = at("version").textContent = "";
     at("state").textContent = "asking ...";
     at("state").className = "pill";
     at("told").hidden = at("trouble").hidden = at("forget").hidden = true;

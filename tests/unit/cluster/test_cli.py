@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import inspect
+import os
 import socket
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from cluster import entry
 from cluster.cli import VERBS, main, make_app
 from cluster.serve import DEMO
-from cluster.sockets import example
+from cluster.sockets import example, listener
 from router.admission.tenants import read_roster
 
 
@@ -98,6 +99,21 @@ def test_serving_needs_a_model_that_is_there(
         assert fix in refused(monkeypatch, capsys, "serve", "--model", model)
 
 
+def comm() -> str:
+    return Path("/proc/self/comm").read_text().strip()
+
+
+def test_who_listens_is_left_out_where_it_cannot_be_known(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert listener(port) == f"{comm()} (process {os.getpid()})"
+        assert listener(port, tmp_path) == "", "no /proc"
+        (tmp_path / "net").mkdir()
+        for name in ("tcp", "tcp6"):
+            (tmp_path / "net" / name).write_text(Path(f"/proc/net/{name}").read_text())
+        assert listener(port, tmp_path) == "", "another user's"
+
+
 def test_a_taken_port_is_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,9 +121,9 @@ def test_a_taken_port_is_named_before_anything_starts(
         port = other.getsockname()[1]
         http = refused(monkeypatch, capsys, "serve", "--model", DEMO["model"], "--port", str(port))
         grpc = refused(monkeypatch, capsys, "serve", "--model", DEMO["model"], "--port", "0", "--grpc-port", str(port))
-    assert f"port {port} of 127.0.0.1 is taken" in http
-    assert "--port" in http
-    assert "--grpc-port" in grpc
+    assert f"port {port} of 127.0.0.1 is taken by {comm()} (process {os.getpid()}): stop" in http
+    assert "choose another: --port N (--port 0: any free one)" in http
+    assert "choose another: --grpc-port N" in grpc
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 
 

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,6 +27,7 @@ from router.admission.admission import Refused
 from router.admission.metrics import AdmissionCollector
 from router.admission.reception import Reception
 from router.admission.tenants import Tenant, hash_of
+from router.fleet_metrics import FleetCollector
 from router.member import WorkerState
 from router.metrics import RequestMetrics
 from tests.unit.router.fake_cluster import PROMPT, Cluster
@@ -134,8 +136,9 @@ async def test_the_request_to_try_is_one_that_the_model_takes() -> None:
         assert (html["data-has-chat"], html["data-asks-for-keys"]) == (has_chat, "false")
 
 
-async def test_the_metrics_it_reads_are_told() -> None:
+async def test_the_metrics_it_reads_are_told(cluster: Cluster) -> None:
     script, registry = (await fetch()).texts["script"], RequestMetrics().registry
+    registry.register(FleetCollector(cluster.fleet))
     registry.register(AdmissionCollector(cast("Any", SimpleNamespace(num_waiting=0, refused=Refused()))))
     told = set(re.findall(r"^# TYPE (\w+)", generate_latest(registry).decode(), re.MULTILINE))
     read = set(re.findall(r'"(baton_\w+)"', script))
@@ -153,8 +156,9 @@ async def node(*arguments: str) -> str:
 
 
 TOLD = [
-    "ready", "as of .*", r"requests in flight \| 1 \|", r"requests ended \| 1 \|", r"prefill \| 1/1 \|.*",
-    r"decode \| 1/2 \|.*", r"p0 \| ready \| cpu \| 127.0.0.1:.*", r"d0 \| ready \| cpu \| 127.0.0.1:.*",
+    f"Baton {version('baton')} tiny", "ready", "as of .*", r"requests in flight \| 1 \|", r"requests ended \| 2 \|",
+    r"prefill \| 1/1 \|.*", r"decode \| 1/2 \| .* \| 0 \| 0 \| 0 B \|", r"first token( \| [\d.]+ m?s){3} \| 2 \|",
+    r"invalid_request \| 1 \|", r"p0 \| ready \| cpu \| 127.0.0.1:.*", r"d0 \| ready \| cpu \| 127.0.0.1:.*",
     r"d1 \| lost: .* \| cpu \| 127.0.0.1:\d+( \| -){6} \|", r"running \| .* \| running \| 30 \| .* \| d0 \|",
     r"ended \| .* \| length \| 30 \| 0 \| 6 \| .* \| p0 \| d0 \|", "Forget the key",
 ]  # fmt: skip
@@ -175,6 +179,7 @@ async def story(cluster: Cluster, writer: str, directory: Path, href: str = "") 
     async with operating(cluster, reception=Reception(directory / "tenants.toml")) as (client, _):
         client.headers["authorization"] = f"Bearer {ACME}"
         assert (await ask(client, "ended")).status_code == 200
+        assert (await client.post("/v1/completions", json={"model": "tiny"})).status_code == 400
         worker = cluster[writer]
         worker.pause_after, count = 2, len(worker.submitted)
         running = asyncio.create_task(ask(client, "running"))
