@@ -50,7 +50,7 @@ class Bars:
             # A share of the weights is no news in a log, and why a worker died is told by its supervisor.
             told, self._told[view.worker_id] = self._told.get(view.worker_id), view.life.state
             if told != view.life.state and view.life.state in (LifeState.STARTING, LifeState.SERVING):
-                log.info("worker %s: %s", view.worker_id, state)
+                log.info("worker %s: %s", view.worker_id, state, extra={"worker": view.worker_id})
             return
         if view.worker_id not in self._rows:
             self._rows[view.worker_id] = self._progress.add_task(view.worker_id, total=1.0, state=state)

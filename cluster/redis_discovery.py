@@ -304,5 +304,5 @@ class RedisDiscovery:
             since_s = self._missing_since_s.setdefault(worker_id, now)
             if worker_id == withdrawn or now - since_s >= self._lease_s:
                 del self._known[worker_id], self._missing_since_s[worker_id]
-                log.info("worker %s is not announced any more", worker_id)
+                log.info("worker %s is not announced any more", worker_id, extra={"worker": worker_id})
                 await members.leave(worker_id)

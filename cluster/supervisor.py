@@ -149,7 +149,7 @@ class Supervisor:
             error = await self._live(plan, events)
             view = self._views[plan.worker_id]
             if error is None:
-                log.info("worker %s has left: the next one takes its place", plan.worker_id)
+                log.info("worker %s has left: the next one takes its place", plan.worker_id, extra=_of(plan))
                 life = supervision.left(view.life, self._clock())
                 continue
             life = supervision.failed(view.life, error, self._clock(), self._config)
@@ -158,7 +158,9 @@ class Supervisor:
                 raise error
             await self._announcer.starting(plan.worker_id, Successor(role=plan.role))
             delay_s = life.due_s - self._clock()
-            log.warning("worker %s: %s; starting it again in %.2g s", plan.worker_id, error.message, delay_s)
+            log.warning(
+                "worker %s: %s; starting it again in %.2g s", plan.worker_id, error.message, delay_s, extra=_of(plan)
+            )
             await self._sleep(delay_s)
             life = supervision.restarted(life, self._clock())
 
@@ -190,7 +192,9 @@ class Supervisor:
         except BatonError as error:
             return error
         except Exception as error:  # one worker's trouble must not end the others
-            log.exception("worker %s: it could not be launched for a reason of our own", plan.worker_id)
+            log.exception(
+                "worker %s: it could not be launched for a reason of our own", plan.worker_id, extra=_of(plan)
+            )
             self.num_faults += 1
             return Internal(f"{type(error).__name__}: {error}")
         served = self._views[plan.worker_id].life.state is LifeState.SERVING
@@ -234,3 +238,8 @@ class Supervisor:
         self._watch(view)
         self._turn.set()
         self._turn = asyncio.Event()
+
+
+def _of(plan: WorkerPlan) -> dict[str, str]:
+    """Fields of a record of the log."""
+    return {"worker": plan.worker_id}

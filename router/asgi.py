@@ -80,7 +80,7 @@ class RequestId:
         try:
             await self._app(scope, receive, named)
         except Exception:  # nothing below knew what to say of it, and the client is owed an answer
-            log.exception("request %s failed for a reason of our own", name)
+            log.exception("request %s failed for a reason of our own", name, extra={"request": name})
             if status:
                 raise
             await error_response(internal_error())(scope, receive, named)

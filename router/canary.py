@@ -114,11 +114,16 @@ class Canary:
                     told += delta.token_ids
         except BatonError as error:
             self.outcomes[Outcome.FAILED] += 1
-            log.info("the canary of %s could not be run: %s", job.request_id, error.message)
+            log.info(
+                "the canary of %s could not be run: %s",
+                job.request_id,
+                error.message,
+                extra={"request": job.request_id},
+            )
             return
         except Exception:  # nobody waits for this task, and the next canary shall run whatever came of this one
             self.outcomes[Outcome.FAILED] += 1
-            log.exception("the canary of %s broke", job.request_id)
+            log.exception("the canary of %s broke", job.request_id, extra={"request": job.request_id})
             return
         index = first_difference(said, told)
         self.outcomes[Outcome.SAME if index is None else Outcome.DIFFERENT] += 1
@@ -126,4 +131,5 @@ class Canary:
             log.warning(
                 "parity: %s differs from a run on one worker alone at token %d of %d: %s there, %s alone",
                 job.request_id, index, len(said), list(said[index : index + 4]), told[index : index + 4],
+                extra={"request": job.request_id},
             )  # fmt: skip

@@ -197,7 +197,12 @@ class Updates:
             opened.close()
 
     def _broken(self, bug: Exception) -> None:
-        log.error("request %s failed for a reason of our own", self.request_id, exc_info=bug)
+        log.error(
+            "request %s failed for a reason of our own",
+            self.request_id,
+            exc_info=bug,
+            extra={"request": self.request_id},
+        )
         self.tap = None
         self.fail(Internal(f"tokens could not be passed on: {type(bug).__name__}"))
 

@@ -336,7 +336,10 @@ class Dispatcher:
             return
         if isinstance(error, WorkerLost) and (life := attempt.lost()) is not None:
             await self._suspects.lost(journal.job.request_id, journal.suspicion, life, len(journal.output_ids))
-        log.info("%s goes on elsewhere, after %d tokens: %s", attempt.request_id, len(journal.output_ids), error)
+        log.info(
+            "%s goes on elsewhere, after %d tokens: %s", attempt.request_id, len(journal.output_ids), error,
+            extra={"request": attempt.request_id},
+        )  # fmt: skip
         if isinstance(error, Overloaded):
             await self._wait_for_room(journal, attempt, deadline)
             return

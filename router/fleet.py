@@ -283,7 +283,7 @@ class Fleet:
     def _doubt(self, member: Member, paused: bool) -> None:
         self._offers.doubt(member)
         if paused and member.role is not None:
-            log.warning("worker %s keeps failing what it is given: it has a pause", member.worker_id)
+            log.warning("worker %s keeps failing what it is given: it has a pause", member.worker_id, extra=_of(member))
             self.totals[member.role].num_pauses += 1
 
     def count_read(self, reader: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:
@@ -309,7 +309,9 @@ class Fleet:
                     self.totals[member.role].num_losses += 1
                 self._enter(member, WorkerState.LOST, error.message)
             except Exception as error:  # one worker's nonsense must not end the others' fleet
-                log.exception("worker %s: its session failed for a reason of our own", member.worker_id)
+                log.exception(
+                    "worker %s: its session failed for a reason of our own", member.worker_id, extra=_of(member)
+                )
                 self.num_faults += 1
                 self._enter(member, WorkerState.LOST, f"{type(error).__name__}: {error}")
             with suppress(TimeoutError):
@@ -389,7 +391,12 @@ class Fleet:
     def _receive(self, member: Member, client: WorkerClient, step: StepMessage) -> None:
         for events in step.events:
             if (hello := self._feed.receive(member.worker_id, events)) is not None:
-                log.info("worker %s: events are missing, asking from %d on", member.worker_id, hello.next_seq)
+                log.info(
+                    "worker %s: events are missing, asking from %d on",
+                    member.worker_id,
+                    hello.next_seq,
+                    extra=_of(member),
+                )
                 client.greet(hello)
         before = member.load
         if not member.hear(step) and member.state in (WorkerState.READY, WorkerState.DRAINING):
@@ -423,11 +430,12 @@ class Fleet:
         if state in (WorkerState.READY, WorkerState.INCOMPATIBLE):
             self.successors.arrived(member.worker_id)
         if member.state is WorkerState.LEFT:
-            log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address)
+            log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address, extra=_of(member))
         elif not was is state is WorkerState.LOST:  # that it is not back yet either is no news
             log.log(
                 logging.INFO if state in (WorkerState.READY, WorkerState.DRAINING) else logging.WARNING,
                 STATE_LINE, member.worker_id, member.address, state, f": {reason}" if reason else "",
+                extra=_of(member),
             )  # fmt: skip
         self._changed()
 
@@ -440,3 +448,8 @@ async def _check(client: WorkerClient, worker_id: str) -> None:
     health = await client.health()
     if not health.healthy:
         raise WorkerLost(f"worker {worker_id} makes no progress: {health.reason}")
+
+
+def _of(member: Member) -> dict[str, str]:
+    """Fields of a record of the log."""
+    return {"worker": member.worker_id}

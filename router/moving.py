@@ -176,7 +176,13 @@ class Moves:
         self.num_moved += 1
         self._told.clear()
         journal.record.note(What.MOVED, _now(), source=here.worker.worker_id, worker=move.to.worker_id)
-        log.info("%s goes on at %s as %s", here.request_id, move.to.worker_id, move.request_id)
+        log.info(
+            "%s goes on at %s as %s",
+            here.request_id,
+            move.to.worker_id,
+            move.request_id,
+            extra={"request": here.request_id},
+        )
         return Place(worker=move.to, request_id=move.request_id, updates=updates)
 
     def _stays(self, here: Place, move: _Move, error: BatonError) -> None:

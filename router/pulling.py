@@ -195,4 +195,10 @@ class Pulls:
 
     def _failed(self, pull: Pull, code: str, reason: str) -> None:
         self.failures[code] += 1
-        log.info("%s computes what %s was to give: %s", pull.request_id, pull.holder.worker_id, reason)
+        log.info(
+            "%s computes what %s was to give: %s",
+            pull.request_id,
+            pull.holder.worker_id,
+            reason,
+            extra={"request": pull.request_id},
+        )

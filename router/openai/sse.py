@@ -245,7 +245,8 @@ class EventStream(Response):
             await self._fail(failed, scope, receive, send)
         except Exception as bug:  # the client is owed an end, whatever we did wrong
             error = bug
-            log.exception("request %s failed for a reason of our own", scope.get("state", {}).get("request_id"))
+            name = scope.get("state", {}).get("request_id")
+            log.exception("request %s failed for a reason of our own", name, extra={"request": name})
             await self._fail(internal_error(), scope, receive, send)
         except BaseException as ended:
             error = ended
