@@ -198,12 +198,17 @@ class Incoming:
         ticket = request.pull
         if ticket is None:
             return True
+        if request.owes_prompt_logprobs:  # every position has to be computed here
+            request.pull = None
+            self._abort(ticket.ticket_id, "its request asks for logprobs of the prompt", ticket.generation)
+            self._pull_failed(request, self._fate(ticket))
+            return True
         self._pool.release(self.ledger.settle(ticket.ticket_id, ticket.generation, len(ticket.block_ids)))
         state = self.ledger.state(ticket.ticket_id, ticket.generation)
         if state in _MOVING:
             return False
         request.pull = None
-        if state is TicketState.ARRIVED and not request.owes_prompt_logprobs:
+        if state is TicketState.ARRIVED:
             try:
                 self._adopt(request, ticket)
             except InvalidRequest as error:

@@ -334,6 +334,25 @@ def test_prompt_logprobs_are_computed_whatever_was_pulled() -> None:
     pool.check_answer(num_computed=27, num_cached=0)
 
 
+@pytest.mark.parametrize("shares", [False, True], ids=["not sent", "on its way"])
+def test_a_pull_that_prompt_logprobs_make_useless_is_given_back_at_once(shares: bool) -> None:
+    """The request neither waits for it nor leaves its blocks reserved until the lease ends."""
+    pool = Pulling()
+    pool.post.holding = True
+    ticket = pool.reserve()
+    if shares:
+        pool.share(ticket)
+    num_free = pool.new.pool.num_free
+    pool.read(ticket, prompt_logprobs=0)
+    pool.step()
+    assert len(pool.new.tokens["r"]) == 1
+    assert pool.new.engine.load().num_tickets == 0
+    assert pool.new.pool.num_free == num_free + len(ticket.block_ids) - pool.new.pool.blocks_for(len(PROMPT))
+    pool.post.holding = False
+    pool.post.deliver()
+    pool.check_answer(num_computed=27, num_cached=0)
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
 def test_an_abort_at_any_time_leaves_nothing_behind(num_steps: int) -> None:
     pool = Pulling()
