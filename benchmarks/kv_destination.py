@@ -54,13 +54,16 @@ def chunk_sizes(num_blocks: int) -> tuple[int, ...]:
     return (CHUNK_BLOCKS * LAYOUT.block_bytes,) * full + ((rest * LAYOUT.block_bytes,) if rest else ())
 
 
+RAW_KEY = b"of both ranks of this benchmark"
+
+
 def play_host(name: str) -> None:
     """Before NCCL is used: it takes two processes on one GPU only for those of two hosts. They meet by sockets then."""
     os.environ.update(NCCL_HOSTID=name, NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
 
 
 def raw_group(port: int, rank: int, device: str) -> Any:
-    store = BoardStore("127.0.0.1", port, "raw/", wait_s=PATIENCE_S)
+    store = BoardStore("127.0.0.1", port, "raw/", key=RAW_KEY, wait_s=PATIENCE_S)
     if device != "cpu":
         os.environ.pop("TORCH_NCCL_BLOCKING_WAIT", None)  # lanes set it: this is NCCL as torch has it
         return _backends.ProcessGroupNCCL(
@@ -120,7 +123,7 @@ def _told(parent: Connection) -> Iterator[None]:
 
 
 def _receive_raw(parent: Connection, order: Order) -> None:
-    board = Board("127.0.0.1")
+    board = Board("127.0.0.1", key=RAW_KEY)
     parent.send(board.port)
     group, store = raw_group(board.port, 1, order.device)
     buffer_B = torch.zeros(max(map(max, order.rounds)), dtype=torch.uint8, device=order.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -152,7 +153,7 @@ class RankLauncher:
             for rank in range(plan.num_ranks)
         ]
         meeting_places = await asyncio.gather(*(place.host.meeting_place() for _ in living.names))
-        store_host, store_port = meeting_places[0]
+        (store_host, store_port), store_key = meeting_places[0], secrets.token_bytes(32)
         pids = await asyncio.gather(
             *(
                 place.host.start(name, own, living.names[0] if rank else "")
@@ -163,7 +164,7 @@ class RankLauncher:
         orders = (
             self._orders(plan, Seat(
                 worker_id=plan.worker_id, incarnation=living.incarnation, rank=rank, size=plan.num_ranks, host=host,
-                store_host=store_host, store_port=store_port,
+                store_host=store_host, store_port=store_port, store_key=store_key,
             ))
             for rank, (host, _) in enumerate(meeting_places)
         )  # fmt: skip

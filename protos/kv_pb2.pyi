@@ -87,7 +87,7 @@ Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
 
 @_typing.final
 class LaneAddress(_message.Message):
-    """Where a worker can be met to open a lane: the store its process groups rendezvous over."""
+    """Where a worker can be met to open a lane: the store its process groups rendezvous over, and the key it asks for."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -95,10 +95,12 @@ class LaneAddress(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     host: _builtins.str
     port: _builtins.int
+    key: _builtins.str
     def __init__(
         self,
         *,
@@ -106,10 +108,11 @@ class LaneAddress(_message.Message):
         incarnation: _builtins.int = ...,
         host: _builtins.str = ...,
         port: _builtins.int = ...,
+        key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "incarnation", b"incarnation", "port", b"port", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "incarnation", b"incarnation", "key", b"key", "port", b"port", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,12 +87,14 @@ class KVLayout(Value, frozen=True, kw_only=True):
 
 
 class LaneAddress(Value, frozen=True, kw_only=True):
-    """Where a worker can be met: the rendezvous store its lanes' process groups are made over."""
+    """Where a worker can be met: the rendezvous store its lanes' process groups are made over, which serves those who
+    have its `key`. The key is never logged or shown: only members of the cluster get this value."""
 
     worker_id: str
     incarnation: int
     host: str
     port: int
+    key: str = ""
 
 
 class Ticket(Value, frozen=True, kw_only=True):

@@ -249,9 +249,14 @@ class Member:
             address=self.address,
             state=self.state,
             reason="; ".join(filter(None, (self.reason, successor))),
-            info=self.info,
+            info=_without_key(self.info),
             load=self.load,
             num_routed=len(self._routed),
             num_cached_blocks=num_cached_blocks,
             num_host_blocks=num_host_blocks,
         )
+
+
+def _without_key(info: WorkerInfo | None) -> WorkerInfo | None:
+    """What may be shown of a worker: not the key of its lanes' board."""
+    return info and replace(info, lane=replace(info.lane, key=""))

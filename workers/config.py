@@ -95,7 +95,8 @@ class Seat:
     """Which rank of which worker a process is. `incarnation` tells a restarted worker from the one before it.
 
     `host` is what other hosts reach this process by. Rank 0 opens the ranks' meeting place on `store_port` of
-    `store_host` (rank 0's host); with one rank neither is used.
+    `store_host` (rank 0's host), which serves ranks that have the `store_key`; with one rank none of these is used.
+    All ranks of a worker are on one host.
     """
 
     worker_id: str
@@ -105,6 +106,7 @@ class Seat:
     host: str = "127.0.0.1"
     store_host: str = "127.0.0.1"
     store_port: int = 0
+    store_key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,12 +202,13 @@ class CollectiveReceiver:
         self._wake = wake
         self._board = None
         if transport.rank == 0 and address.port == 0:
-            self._board = Board(address.host)
+            self._board = Board(address.host, key=address.key.encode())
             address = LaneAddress(
                 worker_id=address.worker_id,
                 incarnation=address.incarnation,
                 host=address.host,
                 port=self._board.port,
+                key=self._board.key.decode(),
             )
         self.address = address
         self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)

@@ -2,7 +2,7 @@
 
 torch's own TCPStore asks DNS for the name of whoever connects, in the server too: one lost DNS packet holds every
 lane up for five seconds. This one deals in numbers only, refuses at once when nobody is there, and forgets what it is
-told to forget.
+told to forget. A client that does not prove that it has the board's key (`board_key`) can neither read nor write.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 
 from torch._C._distributed_c10d import Store
+
+from kvtransfer.transports import board_key
+from kvtransfer.transports.board_key import WrongKey
 
 log = logging.getLogger("baton.kvtransfer")
 
@@ -33,6 +37,8 @@ _LOOK_S = 0.05
 _PAUSE_S = 0.2
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MAX_LANES = 1024
+MAX_STRANGERS = 64
+"""Connections that have not proved to have the key. One more, and the oldest is closed."""
 
 
 class _What(IntEnum):
@@ -46,17 +52,21 @@ class _What(IntEnum):
 
 class Board:
     """The server: one thread, all values in memory. Binds to `host` only; `port` says where, if any will do (0).
+    Clients need its `key`, a random one unless it is given.
 
     A lane is what its keys have before the first "/". Of at most `MAX_LANES` something is known: those that were asked
     for last. A lane that lives asks several times a minute.
     """
 
-    def __init__(self, host: str, port: int = 0) -> None:
+    def __init__(self, host: str, port: int = 0, *, key: bytes = b"") -> None:
+        self.key = key or board_key.new_key()
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, port), family=family)
         self.port: int = self._listener.getsockname()[1]
         self._lanes: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()  # the one asked for last comes last
         self._clients: dict[socket.socket, _Client] = {}
+        self._strangers: dict[socket.socket, bytes] = {}  # and the nonce that each was sent, oldest first
+        self._has_refused = False
         self._full = False  # nobody could be let in when somebody last knocked
         self._resumes_s: float | None = None  # when the listener is looked at again; None while it is
         self._selector = selectors.DefaultSelector()
@@ -83,7 +93,7 @@ class Board:
                 self._resume()
             for key, _ in ready:
                 if key.fileobj is stopped:
-                    for end in (self._listener, stopped, *self._clients):
+                    for end in (self._listener, stopped, *self._clients, *self._strangers):
                         end.close()
                     self._selector.close()
                     return
@@ -91,7 +101,7 @@ class Board:
                     self._welcome()
                 else:
                     assert isinstance(key.fileobj, socket.socket)
-                    self._hear(key.fileobj)
+                    (self._hear if key.fileobj in self._clients else self._examine)(key.fileobj)
 
     def _pause(self, error: OSError) -> None:
         """Nobody can be let in, and who knocks stays in line: without a pause we would try without end."""
@@ -116,8 +126,49 @@ class Board:
         self._full = False
         client.settimeout(1.0)
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._clients[client] = _Client()
+        nonce = board_key.new_nonce()
+        try:
+            client.sendall(nonce)
+        except OSError:
+            client.close()  # it is gone again already
+            return
+        if len(self._strangers) == MAX_STRANGERS:
+            self._dismiss(next(iter(self._strangers)))
+        self._strangers[client] = nonce
         self._selector.register(client, selectors.EVENT_READ)
+
+    def _examine(self, stranger: socket.socket) -> None:
+        """Makes a client of whoever has the key. A client sends its claim in one piece: what is shorter is none."""
+        nonce = self._strangers.get(stranger)
+        if nonce is None:
+            return  # it was dismissed in this very turn
+        try:
+            claimed = stranger.recv(board_key.CLAIM_BYTES)
+            if claimed:
+                stranger.sendall(board_key.accept(self.key, nonce, claimed))
+        except WrongKey:
+            self._refused(stranger)
+            claimed = b""
+        except OSError:
+            claimed = b""
+        if claimed:
+            del self._strangers[stranger]
+            self._clients[stranger] = _Client()
+        else:
+            self._dismiss(stranger)
+
+    def _refused(self, stranger: socket.socket) -> None:
+        level = logging.DEBUG if self._has_refused else logging.WARNING
+        self._has_refused = True
+        with suppress(OSError):
+            host = stranger.getpeername()[0]
+            log.log(level, "a connection from %s to the board of lanes did not have its key: it was closed", host)
+
+    def _dismiss(self, stranger: socket.socket) -> None:
+        self._selector.unregister(stranger)
+        del self._strangers[stranger]
+        stranger.close()
+        self._resume()
 
     def _hear(self, client: socket.socket) -> None:
         """A client that breaks off, or says what no client of ours would, is let go."""
@@ -187,14 +238,15 @@ class _Client:
 
 
 class BoardStore(Store):
-    """A client of a board, under a prefix. Whatever goes wrong with the connection is an OSError, at once from then on.
+    """A client of a board, under a prefix. Whatever goes wrong with the connection is an OSError, at once from then on;
+    WrongKey is one of them.
 
     `wait_s` bounds the wait for what others are to say, `answer_s` that for the board itself. While it waits it calls
     `look` now and then, which may raise to end that. torch calls the methods from threads of its own. Keep the object
     alive as long as a process group made with it.
     """
 
-    def __init__(self, host: str, port: int, prefix: str, *, wait_s: float, answer_s: float = 2.0) -> None:
+    def __init__(self, host: str, port: int, prefix: str, *, key: bytes, wait_s: float, answer_s: float = 2.0) -> None:
         super().__init__()
         self._prefix = prefix
         self._wait_s = wait_s
@@ -205,6 +257,20 @@ class BoardStore(Store):
             self._socket.close()
             raise ConnectionRefusedError(f"nobody listens at {host}:{port}: the kernel connected the socket to itself")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._prove(key)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def _prove(self, key: bytes) -> None:
+        board_nonce, nonce = self._receive(board_key.NONCE_BYTES), board_key.new_nonce()
+        self._socket.sendall(board_key.claim(key, board_nonce, nonce))
+        try:
+            answer = self._receive(board_key.MAC_BYTES)
+        except ConnectionError as error:
+            raise WrongKey("the board closed the connection: it has another key, or is of another version") from error
+        board_key.check(key, board_nonce, nonce, answer)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(_What.SET, key, value.encode() if isinstance(value, str) else bytes(value))

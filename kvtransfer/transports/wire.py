@@ -241,7 +241,7 @@ class Rendezvous:
         device: str,
         config: LaneConfig,
     ) -> None:
-        self._meeting_place = (destination.host, destination.port)
+        self._destination = destination
         self._name = f"{peer_name(source)}>{peer_name(destination)}"
         self._rank = rank
         self._size = size
@@ -300,8 +300,8 @@ class Rendezvous:
         self._store = None
 
     def _connect(self) -> BoardStore:
-        host, port = self._meeting_place
-        return BoardStore(host, port, f"{self._name}/", wait_s=self._config.stall_s)
+        at = self._destination
+        return BoardStore(at.host, at.port, f"{self._name}/", key=at.key.encode(), wait_s=self._config.stall_s)
 
     def _come(self) -> None:
         assert self._store is not None

@@ -27,11 +27,12 @@ from workers.kv.storage import KVStorage
 
 ON = os.environ.get("LANES_ON", "cpu")
 OVER = cast(Preference, os.environ.get("LANES_OVER", "auto"))
+KEY = "of every board of these tests"
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 
 
 def address(worker_id: str, incarnation: int, port: int = 0) -> LaneAddress:
-    return LaneAddress(worker_id=worker_id, incarnation=incarnation, host="127.0.0.1", port=port)
+    return LaneAddress(worker_id=worker_id, incarnation=incarnation, host="127.0.0.1", port=port, key=KEY)
 
 
 def ticket_to(destination: LaneAddress) -> Ticket:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 
-from kvtransfer.transports.store import MAX_LANES, Board, BoardStore
+from kvtransfer.transports.board_key import CLAIM_BYTES, MAC_BYTES, NONCE_BYTES, WrongKey, accept, claim
+from kvtransfer.transports.store import MAX_LANES, MAX_STRANGERS, Board, BoardStore
 
 Client = Callable[..., BoardStore]
 
@@ -28,7 +31,7 @@ def client(board: Board) -> Iterator[Client]:
     stores: list[BoardStore] = []
 
     def connect(prefix: str = "lane/") -> BoardStore:
-        stores.append(store := BoardStore("127.0.0.1", board.port, prefix, wait_s=10.0))
+        stores.append(store := BoardStore("127.0.0.1", board.port, prefix, key=board.key, wait_s=10.0))
         return store
 
     yield connect
@@ -131,12 +134,15 @@ def test_a_board_without_descriptors_serves_on_and_does_not_spin(
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(socket.socket, "accept", full)
-    late = client()
-    for turn in range(1000):
-        store.set("turn", str(turn))
-    assert 0 < refused < 100
-    monkeypatch.setattr(socket.socket, "accept", accept)
-    late.set("late", "but in the end")
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(client)
+        while not refused:
+            store.set("turn", "0")
+        for turn in range(1000):
+            store.set("turn", str(turn))
+        assert refused < 100
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        coming.result().set("late", "but in the end")
     assert store.get("late") == b"but in the end"
 
 
@@ -152,10 +158,14 @@ def test_a_board_without_descriptors_serves_on_and_does_not_spin(
     ],
     ids=["http", "noise", "huge", "unknown verb", "half a number", "nothing"],
 )
-def test_strangers_are_shown_out_and_the_others_served_on(board: Board, client: Client, noise: bytes) -> None:
+def test_a_client_that_says_nonsense_is_shown_out_and_the_others_served_on(
+    board: Board, client: Client, noise: bytes
+) -> None:
     store = client()
     store.set("key", "kept")
     with socket.create_connection(("127.0.0.1", board.port), 10.0) as stranger:
+        stranger.sendall(claim(board.key, stranger.recv(NONCE_BYTES), bytes(NONCE_BYTES)))
+        assert len(stranger.recv(100)) == MAC_BYTES
         stranger.sendall(noise)
         stranger.shutdown(socket.SHUT_WR)
         assert stranger.recv(100) == b""
@@ -173,8 +183,15 @@ def test_a_number_that_is_none_costs_the_connection_only(client: Client) -> None
 def test_a_board_that_did_not_answer_in_time_is_not_asked_again() -> None:
     """Its late answer would be taken for that to the next question."""
     with socket.create_server(("127.0.0.1", 0)) as slow:
-        store = BoardStore("127.0.0.1", slow.getsockname()[1], "lane/", wait_s=1.0, answer_s=0.05)
-        connection, _ = slow.accept()
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(
+                BoardStore, "127.0.0.1", slow.getsockname()[1], "lane/", key=b"k", wait_s=1.0, answer_s=1.0
+            )
+            connection, _ = slow.accept()
+            connection.sendall(bytes(NONCE_BYTES))
+            connection.sendall(accept(b"k", bytes(NONCE_BYTES), connection.recv(CLAIM_BYTES)))
+            store = made.result()
+        store._socket.settimeout(0.05)
         with connection, pytest.raises(TimeoutError):
             store.get("one")
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -188,3 +205,74 @@ def test_a_closed_board_is_an_error_at_once(board: Board, client: Client) -> Non
         store.add("epoch", 0)
     with pytest.raises(ConnectionRefusedError):
         client()
+
+
+# -- the key -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_with_another_key_is_refused_and_can_tell_why(board: Board, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with pytest.raises(WrongKey, match="it has another key"):
+            BoardStore("127.0.0.1", board.port, "lane/", key=b"guessed", wait_s=1.0)
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert [record.getMessage() for record in warnings] == [
+        "a connection from 127.0.0.1 to the board of lanes did not have its key: it was closed"
+    ], "a scan must not fill the log"
+
+
+@pytest.mark.parametrize(
+    "spoken",
+    [
+        b"",
+        struct.pack("<BII", 0, 3, 4) + b"keylies",  # what a client says after it has proved the key
+        bytes(64),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+    ids=["nothing", "a request", "zeros", "http"],
+)
+def test_a_stranger_neither_reads_nor_writes(board: Board, client: Client, spoken: bytes) -> None:
+    store = client("")
+    store.set("key", b"kept")
+    with socket.create_connection(("127.0.0.1", board.port)) as stranger:
+        assert len(stranger.recv(100)) == NONCE_BYTES
+        stranger.sendall(spoken)
+        stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(100) == b""
+    assert store.get("key") == b"kept"
+
+
+def test_a_claim_that_was_overheard_is_of_no_use_again(board: Board) -> None:
+    with socket.create_connection(("127.0.0.1", board.port)) as honest:
+        spoken = claim(board.key, honest.recv(NONCE_BYTES), bytes(NONCE_BYTES))
+        honest.sendall(spoken)
+        assert len(honest.recv(100)) == MAC_BYTES
+    with socket.create_connection(("127.0.0.1", board.port)) as thief:
+        thief.recv(NONCE_BYTES)
+        thief.sendall(spoken)
+        assert thief.recv(100) == b""
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(board: Board, client: Client) -> None:
+    strangers = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(MAX_STRANGERS + 1)]
+    try:
+        assert len(strangers[0].recv(NONCE_BYTES)) == NONCE_BYTES
+        assert strangers[0].recv(100) == b"", "the oldest makes room"
+        client().set("key", "value")
+        assert client().get("key") == b"value"
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_client_finds_out_a_stranger_that_took_the_boards_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, ThreadPoolExecutor(1) as pool:
+        made = pool.submit(
+            BoardStore, "127.0.0.1", taken.getsockname()[1], "lane/", key=b"secret", wait_s=1.0, answer_s=10.0
+        )
+        connection, _ = taken.accept()
+        with connection:
+            connection.sendall(bytes(NONCE_BYTES))
+            assert b"secret" not in connection.recv(CLAIM_BYTES)
+            connection.sendall(bytes(MAC_BYTES))
+            with pytest.raises(WrongKey, match="the board does not have the key"):
+                made.result()

@@ -250,7 +250,8 @@ def test_a_source_that_dies_while_the_lane_is_opened_is_gone_at_once(make_site: 
     site = make_site(stall_s=600.0, beat_s=0.5)
     receiver = site.receiver(address("d0"), layout=layout)
     receiver.expect(address("p0"), layout)
-    source = BoardStore("127.0.0.1", receiver.address.port, "p0#1>d0#1/", wait_s=PATIENCE_S)
+    at = receiver.address
+    source = BoardStore(at.host, at.port, "p0#1>d0#1/", key=at.key.encode(), wait_s=PATIENCE_S)
     source.leave_behind("0/gone", "rank 0 of 2")
     source.set("0/here/0", "1")
     source.wait([f"0/here/{layout.tp}"])

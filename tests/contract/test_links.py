@@ -63,7 +63,9 @@ class Lane:
         self.board.close()
 
     def _meeting(self, rank: int, preference: Preference) -> Meeting:
-        self._stores.append(store := BoardStore("127.0.0.1", self.board.port, "lane/", wait_s=CONFIG.stall_s))
+        self._stores.append(
+            store := BoardStore("127.0.0.1", self.board.port, "lane/", key=self.board.key, wait_s=CONFIG.stall_s)
+        )
         sends = rank in self.sources
         return Meeting(
             store=store,

@@ -87,7 +87,7 @@ def join(board: Board) -> Iterator[Callable[[int], BoardStore]]:
 
     def join(rank: int) -> BoardStore:
         """As `Rendezvous` does."""
-        stores.append(store := BoardStore("127.0.0.1", board.port, "lane/", wait_s=10.0))
+        stores.append(store := BoardStore("127.0.0.1", board.port, "lane/", key=board.key, wait_s=10.0))
         store.leave_behind("0/gone", f"rank {rank} of 2")
         return store
 

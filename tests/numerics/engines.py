@@ -38,7 +38,7 @@ class Answer:
 def ranks_of(config: WorkerConfig) -> Iterator[list[Rank]]:
     """All ranks of a worker, each opened on a thread of its own."""
     store = open_store("127.0.0.1")
-    stores = [store, *(find_store("127.0.0.1", store.port) for _ in range(1, config.tp))]
+    stores = [store, *(find_store("127.0.0.1", store.port, key=store.key) for _ in range(1, config.tp))]
 
     def open_one(rank: int) -> Rank:
         group = meet(stores[rank], rank=rank, size=config.tp, name="w0", device=device_of(config), timeout_s=30.0)

@@ -48,7 +48,7 @@ MESSAGES = Messages(
 def groups(size: int, timeout_s: float = 30.0) -> Iterator[list[TensorParallel]]:
     """One group of `size` ranks, all in this process, each with its own connection to the store."""
     store = open_store("127.0.0.1")
-    stores = [store, *(find_store("127.0.0.1", store.port) for _ in range(1, size))]
+    stores = [store, *(find_store("127.0.0.1", store.port, key=store.key) for _ in range(1, size))]
 
     def join(rank: int) -> TensorParallel:
         return meet(stores[rank], rank=rank, size=size, name="test", device="cpu", timeout_s=timeout_s)
@@ -210,15 +210,17 @@ def test_a_follower_that_hangs_is_a_fault_after_the_timeout() -> None:
             ended.result()
 
 
-def _serve_in_a_process(port: int) -> None:
-    group = meet(find_store("127.0.0.1", port), rank=1, size=2, name="test", device="cpu", timeout_s=60.0)
+def _serve_in_a_process(port: int, key: bytes) -> None:
+    group = meet(find_store("127.0.0.1", port, key=key), rank=1, size=2, name="test", device="cpu", timeout_s=60.0)
     follow(group, {"run": lambda: None}, settle=lambda: None, messages=MESSAGES)
 
 
 @pytest.mark.parametrize("phase", ["resting", "stepping"])
 def test_a_killed_follower_is_a_fault_at_once(phase: str) -> None:
     store = open_store("127.0.0.1")
-    process = multiprocessing.get_context("spawn").Process(target=_serve_in_a_process, args=(store.port,), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=_serve_in_a_process, args=(store.port, store.key), daemon=True
+    )
     process.start()
     group = meet(store, rank=0, size=2, name="test", device="cpu", timeout_s=30.0)
     leader = Leader(group, MESSAGES)
@@ -246,7 +248,14 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     port = store.port
     store.close()
     with pytest.raises(WorkerLost, match=f"no rank 0 at 127.0.0.1:{port}"):
-        find_store("127.0.0.1", port, timeout_s=0.2)
+        find_store("127.0.0.1", port, key=b"any", timeout_s=0.2)
+
+
+def test_a_rank_with_another_key_does_not_come_in() -> None:
+    store = open_store("127.0.0.1")
+    with pytest.raises(WorkerLost, match="is not where the ranks of this worker meet"):
+        find_store("127.0.0.1", store.port, key=b"guessed")
+    store.close()
 
 
 def test_followers_are_told_where_to_sample_but_not_how() -> None:

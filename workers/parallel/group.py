@@ -15,6 +15,7 @@ from protos.errors import UnreadableMessage, WorkerLost
 _HEADER_BYTES = 8
 _FIRST_BYTES = 4096
 MAX_MESSAGE_BYTES = 2**30
+_THIS_HOST = "127.0.0.1"
 
 
 class TensorParallel(Protocol):
@@ -224,11 +225,19 @@ class RankGroup:
 
 
 def _process_group(store: Store, rank: int, size: int, device: str, timeout: timedelta) -> Any:
-    """gloo or NCCL over a store of the caller's. Untyped: a CPU build of torch does not name NCCL's class."""
+    """gloo or NCCL over a store of the caller's. Untyped: a CPU build of torch does not name NCCL's class.
+
+    gloo asks for no key, and by itself listens at the machine's name: the ranks of a worker share a host, so theirs
+    listens there alone.
+    """
     from torch import distributed
 
+    backends: Any = distributed
     if torch.device(device).type == "cpu":
-        return distributed.ProcessGroupGloo(store, rank, size, timeout)
-    options = distributed.ProcessGroupNCCL.Options()
+        options = backends.ProcessGroupGloo._Options()
+        options._devices = [backends.ProcessGroupGloo.create_device(hostname=_THIS_HOST)]
+        options._timeout = timeout
+        return backends.ProcessGroupGloo(store, rank, size, options)
+    options = backends.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return distributed.ProcessGroupNCCL(store, rank, size, options)
+    return backends.ProcessGroupNCCL(store, rank, size, options)

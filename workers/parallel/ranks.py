@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from torch.distributed import DistError
 
 from kvtransfer.transport import Chunk
+from kvtransfer.transports.board_key import WrongKey
 from kvtransfer.transports.store import Board, BoardStore
 from protos.codec import Messages
 from protos.errors import BatonError, UnreadableMessage, WorkerLost
@@ -148,10 +149,11 @@ class HostedStore(BoardStore):
     """Rank 0's meeting place, with the board it lies on. Not torch's TCPStore: that one asks DNS for the name of each
     rank that comes, and one lost packet holds the start up for five seconds."""
 
-    def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
-        board = Board(host, port)
-        super().__init__(host, board.port, "", wait_s=timeout_s)
+    def __init__(self, host: str, port: int, *, key: bytes, timeout_s: float) -> None:
+        board = Board(host, port, key=key)
+        super().__init__(host, board.port, "", key=board.key, wait_s=timeout_s)
         self.port = board.port
+        self.key = board.key
         self._board = board
 
     def close(self) -> None:
@@ -159,17 +161,21 @@ class HostedStore(BoardStore):
         self._board.close()
 
 
-def open_store(host: str, port: int = 0, *, timeout_s: float = 60.0) -> HostedStore:
-    """Rank 0's meeting place; `store.port` says where when `port` is 0."""
-    return HostedStore(host, port, timeout_s=timeout_s)
+def open_store(host: str, port: int = 0, *, key: bytes = b"", timeout_s: float = 60.0) -> HostedStore:
+    """Rank 0's meeting place. `store.port` is the port it listens on when `port` is 0, `store.key` what the other ranks
+    need when no `key` is given."""
+    return HostedStore(host, port, key=key, timeout_s=timeout_s)
 
 
-def find_store(host: str, port: int, *, timeout_s: float = 60.0) -> BoardStore:
-    """The store that rank 0 opens, or has opened, at this address. Raises WorkerLost when nobody opens one."""
+def find_store(host: str, port: int, *, key: bytes, timeout_s: float = 60.0) -> BoardStore:
+    """The store that rank 0 opens, or has opened, at this address. Raises WorkerLost when none is opened there, or one
+    with another key."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            return BoardStore(host, port, "", wait_s=timeout_s)
+            return BoardStore(host, port, "", key=key, wait_s=timeout_s)
+        except WrongKey as error:
+            raise WorkerLost(f"{host}:{port} is not where the ranks of this worker meet: {error}") from error
         except OSError as error:
             if time.monotonic() > deadline_s:
                 raise WorkerLost(f"no rank 0 at {host}:{port} after {timeout_s:g} s: {error}") from error

@@ -56,7 +56,7 @@ def assemble(
     """Rank 0 of a worker, and its role. Blocks while the weights are read. Raises as `open_rank` does."""
     assert seat.rank == 0, f"rank {seat.rank} follows"
     fastest()  # compiled now, if it must be, and not under the first request
-    store = open_store(seat.store_host, seat.store_port) if seat.size > 1 else None
+    store = open_store(seat.store_host, seat.store_port, key=seat.store_key) if seat.size > 1 else None
     group = _meet(config, seat, store)
     rank = open_rank(config, group, on_progress=on_progress)
     bell = Bell()
@@ -82,7 +82,7 @@ def assemble(
 
 def follow(config: WorkerConfig, seat: Seat, *, make_ends: MakeEnds) -> None:
     """Ranks above 0. Returns when rank 0 stops; raises WorkerLost when a rank is gone."""
-    group = _meet(config, seat, find_store(seat.store_host, seat.store_port))
+    group = _meet(config, seat, find_store(seat.store_host, seat.store_port, key=seat.store_key))
     rank = open_rank(config, group)
     ends = make_ends(rank, seat, Bell())
     follow_rank0(rank, make_dock(rank, sender=ends.sender, receiver=ends.receiver))

@@ -63,6 +63,9 @@ class Sequence:
         self.num_made = 0
 
 
+LANE_KEY = "of the board of lanes"
+
+
 class FakeWorker:
     """`peers` maps worker ids to workers, so that a fake prefill worker can push. What a test may set:
 
@@ -301,7 +304,9 @@ class FakeWorker:
 
     def info(self) -> WorkerInfo:
         host, _, port = self.address.rpartition(":")
-        lane = LaneAddress(worker_id=self.worker_id, incarnation=self.incarnation, host=host, port=int(port))
+        lane = LaneAddress(
+            worker_id=self.worker_id, incarnation=self.incarnation, host=host, port=int(port), key=LANE_KEY
+        )
         named: dict[str, Any] = {
             "worker_id": self.worker_id, "incarnation": self.incarnation, "role": self.role, "model": "toy",
             "address": self.address, "layout": LAYOUT, "lane": lane, "max_model_len": 4096, "vocab_size": 1000,

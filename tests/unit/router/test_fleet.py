@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+import orjson
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -18,7 +19,7 @@ from router import fleet_metrics
 from router.fleet_metrics import FleetCollector
 from router.member import Member, WorkerState
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
-from tests.unit.router.fake_worker import BLOCK_SIZE, LAYOUT, FakeWorker, expected_tokens
+from tests.unit.router.fake_worker import BLOCK_SIZE, LANE_KEY, LAYOUT, FakeWorker, expected_tokens
 
 HASHES = chain_hashes(PROMPT, BLOCK_SIZE)
 
@@ -70,6 +71,19 @@ async def test_what_workers_of_other_block_sizes_have_cached_is_known(make: Call
     (used,) = (one for one in ("c0", "c1", "c2") if cluster[one].submitted)
     own = chain_hashes(PROMPT, cluster.fleet.member(used).block_size or 0)
     assert cluster.fleet.index.match(own, now=0.0).blocks[used] == len(own), "siblings are sent after it"
+
+
+async def test_the_key_of_a_workers_lanes_goes_to_the_other_worker_and_is_not_shown(
+    make: Callable[..., Cluster],
+) -> None:
+    cluster = make()
+    await cluster.add("p0", "d0")
+    cluster.choose("d0", prefill="p0")
+    await collect(cluster, job())
+    assert cluster["d0"].reserved[0].source.key == LANE_KEY
+    shown = orjson.dumps(cluster.fleet.status()).decode()
+    assert '"lane":{"worker_id":"d0"' in shown
+    assert LANE_KEY not in shown
 
 
 async def test_a_worker_that_does_not_fit_is_named_and_never_used(make: Callable[..., Cluster]) -> None:

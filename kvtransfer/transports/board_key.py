@@ -1,0 +1,53 @@
+"""How a board and its clients prove to each other that they have the same key, without sending it.
+
+    board  ── nonce ──────────────────────────▶ client       HMAC-SHA256, of the side and both nonces
+    board  ◀── own nonce, HMAC("client" ...) ── client
+    board  ── HMAC("board" ...) ──────────────▶ client       a stranger who took the port is noticed, too
+
+What follows is neither signed nor encrypted: the key keeps out whoever can connect, not whoever can change packets.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+
+NONCE_BYTES = 32
+MAC_BYTES = 32
+CLAIM_BYTES = NONCE_BYTES + MAC_BYTES
+
+
+class WrongKey(PermissionError):
+    """The two sides have different keys."""
+
+
+def new_key() -> bytes:
+    """In letters and digits, as it travels in a LaneAddress."""
+    return secrets.token_hex(32).encode()
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def claim(key: bytes, board_nonce: bytes, client_nonce: bytes) -> bytes:
+    """What a client answers the board's nonce."""
+    return client_nonce + _mac(key, b"client", board_nonce, client_nonce)
+
+
+def accept(key: bytes, board_nonce: bytes, claimed: bytes) -> bytes:
+    """What the board answers a client's claim. Raises WrongKey."""
+    client_nonce, mac = claimed[:NONCE_BYTES], claimed[NONCE_BYTES:]
+    if not hmac.compare_digest(mac, _mac(key, b"client", board_nonce, client_nonce)):
+        raise WrongKey("the client does not have the board's key")
+    return _mac(key, b"board", board_nonce, client_nonce)
+
+
+def check(key: bytes, board_nonce: bytes, client_nonce: bytes, answer: bytes) -> None:
+    """The client's look at the board's answer. Raises WrongKey."""
+    if not hmac.compare_digest(answer, _mac(key, b"board", board_nonce, client_nonce)):
+        raise WrongKey("the board does not have the key")
+
+
+def _mac(key: bytes, side: bytes, board_nonce: bytes, client_nonce: bytes) -> bytes:
+    return hmac.digest(key, side + board_nonce + client_nonce, "sha256")
