@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from decode_pool.config import DecodeConfig
@@ -154,6 +154,10 @@ class ClusterConfig:
     @property
     def lanes(self) -> LaneConfig:
         return self.worker.lanes
+
+    def with_token(self) -> ClusterConfig:
+        """The same with a token for this run, unless one is given."""
+        return replace(self, peers=self.peers.with_token())
 
     def check_model(self) -> None:
         """Raises BadCheckpoint when there is no checkpoint where the model should be on this machine."""

@@ -66,6 +66,15 @@ ToolParser = Annotated[
     str | None,
     typer.Option("--tool-parser", metavar="FORMAT", help="How calls of tools are written: docs/api.md."),
 ]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        envvar="BATON_TOKEN",
+        show_envvar=True,
+        help="What callers of a worker show it; better by the variable, as flags are seen by other users.",
+    ),
+]
 RayAddress = Annotated[str | None, typer.Option("--ray-address", help="A Ray that runs. Default: one of our own.")]
 Discovery = Annotated[
     str | None, typer.Option("--discovery", metavar="URL", help="redis://host:port where supervisor and gateways meet.")

@@ -40,6 +40,7 @@ def worker(
     device: flags.OnDevice = None,
     dtype: flags.InDtype = None,
     host_kv_gib: flags.HostKv = None,
+    token: flags.Token = None,
     served_name: flags.Name = None,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
@@ -50,12 +51,16 @@ def worker(
         "model": model,
         "served_name": served_name,
         "worker": {"device": device, "dtype": dtype, "host_kv_gib": host_kv_gib},
+        "peers": {"token": token},
     }
     config, console = flags.settings(file, given, further), flags.terminal(log_format)
     if config.worker.tp > 1:
         raise Misconfigured(
             f"worker.tp is {config.worker.tp}: one process is one rank, so use `baton serve`", param="tp"
         )
+    if not config.peers.token:
+        config = config.with_token()
+        log.info("callers need this worker's token: BATON_TOKEN=%s baton gateway --worker ...", config.peers.token)
     orders = Orders(
         role=role,
         worker=config.worker,

@@ -23,8 +23,8 @@ from router.admission.reception import Reception
 from router.admission.registry import open_limits
 from router.app import create_app
 from router.canary import Canary, by_one_worker
+from router.channels import Channels
 from router.choosing import Routing, routing_of
-from router.client import channels_of
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
@@ -116,14 +116,11 @@ class Front:
         prefixes, self._others = open_index(
             index, model=config.model_name, gateway_id=gateway_id, siblings=self._siblings
         )
+        self.channels = Channels(peers)
         self.fleet = Fleet(
-            index=prefixes,
-            config=config,
-            gateway_id=gateway_id,
-            open_channel=channels_of(peers),
-            peers=self._others,
+            index=prefixes, config=config, gateway_id=gateway_id, open_channel=self.channels, peers=self._others,
             observe=routing.observe,
-        )
+        )  # fmt: skip
         self._shared_load = self._share_load()
         metrics = RequestMetrics(model=config.model_name)
         self.registry = metrics.registry

@@ -24,6 +24,7 @@ from protos.errors import Misconfigured
 if TYPE_CHECKING:
     from cluster.front import Front
     from cluster.processes.parent import Gateways
+    from router.channels import Channels
 
 log = logging.getLogger("baton.cluster")
 
@@ -42,6 +43,7 @@ def gateway(
     policy: flags.Policy = None,
     shadow_policy: flags.ShadowPolicy = None,
     tool_parser: flags.ToolParser = None,
+    token: flags.Token = None,
     served_name: flags.Name = None,
     file: flags.ConfigFile = None,
     further: flags.Set = None,
@@ -53,7 +55,7 @@ def gateway(
 
     given = {
         "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
-        "discovery": discovery, "processes": processes,
+        "discovery": discovery, "processes": processes, "peers": {"token": token},
         "router": {
             "policy": policy, "shadow_policy": shadow_policy, "tool_parser": tool_parser, "access_log": access_log,
         },
@@ -122,7 +124,7 @@ async def _serve(front: Front | Gateways, config: ClusterConfig, addresses: tupl
     log.info("serving %s at %s, gRPC on port %d, as soon as workers are found", front.model, front.url, front.grpc_port)
     if isinstance(front, Front):
         collect_rarely()
-        await follow(front, await discovery_of(config, addresses))
+        await follow(front, await discovery_of(config, addresses, front.channels))
         return
     telling = asyncio.create_task(_tell_ready(front), name="ready")
     try:
@@ -161,12 +163,10 @@ def check_discovery(config: ClusterConfig, addresses: tuple[str, ...]) -> None:
         )
 
 
-async def discovery_of(config: ClusterConfig, addresses: tuple[str, ...]) -> Discovery:
-    """Raises Misconfigured."""
+async def discovery_of(config: ClusterConfig, addresses: tuple[str, ...], channels: Channels) -> Discovery:
+    """Of which `channels` learn the workers' tokens. Raises Misconfigured."""
     check_discovery(config, addresses)
-    from router.client import WorkerClient, channels_of
-
-    channels = channels_of(config.peers)
+    from router.client import WorkerClient
 
     async def identify(address: str) -> str:
         client = WorkerClient(address, connect_timeout_s=2.0, control_timeout_s=2.0, open_channel=channels)
@@ -179,4 +179,4 @@ async def discovery_of(config: ClusterConfig, addresses: tuple[str, ...]) -> Dis
         return StaticDiscovery(addresses, identify=identify)
     from cluster.redis_discovery import RedisDiscovery, connect
 
-    return RedisDiscovery(await connect(config.discovery))
+    return RedisDiscovery(await connect(config.discovery), learn=channels.learn)

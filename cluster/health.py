@@ -6,7 +6,8 @@ import asyncio
 import logging
 
 from protos.errors import BatonError, WorkerLost
-from router.client import OpenChannel, WorkerClient
+from router.channels import OpenChannel
+from router.client import WorkerClient
 
 log = logging.getLogger("baton.cluster")
 

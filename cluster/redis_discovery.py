@@ -1,6 +1,7 @@
 """Workers announced in Redis under a lease: who does not renew it is gone when it ends, whatever happened to them.
 
-    baton:worker:<id>   "host:port", expires after the lease
+    baton:worker:<id>   "host:port", then a space and the token of its run, if a supervisor made one; expires after the
+                        lease. Whoever can read this Redis can call the workers.
     baton:workers       the ids that may exist (a set)
     baton:starting:<id> "role loaded", of a process that is being started; expires after the lease
     baton:starting      the ids that may be starting (a set)
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -129,8 +130,9 @@ class _Trouble:
 class RedisAnnouncer:
     """Lives on one event loop. Renews every lease three times in its length; one missed renewal loses nobody."""
 
-    def __init__(self, client: Redis, *, lease_s: float = LEASE_S) -> None:
+    def __init__(self, client: Redis, *, token: str = "", lease_s: float = LEASE_S) -> None:
         self._client = client
+        self._token = token
         self._lease_s = lease_s
         self._live: dict[str, str] = {}
         self._starting: dict[str, Successor] = {}
@@ -148,7 +150,7 @@ class RedisAnnouncer:
         """Gateways learn nothing of it yet."""
 
     async def announce(self, worker_id: str, address: str) -> None:
-        self._live[worker_id] = address
+        self._live[worker_id] = f"{address} {self._token}".rstrip()
         self._starting.pop(worker_id, None)
         self._gone.pop(worker_id, None)
         self._news.set()
@@ -215,14 +217,23 @@ class RedisAnnouncer:
 
 
 class RedisDiscovery:
-    """Lives on one event loop, for one gateway.
+    """Lives on one event loop, for one gateway. `learn` is called with the address and the token of each worker that is
+    found, before it joins.
 
     A worker that is missing without having been withdrawn is given another lease: a Redis that lost its memory must
     not cost the cluster its workers before their supervisor has repeated itself.
     """
 
-    def __init__(self, client: Redis, *, period_s: float = 1.0, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self,
+        client: Redis,
+        *,
+        learn: Callable[[str, str], None] = lambda address, token: None,
+        period_s: float = 1.0,
+        lease_s: float = LEASE_S,
+    ) -> None:
         self._client = client
+        self._learn = learn
         self._period_s = period_s
         self._lease_s = lease_s
         self._trouble = _Trouble("going on with the workers known so far")
@@ -276,7 +287,8 @@ class RedisDiscovery:
             if value is None:
                 await self._client.eval(_TIDY, 2, kind + worker_id, members, worker_id)
             elif kind is KEY:
-                addresses[worker_id] = str(value)
+                addresses[worker_id], _, token = str(value).partition(" ")
+                self._learn(addresses[worker_id], token)
             elif (successor := _unpacked(str(value))) is not None:
                 starting[worker_id] = successor
         return addresses, starting

@@ -48,7 +48,7 @@ class Deployment:
     def __init__(
         self, config: ClusterConfig, listening: socket.socket, console: Console, log_format: LogFormat
     ) -> None:
-        self._config = config
+        self._config = config = config.with_token()
         self._log_format = log_format
         self._listening = listening
         self._console = console

@@ -91,7 +91,8 @@ async def _run(config: ClusterConfig, console: Console) -> bool:
     from cluster.redis_discovery import RedisAnnouncer, connect
 
     stop, bars = Stop(), Bars(console)
-    announcer = RedisAnnouncer(await connect(config.discovery))
+    given, config = config.peers.token, config.with_token()
+    announcer = RedisAnnouncer(await connect(config.discovery), token="" if given else config.peers.token)
     workers = Pools(config, bars)
     try:
         await stop.before(_serve(workers, announcer, bars))

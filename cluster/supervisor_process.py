@@ -56,7 +56,7 @@ from cluster.supervisor_messages import (
 )
 from protos.errors import BatonError, Misconfigured, Unavailable
 from protos.wire import error_info
-from router.client import channels_of
+from router.channels import Channels
 from router.successors import Successor
 
 log = logging.getLogger("baton.cluster")
@@ -216,7 +216,7 @@ class SupervisorProcess:
             self._plans,
             launcher=self._launcher,
             announcer=ParentAnnouncer(self._channel),
-            check_health=partial(check_health, channels_of(self._config.peers)),
+            check_health=partial(check_health, Channels(self._config.peers)),
             config=self._config.supervision,
             first_incarnation=time.time_ns() // 1_000_000,
             running=running,
@@ -252,7 +252,7 @@ class SupervisorProcess:
 
     async def _drain(self, grace_s: float) -> None:
         if self._supervisor is not None:
-            channels = channels_of(self._config.peers)
+            channels = Channels(self._config.peers)
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await asyncio.gather(*(drain(channels, address) for address in self._supervisor.addresses()))

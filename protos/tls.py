@@ -1,10 +1,12 @@
-"""Certificates, for clients at the door and between a cluster's members: read once, refused with the file's name."""
+"""Certificates, for clients at the door and between a cluster's members: read once, refused with the file's name.
+Besides them the token that the members of a run show each other."""
 
 from __future__ import annotations
 
 import re
+import secrets
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -15,6 +17,10 @@ from protos.hints import unusable
 WORKER_NAME = "baton-worker"
 """What every worker's certificate is for (a DNS name of its subjectAltName). Workers come and go at changing addresses,
 so the name is one for all, and an address is not looked at."""
+
+TOKEN_KEY = "authorization"
+MIN_TOKEN_CHARACTERS = 16
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 
 _REFUSALS = {
     "WRONG_VERSION_NUMBER": "it does not speak TLS: start it with [peers] too, or leave [peers] out here",
@@ -34,14 +40,17 @@ def why_refused(told: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerTls:
-    """Files (PEM) by which gateways and workers know each other: each shows `cert`, and takes what `ca` has signed.
+    """How gateways and workers know each other.
 
-    All three or none: without them calls between members are in the clear and anybody's.
+    Every call to a worker shows the `token`; a supervisor makes one for its run where none is given. `ca`, `cert` and
+    `key` are files (PEM): each member shows `cert`, and takes what `ca` has signed. All three or none: without them
+    calls are in the clear, and whoever can read the network reads the token as well.
     """
 
     ca: str = ""
     cert: str = ""
     key: str = ""
+    token: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in ("ca", "cert", "key")}
@@ -50,6 +59,16 @@ class PeerTls:
             raise Misconfigured(
                 f"peers: {missing[0]} is missing: give ca, cert and key, or none of them", param=f"peers.{missing[0]}"
             )
+        if self.token and (len(self.token) < MIN_TOKEN_CHARACTERS or not _TOKEN.fullmatch(self.token)):
+            raise Misconfigured(
+                f"peers.token has {len(self.token)} characters: give {MIN_TOKEN_CHARACTERS} or more, of letters, "
+                "digits and ._~+/=-, such as `openssl rand -hex 32` makes",
+                param="peers.token",
+            )
+
+    def with_token(self) -> PeerTls:
+        """The same with a random token, unless one is given."""
+        return self if self.token else replace(self, token=secrets.token_urlsafe(32))
 
     def check(self) -> None:
         """Raises Misconfigured for files that cannot be read, or are no certificates and no key."""
@@ -81,6 +100,11 @@ class PeerTls:
             private_key=_read("peers.key", self.key),
             certificate_chain=_read("peers.cert", self.cert),
         )
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """What a call shows."""
+    return ((TOKEN_KEY, f"Bearer {token}"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,17 @@ import grpc
 from msgspec.structs import replace
 
 from protos import worker_pb2, worker_pb2_grpc
-from protos.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, Unavailable, WorkerLost
+from protos.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    Unauthenticated,
+    Unavailable,
+    WorkerLost,
+)
 from protos.status import error_of, in_words, peer_error
-from protos.tls import WORKER_NAME, PeerTls, why_refused
+from protos.tls import why_refused
 from protos.values import (
     FinishReason,
     GenerateRequest,
@@ -40,6 +48,7 @@ from protos.values import (
     WorkerStats,
 )
 from protos.wire import PROTOBUF, Encoding, from_proto, raised, to_proto
+from router.channels import OpenChannel, open_channel
 from router.generation import Tap
 from router.shortcut import Board, Shortcut
 
@@ -48,38 +57,6 @@ Value = TypeVar("Value")
 log = logging.getLogger("baton.router")
 
 MAX_TOGETHER_BYTES = 2**20
-MAX_MESSAGE_BYTES = 64 * 2**20  # a prompt of a million tokens is 4 MB; a snapshot of a million blocks is 16 MB
-
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer that is gone without a word, or stopped, is noticed after about two seconds.
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1500),
-    ("grpc.http2.ping_timeout_ms", 1500),  # alone decides when a keepalive ping is lost; 60 s without it
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # A new client connects afresh: it inherits no back-off from a lost one. When to try again is the fleet's business.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-    ("grpc.enable_http_proxy", 0),
-)
-
-OpenChannel = Callable[[str], Any]
-"""Makes the channel to an address: gRPC's, or one that a simulator carries messages over."""
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
-
-
-def channels_of(peers: PeerTls) -> OpenChannel:
-    """How a member of the cluster opens its channels. Raises Misconfigured for certificates that cannot be read."""
-    credentials = peers.channel_credentials()
-    if credentials is None:
-        return open_channel
-    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", WORKER_NAME)]
-    return lambda address: grpc.aio.secure_channel(address, credentials, options=options)
 
 
 class Updates:
@@ -448,6 +425,8 @@ class WorkerClient:
     def _typed(self, failed: grpc.RpcError) -> BatonError:
         """The worker's own word, or its loss: nobody but its end cancels our calls, and a crash cuts them off."""
         if (said := peer_error(failed)) is not None:
+            if isinstance(said, Unauthenticated):  # which no client of ours is to hear as its own fault
+                return WorkerLost(f"the worker at {self.address} refuses this process: {said.message}")
             return said
         error = error_of(failed)
         if isinstance(error, InvalidRequest):

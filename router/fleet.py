@@ -19,7 +19,8 @@ from kvtransfer.reshard import require_compatible
 from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
 from protos.values import BlockHash, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from protos.wire import PROTOBUF, Encoding
-from router.client import OpenChannel, WorkerClient, open_channel
+from router.channels import OpenChannel, open_channel
+from router.client import WorkerClient
 from router.config import RouterConfig
 from router.host_metrics import HostTotals
 from router.lane_metrics import LaneTotals

@@ -122,7 +122,9 @@ class GatewayProcess:
         orders, front = self._orders, self._front
         await front.start()
         collect_rarely()
-        found: Discovery = self._told if orders.is_told else await discovery_of(orders.config, orders.addresses)
+        found: Discovery = (
+            self._told if orders.is_told else await discovery_of(orders.config, orders.addresses, front.channels)
+        )
         self._control.send(Up(model=front.model, has_chat=front.has_chat))
         telling = asyncio.create_task(self._tell_ready(), name="ready")
         try:

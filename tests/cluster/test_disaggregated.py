@@ -105,7 +105,9 @@ async def start(
     """Ranks above 0 follow in threads of this process."""
     port = _free_port() if config.tp > 1 else 0
     seats = [
-        Seat(worker_id=worker_id, incarnation=1, rank=rank, size=config.tp, store_port=port)
+        Seat(
+            worker_id=worker_id, incarnation=1, rank=rank, size=config.tp, store_port=port, store_key=b"of these ranks"
+        )
         for rank in range(config.tp)
     ]
     followers = [threading.Thread(target=service.follow, args=(config, seat), daemon=True) for seat in seats[1:]]

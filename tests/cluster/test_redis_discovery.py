@@ -124,6 +124,36 @@ async def test_gateways_know_what_is_starting_until_it_serves_or_its_supervisor_
     await supervisor._client.aclose()
 
 
+async def test_a_gateway_learns_a_runs_token_with_each_address_before_the_worker_joins(redis: RedisServer) -> None:
+    """A supervisor that has its token from a file announces none: its gateways have that file."""
+    told: list[tuple[str, ...]] = []
+
+    class Joins(Members):
+        def join(self, address: str, *, worker_id: str) -> None:
+            told.append((worker_id, address))
+            super().join(address, worker_id=worker_id)
+
+    members = Joins()
+    ours = RedisAnnouncer(await connect(redis.url), token="a-token-of-this-run", lease_s=LEASE_S)
+    configured = await announcer(redis)
+    await ours.announce("decode-0", "h:1")
+    await configured.announce("prefill-0", "h:2")
+    discovery = RedisDiscovery(
+        await connect(redis.url), learn=lambda *learned: told.append(learned), period_s=0.1, lease_s=LEASE_S
+    )
+    following = asyncio.create_task(discovery.follow(members))
+    await members.until(lambda: members.addresses == {"decode-0": "h:1", "prefill-0": "h:2"})
+    for learned, joined in ((("h:1", "a-token-of-this-run"), ("decode-0", "h:1")), (("h:2", ""), ("prefill-0", "h:2"))):
+        assert told.index(learned) < told.index(joined)
+    await ours.withdraw("decode-0")
+    await members.until(lambda: members.addresses == {"prefill-0": "h:2"})
+    assert members.left == ["decode-0"]
+    following.cancel()
+    await asyncio.wait([following])
+    await ours.close()
+    await configured.close()
+
+
 async def test_a_lease_is_renewed_and_ends_with_its_announcer(redis: RedisServer) -> None:
     supervisor, other = await announcer(redis), await announcer(redis)
     await supervisor.announce("decode-0", "h:1")

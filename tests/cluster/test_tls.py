@@ -27,7 +27,8 @@ from cluster.serve import DEMO
 from protos import inference_pb2, inference_pb2_grpc
 from protos.errors import Misconfigured, Unavailable, WorkerLost
 from protos.tls import WORKER_NAME, FaceTls, PeerTls
-from router.client import WorkerClient, channels_of
+from router.channels import Channels
+from router.client import WorkerClient
 from router.config import RouterConfig
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from workers.rpc.worker import Worker
@@ -75,7 +76,7 @@ async def toy(peers: PeerTls) -> AsyncIterator[str]:
 
 
 async def described(address: str, peers: PeerTls) -> str:
-    client = WorkerClient(address, connect_timeout_s=5.0, control_timeout_s=5.0, open_channel=channels_of(peers))
+    client = WorkerClient(address, connect_timeout_s=5.0, control_timeout_s=5.0, open_channel=Channels(peers))
     try:
         return (await client.describe()).worker_id
     finally:
@@ -162,7 +163,7 @@ def test_files_that_are_no_certificates_are_named(tmp_path: Path) -> None:
     with pytest.raises(Misconfigured, match=r"peers: .* are no certificate and its key"):
         PeerTls(ca=str(tmp_path / "ca"), cert=str(wrong), key=str(wrong)).check()
     with pytest.raises(Misconfigured, match=r"peers\.ca"):
-        channels_of(PeerTls(ca=str(tmp_path / "ca"), cert=str(wrong), key=str(wrong)))
+        Channels(PeerTls(ca=str(tmp_path / "ca"), cert=str(wrong), key=str(wrong)))
 
 
 @pytest.mark.timeout(30)

@@ -102,6 +102,7 @@ def lane_ends(config: LaneConfig, rank: Rank, seat: Seat, bell: Bell) -> Ends:
 
 
 def _meet(config: WorkerConfig, seat: Seat, store: BoardStore | None) -> TensorParallel:
+    assert seat.size == 1 or seat.store_key, "the launcher gives all ranks of a worker one store_key"
     return meet(
         store,
         rank=seat.rank,

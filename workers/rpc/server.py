@@ -36,6 +36,7 @@ from protos.values import (
 from protos.wire import PROTOBUF, Encoding, error_info, from_proto, to_proto
 from workers.engine.engine import Engine
 from workers.rpc.loop import Turns
+from workers.rpc.token import TokenCheck
 
 log = logging.getLogger("baton.worker")
 
@@ -351,9 +352,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return to_proto(self.loop.health(self._clock()))
 
 
-def new_server() -> grpc.aio.Server:
-    """A server whose limits fit long prompts and whose pings find a dead gateway in seconds."""
+def new_server(token: str = "") -> grpc.aio.Server:
+    """A server whose limits fit long prompts and whose pings find a dead gateway in seconds. With a `token` it answers
+    only calls that show it."""
     return grpc.aio.server(
+        interceptors=[TokenCheck(token)] if token else [],
         options=[
             ("grpc.max_receive_message_length", 64 * 2**20),
             ("grpc.max_send_message_length", 64 * 2**20),
@@ -364,5 +367,5 @@ def new_server() -> grpc.aio.Server:
             ("grpc.http2.min_ping_interval_without_data_ms", 1000),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.so_reuseport", 0),
-        ]
+        ],
     )

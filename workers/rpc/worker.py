@@ -78,9 +78,9 @@ class Worker:
         """Serves on host:port (0: any free one) and says where. `prepare` runs on the engine's thread, before all else;
         `supervised` whenever a supervisor has asked for the worker's health.
         Raises Misconfigured when the port is taken, or the certificates by which `peers` know each other cannot be
-        read."""
+        read. Without a token in `peers` it answers every call."""
         credentials = peers.server_credentials() if peers is not None else None
-        server = new_server()
+        server = new_server(peers.token if peers is not None else "")
         try:
             bound = listen(server, f"{host}:{port}", credentials)
         except RuntimeError as error:
