@@ -76,6 +76,16 @@ class TestSteps:
         toy = ToyEngine()
         assert toy.scheduler.plan(0.0) is None
 
+    def test_reservations_are_taken_again_when_whoever_lacked_blocks_has_left(self) -> None:
+        """No plan is made any more that would find it out: they were refused for ever, with all blocks free."""
+        toy = ToyEngine(num_blocks=8)  # of 4 tokens
+        toy.submit(ask("r0", range(24)), ask("r1", range(30, 54)))
+        toy.step()
+        assert toy.scheduler.blocked, "r1 lacks blocks"
+        toy.engine.abort(["r1", "r0"])
+        assert not toy.scheduler.blocked
+        toy.finish()
+
 
 class TestOrder:
     def test_the_urgent_first_then_whoever_came_first(self) -> None:

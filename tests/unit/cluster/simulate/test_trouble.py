@@ -19,7 +19,6 @@ from protos.errors import Misconfigured
 from protos.values import SequenceUpdate, WorkerRole
 from tests.unit.cluster.simulate.towns import run, town
 from workers.engine.engine import Engine
-from workers.engine.scheduler import Scheduler
 
 SEEDS_A_TEST = 36
 NUM_TESTS = 24
@@ -82,20 +81,6 @@ def test_an_answer_leaps_after_a_preemption_and_after_a_plan_that_lacked_a_block
 ) -> None:
     soak.run(soak.trial(seed))
     assert leaps_of_preempted
-
-
-def test_a_worker_takes_reservations_again_when_whoever_lacked_blocks_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refused all of them for ever, with all of its blocks free."""
-    blocked, num_left = Scheduler.blocked.fget, 0  # type: ignore[attr-defined]
-
-    def watched(scheduler: Scheduler) -> bool:
-        nonlocal num_left
-        num_left += scheduler._blocked and not scheduler._waiting
-        return bool(blocked(scheduler))
-
-    monkeypatch.setattr(Scheduler, "blocked", property(watched))
-    soak.run(soak.trial(1739))
-    assert num_left, "the seed no longer has a reservation after the last one who lacked blocks has left"
 
 
 def test_a_seed_is_all_there_is_to_a_trial() -> None:
