@@ -104,7 +104,7 @@ class SupervisionConfig:
     health_period_s: float = 2.0
     max_misses: int = 5
     grace_s: float = 30.0
-    orphan_s: float = 120.0
+    orphan_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -53,6 +53,7 @@ from router.successors import Successor
 log = logging.getLogger("baton.cluster")
 
 PROGRAM = "from cluster.supervisor_process import main; main()"
+RAY_TITLE = b"ray::"  # of what Ray's raylet has started
 START_TRIES = 3  # of a Ray that never came up
 STOP_S = 40.0  # for every worker's polite end, and Ray's
 MAX_PAUSE_S = 5.0  # before a supervisor that ends again and again is started anew
@@ -123,7 +124,7 @@ class Pools:
         kept = "a lost worker is started again where it was" if not self._config.ray.address else (
             "a lost worker is not started again before it is back"
         )  # fmt: skip
-        return f"{reason}, for {time.monotonic() - since_s:.0f} s: workers serve on, {kept}"
+        return f"{reason} (for {time.monotonic() - since_s:.0f} s): workers serve on; {kept}"
 
     async def drain(self, grace_s: float) -> None:
         """No new work for any worker; returns when what runs has finished, at the latest after `grace_s`."""
@@ -152,6 +153,7 @@ class Pools:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._scratch is not None:
             kill_users(self._scratch.path)
+            self._reaper.kill_strays(RAY_TITLE)
             self._reaper.close()
             self._scratch.remove()
             self._scratch = None
@@ -214,13 +216,16 @@ class Pools:
             await asyncio.gather(ended, following, beating, return_exceptions=True)
             self._channel = None
             await channel.close()
-            await asyncio.to_thread(self._end_ray, folder)
             self._changed()
-        return self._lost(process.returncode or 0, said, before)
+        reason = self._lost(process.returncode or 0, said, before)
+        await self._announce_trouble()
+        await asyncio.to_thread(self._end_ray, folder)
+        return reason
 
     def _end_ray(self, folder: Path) -> None:
         if not self._config.ray.address:
             end_private_ray(folder)
+            self._reaper.kill_strays(RAY_TITLE)
             shutil.rmtree(folder / OURS, ignore_errors=True)
 
     def _lost(self, code: int, said: Path, before: tuple[str, float] | None) -> str:
@@ -233,7 +238,7 @@ class Pools:
         elif code != -9 and (lines := said.read_text(errors="replace").strip().splitlines()):
             log.warning("the supervisor's last words:\n%s", "\n".join(lines[-MAX_SAID_LINES:]))
         reason = f"the supervisor was {how}" if code < 0 else f"the supervisor {how}"
-        if self.plans:
+        if self.plans and not self._stopping:
             self._away = (reason, self._away[1] if self._away is not None else time.monotonic())
         return reason
 

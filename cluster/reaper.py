@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -44,6 +45,13 @@ class Reaper:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         self._seen = zombies
+
+    def kill_strays(self, title: bytes) -> None:
+        """Children that are titled so, and were started by a process that has ended."""
+        for pid in _children():
+            with suppress(OSError):
+                if pid not in self._watched and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title):
+                    os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         for pid in tuple(self._watched):

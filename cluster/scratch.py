@@ -44,19 +44,33 @@ class Scratch:
 
 
 def kill_users(folder: Path) -> None:
-    """Ends every process that was told of the folder when it was started, but not this one, and leaves nothing of those
-    that descend from it: where nobody reaps for others, as in many containers, they would be zombies for ever. Linux
-    only."""
+    """Ends every process that has the folder in its command line, and those that descend from it, but not this one; and
+    leaves nothing of those that descend from this one: where nobody reaps for others, as in many containers, they would
+    be zombies for ever. Linux only."""
     killed: list[int] = []
     with _adopting():
-        for entry in Path("/proc").glob("[0-9]*"):
+        for pid in _users(folder):
             with suppress(OSError):  # just gone, or another user's
-                if entry.name != str(os.getpid()) and os.fsencode(folder) in (entry / "cmdline").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
-                    killed.append(int(entry.name))
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
         for pid in (*killed, *killed):  # the second time those whose parents were among them
             with suppress(OSError):  # no child of ours, or reaped already
                 _reap(pid)
+
+
+def _users(folder: Path) -> list[int]:
+    """Their descendants, too: Ray's agents have titles in place of their command lines."""
+    parents: dict[int, int] = {}
+    users: set[int] = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if os.fsencode(folder) in (entry / "cmdline").read_bytes():
+                users.add(int(entry.name))
+    users.discard(os.getpid())
+    while more := {pid for pid, parent in parents.items() if parent in users} - users - {os.getpid()}:
+        users |= more
+    return sorted(users)
 
 
 @contextmanager

@@ -90,7 +90,8 @@ def _reason(worker: Worker) -> Text:
 
 def _headline(status: Mapping[str, Any], url: str) -> Text:
     ready = Text("ready", "bold green") if status["ready"] else Text(f"not ready: {status['reason']}", "bold red")
-    degraded = (", but ", (status["degraded"], "yellow")) if status["ready"] and status.get("degraded") else ()
+    joint = ", but " if status["ready"] else "; "
+    degraded = (joint, (status["degraded"], "yellow")) if status.get("degraded") else ()
     return Text.assemble((status["model"], "bold"), f" at {url} is ", ready, *degraded)
 
 

@@ -19,7 +19,7 @@ from starlette.routing import Match
 
 from protos.errors import BatonError, InvalidRequest, NotFound
 from router.admin.routes import mount_admin
-from router.admin.status import missing, not_ready
+from router.admin.status import degraded, not_ready
 from router.asgi import REQUEST_ID, Authenticate, BodyLimit, HeadLimit, RequestId
 from router.gateway import Gateway
 from router.metrics import Track
@@ -142,11 +142,8 @@ def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        ready, degraded = (
-            gateway.ready(),
-            (gateway.fleet.degraded(), gateway.reception.trouble, gateway.siblings.trouble, missing(gateway)),
-        )
-        told = {"ready": ready, "reason": not_ready(gateway), "degraded": "; ".join(filter(None, degraded))}
+        ready = gateway.ready()
+        told = {"ready": ready, "reason": not_ready(gateway), "degraded": degraded(gateway)}
         return json_response(told, status=200 if ready else 503)
 
     @app.get("/metrics")

@@ -28,10 +28,16 @@ def add(admin: APIRouter, gateway: Gateway) -> None:
     async def status() -> Response:
         told = {"model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway)}
         workers = gateway.fleet.status()
-        told["degraded"] = missing(gateway, workers)
+        told["degraded"] = degraded(gateway)
         said = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
         kv = {worker.worker_id: one for worker, one in zip(workers, said, strict=True)}
         return json_response(told | {"workers": workers, "kv": kv, "processes": gateway.siblings.statuses})
+
+
+def degraded(gateway: Gateway) -> str:
+    """What is wrong although requests may be served; "" when nothing is."""
+    told = (gateway.fleet.degraded(), gateway.reception.trouble, gateway.siblings.trouble, missing(gateway))
+    return "; ".join(filter(None, told))
 
 
 def not_ready(gateway: Gateway) -> str:

@@ -98,11 +98,11 @@ def test_the_folder_of_ray_is_closed_to_others_and_short_enough_for_its_sockets(
 
 
 CHILD = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
-PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}, sys.argv[1]])"
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
 
 
 def test_processes_that_use_a_folder_are_killed_and_no_others(tmp_path: Path) -> None:
-    """And reaped, also children of them: no zombie is left to whoever reaps for orphans, if anybody does."""
+    """And reaped, also children of them, which have no name of it: no zombie is left where no process reaps orphans."""
     theirs, others = (str(tmp_path / name) for name in ("baton-a", "baton-b"))
     with (
         subprocess.Popen([sys.executable, "-c", PARENT, theirs], stdout=subprocess.PIPE, text=True) as killed,

@@ -167,6 +167,7 @@ async def test_ready_says_why_not() -> None:
         fleet.amiss = "no Redis"
         degraded = await client.get("/ready")
         assert (degraded.status_code, degraded.json()["degraded"]) == (200, "no Redis"), "it serves all the same"
+        assert (await client.get("/admin/status")).json()["degraded"] == "no Redis", "as `baton status` shows it"
         fleet.is_ready, fleet.amiss, fleet.workers = False, "", joining
         unready = await client.get("/ready")
         fleet.workers = ()
