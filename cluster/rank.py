@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from protos.tls import PeerTls
 from protos.values import ErrorInfo, WorkerInfo, WorkerRole
 from protos.wire import error_info
 from workers.config import Seat, WorkerConfig
-from workers.cores import Cores, claim_cores
+from workers.cores import Cores, claim_cores, spin_briefly
 
 if TYPE_CHECKING:
     from workers.rpc.worker import Parts, Worker
@@ -193,9 +195,14 @@ class Rank:
 
 def _claim(orders: Orders) -> Cores:
     """The cores on which this rank's threads compute; none where a GPU does."""
+    device, num_threads = orders.worker.device, os.environ.get("OMP_NUM_THREADS", "")
+    if device == "cpu" and num_threads.isdigit() and "torch" not in sys.modules:
+        cores = claim_cores(int(num_threads), orders.worker.bind_cores, orders.seat.rank)
+        if not cores.cpus:
+            spin_briefly()
+        return cores
     import torch
 
-    device = orders.worker.device
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         return Cores()
     return claim_cores(torch.get_num_threads(), orders.worker.bind_cores, orders.seat.rank)

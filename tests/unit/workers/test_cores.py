@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from protos.errors import Misconfigured
 from workers.config import WorkerConfig
-from workers.cores import Core, Cores, claim_cores, read_cores
+from workers.cores import NUM_SPINS, Core, Cores, claim_cores, read_cores
 
 
 def machine(folder: Path, *, nodes: int, cores_of_node: int, threads_of_core: int) -> Path:
@@ -133,3 +136,31 @@ def test_that_cores_do_not_suffice_is_said_once_a_worker(caplog: pytest.LogCaptu
         for rank in range(3):
             claim_cores(100_000, "auto", rank)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["threads are not bound to cores"]
+
+
+@pytest.mark.parametrize(
+    ("bound", "said", "spins"), [("off", None, str(NUM_SPINS)), ("off", "7", "7"), ("0", None, None)]
+)
+def test_threads_without_cores_of_their_own_do_not_spin_on_those_of_others(
+    bound: str, said: str | None, spins: str | None
+) -> None:
+    """In a process of its own: OpenMP reads how long to spin when torch is imported, so that must come later."""
+    program = (
+        "import json, os, sys\n"
+        "from cluster.rank import Orders, _claim\n"
+        "from decode_pool.config import DecodeConfig\n"
+        "from prefill_pool.config import PrefillConfig\n"
+        "from protos.values import WorkerRole\n"
+        "from workers.config import Seat, WorkerConfig\n"
+        "orders = Orders(\n"
+        "    role=WorkerRole.DECODE, worker=WorkerConfig(model='m', device='cpu', bind_cores=sys.argv[1]),\n"
+        "    prefill=PrefillConfig(), decode=DecodeConfig(), seat=Seat(worker_id='d0', incarnation=1),\n"
+        ")\n"
+        "_claim(orders)\n"
+        "print(json.dumps([os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules]))\n"
+    )
+    cpu = str(min(os.sched_getaffinity(0))) if bound == "0" else bound
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment |= {"OMP_NUM_THREADS": "1"} | ({"GOMP_SPINCOUNT": said} if said else {})
+    printed = subprocess.check_output([sys.executable, "-c", program, cpu], env=environment, text=True)
+    assert json.loads(printed) == [spins, False]
