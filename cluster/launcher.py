@@ -171,7 +171,8 @@ class RankLauncher:
         links = await asyncio.gather(
             *(place.host.order(name, pid, order) for name, pid, order in zip(living.names, pids, orders, strict=True))
         )
-        log.info("%s: runs in process %s", plan.worker_id, ", ".join(map(str, pids)))
+        told = ", ".join(map(str, pids))
+        log.info("%s: runs in process %s", plan.worker_id, told, extra={"worker": plan.worker_id})
         return list(links)
 
     def _orders(self, plan: WorkerPlan, seat: Seat) -> Orders:

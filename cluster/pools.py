@@ -258,8 +258,8 @@ class Pools:
 
     async def _hear(self, message: object) -> None:
         match message:
-            case LogLine(name=name, level=level, message=line):
-                logging.getLogger(name).log(level, "%s", line)
+            case LogLine(name=name, level=level, message=line, fields=fields):
+                logging.getLogger(name).log(level, "%s", line, extra=fields)
             case Step(what=what, is_over=True):
                 self._steps.pop(what, lambda: None)()
             case Step(what=what):

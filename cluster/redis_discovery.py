@@ -5,6 +5,8 @@
     baton:workers       the ids that may exist (a set)
     baton:starting:<id> "role loaded", of a process that is being started; expires after the lease
     baton:starting      the ids that may be starting (a set)
+    baton:degraded:<id> what is wrong behind the workers of the supervisor <id>; expires after the lease
+    baton:degraded      the ids of supervisors that may have such (a set)
     baton:changes       a channel: read again; a message names a worker that was withdrawn
 
 A gateway reads everything on every change, and every `period_s` in case it missed one. While Redis cannot be reached
@@ -20,6 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import NoReturn
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
@@ -38,6 +41,8 @@ KEY = "baton:worker:"
 IDS = "baton:workers"
 STARTING_KEY = "baton:starting:"
 STARTING_IDS = "baton:starting"
+DEGRADED_KEY = "baton:degraded:"
+DEGRADED_IDS = "baton:degraded"
 CHANGES = "baton:changes"
 TROUBLES = (RedisError, OSError, TimeoutError)
 
@@ -138,6 +143,9 @@ class RedisAnnouncer:
         self._starting: dict[str, Successor] = {}
         self._gone: dict[str, str] = {}
         self._written: set[str] = set()  # starting, as Redis has them
+        self._id = uuid4().hex
+        self._degraded = ""
+        self._was_degraded = False  # as Redis has it
         self._news = asyncio.Event()
         self._trouble = _Trouble("gateways that start now will not find the workers")
         self._keeper = asyncio.create_task(self._keep(), name="announcer")
@@ -147,7 +155,10 @@ class RedisAnnouncer:
         self._news.set()
 
     async def set_degraded(self, reason: str) -> None:
-        """Gateways learn nothing of it yet."""
+        """Gateways learn at once that something is wrong, or nothing any more."""
+        if bool(reason) != bool(self._degraded):
+            self._news.set()
+        self._degraded = reason
 
     async def announce(self, worker_id: str, address: str) -> None:
         self._live[worker_id] = f"{address} {self._token}".rstrip()
@@ -170,6 +181,7 @@ class RedisAnnouncer:
         self._gone |= self._live
         self._live.clear()
         self._starting.clear()
+        self._degraded = ""
         with suppress(*TROUBLES):
             await self._write(changed=True)
         await self._client.aclose()
@@ -207,10 +219,16 @@ class RedisAnnouncer:
                 pipe.sadd(STARTING_IDS, worker_id)
             for worker_id, address in gone.items():
                 pipe.eval(_FORGET, 3, KEY + worker_id, IDS, CHANGES, address, worker_id)
+            if degraded := self._degraded:
+                pipe.set(DEGRADED_KEY + self._id, degraded, px=int(self._lease_s * 1000))
+                pipe.sadd(DEGRADED_IDS, self._id)
+            elif self._was_degraded:
+                pipe.delete(DEGRADED_KEY + self._id)
+                pipe.srem(DEGRADED_IDS, self._id)
             if changed:
                 pipe.publish(CHANGES, "")
             await pipe.execute()
-        self._written = set(starting)
+        self._written, self._was_degraded = set(starting), bool(degraded)
         for worker_id, address in gone.items():
             if self._gone.get(worker_id) == address:
                 del self._gone[worker_id]
@@ -240,6 +258,7 @@ class RedisDiscovery:
         self._known: dict[str, str] = {}
         self._starting: dict[str, Successor] = {}
         self._missing_since_s: dict[str, float] = {}
+        self._degraded = ""
 
     @property
     def trouble(self) -> str:
@@ -264,7 +283,11 @@ class RedisDiscovery:
             await changes.subscribe(CHANGES)
             while True:
                 found, starting = await self._read()
+                degraded = await self._read_degraded()
                 _heed_cancellation()
+                if degraded != self._degraded:
+                    self._degraded = degraded
+                    members.set_degraded(degraded)
                 self._apply_starting(starting, found, members)
                 await self._apply(found, withdrawn, members)
                 self._trouble.over()
@@ -292,6 +315,15 @@ class RedisDiscovery:
             elif (successor := _unpacked(str(value))) is not None:
                 starting[worker_id] = successor
         return addresses, starting
+
+    async def _read_degraded(self) -> str:
+        """What is wrong behind the workers of any supervisor."""
+        ids = sorted(str(supervisor) for supervisor in await self._client.smembers(DEGRADED_IDS))
+        values = await self._client.mget([DEGRADED_KEY + supervisor for supervisor in ids]) if ids else []
+        for supervisor, value in zip(ids, values, strict=True):
+            if value is None:
+                await self._client.eval(_TIDY, 2, DEGRADED_KEY + supervisor, DEGRADED_IDS, supervisor)
+        return "; ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
     def _apply_starting(self, found: Mapping[str, Successor], served: Mapping[str, str], members: Members) -> None:
         for worker_id, successor in found.items():

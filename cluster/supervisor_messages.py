@@ -7,7 +7,7 @@ supervisor ─▶ parent     LogLine, Step, Planned, Record, Viewed, WorkerStart
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.config import ClusterConfig
 from cluster.living import LivingWorker
@@ -63,9 +63,12 @@ class WorkersStopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
+    """`fields` are those of `cluster.log.FIELDS` that the record has."""
+
     name: str
     level: int
     message: str
+    fields: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

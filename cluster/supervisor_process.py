@@ -29,6 +29,7 @@ from cluster.health import check_health, drain
 from cluster.hosts import ThisMachine
 from cluster.launcher import RankLauncher
 from cluster.living import LivingWorker
+from cluster.log import FIELDS
 from cluster.machines import Machines
 from cluster.placement import Node, WorkerPlan, check_fits, plan, why_not_gpus
 from cluster.places import ManyMachines, OneMachine, RayShares
@@ -285,7 +286,8 @@ class ParentLog(logging.Handler):
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = LogLine(name=record.name, level=record.levelno, message=self.format(record))
+        fields = {name: str(getattr(record, name)) for name in FIELDS if getattr(record, name, None)}
+        line = LogLine(name=record.name, level=record.levelno, message=self.format(record), fields=fields)
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._channel.send, line)
 

@@ -38,10 +38,12 @@ class Members:
         self.left: list[str] = []
         self.successors: dict[str, Successor] = {}
         self.joins: list[str] = []
+        self.degraded = ""
         self._turn = asyncio.Condition()
 
     def set_degraded(self, reason: str) -> None:
-        """Not looked at here."""
+        self.degraded = reason
+        self._notify()
 
     def starting(self, worker_id: str, successor: Successor | None) -> None:
         self.successors.pop(worker_id, None)
@@ -120,6 +122,24 @@ async def test_gateways_know_what_is_starting_until_it_serves_or_its_supervisor_
         supervisor._keeper.cancel()  # the supervisor dies without a word
         await members.until(lambda: members.successors == {})
         assert "prefill-0" not in members.addresses
+    await asyncio.wait([supervisor._keeper])
+    await supervisor._client.aclose()
+
+
+async def test_gateways_know_what_is_wrong_behind_the_workers_until_it_is_right_or_its_supervisor_dies(
+    redis: RedisServer,
+) -> None:
+    supervisor = await announcer(redis)
+    async with gateway(redis, period_s=10 * PATIENCE_S) as (early, _):  # what arrives has been published
+        await supervisor.set_degraded("Ray's raylet has ended")
+        await early.until(lambda: early.degraded == "Ray's raylet has ended")
+        await supervisor.set_degraded("")
+        await early.until(lambda: early.degraded == "")
+    async with gateway(redis) as (members, _):
+        await supervisor.set_degraded("Ray's raylet has ended")
+        await members.until(lambda: members.degraded == "Ray's raylet has ended")
+        supervisor._keeper.cancel()
+        await members.until(lambda: members.degraded == "")
     await asyncio.wait([supervisor._keeper])
     await supervisor._client.aclose()
 

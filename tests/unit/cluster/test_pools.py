@@ -1,0 +1,117 @@
+"""The parent of the supervisor: what it makes of a supervisor that ends. A small program stands in for it: no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cluster import pools
+from cluster.config import ClusterConfig
+from cluster.pools import Pools
+from cluster.progress import Bars
+from protos.errors import Unavailable
+from router.config import RouterConfig
+from workers.config import WorkerConfig
+
+CONFIG = ClusterConfig(worker=WorkerConfig(model="m"), router=RouterConfig(model_path=Path("m"), model_name="m"))
+NEVER_UP = """
+import asyncio, os, socket, sys
+from cluster.channel import Channel
+from cluster.supervisor_messages import SUPERVISOR_MESSAGES, RayAway
+
+async def main():
+    channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
+    await channel.receive()
+    channel.send(RayAway(reason="Ray did not start: timed out"))
+    await channel.close()
+    os._exit(75)
+
+asyncio.run(main())
+"""
+# Plans and records a worker, and ends; the next one writes down what it was given, and lives on.
+ONCE = """
+import asyncio, json, os, signal, socket, sys
+from cluster.channel import Channel
+from cluster.living import LivingWorker
+from cluster.placement import Node, plan
+from cluster.supervisor_messages import SUPERVISOR_MESSAGES, LogLine, Planned, RayAway, Record
+
+async def main():
+    channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
+    begin = await channel.receive()
+    if not begin.plans:
+        channel.send(Planned(plans=plan(begin.config.pools, (Node(cpus=2.0),), tp=1, device="cpu")))
+        channel.send(Record(living=LivingWorker(
+            worker_id="decode-0", incarnation=7, host="n1", devices=("3",), names=("decode-0.7.0",), pids=(9,)
+        )))
+        await channel.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    given = {"plans": len(begin.plans), "living": begin.living[0].worker_id, "devices": begin.living[0].devices}
+    channel.send(LogLine(name="baton.test", level=30, message=json.dumps(given), fields={"worker": "decode-0"}))
+    channel.send(RayAway(reason=""))
+    await channel.receive()
+
+asyncio.run(main())
+"""
+
+
+class Told:
+    """An announcer: what is wrong, in order."""
+
+    def __init__(self) -> None:
+        self.degraded: list[str] = []
+        self.over = asyncio.Event()
+
+    async def starting(self, *_: object) -> None: ...
+
+    async def announce(self, *_: object) -> None: ...
+
+    async def withdraw(self, *_: object) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def set_degraded(self, reason: str) -> None:
+        self.degraded.append(reason)
+        if not reason:
+            self.over.set()
+
+
+@pytest.fixture
+async def parent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pools]:
+    monkeypatch.setattr(pools, "adopt_orphans", lambda: False)  # it concerns the whole process
+    made = Pools(CONFIG, Bars(Console(force_terminal=False)))
+    yield made
+    await made.end()
+
+
+async def test_a_ray_that_does_not_start_is_tried_three_times(
+    parent: Pools, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pools, "PROGRAM", NEVER_UP)
+    with pytest.raises(Unavailable, match="Ray did not start: timed out; tried 3 times"):
+        await parent.prepare()
+    tries = [line for line in caplog.messages if "tried again" in line]
+    assert [line.partition("(")[2][:6] for line in tries] == ["2 of 3", "3 of 3"]
+
+
+async def test_the_next_supervisor_is_given_the_workers_that_live(
+    parent: Pools, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pools, "PROGRAM", ONCE)
+    told = Told()
+    preparing = asyncio.create_task(parent.prepare())
+    await preparing
+    await parent.start(told)
+    async with asyncio.timeout(60):
+        await told.over.wait()
+    [record] = [record for record in caplog.records if record.name == "baton.test"]
+    assert json.loads(record.getMessage()) == {"plans": 2, "living": "decode-0", "devices": ["3"]}
+    assert (record.levelno, vars(record)["worker"]) == (logging.WARNING, "decode-0")
+    assert told.degraded[0].startswith("the supervisor was ended by signal 9 (for 0 s): workers serve on; ")
+    assert told.degraded[-1] == ""
