@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
-from protos.errors import ERRORS_BY_CODE, InvalidRequest, Misconfigured, RequestTimeout
+from protos.errors import ERRORS_BY_CODE, Cancelled, InvalidRequest, Misconfigured, RequestTimeout
 from protos.status import abort_with
 from protos.tls import FaceTls, listen
 from protos.values import Logprobs, TokenLogprob
@@ -54,7 +54,7 @@ class GrpcFace:
         self._unshared = (host, port) if port and not is_shared else None
         self._credentials = tls.server_credentials() if tls is not None else None
         limits = [("grpc.max_receive_message_length", gateway.max_body_bytes), ("grpc.so_reuseport", int(is_shared))]
-        self._server = grpc.aio.server(options=limits, interceptors=[_InTime(gateway.body_timeout_s)])
+        self._server = grpc.aio.server(options=limits, interceptors=[_InTime(gateway.body_timeout_s, gateway.stall_s)])
         pb_grpc.add_InferenceServicer_to_server(_Inference(gateway), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(_Health(gateway, health_period_s), self._server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -77,11 +77,13 @@ class GrpcFace:
 
 
 class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic when it runs
-    """Ends calls whose request does not come. Methods of one request are served as streams of requests, which are the
-    same on the wire: of these the first is waited for here, and not in gRPC, which waits for ever."""
+    """Ends calls whose request does not come, and streams whose client takes nothing for `stall_s`. Methods of one
+    request are served as streams of requests, which are the same on the wire: of these the first is waited for here,
+    and not in gRPC, which waits for ever."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, stall_s: float) -> None:
         self._timeout_s = timeout_s
+        self._stall_s = stall_s
 
     async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(details)
@@ -94,10 +96,14 @@ class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gener
         if handler.response_streaming:
             answers = handler.unary_stream
 
-            async def stream(requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any, None]:
-                async with aclosing(answers(await self._first(requests, context), context)) as told:
-                    async for answer in told:
-                        yield answer
+            async def stream(requests: AsyncIterator[Any], context: Context) -> None:
+                request = await self._first(requests, context)
+                try:
+                    async with aclosing(answers(request, context)) as messages:
+                        async for message in messages:
+                            await self._write(context, message)
+                except Cancelled as stalled:  # the sequences have ended by now; the status may never be taken
+                    await abort_with(context, stalled)
 
             return grpc.stream_stream_rpc_method_handler(stream, **codec)
         answer = handler.unary_unary
@@ -106,6 +112,14 @@ class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gener
             return await answer(await self._first(requests, context), context)
 
         return grpc.stream_unary_rpc_method_handler(whole, **codec)
+
+    async def _write(self, context: Context, message: Any) -> None:
+        """Waits for a client that reads too slowly. Raises Cancelled when it takes nothing for `stall_s`."""
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await context.write(message)
+        except TimeoutError:
+            raise Cancelled(f"the client has taken nothing for {self._stall_s:g} s") from None
 
     async def _first(self, requests: AsyncIterator[Any], context: Context) -> Any:
         try:

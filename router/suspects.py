@@ -126,6 +126,8 @@ class Suspects:
             del self._line[place]
             if place == 0:  # of those tried beside a slow one, the next takes the place of each
                 self._num_tried = max(1, self._num_tried - 1)
+            if not self._line:  # a later loss is tried from one batch on again
+                self._num_tried = 1
         self._move()
 
     def assert_idle(self) -> None:

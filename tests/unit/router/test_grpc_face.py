@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -209,6 +209,20 @@ async def test_a_client_that_goes_away_ends_its_jobs(n: int) -> None:
         call.cancel()
         await asyncio.wait_for(generate.idle.wait(), timeout=10)
     assert len(generate.closed) == n
+    outcome = {"endpoint": "grpc.generate", "outcome": "cancelled", "model": ""}
+    assert metrics.registry.get_sample_value("baton_requests_total", outcome) == 1
+
+
+async def test_a_client_that_takes_nothing_is_cut_and_its_jobs_end() -> None:
+    def script(job: Job) -> Iterator[TokenDelta]:
+        while True:  # more than the windows and buffers of any connection hold
+            yield TokenDelta(token_ids=tuple(ids_of("x")) * 2_000)
+
+    async with calling(script, stall_s=0.1, metrics=(metrics := RequestMetrics())) as (channel, generate):
+        call = pb_grpc.InferenceStub(channel).Generate(request(sampling=pb.Sampling(ignore_eos=True)))
+        async with asyncio.timeout(30):
+            await generate.idle.wait()
+        call.cancel()
     outcome = {"endpoint": "grpc.generate", "outcome": "cancelled", "model": ""}
     assert metrics.registry.get_sample_value("baton_requests_total", outcome) == 1
 

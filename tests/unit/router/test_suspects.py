@@ -161,6 +161,29 @@ def test_a_batch_that_is_slow_is_joined_by_the_next_and_costs_it_no_answer() -> 
     assert begin_times(count=4, each_s=100.0, patience_s=30.0) == [0.0] * 2 + [30.0] * 2
 
 
+def test_a_new_line_is_tried_from_one_batch_on_however_many_were_tried_at_last() -> None:
+    """Patience let a second and a third batch join the first, and these ended before it."""
+
+    async def main() -> None:
+        suspects = Suspects(max_kills=2, patience_s=30.0)
+        earlier = {f"r{number}": Suspicion() for number in range(4)}
+        for pair in (("r0", "r1"), ("r2", "r3")):
+            await struck_out(suspects, {name: earlier[name] for name in pair})
+        await asyncio.gather(*map(suspects.turn, earlier.values()))  # all four are tried by now
+        for name in ("r1", "r2", "r3", "r0"):
+            suspects.leave(earlier[name])
+        later = {name: Suspicion() for name in ("innocent", "poison")}
+        await struck_out(suspects, later)
+        turns = [asyncio.create_task(suspects.turn(one)) for one in later.values()]
+        await asyncio.sleep(1.0)
+        assert [one.done() for one in turns] == [True, False]
+        for one in later.values():
+            suspects.leave(one)
+        await asyncio.gather(*turns)
+
+    run_virtually(main(), loop=VirtualLoop())
+
+
 async def test_jobs_that_go_away_while_their_loss_is_looked_at_hold_nobody_up(suspects: Suspects) -> None:
     jobs = {name: Suspicion() for name in ("gone", "stays")}
     await asyncio.gather(*(suspects.lost(name, one, ("w0", 1), 0) for name, one in jobs.items()))
