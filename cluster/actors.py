@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from cluster.hosts import Link, free_port, ours
 from cluster.machines import Machines, short_folder
 from cluster.rank import Event, Orders
-from cluster.rank_starter import RankLink, start_process
+from cluster.rank_starter import RankLink, end_process, start_process
 from cluster.scratch import OWNED, PREFIX
 from protos.errors import BatonError, WorkerLost
 from protos.values import ErrorInfo
@@ -54,6 +54,9 @@ class NodeActor:
 
     async def attach(self, name: str, pid: int) -> int | ErrorInfo:
         return await _told(self._link(name, RankLink.attach(self._folder, name, pid, _unknown)))
+
+    async def end(self, name: str, pid: int) -> None:
+        end_process(self._folder, name, pid)
 
     async def news(self, name: str) -> Sequence[Event] | ErrorInfo:
         return await _told(self._links[name].news())
@@ -100,6 +103,10 @@ class RayNode:
     async def attach(self, name: str, pid: int) -> Link:
         return NodeLink(name, int(await _result(self.actor.attach.remote(name, pid))), self, self._nodes)
 
+    async def end(self, name: str, pid: int) -> None:
+        with suppress(WorkerLost):
+            await _result(self.actor.end.remote(name, pid))
+
 
 class NodeLink:
     """A `Link`. An actor that is lost says nothing of the rank: another one is made, once Ray has the node again. That
@@ -139,14 +146,15 @@ class NodeLink:
     async def _find(self) -> None:
         from ray.exceptions import RayError
 
-        while True:
-            await asyncio.sleep(FIND_S)
-            self._node = await self._nodes.at(self._node.address)
-            with suppress(RayError):
-                told = await self._node.actor.attach.remote(self._name, self._pid)
-                if isinstance(told, ErrorInfo):
-                    raise raised(told)
-                return
+        async with self._nodes.in_time(self._node.address):
+            while True:
+                await asyncio.sleep(FIND_S)
+                self._node = await self._nodes.at(self._node.address)
+                with suppress(RayError):
+                    told = await self._node.actor.attach.remote(self._name, self._pid)
+                    if isinstance(told, ErrorInfo):
+                        raise raised(told)
+                    return
 
 
 class RayNodes:
@@ -171,17 +179,36 @@ class RayNodes:
         raise WorkerLost("the machine where it had a place has left Ray")
 
     async def at(self, address: str) -> RayNode:
-        """Waits until Ray has a node with this address."""
-        while True:
-            for node_id, known in await self._alive():
-                if known == address:
-                    return RayNode(address, await self._actor(node_id), self)
-            await asyncio.sleep(FIND_S)
+        """Waits until Ray has a node with this address. Raises WorkerLost when it has had none for so long that the
+        ranks there have ended by themselves."""
+        from ray.exceptions import RayError
+
+        async with self.in_time(address):
+            while True:
+                with suppress(WorkerLost, RayError):  # Ray does not know its nodes, or loses this one meanwhile
+                    for node_id, known in await self._alive():
+                        if known == address:
+                            return RayNode(address, await self._actor(node_id), self)
+                await asyncio.sleep(FIND_S)
+
+    @asynccontextmanager
+    async def in_time(self, address: str) -> AsyncIterator[None]:
+        """Raises WorkerLost when the ranks on the node have had no contact for so long that they have ended."""
+        limit_s = self._contact_s + CONTACT_S
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            raise WorkerLost(f"Ray has not had the machine {address} for {limit_s:g} s") from None
 
     async def _alive(self) -> list[tuple[str, str]]:
+        """Raises WorkerLost when Ray does not know its nodes."""
         import ray
 
-        nodes = await self._machines.call(ray.nodes)
+        try:
+            nodes = await self._machines.call(ray.nodes)
+        except Exception as error:  # Ray raises bare ones
+            raise WorkerLost(f"Ray does not know its nodes: {_last_line(error)}") from error
         return [(str(node["NodeID"]), str(node["NodeManagerAddress"])) for node in nodes if node["Alive"]]
 
     async def _actor(self, node_id: str) -> Any:

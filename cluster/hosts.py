@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.rank import Event, Orders
-from cluster.rank_starter import ExitStatus, RankLink, start_process
+from cluster.rank_starter import ExitStatus, RankLink, end_process, start_process
+from protos.errors import WorkerLost
 
 LOOPBACK = "127.0.0.1"
 
@@ -33,7 +34,8 @@ class Link(Protocol):
 
 
 class Host(Protocol):
-    """One machine. Every method raises WorkerLost for a process that cannot be started or has ended."""
+    """One machine. `start`, `order` and `attach` raise WorkerLost for a process that cannot be started or has ended;
+    `meeting_place` raises it when the machine is lost, and `end` raises nothing."""
 
     @property
     def address(self) -> str:
@@ -53,6 +55,10 @@ class Host(Protocol):
 
     async def attach(self, name: str, pid: int) -> Link:
         """To a rank that has its orders."""
+        ...
+
+    async def end(self, name: str, pid: int) -> None:
+        """Ends at once a rank's process that has no link, and removes its files. `pid` is 0 where it is not known."""
         ...
 
 
@@ -78,15 +84,20 @@ class ThisMachine:
         return LOOPBACK, free_port(LOOPBACK)
 
     async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
-        return await asyncio.to_thread(
-            start_process, self._folder, name, ours(os.environ) | dict(environment), lock=self._lock, contact_s=0.0
-        )
+        own = ours(os.environ) | dict(environment)
+        try:
+            return await asyncio.to_thread(start_process, self._folder, name, own, lock=self._lock, contact_s=0.0)
+        except OSError as error:
+            raise WorkerLost(f"its process could not be started: {error}") from error
 
     async def order(self, name: str, pid: int, orders: Orders) -> Link:
         return await RankLink.start(self._folder, name, pid, orders, self._exit_status)
 
     async def attach(self, name: str, pid: int) -> Link:
         return await RankLink.attach(self._folder, name, pid, self._exit_status)
+
+    async def end(self, name: str, pid: int) -> None:
+        end_process(self._folder, name, pid)
 
 
 def free_port(address: str) -> int:

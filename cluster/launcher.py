@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from cluster.config import ClusterConfig
-from cluster.hosts import Link, Place
+from cluster.hosts import Host, Link, Place
 from cluster.living import LivingWorker
 from cluster.placement import WorkerPlan
 from cluster.rank import Ended, Event, Logged, Orders
@@ -32,6 +32,28 @@ KILL_S = 2.0
 START_S = 60.0
 NO_ROOM_S = 5.0
 LAST_WORDS_S = 0.5
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True, eq=False)
+class Processes:
+    """The processes of a worker that may exist, by their names, with their ids (0: not known) and the links to them."""
+
+    host: Host | None = None
+    pids: dict[str, int] = field(default_factory=dict)
+    links: dict[str, Link] = field(default_factory=dict)
+
+    def in_order(self) -> list[Link]:
+        """Of rank 0 first."""
+        return [self.links[name] for name in self.pids]
+
+    async def end(self) -> None:
+        """Also those that no link was made to."""
+        closing = [link.close() for link in self.links.values()]
+        if self.host is not None:
+            closing += [self.host.end(name, pid) for name, pid in self.pids.items() if name not in self.links]
+        await asyncio.gather(*closing, return_exceptions=True)
 
 
 class Places(Protocol):
@@ -70,7 +92,7 @@ class RankLauncher:
 
     async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
         """What rank 0 sends, and what any rank logs. Raises the BatonError that the worker ended with."""
-        links: list[Link] = []
+        processes = Processes()
         try:
             placing = asyncio.ensure_future(self._places.take(plan))
             try:
@@ -89,32 +111,28 @@ class RankLauncher:
                 pids=(),
             )
             self._record(living)
-            links += await self._start_in_time(plan, living, place)
-            async with aclosing(self._follow(plan, links)) as events:
+            await self._start_in_time(plan, living, place, processes)
+            async with aclosing(self._follow(plan, processes.in_order())) as events:
                 async for event in events:
                     yield event
         finally:
-            await _in_full(self._end(plan, links))
+            await _in_full(self._end(plan, processes))
 
     async def adopt(self, plan: WorkerPlan, living: LivingWorker) -> AsyncGenerator[Event, None]:
         """As `launch`, of a worker whose processes run. The first event is its present state."""
-        links: list[Link] = []
+        processes = Processes(pids=dict(zip(living.names, living.pids or (0,) * len(living.names), strict=True)))
         try:
-            place = await self._places.retake(plan, living)
-            pids = living.pids or (0,) * len(living.names)
-            found = await asyncio.gather(
-                *(place.host.attach(name, pid) for name, pid in zip(living.names, pids, strict=True)),
-                return_exceptions=True,
-            )
-            links += [link for link in found if not isinstance(link, BaseException)]
-            for error in found:
-                if isinstance(error, BaseException):
-                    raise error
-            async with aclosing(self._follow(plan, links)) as events:
+            host = processes.host = (await self._places.retake(plan, living)).host
+
+            async def attach(name: str, pid: int) -> None:
+                processes.links[name] = await host.attach(name, pid)
+
+            await _all([attach(name, pid) for name, pid in processes.pids.items()])
+            async with aclosing(self._follow(plan, processes.in_order())) as events:
                 async for event in events:
                     yield event
         finally:
-            await _in_full(self._end(plan, links))
+            await _in_full(self._end(plan, processes))
 
     async def _follow(self, plan: WorkerPlan, links: Sequence[Link]) -> AsyncGenerator[Event, None]:
         """Stops the ranks politely if none of them has broken."""
@@ -132,48 +150,54 @@ class RankLauncher:
                     async with asyncio.timeout(POLITE_STOP_S):
                         await links[0].stop()
 
-    async def _end(self, plan: WorkerPlan, links: Sequence[Link]) -> None:
+    async def _end(self, plan: WorkerPlan, processes: Processes) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(KILL_S):
-                await asyncio.gather(*(link.close() for link in links), return_exceptions=True)
+                await processes.end()
         await self._places.give_back(plan)
 
-    async def _start_in_time(self, plan: WorkerPlan, living: LivingWorker, place: Place) -> list[Link]:
+    async def _start_in_time(self, plan: WorkerPlan, living: LivingWorker, place: Place, processes: Processes) -> None:
         """Raises WorkerLost when there is room for the processes and they do not come up."""
         try:
             async with asyncio.timeout(START_S):
-                return await self._start(plan, living, place)
+                await self._start(plan, living, place, processes)
         except TimeoutError:
             raise WorkerLost(f"its processes did not come up within {START_S:g} s") from None
 
-    async def _start(self, plan: WorkerPlan, living: LivingWorker, place: Place) -> list[Link]:
+    async def _start(self, plan: WorkerPlan, living: LivingWorker, place: Place, processes: Processes) -> None:
+        """Notes each process in `processes` as soon as it may exist, and each link as soon as it is made."""
+        host = processes.host = place.host
         threads = {name: str(plan.num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         environments = [
             threads | ({"CUDA_VISIBLE_DEVICES": place.devices[rank]} if place.devices else {})
             for rank in range(plan.num_ranks)
         ]
-        meeting_places = await asyncio.gather(*(place.host.meeting_place() for _ in living.names))
+        meeting_places = await _all([host.meeting_place() for _ in living.names])
         (store_host, store_port), store_key = meeting_places[0], secrets.token_bytes(32)
-        pids = await asyncio.gather(
-            *(
-                place.host.start(name, own, living.names[0] if rank else "")
-                for rank, (name, own) in enumerate(zip(living.names, environments, strict=True))
-            )
-        )
+
+        async def start(name: str, own: dict[str, str], leader: str) -> int:
+            processes.pids[name] = pid = await host.start(name, own, leader)
+            return pid
+
+        async def order(name: str, pid: int, orders: Orders) -> None:
+            processes.links[name] = await host.order(name, pid, orders)
+
+        processes.pids.update(dict.fromkeys(living.names, 0))
+        pids = await _all([
+            start(name, own, living.names[0] if rank else "")
+            for rank, (name, own) in enumerate(zip(living.names, environments, strict=True))
+        ])  # fmt: skip
         self._record(replace(living, pids=tuple(pids)))
         orders = (
             self._orders(plan, Seat(
-                worker_id=plan.worker_id, incarnation=living.incarnation, rank=rank, size=plan.num_ranks, host=host,
+                worker_id=plan.worker_id, incarnation=living.incarnation, rank=rank, size=plan.num_ranks, host=address,
                 store_host=store_host, store_port=store_port, store_key=store_key,
             ))
-            for rank, (host, _) in enumerate(meeting_places)
+            for rank, (address, _) in enumerate(meeting_places)
         )  # fmt: skip
-        links = await asyncio.gather(
-            *(place.host.order(name, pid, order) for name, pid, order in zip(living.names, pids, orders, strict=True))
-        )
+        await _all([order(name, pid, own) for name, pid, own in zip(living.names, pids, orders, strict=True)])
         told = ", ".join(map(str, pids))
         log.info("%s: runs in process %s", plan.worker_id, told, extra={"worker": plan.worker_id})
-        return list(links)
 
     def _orders(self, plan: WorkerPlan, seat: Seat) -> Orders:
         config = self._config
@@ -230,6 +254,15 @@ def _most_telling(errors: Sequence[BatonError | None]) -> BatonError:
     """That another rank is lost says least; that the settings are wrong says most."""
     known = [error for error in errors if error is not None]
     return min(known, key=lambda error: (not isinstance(error, Misconfigured), isinstance(error, WorkerLost)))
+
+
+async def _all(work: Sequence[Awaitable[Result]]) -> list[Result]:
+    """Raises the first error when all have ended, so that none goes on unseen."""
+    ended = await asyncio.gather(*work, return_exceptions=True)
+    for one in ended:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in ended if not isinstance(one, BaseException)]
 
 
 async def _in_full(work: Coroutine[Any, Any, None]) -> None:

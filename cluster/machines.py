@@ -193,9 +193,9 @@ class Machines:
             ray.init(logging_level=logging.ERROR, **options)
             if not self.is_private and not self._where.startswith("ray://"):
                 self._where = str(ray.get_runtime_context().gcs_address)
-        except ConnectionError as error:
-            raise no_ray(self._config.address, (str(error).splitlines() or [""])[0]) from error
         except Exception as error:  # Ray raises bare ones
+            if isinstance(error, ConnectionError) and not self.is_private:
+                raise no_ray(self._config.address, (str(error).splitlines() or [""])[0]) from error
             self._stop()
             raise Unavailable(f"Ray did not start: {error}") from error
 

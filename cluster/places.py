@@ -51,8 +51,8 @@ class OneMachine:
         """Sets aside anew what workers have from an earlier Ray."""
         shares = await asyncio.shield(self._shares)
         for plan in plans:
-            if plan.worker_id in self._devices and not await shares.take_devices(plan, self._devices[plan.worker_id]):
-                _warn_of(plan, self._devices[plan.worker_id])
+            if plan.worker_id in self._devices:
+                await _keep(shares, plan, self._devices[plan.worker_id])
 
     async def take(self, plan: WorkerPlan) -> Place:
         if plan.worker_id not in self._devices:
@@ -88,8 +88,7 @@ class ManyMachines:
     async def retake(self, plan: WorkerPlan, living: LivingWorker) -> Place:
         shares, nodes = await asyncio.shield(self._ray)
         host = await nodes.at(living.host)
-        if not await shares.take_devices(plan, living.devices, living.host):
-            _warn_of(plan, living.devices)
+        await _keep(shares, plan, living.devices, living.host)
         return Place(host=host, devices=living.devices)
 
     async def give_back(self, plan: WorkerPlan) -> None:
@@ -98,10 +97,17 @@ class ManyMachines:
             await shares.give_back(plan.worker_id)
 
 
-def _warn_of(plan: WorkerPlan, devices: Sequence[str]) -> None:
+async def _keep(shares: RayShares, plan: WorkerPlan, devices: tuple[str, ...], node: str = "") -> None:
+    """Sets aside what a worker has already, or warns: the worker serves on either way."""
+    why = ""
+    try:
+        if await shares.take_devices(plan, devices, node):
+            return
+    except Exception as error:  # Ray raises bare ones
+        why = f": {type(error).__name__}: {error}"
     log.warning(
-        "worker %s: Ray could not set aside what it has (GPUs: %s): other programs may be given the same",
-        plan.worker_id, ", ".join(devices) or "none",
+        "worker %s: Ray could not set aside what it has (GPUs: %s): other programs may be given the same%s",
+        plan.worker_id, ", ".join(devices) or "none", why,
     )  # fmt: skip
 
 
@@ -117,9 +123,15 @@ class RayShares:
         bundles = plan.bundles()
         group = await self._group(bundles, plan.worker_id)
         share = self._shares[plan.worker_id] = Share(groups=[group])
-        await _ready(group)
-        if plan.gpus_per_rank:
-            share.devices = await _devices(group, bundles)
+        try:
+            await _ready(group)
+            if plan.gpus_per_rank:
+                share.devices = await _devices(group, bundles)
+        except BaseException:  # also when the caller waits no longer
+            if self._shares.get(plan.worker_id) is share:
+                del self._shares[plan.worker_id]
+            await self._remove([group])
+            raise
         return share.devices
 
     async def take_devices(self, plan: WorkerPlan, devices: tuple[str, ...], node: str = "") -> bool:
@@ -133,10 +145,13 @@ class RayShares:
                 wanted = devices[rank] if devices else ""
                 while wanted not in aside:
                     group = await self._group([bundle | pinned], f"{plan.worker_id} rank {rank}")
-                    if not await _ready_now(group):
-                        await self._remove([group])
-                        return False
-                    aside[(await _devices(group, [bundle]))[0] if devices else ""] = group
+                    try:
+                        if not await _ready_now(group):
+                            return False
+                        aside[(await _devices(group, [bundle]))[0] if devices else ""] = group
+                    finally:
+                        if group not in aside.values():
+                            await self._remove([group])
                 share.groups.append(aside.pop(wanted))
             return True
         finally:

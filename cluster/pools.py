@@ -184,12 +184,13 @@ class Pools:
         """One life of the supervisor's process; why it has ended."""
         assert self._scratch is not None
         folder, said = self._scratch.path, self._scratch.path / "supervisor.err"
-        ours, theirs = socket.socketpair()
-        with theirs, said.open("wb") as errors:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", PROGRAM, str(theirs.fileno()), pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True,
-            )  # fmt: skip
+        try:
+            process, ours = await _spawn(said)
+        except OSError as error:  # too little memory, or too many processes or open files: for now
+            reason = f"the supervisor could not be started: {error}"
+            self._note_away(reason)
+            await self._announce_trouble()
+            return reason
         channel = await Channel.over(ours, SUPERVISOR_MESSAGES)
         channel.send(
             Begin(
@@ -238,9 +239,12 @@ class Pools:
         elif code != -9 and (lines := said.read_text(errors="replace").strip().splitlines()):
             log.warning("the supervisor's last words:\n%s", "\n".join(lines[-MAX_SAID_LINES:]))
         reason = f"the supervisor was {how}" if code < 0 else f"the supervisor {how}"
+        self._note_away(reason)
+        return reason
+
+    def _note_away(self, reason: str) -> None:
         if self.plans and not self._stopping:
             self._away = (reason, self._away[1] if self._away is not None else time.monotonic())
-        return reason
 
     async def _beat(self, channel: Channel) -> None:
         """Returns when a supervisor that has begun does not answer any more: its event loop stands still."""
@@ -253,7 +257,10 @@ class Pools:
     async def _follow(self, channel: Channel) -> None:
         while (message := await channel.receive()) is not None:
             self._has_begun = True
-            await self._hear(message)
+            try:
+                await self._hear(message)
+            except Exception:  # a supervisor that is not read from seems to hang, and would be killed
+                log.exception("what the supervisor has sent could not be acted on: %s", type(message).__name__)
             self._changed()
 
     async def _hear(self, message: object) -> None:
@@ -338,8 +345,11 @@ class Pools:
 
     async def _tick(self) -> None:
         while True:
-            self._reaper.reap_strays()
-            await self._announce_trouble()
+            try:
+                self._reaper.reap_strays()
+                await self._announce_trouble()
+            except Exception:  # the next turn tries again
+                log.exception("ended processes could not be reaped, or what is wrong could not be announced")
             await asyncio.sleep(TICK_S)
 
     async def _announce_trouble(self) -> None:
@@ -364,3 +374,18 @@ class Pools:
             if self._tasks[0].done():
                 self._tasks[0].result()
                 return
+
+
+async def _spawn(said: Path) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """A supervisor's process, which writes its errors to `said`, and our end of the channel to it. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, said.open("wb") as errors:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", PROGRAM, str(theirs.fileno()), pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True,
+            )  # fmt: skip
+    except BaseException:
+        ours.close()
+        raise
+    return process, ours

@@ -1,6 +1,6 @@
 """What a supervisor and a rank's process send each other, over the socket at which the process listens.
 
-    supervisor ─▶ rank     Orders (once), or Attach; then Stop, Leave, Contact
+    supervisor ─▶ rank     Orders (once), or Attach; then Stop, Contact
     rank ─▶ supervisor     Attached; then Loading, Serving, Logged, Ended
 
 A rank has one supervisor at a time: a new one takes the place of the one before it, and receives the rank's present

@@ -89,6 +89,14 @@ def kill_process(folder: Path, name: str, pid: int) -> None:
             os.close(end)
 
 
+def end_process(folder: Path, name: str, pid: int) -> None:
+    """As `RankLink.close`, of a process without a link; 0 where the process id is not known. A process that never
+    receives orders ends by itself."""
+    if pid:
+        kill_process(folder, name, pid)
+    forget(folder, name)
+
+
 class RankLink:
     """To one rank process of this machine. Made by `start` or `attach`. `exit_status` returns, if it is known, how the
     process `pid` ended: a signal as a negative number."""

@@ -1,4 +1,5 @@
-"""A folder for as long as a process lives; those whose processes were killed before they could clean up are ended."""
+"""A folder for as long as a process lives. Folders of processes that were killed before they could remove them are
+removed when the next one is made; `kill_users` ends the processes that use a folder."""
 
 from __future__ import annotations
 

@@ -64,6 +64,7 @@ log = logging.getLogger("baton.cluster")
 
 AGAIN_S = 1.0  # between two looks for a Ray that was there
 LAST_WORDS_S = 1.0
+MAX_ENDED = 1024  # exit statuses that no link has read
 EXIT_RAY_LOST = 75  # EX_TEMPFAIL of sysexits.h
 
 
@@ -98,7 +99,7 @@ class SupervisorProcess:
         self._living = {living.worker_id: living for living in begin.living}
         self._places: OneMachine | ManyMachines = ManyMachines()
         if self._machines.is_private:
-            this_machine = ThisMachine(Path(begin.folder), begin.lock, self._ended.get)
+            this_machine = ThisMachine(Path(begin.folder), begin.lock, lambda pid: self._ended.pop(pid, None))
             self._places = OneMachine(this_machine, {one.worker_id: one.devices for one in begin.living})
         self._launcher = RankLauncher(begin.config, self._places, self._record)
         self._plans = begin.plans
@@ -174,14 +175,18 @@ class SupervisorProcess:
 
     async def _keep(self, shares: RayShares) -> None:
         """Workers that run have their places in this Ray, too."""
-        if isinstance(self._places, OneMachine):
-            self._places.use(shares)
-            await self._places.keep(self._plans)
-        else:
-            run = Path(self._begin.folder).name.removeprefix(PREFIX)
-            orphan_s = self._config.supervision.orphan_s
-            nodes = RayNodes(self._machines, run, orphan_s, lambda name, reason: self._doubt(reason, name))
-            self._places.use(shares, nodes)
+        try:
+            if isinstance(self._places, OneMachine):
+                self._places.use(shares)
+                await self._places.keep(self._plans)
+            else:
+                run = Path(self._begin.folder).name.removeprefix(PREFIX)
+                orphan_s = self._config.supervision.orphan_s
+                nodes = RayNodes(self._machines, run, orphan_s, lambda name, reason: self._doubt(reason, name))
+                self._places.use(shares, nodes)
+        except Exception as error:  # the task is never awaited
+            log.exception("Ray could not set aside what workers have")
+            self._doubt(f"Ray could not set aside what workers have: {type(error).__name__}: {error}", "places")
         self._doubt("")
 
     def _doubt(self, reason: str, what: str = "Ray") -> None:
@@ -243,6 +248,8 @@ class SupervisorProcess:
             match message:
                 case ProcessEnded(pid=pid, status=status):
                     self._ended[pid] = status
+                    if len(self._ended) > MAX_ENDED:
+                        del self._ended[next(iter(self._ended))]  # the oldest
                 case Ping():
                     self._channel.send(Pong())
                 case Drain(grace_s=grace_s):

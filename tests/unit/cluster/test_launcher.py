@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ class OneHost:
     async def attach(self, name: str, pid: int) -> Any:
         return self._link
 
+    async def end(self, name: str, pid: int) -> None:
+        """It has ended."""
+
 
 class OnePlace:
     trouble = ""
@@ -184,3 +188,36 @@ async def test_a_worker_is_recorded_before_its_process_exists_and_again_with_its
     assert started == [1]
     assert [living.pids for living in recorded] == [(), (7,)]
     assert {living.names for living in recorded} == {("decode-0.3.0",)}
+
+
+@pytest.mark.parametrize("fails", ["start", "order"])
+async def test_a_rank_that_does_not_come_up_takes_the_others_with_it(fails: str) -> None:
+    """They kept their memory, and their GPUs, while the successor started."""
+    closed: list[str] = []
+    ended: list[tuple[str, int]] = []
+
+    class Closing(Rank):
+        async def close(self) -> None:
+            closed.append("rank 0")
+
+    class Host(OneHost):
+        async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
+            if leader and fails == "start":
+                raise WorkerLost("no room")
+            return 8 if leader else 7
+
+        async def order(self, name: str, pid: int, orders: Orders) -> Any:
+            if pid == 8:
+                raise WorkerLost("no room")
+            return self._link
+
+        async def end(self, name: str, pid: int) -> None:
+            ended.append((name, pid))
+
+    config = ClusterConfig(worker=WorkerConfig(model="m"), router=ROUTER)
+    launcher = RankLauncher(config, OnePlace(Host(Closing())), lambda living: None)
+    with pytest.raises(WorkerLost, match="no room"):
+        async with aclosing(launcher.launch(replace(PLAN, num_ranks=2), 3)) as events:
+            await anext(events)
+    both = [("decode-0.3.0", 7), ("decode-0.3.1", 0)]
+    assert (closed, ended) == (([], both) if fails == "start" else (["rank 0"], [("decode-0.3.1", 8)]))

@@ -79,3 +79,17 @@ async def test_a_gpu_that_others_have_taken_is_said_to_be_missing(gpus: Gpus, sh
     gpus.free.remove("3")
     assert not await shares.take_devices(of(1), ("3",), "n1")
     assert gpus.free == ["0", "1", "2"]
+
+
+async def test_a_worker_serves_on_where_ray_fails_to_set_its_gpus_aside(
+    gpus: Gpus, shares: RayShares, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others' were not set aside, and no line said so."""
+
+    async def devices(group: int, bundles: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
+        raise ValueError("no such group")
+
+    monkeypatch.setattr(places, "_devices", devices)
+    await places._keep(shares, of(1), ("3",), "n1")
+    assert "worker decode-1: Ray could not set aside what it has (GPUs: 3)" in caplog.text
+    assert gpus.free == ["0", "1", "2", "3"]

@@ -115,3 +115,17 @@ async def test_the_next_supervisor_is_given_the_workers_that_live(
     assert (record.levelno, vars(record)["worker"]) == (logging.WARNING, "decode-0")
     assert told.degraded[0].startswith("the supervisor was ended by signal 9 (for 0 s): workers serve on; ")
     assert told.degraded[-1] == ""
+
+
+async def test_a_supervisor_that_cannot_be_spawned_is_tried_again(
+    parent: Pools, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine without room for a process ended the gateway."""
+
+    async def spawn(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)
+    with pytest.raises(Unavailable, match=r"the supervisor could not be started: .*unavailable; tried 3 times"):
+        await parent.prepare()
+    assert len([line for line in caplog.messages if "tried again" in line]) == 2
