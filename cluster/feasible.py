@@ -33,8 +33,8 @@ def check_feasible(
     model = read_config(config.worker.model)
     if not config.pools.colocated and config.pools.prefill == 0:
         log.warning(
-            "pools.prefill is 0: decode workers prefill their prompts themselves, and answers wait meanwhile. Give 1 "
-            "or more, or say with --workers %d that this is meant",
+            "pools.prefill is 0: decode workers prefill their prompts themselves, which delays running answers. "
+            "Give 1 or more; if intended, use --workers %d",
             config.pools.counts()[WorkerRole.DECODE],
         )
     for role, count in config.pools.counts().items():

@@ -76,13 +76,13 @@ class RankProcess:
     def leave(self) -> None:
         """By a signal: as a drain, then the end."""
         grace_s = self._orders.grace_s if self._orders is not None else 0.0
-        log.info("told to end by a signal: what runs has %g s", grace_s)
+        log.info("SIGTERM: running requests have %g s to finish", grace_s)
         self._do(self._rank.leave(grace_s))
         if self._orders is None:
             self.over.set()
 
     def orphaned(self, why: str) -> None:
-        """The cluster is gone: there is nobody left to serve."""
+        """The cluster has ended."""
         if self.over.is_set():
             return
         log.warning("%s: the rank ends", why)

@@ -205,8 +205,8 @@ async def why_ended(folder: Path, name: str, pid: int, exit_status: ExitStatus) 
     said = last_line(folder, name)
     told = f": {said}" if said else ""
     if status is None:
-        return f"its process is gone: it was killed, or crashed (dmesg tells whether memory ran out){told}"
+        return f"its process is gone: it was killed, or crashed (check dmesg for the out-of-memory killer){told}"
     if status < 0:
-        why = " (dmesg tells whether memory ran out)" if -status == signal.SIGKILL else ""
+        why = " (check dmesg for the out-of-memory killer)" if -status == signal.SIGKILL else ""
         return f"its process is gone: it was ended by signal {-status}{why}{told}"
     return f"its process is gone: it ended with exit code {status}{told}"

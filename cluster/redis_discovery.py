@@ -341,12 +341,20 @@ class RedisDiscovery:
         now = asyncio.get_running_loop().time()
         for worker_id, address in found.items():
             self._missing_since_s.pop(worker_id, None)
-            if self._known.get(worker_id) != address:
+            if (before := self._known.get(worker_id)) != address:
                 self._known[worker_id] = address
+                self._unlearn(before, found)
                 members.join(address, worker_id=worker_id)
         for worker_id in self._known.keys() - found.keys():
             since_s = self._missing_since_s.setdefault(worker_id, now)
             if worker_id == withdrawn or now - since_s >= self._lease_s:
-                del self._known[worker_id], self._missing_since_s[worker_id]
+                address = self._known.pop(worker_id)
+                del self._missing_since_s[worker_id]
+                self._unlearn(address, found)
                 log.info("worker %s is not announced any more", worker_id, extra={"worker": worker_id})
                 await members.leave(worker_id)
+
+    def _unlearn(self, address: str | None, found: Mapping[str, str]) -> None:
+        """Drops the token of an address where no worker lives now."""
+        if address is not None and address not in (*found.values(), *self._known.values()):
+            self._learn(address, "")

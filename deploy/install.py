@@ -127,7 +127,7 @@ def install_cpu_torch(installer: Installer, version: str, index: str | None) -> 
             installer.step("  Installing it with uv", [*uv, "--torch-backend", "cpu", f"torch=={version}"], limits)
         except Failed:
             print(
-                f"  No CPU build could be had ({installer.log} says why): torch comes with CUDA instead.\n"
+                f"  No CPU build of torch was found (log: {installer.log}); installing the CUDA build, 2.9 GB.\n"
                 "  Ctrl-C stops this; TORCH_INDEX=URL names another index of torch's CPU builds",
                 flush=True,
             )

@@ -96,6 +96,9 @@ class LaneAddress(Value, frozen=True, kw_only=True):
     port: int
     key: str = ""
 
+    def __repr__(self) -> str:
+        return f"LaneAddress({self.worker_id!r}, incarnation={self.incarnation}, {self.host}:{self.port})"
+
 
 class Ticket(Value, frozen=True, kw_only=True):
     """A decode worker's promise to keep `block_ids` for one request, and the right to write into them.

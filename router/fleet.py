@@ -284,7 +284,11 @@ class Fleet:
     def _doubt(self, member: Member, paused: bool) -> None:
         self._offers.doubt(member)
         if paused and member.role is not None:
-            log.warning("worker %s keeps failing what it is given: it has a pause", member.worker_id, extra=_of(member))
+            log.warning(
+                "worker %s keeps failing what it is given: it gets no new requests for a while",
+                member.worker_id,
+                extra=_of(member),
+            )
             self.totals[member.role].num_pauses += 1
 
     def count_read(self, reader: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:

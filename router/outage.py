@@ -1,4 +1,4 @@
-"""Log lines about something that others can make happen at any rate: one when it changes, then one a minute."""
+"""Log lines about something that others can make happen at any rate: few a minute, and one line for many."""
 
 from __future__ import annotations
 

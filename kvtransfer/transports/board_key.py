@@ -4,7 +4,8 @@
     board  ◀── own nonce, HMAC("client" ...) ── client
     board  ── HMAC("board" ...) ──────────────▶ client       a stranger who took the port is noticed, too
 
-What follows is neither signed nor encrypted: the key keeps out whoever can connect, not whoever can change packets.
+What follows is neither signed nor encrypted: the key keeps out strangers who can connect, but not
+an attacker who can alter packets.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ _LONGEST_POLL_S = 0.005
 _LOOK_S = 0.05
 _PAUSE_S = 0.2
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_CLAIMS = 3  # the board also closes a connection whose place another stranger takes before its claim is read
 MAX_LANES = 1024
 MAX_STRANGERS = 64
 """Connections that have not proved to have the key. One more, and the oldest is closed."""
@@ -252,16 +253,24 @@ class BoardStore(Store):
         self._wait_s = wait_s
         self.look: Callable[[], None] | None = None
         self._lock = threading.Lock()
-        self._socket = socket.create_connection((host, port), answer_s)
-        if self._socket.getsockname() == self._socket.getpeername():
-            self._socket.close()
+        for tries_left in reversed(range(_CLAIMS)):
+            self._socket = self._connect(host, port, answer_s)
+            try:
+                self._prove(key)
+                return
+            except OSError as error:
+                self._socket.close()
+                if not tries_left or not isinstance(error.__cause__, ConnectionError):
+                    raise
+
+    @staticmethod
+    def _connect(host: str, port: int, answer_s: float) -> socket.socket:
+        connection = socket.create_connection((host, port), answer_s)
+        if connection.getsockname() == connection.getpeername():
+            connection.close()
             raise ConnectionRefusedError(f"nobody listens at {host}:{port}: the kernel connected the socket to itself")
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            self._prove(key)
-        except OSError:
-            self._socket.close()
-            raise
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
 
     def _prove(self, key: bytes) -> None:
         board_nonce, nonce = self._receive(board_key.NONCE_BYTES), board_key.new_nonce()

@@ -168,6 +168,7 @@ async def test_a_gateway_learns_a_runs_token_with_each_address_before_the_worker
     await ours.withdraw("decode-0")
     await members.until(lambda: members.addresses == {"prefill-0": "h:2"})
     assert members.left == ["decode-0"]
+    assert ("h:1", "") in told, "a gateway keeps no token of a worker that has left"
     following.cancel()
     await asyncio.wait([following])
     await ours.close()

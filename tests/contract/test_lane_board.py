@@ -264,6 +264,20 @@ def test_strangers_who_say_nothing_keep_nobody_out(board: Board, client: Client)
             stranger.close()
 
 
+def test_a_client_whose_place_a_stranger_took_before_its_claim_was_read_comes_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        port = listener.getsockname()[1]
+        made = pool.submit(BoardStore, "127.0.0.1", port, "lane/", key=b"secret", wait_s=1.0, answer_s=10.0)
+        for is_kept in (False, True):
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(bytes(NONCE_BYTES))
+                claimed = connection.recv(CLAIM_BYTES)
+                if is_kept:
+                    connection.sendall(accept(b"secret", bytes(NONCE_BYTES), claimed))
+                    made.result().close()
+
+
 def test_a_client_finds_out_a_stranger_that_took_the_boards_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, ThreadPoolExecutor(1) as pool:
         made = pool.submit(

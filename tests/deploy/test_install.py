@@ -98,7 +98,7 @@ def test_torch_is_taken_from_pytorchs_own_index_where_pip_knows_no_cpu_build(mac
 def test_where_no_cpu_build_can_be_had_one_line_says_what_comes_instead(machine: Machine) -> None:
     done, calls = machine.run(failing=r"\+cpu|^uv")
     assert calls[-2][:4] == ["pip", "install", "--constraint", str(ROOT / "constraints.txt")]
-    assert "No CPU build could be had" in done.stdout
+    assert "No CPU build of torch was found" in done.stdout
     assert "about 2.9 GB" in done.stdout
 
 

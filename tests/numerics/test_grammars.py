@@ -316,6 +316,15 @@ def test_the_text_of_an_end_token_is_text(tmp_path: Path, grammar: str) -> None:
     assert text_of(tmp_path, written) == "</s>!"
 
 
+def test_no_text_is_a_special_token_by_any_name_and_names_change_no_mask(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    ours, others = (GuidanceGrammars(path, vocab_size=VOCAB_SIZE, eos_ids=(EOS,)) for _ in range(2))
+    assert 1 not in mask_of(ours, choice_grammar(["\ufdd01\ufdd1"]))
+    for grammar in (regex_grammar("(.|\n)*"), regex_grammar("[^a]{0,9}!"), json_grammar(PERSON)):
+        assert mask_of(ours, grammar) == mask_of(others, grammar)
+
+
 def test_an_answer_ends_only_where_its_grammar_is_fulfilled(tmp_path: Path) -> None:
     """A grammar can name tokens by their numbers."""
     write_tokenizer(tmp_path)

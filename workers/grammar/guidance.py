@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import threading
 import time
 from collections import OrderedDict
@@ -318,10 +319,11 @@ def _newcomers(grammar: str) -> str:
 
 
 def without_specials(tokenizer: str) -> str:
-    """tokenizer.json with other names for its special tokens. The library takes the shortest tokens for a text that a
-    grammar gives, and would take the end of the answer for its text; and a grammar could name it."""
-    state = json.loads(tokenizer)
-    names = {one["content"]: f"\ufdd0{one['id']}\ufdd1" for one in state["added_tokens"] if one["special"]}
+    """tokenizer.json with other names for its special tokens, which cannot be guessed: no grammar's text is one.
+    The library takes the shortest tokens for a text that a grammar gives, and would take the end of the answer for its
+    text; and a grammar could name it. Masks hold token ids: they do not depend on the names."""
+    state, secret = json.loads(tokenizer), secrets.token_hex(16)
+    names = {one["content"]: f"\ufdd0{secret}{one['id']}\ufdd1" for one in state["added_tokens"] if one["special"]}
     for one in state["added_tokens"]:
         one["content"] = names.get(one["content"], one["content"])
     model = state["model"]

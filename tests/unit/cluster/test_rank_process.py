@@ -125,7 +125,7 @@ async def test_that_a_rank_is_gone_is_known_at_once_with_the_reason(tmp_path: Pa
     pid = start(tmp_path)
     kill_process(tmp_path, "d0.1.0", pid)
     await asyncio.wait_for(ended(pid), PATIENCE_S)
-    with pytest.raises(WorkerLost, match=r"ended by signal 9 \(dmesg tells whether memory ran out\)"):
+    with pytest.raises(WorkerLost, match=r"ended by signal 9 \(check dmesg for the out-of-memory killer\)"):
         await RankLink.attach(tmp_path, "d0.1.0", pid, lambda pid: -9)
 
 
