@@ -72,7 +72,12 @@ class Cluster:
 
     async def until_ready(self, worker: Worker) -> None:
         clock = asyncio.get_running_loop().time
-        while not any(one.state == "ready" and one.info == worker.info for one in self.fleet.status()):
+        life = (worker.info.worker_id, worker.info.incarnation)
+
+        def is_ready(one: Any) -> bool:
+            return one.state == "ready" and (one.info.worker_id, one.info.incarnation) == life
+
+        while not any(is_ready(one) for one in self.fleet.status()):
             await self.fleet.wait(until=clock() + 30)
 
     async def replace(self, worker_id: str) -> None:
