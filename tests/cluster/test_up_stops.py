@@ -96,12 +96,15 @@ def test_where_it_is_goes_to_stdout_whose_reader_may_go_and_the_last_line_says_t
     assert log.splitlines()[-1].endswith(" stopped")
 
 
+TOKEN = ("--token", "a-token-of-thirty-two-characters")
+
+
 def test_gateway_and_workers_can_run_apart_without_ray(deploy: Deploy, up: Deployed) -> None:
     addresses: list[str] = []
     for role in ("prefill", "decode"):
-        worker = deploy("worker", "--role", role, "--model", str(DEMO), "--served-name", "demo", *PRECISE)
+        worker = deploy("worker", "--role", role, "--model", str(DEMO), "--served-name", "demo", *TOKEN, *PRECISE)
         addresses += ["--worker", worker.wait_for(r"^\S+ serves demo at (\S+)$").group(1)]
-    gateway = deploy("gateway", "--model", str(DEMO), "--served-name", "demo", *PORTS, *addresses)
+    gateway = deploy("gateway", "--model", str(DEMO), "--served-name", "demo", *PORTS, *TOKEN, *addresses)
     gateway.wait_for(r"is ready$", times=2)
     assert httpx.get(f"{gateway.url}/ready").status_code == 200
     assert gateway.text(LONG) == up.text(LONG)

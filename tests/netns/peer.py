@@ -26,7 +26,7 @@ MAX_STAGED = 8
 
 
 def address(worker_id: str, host: str, port: int = 0) -> LaneAddress:
-    return LaneAddress(worker_id=worker_id, incarnation=1, host=host, port=port)
+    return LaneAddress(worker_id=worker_id, incarnation=1, host=host, port=port, key="a-key-of-the-test")
 
 
 def payload(index: int) -> torch.Tensor:
