@@ -37,6 +37,7 @@ class Journal:
         self.full: set[str] = set()
         self.unread: dict[str, int] = {}
         self.session: str | None = None
+        self._num_ids = 0
         self._num_attempts = 0
         self._num_cached: int | None = None
         self._num_prompt_logprobs = 0  # emitted to the client
@@ -78,11 +79,16 @@ class Journal:
         self._num_tokens_at_failure = len(self.output_ids)
 
     def next_attempt(self) -> tuple[str, int]:
-        """(request id on the workers, generation). Attempts never share an id: what a worker still says, or still
-        moves, for an earlier one cannot be mistaken for the new one's."""
+        """The `next_id` of an attempt, which reads the prompt from its start."""
         self._num_attempts += 1
         self._num_heard = 0
-        return f"{self.job.request_id}.{self._num_attempts}", self._num_attempts
+        return self.next_id()
+
+    def next_id(self) -> tuple[str, int]:
+        """(request id on the workers, generation) of an attempt, or of a move within one. No two share an id: what a
+        worker still says, or still moves, for an earlier one cannot be mistaken for the new one's."""
+        self._num_ids += 1
+        return f"{self.job.request_id}.{self._num_ids}", self._num_ids
 
     def know_cached(self, num_tokens: int) -> None:
         """So many tokens were cached somewhere when the first attempt was decided. What an attempt that failed has left

@@ -137,7 +137,7 @@ class Moves:
         async with self._gates.setdefault(here.worker, asyncio.Semaphore(MAX_MOVES_AT_ONCE)):
             try:
                 to = self._choose(journal, here.worker)
-                move.request_id, generation = journal.next_attempt()
+                move.request_id, generation = journal.next_id()
                 to.route(move.request_id, 0)
                 move.to = to
                 move.ticket = await to.reserve(self._reservation(journal, here, to, move.request_id, generation))

@@ -33,6 +33,18 @@ def test_prompt_logprobs_told_again_are_new_from_where_they_broke_off() -> None:
     assert told == [logprob(token) for token in PROMPT[1:]]
 
 
+def test_a_move_under_way_is_no_second_telling() -> None:
+    journal = Journal(job(prompt_logprobs=0), now=0.0)
+    assert journal.next_attempt() == ("r.1", 1)
+    told = [*journal.take(update(prompt=10)).prompt_logprobs]
+    assert journal.next_id() == ("r.2", 2)
+    delta = journal.take(update(5, prompt=29, said=10, cached=16))
+    told += delta.prompt_logprobs
+    assert told == [logprob(token) for token in PROMPT[1:]]
+    assert delta.num_cached_tokens == 16
+    assert journal.next_attempt() == ("r.3", 3)
+
+
 def test_an_attempt_goes_on_after_what_the_client_has() -> None:
     journal = Journal(job(prompt_logprobs=0, logprobs=2), now=0.0)
     assert journal.next_attempt() == ("r.1", 1)
