@@ -13,7 +13,7 @@ from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.admission.tenants import read_roster
 from workers.memory import free_ram_bytes
-from workers.models.config import ModelConfig, check_parallel, read_config
+from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config
 from workers.models.weights import check_weights
 
 log = logging.getLogger("baton.cluster")
@@ -41,6 +41,7 @@ def check_feasible(
         tp = config.pools.tp(role, config.worker.tp)
         if count:
             check_parallel(model, tp, "worker.tp" if tp == config.worker.tp else f"pools.{role}_tp")
+    longest_sequence(model, config.worker.max_model_len)
     if config.ray.address:
         return
     check_weights(Path(config.worker.model))

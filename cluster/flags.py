@@ -49,6 +49,12 @@ PrefillTp = Annotated[int | None, typer.Option("--prefill-tp", help="Ranks of a 
 DecodeTp = Annotated[int | None, typer.Option("--decode-tp", help="Ranks of a decode worker. Default: --tp.")]
 OnDevice = Annotated[Device | None, typer.Option("--device", help="Default: auto, GPUs if there are enough.")]
 InDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Default: auto, that of the checkpoint.")]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len", metavar="TOKENS", help="Of a prompt and its answer, at most. Default: the model's own."
+    ),
+]
 HostKv = Annotated[
     float | None,
     typer.Option("--host-kv-gib", min=0, help="Host memory of a worker for KV that its device evicts. Default: 0."),

@@ -39,6 +39,7 @@ def worker(
     worker_id: Id = "",
     device: flags.OnDevice = None,
     dtype: flags.InDtype = None,
+    max_model_len: flags.MaxModelLen = None,
     host_kv_gib: flags.HostKv = None,
     token: flags.Token = None,
     served_name: flags.Name = None,
@@ -50,7 +51,7 @@ def worker(
     given = {
         "model": model,
         "served_name": served_name,
-        "worker": {"device": device, "dtype": dtype, "host_kv_gib": host_kv_gib},
+        "worker": {"device": device, "dtype": dtype, "max_model_len": max_model_len, "host_kv_gib": host_kv_gib},
         "peers": {"token": token},
     }
     config, console = flags.settings(file, given, further), flags.terminal(log_format)

@@ -20,6 +20,7 @@ from cluster.log import LogFormat
 from cluster.sockets import check_free, listen
 from cluster.stopping import Stop, stopped, stopping
 from protos.errors import Misconfigured
+from workers.models.config import longest_sequence, read_config
 
 if TYPE_CHECKING:
     from cluster.front import Front
@@ -43,6 +44,7 @@ def gateway(
     policy: flags.Policy = None,
     shadow_policy: flags.ShadowPolicy = None,
     tool_parser: flags.ToolParser = None,
+    max_model_len: flags.MaxModelLen = None,
     token: flags.Token = None,
     served_name: flags.Name = None,
     file: flags.ConfigFile = None,
@@ -56,6 +58,7 @@ def gateway(
     given = {
         "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
         "discovery": discovery, "processes": processes, "peers": {"token": token},
+        "worker": {"max_model_len": max_model_len},
         "router": {
             "policy": policy, "shadow_policy": shadow_policy, "tool_parser": tool_parser, "access_log": access_log,
         },
@@ -110,11 +113,16 @@ def open_faces(
     return Front(
         config.router,
         listening,
-        max_model_len=config.worker.max_model_len,
+        max_model_len=max_model_len_of(config),
         tls=config.tls,
         peers=config.peers,
         index=config.index,
     )
+
+
+def max_model_len_of(config: ClusterConfig) -> int:
+    """What the workers of the same settings take. Raises Misconfigured, BadCheckpoint or UnsupportedModel."""
+    return longest_sequence(read_config(config.worker.model), config.worker.max_model_len)
 
 
 async def _serve(front: Front | Gateways, config: ClusterConfig, addresses: tuple[str, ...]) -> None:

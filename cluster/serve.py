@@ -142,6 +142,7 @@ def serve(
     decode_tp: flags.DecodeTp = None,
     device: flags.OnDevice = None,
     dtype: flags.InDtype = None,
+    max_model_len: flags.MaxModelLen = None,
     host_kv_gib: flags.HostKv = None,
     host: flags.Host = None,
     port: flags.Port = None,
@@ -166,7 +167,9 @@ def serve(
             "policy": policy, "shadow_policy": shadow_policy, "tool_parser": tool_parser, "access_log": access_log,
         },
         "pools": flags.pools(prefill, decode, colocated, workers) | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
-        "worker": {"tp": tp, "device": device, "dtype": dtype, "host_kv_gib": host_kv_gib},
+        "worker": {
+            "tp": tp, "device": device, "dtype": dtype, "max_model_len": max_model_len, "host_kv_gib": host_kv_gib,
+        },
         "ray": {"address": ray_address},
     }  # fmt: skip
     config = flags.settings(file, given, further)
@@ -188,6 +191,7 @@ def up(
     decode_tp: flags.DecodeTp = None,
     device: flags.OnDevice = None,
     dtype: flags.InDtype = None,
+    max_model_len: flags.MaxModelLen = None,
     host_kv_gib: flags.HostKv = None,
     host: flags.Host = None,
     port: flags.Port = None,

@@ -40,6 +40,7 @@ def pools(
     decode_tp: flags.DecodeTp = None,
     device: flags.OnDevice = None,
     dtype: flags.InDtype = None,
+    max_model_len: flags.MaxModelLen = None,
     host_kv_gib: flags.HostKv = None,
     served_name: flags.Name = None,
     ray_address: flags.RayAddress = None,
@@ -52,7 +53,9 @@ def pools(
     given = {
         "model": model, "served_name": served_name, "discovery": discovery,
         "pools": flags.pools(prefill, decode, colocated, workers) | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
-        "worker": {"tp": tp, "device": device, "dtype": dtype, "host_kv_gib": host_kv_gib},
+        "worker": {
+            "tp": tp, "device": device, "dtype": dtype, "max_model_len": max_model_len, "host_kv_gib": host_kv_gib,
+        },
         "ray": {"address": ray_address},
     }  # fmt: skip
     config, console = flags.settings(file, given, further), flags.terminal(log_format)

@@ -20,7 +20,7 @@ from pathlib import Path
 from kvtransfer import prebuilt
 from kvtransfer.prebuilt import InstructionSet
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.kernels")
 
 _FLAGS = "-std=c11 -O2 -fPIC -shared".split()
 _NATIVE = ("-march=native",)

@@ -67,6 +67,17 @@ def code_lines(source: str, tree: ast.Module) -> set[int]:
     return lines
 
 
+def test_loggers_are_named_below_baton() -> None:
+    """Those of other names never reach the log of a cluster: ranks and gateway processes pass on `baton` alone."""
+
+    def offences() -> Iterator[str]:
+        for path in files("*.py"):
+            if path.parts[0] in PACKAGES and "getLogger(__name__)" in (ROOT / path).read_text():
+                yield f'{path}: getLogger(__name__) is in no log: name it "baton.PART"'
+
+    report(offences())
+
+
 def test_no_product_package_reads_what_can_run_code() -> None:
     """Between our processes travels msgpack of listed types (`protos.codec`), on disk safetensors and JSON."""
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from cluster.collecting import collect_rarely
 from cluster.discovery import Discovery, Members
 from cluster.front import Front
-from cluster.gateway import discovery_of, follow
+from cluster.gateway import discovery_of, follow, max_model_len_of
 from cluster.processes.control import (
     Control,
     Degraded,
@@ -90,7 +90,7 @@ class GatewayProcess:
         self._front = Front(
             replace(config.router, max_queued=-(-config.router.max_queued // orders.count)),
             None,
-            max_model_len=config.worker.max_model_len,
+            max_model_len=max_model_len_of(config),
             tls=config.tls,
             peers=config.peers,
             index=config.index,

@@ -31,7 +31,7 @@ from protos.errors import InvalidRequest, Overloaded
 from router.text import compiling
 from router.text.schema_faults import explained
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.router")
 
 MAX_GRAMMAR_CHARS = 128 * 1024
 """Of a grammar with all its schemas: one of this size compiles in about a tenth of a second."""

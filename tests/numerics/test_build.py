@@ -43,9 +43,14 @@ def test_float16_checkpoints_are_served_in_bfloat16(checkpoint: Checkpoint, tmp_
     assert open_one(folder, served_name="mine").name == "mine"
 
 
-def test_a_small_cache_lowers_the_longest_sequence_unless_it_was_asked_for(checkpoint: Checkpoint) -> None:
+def test_a_small_cache_lowers_the_longest_sequence_unless_it_was_asked_for(
+    checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
     folder, _ = checkpoint("llama")
     assert open_one(folder, num_blocks=4).scheduler.max_model_len == 64
+    [record] = caplog.records
+    assert record.getMessage() == "max_model_len is lowered from 256 to 64: more does not fit the KV cache"
+    assert record.name == "baton.worker", "other loggers do not reach the cluster's log"
     with pytest.raises(Misconfigured, match="max_model_len is 65, the KV cache holds 64 tokens"):
         open_one(folder, num_blocks=4, max_model_len=65)
 

@@ -36,13 +36,13 @@ from workers.kv.host_copies import host_copies, staging_bytes
 from workers.kv.mover import Dock
 from workers.kv.storage import KVStorage, heads_of_rank
 from workers.memory import free_ram_bytes
-from workers.models.config import ModelConfig, check_parallel, read_config
+from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config
 from workers.models.decoder import Decoder
 from workers.models.loader import Progress, load_model
 from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import Leader, LeadingRunner, follow
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.worker")
 
 _WIDTH = {"bfloat16": 2, "float32": 4}
 
@@ -178,7 +178,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     name = config.served_name or Path(config.model).resolve().name
     layout = model.kv_layout(block_size=config.block_size, dtype=dtype_of(config, model), tp=config.tp)
     layout = replace(layout, model=name, device=device)
-    max_model_len = _asked_model_len(config, model)
+    max_model_len = longest_sequence(model, config.max_model_len)
     decoder = _load(config, group, device, layout.dtype, on_progress)
     free_bytes = group.least([free_ram_bytes()])[0]  # all have looked before anybody takes some
     num_slots = _num_slots(config, layout, free_bytes)
@@ -251,17 +251,6 @@ def _capture(config: WorkerConfig, runner: TorchRunner, decoder: Decoder, *, max
         log.warning("decode steps run without CUDA graphs: %s", reason)
     else:
         runner.capture(CudaRecorder(), max_rows=config.max_num_seqs, max_blocks=max_blocks)
-
-
-def _asked_model_len(config: WorkerConfig, model: ModelConfig) -> int:
-    if config.max_model_len is None:
-        return model.max_model_len
-    if config.max_model_len > model.max_model_len:
-        raise Misconfigured(
-            f"worker.max_model_len is {config.max_model_len}: this model was made for {model.max_model_len} at most",
-            param="max_model_len",
-        )
-    return config.max_model_len
 
 
 def _scheduler_config(config: WorkerConfig, model: ModelConfig, max_model_len: int) -> SchedulerConfig:

@@ -25,7 +25,7 @@ from workers.engine.padding import captured_sizes, nothing, size_for
 from workers.models.decoder import Decoder, ModelInputs
 from workers.models.rope import DynamicRope, LongRope
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.worker")
 
 _cuda: Any = torch.cuda
 

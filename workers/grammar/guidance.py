@@ -43,7 +43,7 @@ from workers.cores import leave_cores
 from workers.engine.batch import Sample
 from workers.grammar.base import Mask, without
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.worker")
 
 MAX_COMPILED = 64
 MAX_COMPILED_CHARS = 2**20

@@ -152,6 +152,17 @@ def check_parallel(config: ModelConfig, tp: int, setting: str = "tp") -> None:
     )
 
 
+def longest_sequence(config: ModelConfig, asked: int | None) -> int:
+    """Tokens of a prompt and its answer: `worker.max_model_len`, or the model's own length. Raises Misconfigured."""
+    if asked is not None and asked > config.max_model_len:
+        raise Misconfigured(
+            f"worker.max_model_len is {asked}: this model was made for {config.max_model_len} at most; give that or "
+            f"less, or leave it out. Longer contexts need a rope_scaling in its config.json",
+            param="max_model_len",
+        )
+    return asked or config.max_model_len
+
+
 def splits_heads(num_heads: int, num_kv_heads: int, tp: int) -> bool:
     """Can so many ranks share the heads evenly, each with whole key/value heads, or with one that others have too?"""
     return not num_heads % tp and (not num_kv_heads % tp or not tp % num_kv_heads)

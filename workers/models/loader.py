@@ -18,7 +18,7 @@ from workers.models.layers.slots import Place, Slot
 from workers.models.weights import open_weights, weight_files
 from workers.parallel.group import Solo, TensorParallel
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.worker")
 
 Progress = Callable[[int, int], None]
 

@@ -25,7 +25,7 @@ from protos.values import KVLayout, LaneAddress, SamplingParams, Ticket
 from workers.engine.batch import Batch, Pending, Pipeline, Row, Sample
 from workers.parallel.group import RankGroup, Solo, TensorParallel
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.worker")
 
 _STOP = "stop"
 _KNOCK_S = 0.02

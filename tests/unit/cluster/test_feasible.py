@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.feasible import check_feasible
+from cluster.gateway import max_model_len_of
 from cluster.serve import DEMO
 from cluster.settings import make_config
 from protos.errors import BatonError
@@ -32,6 +34,20 @@ def test_ranks_must_be_able_to_share_the_model(tmp_path: Path) -> None:
     assert told.endswith("give one of 1, 2, 4, 8")
     assert refused(tmp_path, pools={"decode_tp": 3}).startswith("pools.decode_tp is 3: ")
     assert refused(tmp_path, worker={"tp": 2}, pools={"prefill_tp": 4}) == ""
+
+
+def test_a_context_longer_than_the_models_own_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    told = refused(tmp_path, worker={"max_model_len": 2049})
+    assert told.startswith("worker.max_model_len is 2049: this model was made for 2048 at most")
+    assert refused(tmp_path, worker={"max_model_len": 2048}) == ""
+
+
+def test_gateways_take_as_many_tokens_as_workers_of_a_model_with_rope_scaling(tmp_path: Path) -> None:
+    fields = json.loads((Path(DEMO["model"]) / "config.json").read_text())
+    fields["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert max_model_len_of(make_config({"model": str(tmp_path)})) == 8192
+    assert max_model_len_of(make_config({"model": str(tmp_path), "worker": {"max_model_len": 4096}})) == 4096
 
 
 def test_a_cluster_without_prefill_workers_is_told_what_that_means(

@@ -22,7 +22,7 @@ from kvtransfer import prebuilt
 from kvtransfer.native import cache_folder, fingerprint, made_once, run
 from kvtransfer.prebuilt import InstructionSet
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.worker")
 
 _FOLDER = Path(__file__).parent
 _FLAGS = "-std=c++20 -O3 -fopenmp -fno-math-errno -fno-trapping-math -fPIC -w".split()
