@@ -42,6 +42,7 @@ _FIXES = {
 
 
 _SPECIAL = re.compile(r'unknown special token: "([^"]{1,100})')
+_NUMBERED = re.compile(r"token by number: (.{1,100})")
 
 
 def in_our_words(told: str) -> str:
@@ -51,5 +52,10 @@ def in_our_words(told: str) -> str:
         return (
             f"it names the special token {special[1]}: an answer is text, and ends by itself where its grammar is "
             "fulfilled. Put the name in double quotes for its text, or leave it out"
+        )
+    if (numbered := _NUMBERED.search(told)) is not None:
+        return (
+            f"it names a token by its number, {numbered[1]}: an answer is text. Write the text in double quotes, or "
+            "leave the token out"
         )
     return next((fix for sign, fix in _FIXES.items() if sign in told), told[:MAX_TOLD_CHARS])

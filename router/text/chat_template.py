@@ -35,6 +35,8 @@ SHORT_MESSAGES = 64
 SHORT_CHARS = 100_000
 PART_CHARS = 1_000  # what a text part costs beside its text
 
+_TEXTS = ("content", "reasoning_content", "refusal")  # of a message; other strings are names
+
 # Marks the end of the text to be continued, as transformers does: found again whatever the template does round it.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -159,21 +161,34 @@ class ChatTemplate:
                 options=options,
                 tools=tools,
             )
+
+        def written(marks: Marks) -> Rendered:
+            conversation = [_marked(self._fitted(message), marks) for message in messages]
+            if continue_final_message:
+                conversation[-1] = _continued(conversation[-1])
+            variables = {
+                **self._named_tokens, **{name: marks.json(value) for name, value in (options or {}).items()},
+                "messages": conversation, "tools": marks.json(list(tools)) or None, "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }  # fmt: skip
+            text = self._written(variables, marks)
+            return marks.read(_cut(text) if continue_final_message else text)
+
         marks = Marks(self.controls)
-        conversation = [_marked(self._fitted(message), marks) for message in messages]
-        if continue_final_message:
-            conversation[-1] = _continued(conversation[-1])
-        variables = self._named_tokens | marks.json(dict(options or {})) | {
-            "messages": conversation, "tools": marks.json(list(tools)) or None, "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }  # fmt: skip
+        rendered = written(marks)
+        if marks.has_suspects:
+            veiled = written(Marks(self.controls, veils=True))
+            if veiled.written_controls() != rendered.written_controls():
+                return veiled
+        return rendered
+
+    def _written(self, variables: Mapping[str, Any], marks: Marks) -> str:
         try:
-            text = self._template.render(variables)
+            return self._template.render(variables)
         except _TEMPLATE_FAILURES as error:
             raise InvalidRequest(
                 f"The model's chat template refuses the messages: {marks.read(str(error)).text}", param="messages"
             ) from error
-        return marks.read(_cut(text) if continue_final_message else text)
 
     def roles(self) -> list[str]:
         """Those that the model knows: in a conversation of one message, or after a user's."""
@@ -258,8 +273,8 @@ def _marked(message: dict[str, Any], marks: Marks) -> dict[str, Any]:
     for name, value in message.items():
         if name == "role":
             continue
-        if isinstance(value, str):
-            message[name] = marks.content(value, is_model=is_model and name != "name")
+        if isinstance(value, str) and name in _TEXTS:
+            message[name] = marks.content(value, is_model=is_model)
         elif name == "content" and value:
             message[name] = [{**part, "text": marks.content(part["text"], is_model=is_model)} for part in value]
         else:

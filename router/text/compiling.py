@@ -10,6 +10,7 @@ Run as a script that imports nothing of ours: it starts in a tenth of a second. 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import socket
@@ -23,6 +24,9 @@ MAX_TOLD_CHARS = 1000  # of what is wrong: the library may quote all of the gram
 NICE = 10  # whoever computes tokens goes first
 HEAD, ANSWER = struct.Struct("!II"), struct.Struct("!I")
 
+# Of a Lark grammar: its texts, patterns and comments, or a token by its number.
+_NUMBERED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?://|#)[^\n]*|(?P<token><\[[^\]>]*\]>)')
+
 
 class _Bytes:
     """A tokenizer for the library: each byte is a token. It knows no special token, so that a grammar that names one is
@@ -35,6 +39,20 @@ class _Bytes:
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
+
+
+def numbered_token(grammar: str) -> str:
+    """What is wrong with a grammar that compiles and has a token by its number (`<[12]>`, `<[^1-4]>`, `<[*]>`): the
+    library takes each number for a token of text, also that of a control token. "" where it has none."""
+    from llguidance import LLMatcher
+
+    if "<[" not in grammar and "\\u" not in grammar:  # a list of grammars is JSON, which may escape them
+        return ""
+    _, warnings = LLMatcher.validate_grammar_with_warnings(grammar)  # without a tokenizer it names each such token
+    if not any("can't validate <" in one for one in warnings):
+        return ""
+    found = next((one["token"] for one in _NUMBERED.finditer(grammar) if one["token"]), "<[...]>")
+    return f"token by number: {found}"
 
 
 def main() -> None:
@@ -51,7 +69,7 @@ def main() -> None:
         matcher = LLMatcher(known, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
-        told = matcher.get_error()[:MAX_TOLD_CHARS].encode("utf-8", "replace")
+        told = (matcher.get_error() or numbered_token(grammar))[:MAX_TOLD_CHARS].encode("utf-8", "replace")
         del matcher
         signal.setitimer(signal.ITIMER_PROF, 0)
         asked.sendall(ANSWER.pack(len(told)) + told)

@@ -4,6 +4,11 @@
 
 A mark stands for one character of content, so lengths and positions stay. Marks are lone surrogates: no request holds
 one, for JSON in UTF-8 has none. A control text with a mark in it was not written by the template alone.
+
+A template may also write the two ends of a control text around a word of the request: `'<' ~ key ~ '>'`. Words that
+could stand there are *suspect*. A request with suspect words is rendered twice: with these words as they are, and with
+every letter of them marked (*veiled*). The second rendering has the template's own control texts only, so the first one
+is kept if it has the same.
 """
 
 from __future__ import annotations
@@ -17,6 +22,10 @@ import orjson
 
 _MARKS = range(0xDC80, 0xE000)
 
+_MAX_WHOLE_CHARS = 1000  # of a suspect message: longer than any control text, with the signs that a template may drop
+_CASED = range(0x2200)  # holds every character that changes into a Latin, Greek or Cyrillic letter with its case
+_NO_LETTERS = re.compile(r"[\W_]+")
+
 Span = tuple[int, int]
 
 
@@ -28,6 +37,11 @@ class Rendered:
     text: str
     controls: ControlTexts
     spans: tuple[Span, ...] | None = None
+
+    def written_controls(self) -> list[str]:
+        """The control texts that the template has written, in their order."""
+        spans = self.controls.spans(self.text) if self.spans is None else self.spans
+        return [self.text[start:end] for start, end in spans]
 
 
 class ControlTexts:
@@ -46,11 +60,26 @@ class ControlTexts:
         self._pattern = re.compile(_any_of(self.texts) if self.texts else "(?!)")
         self.of_client = _Rule(self.texts, constants)
         self.of_model = _Rule(special, constants)
-        chars = sorted({char for text in self.texts for char in text}, key=lambda char: (char.isalnum(), char))
+        letters = {char for text in self.texts for char in text}
+        chars = sorted(letters | _cases_of(letters), key=lambda char: (char not in letters, char.isalnum(), char))
         self.marks = {char: chr(mark) for char, mark in zip(chars, _MARKS, strict=False)}
-        # As '<|' + name + '|>' has it: a short text may stand between two halves of the template's.
-        halved = any(one.endswith(text[:size]) for text in self.texts for size in range(1, len(text)) for one in own)
-        self.insides = "\n".join(sorted(self.texts)) if halved else ""
+        parted = any(_is_parted(text, own) for text in self.texts)
+        insides = {inside for text in self.texts if (inside := _folded(text))} if parted else set()
+        self.has_insides = bool(insides)
+        self._joined_insides = "\n".join(sorted(insides))
+        self._inside = re.compile(_any_of(insides) if insides else "(?!)")
+        self._veils = {ord(char): mark for char, mark in self.marks.items() if not char.isspace()}
+
+    def is_suspect(self, text: str, *, whole: bool = False) -> bool:
+        """Can a template make a control text of this one, with the ends of its own? Only letters and digits count, in
+        any case, for a template may replace signs (`key | replace('-', '_')`) and change the case. A `whole` text is
+        written as it is; of any other a template may take a part."""
+        if not self.has_insides or (whole and len(text) > _MAX_WHOLE_CHARS) or not (inside := _folded(text)):
+            return False
+        return inside in self._joined_insides or (not whole and self._inside.search(inside) is not None)
+
+    def veiled(self, text: str) -> str:
+        return _Veiled.of(text, self._veils)
 
     def spans(self, text: str) -> tuple[Span, ...]:
         return tuple(found.span() for found in self._pattern.finditer(text))
@@ -79,28 +108,71 @@ class _Rule:
         return bool(self.words) and any(word in text for word in self.words)
 
 
-class Marks:
-    """Those of one request."""
+class _Veiled(str):
+    """A text with marks in place of its letters. It equals the `text` it stands for, and sorts like it, so that
+    templates find keys and compare values as ever. What they make of it is mostly an ordinary string, with the marks.
+    """
 
-    def __init__(self, controls: ControlTexts) -> None:
+    __slots__ = ("text", "veils")
+    text: str
+    veils: Mapping[int, str]
+
+    @classmethod
+    def of(cls, text: str, veils: Mapping[int, str]) -> _Veiled:
+        veiled = cls(text.translate(veils))
+        veiled.text, veiled.veils = text, veils
+        return veiled
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.text == _unveiled(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __lt__(self, other: str) -> bool:
+        return bool(self.text < _unveiled(other))
+
+    def __gt__(self, other: str) -> bool:
+        return bool(self.text > _unveiled(other))
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def lower(self) -> _Veiled:
+        return self.of(self.text.lower(), self.veils)
+
+    def upper(self) -> _Veiled:
+        return self.of(self.text.upper(), self.veils)
+
+    def strip(self, chars: str | None = None) -> _Veiled:
+        return self.of(self.text.strip(chars), self.veils)
+
+
+def _unveiled(value: Any) -> Any:
+    return value.text if isinstance(value, _Veiled) else value
+
+
+class Marks:
+    """Those of one rendering of a request. With `veils` they hide suspect texts."""
+
+    def __init__(self, controls: ControlTexts, *, veils: bool = False) -> None:
         self._controls = controls
+        self._veils = veils
         self._used: set[str] = set()
+        self.has_suspects = False
 
     def content(self, text: str, *, is_model: bool = False) -> str:
         """A message's text. What the model has said keeps its tags: it writes them as text, and templates look for
         them."""
         controls = self._controls
-        rule = controls.of_model if is_model else controls.of_client
-        if rule.concerns(text):
-            return self._marked(text, rule)
-        if controls.insides and (inner := text.strip()) and inner in controls.insides:
-            return text.replace(inner[0], self._mark(inner[0]), 1)
-        return text
+        return self._hidden(text, controls.of_model if is_model else controls.of_client, whole=True)
 
     def json(self, value: Any) -> Any:
         """A value with every string in it marked, keys too."""
-        rule = self._controls.of_client
-        return self._json(value, rule) if value and rule.concerns(orjson.dumps(value).decode()) else value
+        controls = self._controls
+        if not value or not (controls.has_insides or controls.of_client.concerns(orjson.dumps(value).decode())):
+            return value
+        return self._json(value, controls.of_client)
 
     def read(self, marked: str) -> Rendered:
         """What a template has made of texts with these marks."""
@@ -116,13 +188,21 @@ class Marks:
     def _json(self, value: Any, rule: _Rule) -> Any:
         match value:
             case str():
-                return self._marked(value, rule) if rule.concerns(value) else value
+                return self._hidden(value, rule)
             case list():
                 return [self._json(one, rule) for one in value]
             case dict():
                 return {self._json(name, rule): self._json(one, rule) for name, one in value.items()}
             case _:
                 return value
+
+    def _hidden(self, text: str, rule: _Rule, *, whole: bool = False) -> str:
+        if self._controls.is_suspect(text, whole=whole):
+            self.has_suspects = True
+            if self._veils:
+                self._used.update(self._controls.marks)
+                return self._controls.veiled(text)
+        return self._marked(text, rule) if rule.concerns(text) else text
 
     def _marked(self, text: str, rule: _Rule) -> str:
         if rule.words or any(one in text for one in rule.visible):
@@ -147,6 +227,27 @@ def _signs(text: str) -> Sequence[str]:
     """A control text's first and last character that is neither a letter, a digit nor white space."""
     found = [char for char in text if not char.isalnum() and not char.isspace()]
     return found[:1] + found[1:][-1:]
+
+
+def _folded(text: str) -> str:
+    return _NO_LETTERS.sub("", text.casefold())
+
+
+def _cases_of(letters: Collection[str]) -> set[str]:
+    """Characters that become one of the letters with another case."""
+    cased = ((char, {*char.lower(), *char.upper(), *char.title()}) for char in map(chr, _CASED))
+    return {char for char, cases in cased if not cases.isdisjoint(letters)}
+
+
+def _is_parted(text: str, own: Collection[str]) -> bool:
+    """May the template's `own` strings be parts of the text whose other parts, without its signs, are content?"""
+    signs = _signs(text)
+    if not signs:
+        return True
+    is_begun = any(one.endswith(text[:size]) for size in range(1, len(text)) for one in own)
+    if is_begun or text[0] == signs[0]:
+        return is_begun
+    return any(one in text or any(one.startswith(text[-size:]) for size in range(1, len(text))) for one in own if one)
 
 
 def _meet(one: str, text: str) -> bool:

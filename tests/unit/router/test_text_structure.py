@@ -95,6 +95,32 @@ async def test_a_grammar_that_names_a_special_token_is_refused_by_its_name() -> 
         checking.close()
 
 
+async def test_a_grammar_that_names_a_token_by_its_number_is_refused() -> None:
+    """Also where only a later part of the answer does, or a grammar within."""
+    checking = GrammarChecks()
+    try:
+        for grammar in (
+            "start: <[12]>",
+            'start: "<[" x // <[7]>\nx: "a" | "b" <[1-4,12]>',
+            "start: /a+/ <[^1-4]>",
+            'start: "a" <[*]>',
+            "start: %lark {\nstart: <[3]>\n}",
+        ):
+            name = grammar[grammar.rindex("<") : grammar.rindex(">") + 1]
+            with pytest.raises(
+                InvalidRequest,
+                match=re.escape(f"'grammar' cannot be enforced: it names a token by its number, {name}: an answer is"),
+            ):
+                await checking.check(grammar, param="grammar")
+        listed = '{"grammars":[{"lark_grammar":"start: @b"},{"name":"b","lark_grammar":"start: \\u003c\\u005b3]>"}]}'
+        with pytest.raises(InvalidRequest, match="names a token by its number"):
+            await checking.check(listed, param="grammar")
+        await checking.check('start: "<[12]>" /<[^1]>/ // <[*]>', param="grammar")
+        await checking.check(json_grammar({"enum": ["<[12]>", "\\u003c["]}), param="json")
+    finally:
+        checking.close()
+
+
 async def test_what_is_wrong_is_told_in_few_words() -> None:
     with pytest.raises(InvalidRequest) as failed:
         await GrammarChecks().check(regex_grammar("(" * 50_000), param="regex")
