@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import grpc
 import orjson
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -89,15 +90,12 @@ class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gener
         handler = await continuation(details)
         if handler is None or handler.request_streaming:
             return handler
-        codec = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
+        decode, codec = handler.request_deserializer, {"response_serializer": handler.response_serializer}
         if handler.response_streaming:
             answers = handler.unary_stream
 
             async def stream(requests: AsyncIterator[Any], context: Context) -> None:
-                request = await self._first(requests, context)
+                request = await self._first(requests, decode, context)
                 try:
                     async with aclosing(answers(request, context)) as messages:
                         async for message in messages:
@@ -109,7 +107,7 @@ class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gener
         answer = handler.unary_unary
 
         async def whole(requests: AsyncIterator[Any], context: Context) -> Any:
-            return await answer(await self._first(requests, context), context)
+            return await answer(await self._first(requests, decode, context), context)
 
         return grpc.stream_unary_rpc_method_handler(whole, **codec)
 
@@ -121,15 +119,18 @@ class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gener
         except TimeoutError:
             raise Cancelled(f"the client has taken nothing for {self._stall_s:g} s") from None
 
-    async def _first(self, requests: AsyncIterator[Any], context: Context) -> Any:
+    async def _first(self, messages: AsyncIterator[bytes], decode: Callable[[bytes], Any], context: Context) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s):
-                async for request in requests:
-                    return request
+                async for message in messages:
+                    return decode(message)
             raise InvalidRequest("the call has no request: send one message")
         except TimeoutError:
             told = f"the request did not come within {self._timeout_s:g} s: send it with the call"
             await abort_with(context, RequestTimeout(told))
+        except DecodeError:
+            told = "the request is not a protobuf message of this method: make it from protos/inference.proto"
+            await abort_with(context, InvalidRequest(told))
         except InvalidRequest as error:
             await abort_with(context, error)
 

@@ -133,6 +133,23 @@ async def test_a_call_whose_request_does_not_come_is_ended(method: str) -> None:
     assert not generate.jobs
 
 
+@pytest.mark.parametrize("method", ["Generate", "Complete", "Tokenize"])
+async def test_a_request_that_is_no_message_is_refused_as_the_clients_fault(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with calling() as (channel, generate):
+        kind: Any = channel.unary_stream if method == "Generate" else channel.unary_unary
+        call = kind(f"/{SERVICE}/{method}")(b"\xff" * 7)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await (call.read() if method == "Generate" else call)
+    assert failed.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    error = error_of(failed.value)
+    assert isinstance(error, InvalidRequest)
+    assert "not a protobuf message of this method" in error.message
+    assert not [one for one in caplog.records if one.exc_info or one.levelname == "ERROR"]
+    assert not generate.jobs
+
+
 async def test_a_stop_string_ends_the_job() -> None:
     async with calling() as (channel, generate):
         reply = await pb_grpc.InferenceStub(channel).Complete(request(stop=["café"]))
