@@ -17,10 +17,12 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cluster.actors import RayNodes
 from cluster.channel import Channel
@@ -106,6 +108,7 @@ class SupervisorProcess:
         self._supervisor: Supervisor | None = None
         self._doubts: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._first_ended: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
         self._watching: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
@@ -131,11 +134,20 @@ class SupervisorProcess:
         """Returns when Ray is lost. Raises the BatonError of a worker that will never start, or of the first Ray."""
         if self._plans:
             self._start_supervisor()
-        self._watching = asyncio.create_task(self._ray())
-        self._tasks.append(self._watching)
-        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        self._watching = self._begin_task(self._ray(), "Ray")
+        (await self._first_ended).result()
+
+    def _begin_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """One whose end is the end of supervising, also where that waits already."""
+
+        def note(ended: asyncio.Task[None]) -> None:
+            if not self._first_ended.done():
+                self._first_ended.set_result(ended)
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(note)
+        self._tasks.append(task)
+        return task
 
     async def _ray(self) -> None:
         """From its start to its loss."""
@@ -228,7 +240,7 @@ class SupervisorProcess:
             running=running,
             watch=self._show,
         )
-        self._tasks.append(asyncio.create_task(self._supervisor.run(), name="supervisor"))
+        self._begin_task(self._supervisor.run(), "supervisor")
 
     def _record(self, living: LivingWorker) -> None:
         self._living[living.worker_id] = living

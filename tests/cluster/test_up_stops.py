@@ -73,6 +73,16 @@ def test_a_model_that_cannot_be_served_ends_it_with_the_reason(deploy: Deploy, t
     assert cluster.processes() == {}
 
 
+def test_settings_that_only_a_worker_can_refuse_end_it_with_the_reason(deploy: Deploy) -> None:
+    settings = "worker.num_blocks=8", "worker.max_model_len=512"
+    cluster = deploy("up", "--workers", "1", *PORTS, *PRECISE, *(word for one in settings for word in ("--set", one)))
+    said = cluster.wait_for("^baton: ").string
+    assert cluster.ended() == 2, cluster.log
+    assert "max_model_len is 512, the KV cache holds 128 tokens" in said
+    assert "Traceback" not in cluster.log
+    assert cluster.processes() == {}
+
+
 def test_a_stop_while_it_starts_leaves_nothing(deploy: Deploy) -> None:
     cluster = deploy("up", *PORTS, *PRECISE)
     cluster.wait_for("^starting Ray")
