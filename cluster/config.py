@@ -24,6 +24,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)  # meta-llama/Llama-3.1-8B
 MEMORY = "memory"
 MAX_WORKERS = 4096
 MAX_PROCESSES = 64
+MIN_SILENT_S = 2.0
 _LEAST = {
     "first_delay_s": 0.0, "factor": 1.0, "reset_after_s": 0.0, "health_period_s": 0.1, "max_misses": 1, "grace_s": 0.0,
     "orphan_s": 10.0,
@@ -82,11 +83,19 @@ class RayConfig:
     """`address` of a running Ray cluster (host:port, ray://host:port, or auto); empty: one of our own on this machine.
 
     With `pool_resources` every rank also takes one of the custom Ray resource that has its pool's name, so that nodes
-    are told apart by what they offer (deploy/k8s).
+    are told apart by what they offer (deploy/k8s). A Ray that has not answered for `silent_s` is given up: a private
+    one is started anew, and one at an address is connected to again; workers serve on.
     """
 
     address: str = ""
     pool_resources: bool = False
+    silent_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        if not self.silent_s >= MIN_SILENT_S:
+            raise Misconfigured(
+                f"ray.silent_s = {self.silent_s}: give {MIN_SILENT_S:g} or more seconds", param="silent_s"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,9 @@ import os
 import secrets
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,16 +37,17 @@ STOP_S = 10.0  # a Ray that has started ends within one or two
 GIVE_UP_S = 1.0  # for one that is still starting, and was killed
 PROBE_S = 1.0  # between two connections to a Ray that is not ours
 PROBE_MISSES = 3
-ASK_S = 2.0  # between two questions to the control store
+ASK_S = 1.0  # between two health calls to the control store and the raylet
 DOUBT_S = 3.0  # without an answer
-SILENT_S = 15.0
 OURS = "r"  # Ray opens its folder to everybody, so that it is given one in a folder that is ours alone
 LONGEST_SOCKET = f"/baton-12345678/{OURS}/session_2026-11-23_01-49-16_799730_4194304/sockets/plasma_store"
 MAX_FOLDER_BYTES = 107 - len(LONGEST_SOCKET)  # unix(7): a socket's path has 107 bytes
 VITAL = {"gcs_server": "control store (GCS)", "raylet": "raylet"}
 """Ray's processes without which it is no more, as it calls them and as people do. Its raylet ends with its agents."""
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # an empty request asks for the server as a whole
 PRIVATE = {
     "RAY_AUTH_MODE": "token",
+    "RAY_USE_TLS": "0",  # of the person's own Ray; nothing of this one leaves the machine
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
@@ -122,7 +124,7 @@ class Machines:
 
     async def lost(self, doubt: Callable[[str], None]) -> str:
         """Returns why Ray is no more, once it is: within a second of its end, and where it only answers no more after
-        `SILENT_S`. Calls `doubt` with what seems wrong meanwhile, and with "" when it was nothing."""
+        `RayConfig.silent_s`. Calls `doubt` with what seems wrong meanwhile, and with "" when it was nothing."""
         looking = [
             asyncio.ensure_future(self._ended() if self.is_private else self._unreachable(doubt)),
             asyncio.ensure_future(self._silent(doubt)),
@@ -169,18 +171,32 @@ class Machines:
                 misses = 0
 
     async def _silent(self, doubt: Callable[[str], None]) -> str:
+        """A process that is stopped, or hangs, has not ended: it only answers no more."""
         import ray
 
         while True:
             await asyncio.sleep(ASK_S)
             asking = in_thread(ray.nodes)
-            if not (await asyncio.wait([asking], timeout=DOUBT_S))[0]:
-                doubt("Ray's control store (GCS) does not answer")
-                if not (await asyncio.wait([asking], timeout=SILENT_S - DOUBT_S))[0]:
-                    return f"Ray's control store (GCS) has not answered for {SILENT_S:g} s"
-                doubt("")
+            if reason := await self._unanswered(asking, "control store (GCS)", doubt):
+                return reason
             if (error := asking.exception()) is not None:
                 return f"Ray does not know its nodes: {error}"
+            for node in asking.result() if self.is_private else ():  # else the control store watches the raylets
+                checking = asyncio.ensure_future(_raylet_answers(node, self._config.silent_s))
+                if reason := await self._unanswered(checking, "raylet", doubt):
+                    return reason
+
+    async def _unanswered(self, answer: asyncio.Future[Any], what: str, doubt: Callable[[str], None]) -> str:
+        """Why Ray is given up, where `answer` does not come in time; "" when it has come."""
+        limit_s = self._config.silent_s
+        doubt_s = min(DOUBT_S, limit_s / 2)
+        if (await asyncio.wait([answer], timeout=doubt_s))[0]:
+            return ""
+        doubt(f"Ray's {what} does not answer")
+        if not (await asyncio.wait([answer], timeout=limit_s - doubt_s))[0]:
+            return f"Ray's {what} has not answered for {limit_s:g} s"
+        doubt("")
+        return ""
 
     def _start(self) -> None:
         options: dict[str, Any] = {"address": self._config.address, "log_to_driver": False}
@@ -223,6 +239,18 @@ class Machines:
     def _kill(self) -> None:
         if self.is_private:
             end_private_ray(self._folder)
+
+
+async def _raylet_answers(node: Mapping[str, Any], limit_s: float) -> None:
+    """Returns when the raylet of a node, as `ray.nodes` describes it, has answered a health call of gRPC's standard
+    health service (it needs no token), or can be reached no more: its end is watched elsewhere."""
+    import grpc
+
+    address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+    async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        with suppress(grpc.aio.AioRpcError):
+            check = channel.unary_unary(HEALTH_CHECK, request_serializer=bytes, response_deserializer=bytes)
+            await check(b"", timeout=2 * limit_s)
 
 
 def _take_signals_back() -> None:

@@ -58,8 +58,9 @@ START_TRIES = 3  # of a Ray that never came up
 STOP_S = 40.0  # for every worker's polite end, and Ray's
 MAX_PAUSE_S = 5.0  # before a supervisor that ends again and again is started anew
 TICK_S = 1.0
-PING_S = 3.0
-MAX_UNANSWERED = 10  # patience: no request waits for a supervisor, and importing Ray takes seconds
+PING_S = 2.0
+DOUBT_UNANSWERED = 2
+MAX_UNANSWERED = 15  # patience: no request waits for a supervisor, and importing Ray takes seconds
 MAX_SAID_LINES = 20
 
 
@@ -119,7 +120,10 @@ class Pools:
     def trouble(self) -> str:
         """Why a lost worker may not be started again at present; "" when it would be."""
         if self._away is None:
-            return ""
+            if self._num_unanswered <= DOUBT_UNANSWERED or self._channel is None:
+                return ""
+            silent_s = (self._num_unanswered - 1) * PING_S
+            return f"the supervisor has not answered for {silent_s:.0f} s: workers serve on; a lost worker has to wait"
         reason, since_s = self._away
         kept = "a lost worker is started again where it was" if not self._config.ray.address else (
             "a lost worker is not started again before it is back"

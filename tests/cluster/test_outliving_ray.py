@@ -1,8 +1,8 @@
-"""`kill -9` of Ray's processes, the supervisor, gateway processes and workers under seeded requests: no answer changes,
-none lacks its end, and the cluster heals by itself without a restart of the workers that live.
+"""Ray's processes, the supervisor, gateway processes and workers are killed, or stand still, under seeded requests: no
+answer changes, none lacks its end, and the cluster heals by itself without a restart of the workers that live.
 
-Three kills in every test run; `BATON_RAY_KILLS=100 make test ARGS=tests/cluster/test_outliving_ray.py` makes as many as
-wanted, of kinds and at moments made from their numbers.
+A few kills in every test run; `BATON_RAY_KILLS=100 make test ARGS="-s tests/cluster/test_outliving_ray.py"` makes 100,
+of random kinds at random moments, and prints what came of them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ import random
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
@@ -23,9 +27,10 @@ from tests.cluster.test_chaos import Choice, answer, check
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4 * 3600)]
 
-KILLS = int(os.environ.get("BATON_RAY_KILLS", "3"))
+KILLS = int(os.environ.get("BATON_RAY_KILLS", "4"))
 CLIENTS = 16
 EACH = 2
+SERVES_S = 60.0
 HEALED_S = 100.0  # on an otherwise idle machine it takes some ten
 WORKERS = ("prefill-0", "decode-0", "decode-1")
 PROCESSES = {
@@ -35,15 +40,50 @@ PROCESSES = {
     "daemon": r"dashboard\.py|monitor\.py|DashboardAgent|RuntimeEnvAgent",
     "gateway": "cluster.processes.child",
 }
-VITAL = ("gcs", "raylet", "supervisor")
-FIRST = (("gcs", "worker"), ("supervisor",), ("raylet", "gateway"))
-"""What is killed, one right after the other: the first three times, and then one of `PROCESSES` or a worker."""
+FROZEN = "frozen "
+KINDS = (*PROCESSES, "worker", f"{FROZEN}gcs", f"{FROZEN}raylet")
+"""SIGKILL of one process of a kind, or SIGSTOP."""
+FIRST = (("gcs", "worker"), ("supervisor", "gateway"))
+"""What is killed in the first rounds, one right after the other; then up to three of KINDS, with pauses."""
+MAX_PAUSE_S = 4.0
+
+
+def rounds() -> Iterator[tuple[str, ...]]:
+    """`KILLS` kills in all, or a few more."""
+    num_kills, chance = 0, random.Random(KILLS)
+    for first in FIRST:
+        yield first
+        num_kills += len(first)
+    while num_kills < KILLS:
+        kinds = tuple(chance.choices(KINDS, k=chance.randint(1, 3)))
+        yield kinds
+        num_kills += len(kinds)
+
+
+@dataclass(slots=True)
+class Toll:
+    """What came of all rounds."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    num_answers: int = 0
+    num_broken: int = 0
+    serves_s: float = 0.0
+    healed_s: float = 0.0
+
+
+@pytest.fixture(scope="module")
+def toll() -> Iterator[Toll]:
+    made = Toll()
+    yield made
+    print(f"\n{made.kills.total()} kills ({dict(made.kills)}), {made.num_answers} answers as without kills, "
+          f"{made.num_broken} broken with their gateway process, served again after {made.serves_s:.1f} s at most, all "
+          f"as before after {made.healed_s:.1f} s at most")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Deployed]:
     size = ("--prefill", "1", "--decode", "2", "--processes", "2", "--port", "0", "--grpc-port", "0")
-    deployed = Deployed("up", *size, *PRECISE)
+    deployed = Deployed("up", *size, *PRECISE, "--set", "ray.silent_s=5")
     try:
         deployed.wait_for("^serving ", timeout_s=120.0)
         yield deployed
@@ -89,35 +129,66 @@ class Asking:
         return sum(asked for asked, _ in counts), sum(broken for _, broken in counts)
 
 
-@pytest.mark.parametrize("number", range(KILLS))
+@pytest.mark.parametrize(("number", "kinds"), [*enumerate(rounds())])
 def test_whatever_is_killed_no_answer_changes_and_the_cluster_heals(
-    cluster: Deployed, undisturbed: list[list[Choice]], number: int
+    cluster: Deployed, undisturbed: list[list[Choice]], toll: Toll, number: int, kinds: Sequence[str]
 ) -> None:
     chance = random.Random(number)
-    kinds = FIRST[number] if number < len(FIRST) else (chance.choice([*PROCESSES, "worker"]),)
-    num_launches = cluster.count("runs in process")
+    before = serving_pids(cluster)
+    killed: list[int] = []
     asking = Asking(cluster.url, undisturbed, may_break="gateway" in kinds)
     try:
-        time.sleep(chance.uniform(0.0, 1.5))  # the moment is what is random here, nothing waits for it
+        for kind in kinds:
+            at_once = number < len(FIRST) and bool(killed)
+            time.sleep(0.0 if at_once else chance.uniform(0.0, MAX_PAUSE_S))  # random moments: nothing waits for them
+            killed.append(kill(cluster, kind, before, chance))
+            toll.kills[kind] += 1
         begun_s = time.monotonic()
-        killed = [pid for kind in kinds for pid in kill(cluster, kind, chance)]
-        told = troubles(cluster, until_told=bool(set(kinds) & set(VITAL)))
-        told_s = time.monotonic() - begun_s
+        told = trouble(cluster, lambda told: "workers serve on" in told or number >= len(FIRST))
+        serves(cluster)
+        serves_s = time.monotonic() - begun_s
     finally:
-        num_asked, num_broken = asking.answered()
+        num_answers, num_broken = asking.answered()
     cluster.wait_until(lambda: healed(cluster, killed), timeout_s=HEALED_S)
     healed_s = time.monotonic() - begun_s
-    print(f"{kinds}: told {told!r} after {told_s:.1f} s, healed after {healed_s:.1f} s, {num_asked} answers, "
-          f"{num_broken} broken with their gateway process")  # fmt: skip
-    assert num_asked
-    assert cluster.count("runs in process") == num_launches + kinds.count("worker"), "only those killed start anew"
+    print(f"{kinds}: told {told!r}, served after {serves_s:.1f} s, healed after {healed_s:.1f} s, {num_answers} "
+          f"answers, {num_broken} broken with their gateway process")  # fmt: skip
+    toll.num_answers, toll.num_broken = toll.num_answers + num_answers, toll.num_broken + num_broken
+    toll.serves_s, toll.healed_s = max(toll.serves_s, serves_s), max(toll.healed_s, healed_s)
+    assert num_answers
+    after = serving_pids(cluster)
+    assert {name for name in WORKERS if after[name] != before[name]} == {
+        name for name in WORKERS if before[name] in killed
+    }, "only those killed start anew"
+
+
+def test_a_ray_that_stands_still_is_named_until_it_goes_on_or_is_given_up(
+    cluster: Deployed, undisturbed: list[list[Choice]]
+) -> None:
+    before, chance = serving_pids(cluster), random.Random(0)
+    asking = Asking(cluster.url, undisturbed, may_break=False)
+    try:
+        store = kill(cluster, f"{FROZEN}gcs", before, chance)
+        trouble(cluster, lambda told: told.startswith("Ray's control store (GCS) does not answer (for "))
+        os.kill(store, signal.SIGCONT)
+        trouble(cluster, lambda told: not told)
+        raylet = kill(cluster, f"{FROZEN}raylet", before, chance)
+        trouble(cluster, lambda told: told.startswith("Ray's raylet does not answer (for "))
+        trouble(cluster, lambda told: told.startswith("Ray's raylet has not answered for 5 s (for "))
+    finally:
+        num_answers, _ = asking.answered()
+    assert num_answers == CLIENTS * EACH
+    cluster.wait_until(lambda: healed(cluster, [raylet]), timeout_s=HEALED_S)
+    assert store not in cluster.processes()
+    assert serving_pids(cluster) == before
 
 
 def test_a_worker_that_is_killed_after_all_that_is_started_again(cluster: Deployed) -> None:
     launches = cluster.count("^decode-0: runs in process")
-    killed = kill(cluster, "worker", random.Random(0), "decode-0")
+    killed = serving_pids(cluster)["decode-0"]
+    os.kill(killed, signal.SIGKILL)
     cluster.worker_pids("decode-0", life=launches + 1)
-    cluster.wait_until(lambda: healed(cluster, killed), timeout_s=HEALED_S)
+    cluster.wait_until(lambda: healed(cluster, [killed]), timeout_s=HEALED_S)
 
 
 def test_a_killed_cluster_leaves_nothing(cluster: Deployed) -> None:
@@ -126,43 +197,66 @@ def test_a_killed_cluster_leaves_nothing(cluster: Deployed) -> None:
     cluster.wait_until(lambda: cluster.processes() == {}, timeout_s=20.0)
 
 
-def kill(cluster: Deployed, kind: str, chance: random.Random, worker: str = "") -> list[int]:
-    if kind == "worker":
-        worker = worker or chance.choice(WORKERS)
-        pids = list(cluster.worker_pids(worker, life=cluster.count(rf"^{worker}: runs in process")))
-    else:
-        pids = [pid for pid, command in cluster.processes().items() if re.search(PROCESSES[kind], command)]
-        assert pids, f"no process of {kind}: {cluster.processes()}"
-        pids = [chance.choice(sorted(pids))]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    return pids
+def kill(cluster: Deployed, kind: str, workers: Mapping[str, int], chance: random.Random) -> int:
+    """The process id. Waits until there is one: the kill before may have ended it."""
+    number, kind = (signal.SIGSTOP if kind.startswith(FROZEN) else signal.SIGKILL), kind.removeprefix(FROZEN)
+    deadline = time.monotonic() + HEALED_S
+    while True:
+        running = cluster.processes()
+        if kind == "worker":
+            pids = [pid for pid in {*workers.values(), *serving_pids(cluster).values()} if pid in running]
+        else:
+            pids = [pid for pid, command in running.items() if re.search(PROCESSES[kind], command)]
+        if pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid := chance.choice(sorted(pids)), number)
+                return pid
+        assert time.monotonic() < deadline, f"no process of {kind}: {running}"
 
 
-def troubles(cluster: Deployed, *, until_told: bool) -> str:
-    """What `degraded` says of the supervisor and Ray, within seconds."""
-    deadline = time.monotonic() + 10.0
+def trouble(cluster: Deployed, holds: Callable[[str], bool]) -> str:
+    """What `/ready` and `/admin/status` name as `degraded`, as soon as it `holds`: within seconds."""
+    deadline = time.monotonic() + 15.0
     while True:
         told = str(ready(cluster)["degraded"])
-        if "workers serve on" in told or not until_told:
+        if holds(told) and holds(status(cluster)["degraded"]):
             return told
         assert time.monotonic() < deadline, f"`degraded` is {told!r}:\n{cluster.log}"
 
 
-def healed(cluster: Deployed, killed: list[int]) -> bool:
+def serves(cluster: Deployed) -> None:
+    """Returns when a new request is answered."""
+    deadline = time.monotonic() + SERVES_S
+    while True:
+        with suppress(httpx.TransportError):
+            if cluster.complete("import os", max_tokens=2).status_code == 200:
+                return
+        assert time.monotonic() < deadline, f"nothing is served after {SERVES_S} s:\n{cluster.log}"
+
+
+def healed(cluster: Deployed, killed: Sequence[int]) -> bool:
     told = ready(cluster)
     if not told["ready"] or told["degraded"]:
         return False
-    workers = cluster.status()["workers"]
-    pids = [worker["info"]["process_id"] for worker in workers if worker["state"] == "ready"]
-    return len(pids) == len(WORKERS) and not set(pids) & set(killed)
+    pids = set(serving_pids(cluster).values())
+    return len(pids) == len(WORKERS) and not pids & set(killed)
+
+
+def serving_pids(cluster: Deployed) -> dict[str, int]:
+    """Of the workers that are ready."""
+    workers = status(cluster)["workers"]
+    return {one["worker_id"]: one["info"]["process_id"] for one in workers if one["state"] == "ready"}
+
+
+def status(cluster: Deployed) -> Any:
+    while True:
+        with suppress(httpx.TransportError):
+            return cluster.status()
 
 
 def ready(cluster: Deployed) -> dict[str, object]:
     """Of any gateway process that lives."""
     while True:
-        try:
+        with suppress(httpx.TransportError):  # its process was killed just now
             told: dict[str, object] = httpx.get(f"{cluster.url}/ready", timeout=10.0).json()
             return told
-        except httpx.TransportError:
-            continue  # its process was killed just now

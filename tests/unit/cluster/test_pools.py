@@ -59,6 +59,26 @@ async def main():
 
 asyncio.run(main())
 """
+# Plans, and answers a ping only when the parent has sent it twenty.
+DEAF = """
+import asyncio, os, socket, sys
+from cluster.channel import Channel
+from cluster.placement import Node, plan
+from cluster.processes.control import Ping, Pong
+from cluster.supervisor_messages import SUPERVISOR_MESSAGES, Planned
+
+async def main():
+    channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
+    begin = await channel.receive()
+    channel.send(Planned(plans=plan(begin.config.pools, (Node(cpus=2.0),), tp=1, device="cpu")))
+    num_pings = 0
+    while (message := await channel.receive()) is not None:
+        num_pings += isinstance(message, Ping)
+        if num_pings > 20:
+            channel.send(Pong())
+
+asyncio.run(main())
+"""
 
 
 class Told:
@@ -114,6 +134,20 @@ async def test_the_next_supervisor_is_given_the_workers_that_live(
     assert json.loads(record.getMessage()) == {"plans": 2, "living": "decode-0", "devices": ["3"]}
     assert (record.levelno, vars(record)["worker"]) == (logging.WARNING, "decode-0")
     assert told.degraded[0].startswith("the supervisor was ended by signal 9 (for 0 s): workers serve on; ")
+    assert told.degraded[-1] == ""
+
+
+async def test_a_supervisor_that_stands_still_is_named_until_it_answers(
+    parent: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PROGRAM": DEAF, "PING_S": 0.05, "TICK_S": 0.01, "MAX_UNANSWERED": 1000}.items():
+        monkeypatch.setattr(pools, name, value)
+    told = Told()
+    await parent.prepare()
+    await parent.start(told)
+    async with asyncio.timeout(60):
+        await told.over.wait()
+    assert told.degraded[0].startswith("the supervisor has not answered for 0 s: workers serve on; ")
     assert told.degraded[-1] == ""
 
 
