@@ -23,6 +23,7 @@ from typing import Any
 from cluster.channel import Channel
 from cluster.rank import Ended, Event, Logged, Orders, Rank
 from cluster.rank_messages import RANK_MESSAGES, Attach, Attached, Contact, Stop
+from protos.hints import encodable
 
 log = logging.getLogger("baton.worker")
 
@@ -168,7 +169,7 @@ class LogRelay(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(RuntimeError):  # the loop has ended
-            self._rank.tell(Logged(level=record.levelno, message=self.format(record)))
+            self._rank.tell(Logged(level=record.levelno, message=encodable(self.format(record))))
 
 
 def watch_lock(path: str, process: RankProcess) -> None:

@@ -58,6 +58,7 @@ from cluster.supervisor_messages import (
     WorkerStarting,
 )
 from protos.errors import BatonError, Misconfigured, Unavailable
+from protos.hints import encodable
 from protos.wire import error_info
 from router.channels import Channels
 from router.successors import Successor
@@ -305,8 +306,9 @@ class ParentLog(logging.Handler):
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        fields = {name: str(getattr(record, name)) for name in FIELDS if getattr(record, name, None)}
-        line = LogLine(name=record.name, level=record.levelno, message=self.format(record), fields=fields)
+        fields = {name: encodable(str(getattr(record, name))) for name in FIELDS if getattr(record, name, None)}
+        message = encodable(self.format(record))
+        line = LogLine(name=encodable(record.name), level=record.levelno, message=message, fields=fields)
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._channel.send, line)
 

@@ -31,6 +31,12 @@ def listed(names: Collection[str], most: int = MAX_LISTED) -> str:
     return ", ".join(first) + (f" and {left} more" if left else "")
 
 
+def encodable(text: str) -> str:
+    r"""The text with each lone surrogate, as a file name that is no UTF-8 has, written as \udcff: msgpack and protobuf
+    refuse lone surrogates."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def counted(num: int, noun: str) -> str:
     """1 thread, 2 threads."""
     return f"{num:,} {noun}{'' if num == 1 else 's'}"

@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from protos import kv_pb2, values, worker_pb2
 from protos.chain import Chain
 from protos.errors import BatonError, Internal, error_from_code
+from protos.hints import encodable
 
 Value = TypeVar("Value")
 Encode = Callable[[Any], Any]
@@ -99,9 +100,13 @@ PROTOBUF = Encoding()
 def error_info(error: BaseException) -> values.ErrorInfo:
     """An error as it crosses a boundary; anything not of our tree is a bug and says only its type."""
     if not isinstance(error, BatonError):
-        return values.ErrorInfo(code=Internal.code, message=f"internal error: {type(error).__name__}: {error}")
+        text = encodable(f"internal error: {type(error).__name__}: {error}")
+        return values.ErrorInfo(code=Internal.code, message=text)
     return values.ErrorInfo(
-        code=error.code, message=error.message, param=error.param or "", retry_after_s=error.retry_after_s or 0.0
+        code=error.code,
+        message=encodable(error.message),
+        param=encodable(error.param or ""),
+        retry_after_s=error.retry_after_s or 0.0,
     )
 
 

@@ -87,6 +87,26 @@ async def test_the_next_supervisor_receives_what_the_rank_came_to_meanwhile(
         await second.close()
 
 
+@pytest.mark.usefixtures("own_log")
+async def test_the_log_of_a_rank_goes_on_after_a_line_that_utf_8_cannot_encode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a file may be such. Nothing was sent to the supervisor after it."""
+    log = logging.getLogger("baton.worker")
+    monkeypatch.setattr("cluster.rank._open_worker", lambda *_: log.warning("\udcff is read") or log.warning("done"))
+    process = RankProcess()
+    path = str(tmp_path / "s")
+    async with await asyncio.start_unix_server(process.meet, path), asyncio.timeout(PATIENCE_S):
+        supervisor = await Channel.to(path, RANK_MESSAGES)
+        supervisor.send(ORDERS)
+        assert isinstance(await supervisor.receive(), Attached)
+        lines = []
+        while not isinstance(message := await supervisor.receive(), Ended):
+            lines.append(message.message)
+        assert lines[:2] == [r"\udcff is read", "done"]
+        await supervisor.close()
+
+
 async def test_a_rank_ends_when_the_process_that_holds_its_cluster_is_killed(tmp_path: Path) -> None:
     lock = tmp_path / "owned"
     holder = await asyncio.create_subprocess_exec(

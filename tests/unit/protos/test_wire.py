@@ -129,6 +129,13 @@ def test_an_error_keeps_its_type_and_its_words(kind: type[errors.BatonError]) ->
     assert (again.message, again.param, again.retry_after_s) == ("what went wrong", "max_tokens", 2.5)
 
 
+@pytest.mark.parametrize("kind", [errors.Misconfigured, ValueError])
+def test_an_error_that_names_a_file_of_no_utf_8_crosses_the_wire(kind: type[Exception]) -> None:
+    """Neither msgpack nor protobuf encodes a lone surrogate."""
+    info = from_proto(values.ErrorInfo, to_proto(error_info(kind("/models/\udcff is not there"))))
+    assert info.message.endswith(r"/models/\udcff is not there")
+
+
 def test_codes_are_unique_and_statuses_are_errors() -> None:
     kinds = list(_below(errors.BatonError))
     assert len({kind.code for kind in kinds}) == len(kinds)
