@@ -29,10 +29,11 @@ MAX_UNENDED_HEAD_BYTES = 512 * 1024
 """More than the largest head that is read, and what one read may bring beside it: `router.asgi.HeadLimit` counts
 exactly what has an end."""
 MAX_URI_BYTES = 16 * 1024
-MAX_FRAMING_BYTES = 2**20
-"""Of chunk sizes, chunk extensions and trailers (and of a head that came in the same read as its body), beside
-`FRAMING_PER_BYTE` for each byte of the body."""
-FRAMING_PER_BYTE = 8
+MAX_FRAMING_BYTES = 64 * 1024
+"""Of chunk extensions and trailers, as much as of headers, beside `CHUNK_BYTES` for each chunk. What came in the same
+read as the end of the head is not counted: asyncio reads at most 256 KiB at a time."""
+CHUNK_BYTES = 24
+"""The size of a chunk and the ends of its lines: 5 to 22 bytes."""
 
 _VERSIONS = ("1.0", "1.1")
 _HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]{0,5})?", re.ASCII)
@@ -45,8 +46,9 @@ class Intake(HttpToolsProtocol):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._num_head_bytes = 0
-        self._num_framing_bytes = 0  # of the body that is being read, less what its bytes allow
+        self._num_framing_bytes = 0  # of the body that is being read, less what its chunks allow
         self._in_head = True
+        self._head_ended = False  # in the read that is being parsed
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first is being answered
         self._has_upgrade = False  # in the head that was read last
         self._fault: BatonError | None = None  # found by a callback of the parser
@@ -85,9 +87,13 @@ class Intake(HttpToolsProtocol):
             if self._num_head_bytes > MAX_UNENDED_HEAD_BYTES:
                 self._refuse(HeadersTooLarge(f"The headers have no end after {self._num_head_bytes} bytes"))
             return
+        if self._head_ended:
+            self._head_ended, self._num_framing_bytes = False, 0
+            return
         self._num_framing_bytes += len(data)
         if self._num_framing_bytes > MAX_FRAMING_BYTES:
-            self._refuse(InvalidRequest("The body has more chunk extensions and trailers than are read"))
+            told = f"The body has more than {MAX_FRAMING_BYTES} bytes of chunk extensions and trailers: leave them out"
+            self._refuse(InvalidRequest(told))
 
     def _parse(self, data: bytes) -> None:
         while data and self._refusal is None:
@@ -136,8 +142,7 @@ class Intake(HttpToolsProtocol):
             self._has_upgrade = True
             return
         self._check_head()
-        self._in_head = False
-        self._num_framing_bytes = 0
+        self._in_head, self._head_ended = False, True
         self._end_wait()
         before = self.cycle
         super().on_headers_complete()
@@ -147,8 +152,11 @@ class Intake(HttpToolsProtocol):
                 self.cycle.__class__ = _Unchunked
 
     def on_body(self, body: bytes) -> None:
-        self._num_framing_bytes -= FRAMING_PER_BYTE * len(body)
+        self._num_framing_bytes -= len(body)
         super().on_body(body)
+
+    def on_chunk_header(self) -> None:
+        self._num_framing_bytes -= CHUNK_BYTES
 
     def on_message_complete(self) -> None:
         if not self._has_upgrade:

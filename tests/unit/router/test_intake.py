@@ -220,14 +220,38 @@ async def test_a_request_that_is_broken_off_is_not_answered_before_those_before_
     assert "chunk size" in error["message"]
 
 
-@pytest.mark.parametrize("further", [b"x-a: b\r\n" * 1000, b"1;" + b"a" * 9000 + b"\r\na\r\n"])
-async def test_trailers_and_extensions_of_chunks_have_an_end(further: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "MAX_FRAMING_BYTES", 4096)
-    async with calling() as caller:
-        caller.writer.write(LINE + PIECES + (b"0\r\n" if further.startswith(b"x") else b"") + further)
+CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
+MEGABYTE = 1_000_000
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        CHUNK + b"0\r\n" + b"x-a: b\r\n" * (MEGABYTE // 8) + b"\r\n",
+        CHUNK + b"0\r\nx-a: " + b"b" * MEGABYTE + b"\r\n\r\n",
+        CHUNK + b"0;" + b"a" * MEGABYTE + b"\r\n\r\n",
+        b"%x;a=%b\r\n%b\r\n0\r\n\r\n" % (len(BODY), b"a" * MEGABYTE, BODY),
+        b"".join(b"1;%b\r\n \r\n" % (b"a" * 1000) for _ in range(1000)) + CHUNK + b"0\r\n\r\n",
+    ],
+    ids=["trailers", "trailer", "last extension", "extension", "extensions"],
+)
+async def test_trailers_and_extensions_of_chunks_have_a_limit(chunks: bytes) -> None:
+    generate = Scripted(saying("hi"))
+    async with calling(generate) as caller:
+        caller.writer.write(LINE + PIECES + chunks)
         status, error = await caller.error()
-    assert status == 400
+    assert (status, error["code"]) == (400, "invalid_request")
     assert "chunk extensions and trailers" in error["message"]
+
+
+async def test_a_body_may_come_in_very_many_chunks() -> None:
+    body = BODY[:-1] + b" " * 100_000 + b"}"
+    generate = Scripted(saying("hi"))
+    async with calling(generate) as caller:
+        pieces = b"".join(b"0001;a\r\n%c\r\n" % one for one in body)
+        caller.writer.write(LINE + b"Connection: close\r\n" + PIECES + pieces + b"0\r\n\r\n")
+        status, _, _ = await caller.told()
+    assert (status, len(generate.jobs)) == (200, 1)
 
 
 async def test_trailers_are_no_headers() -> None:
