@@ -22,6 +22,7 @@ log = logging.getLogger("baton.http")
 
 REQUEST_ID = "x-baton-request-id"
 _REQUEST_ID = REQUEST_ID.encode()
+_POLLED = {"/ready", "/health", "/metrics"}
 _ACCEPTABLE = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
 
 
@@ -85,8 +86,15 @@ class RequestId:
                 raise
             await error_response(internal_error())(scope, receive, named)
         finally:
-            if is_logged() and not scope["state"].get("sibling"):
-                _log(scope, status or CLIENT_LEFT, clock() - begun_s)
+            status = status or CLIENT_LEFT
+            if is_logged() and not scope["state"].get("sibling") and not is_routine(scope, status):
+                _log(scope, status, clock() - begun_s)
+
+
+def is_routine(scope: Scope, status: int) -> bool:
+    """An open page, probes and scrapers ask every few seconds: their lines would hide the others."""
+    path, method = scope["path"], scope["state"].get("method") or scope["method"]
+    return method == "GET" and status < 400 and (path in _POLLED or path.startswith("/admin/"))
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:

@@ -80,6 +80,31 @@ async def test_a_stream_that_fails_and_a_client_that_left_say_so(kept: Kept) -> 
     assert [(one.status, one.outcome) for one in kept.accesses] == [(503, "no_workers"), (499, "cancelled")]
 
 
+async def test_a_stream_has_the_status_it_began_with_and_how_it_ended(kept: Kept) -> None:
+    endings: list[Any] = [NoWorkers("nobody"), asyncio.Event()]
+    generate = Scripted(lambda job: [*list(saying("hello there")(job))[:1], endings.pop(0)])
+    asked = BODY | {"stream": True}
+    async with serving(make_gateway(generate)) as url, httpx.AsyncClient(base_url=url) as client:
+        await client.post("/v1/completions", json=asked)
+        kept.turn.clear()
+        async with client.stream("POST", "/v1/completions", json=asked) as left:
+            await anext(left.aiter_bytes())
+        await kept.turn.wait()
+    assert [(one.status, one.outcome) for one in kept.accesses] == [(200, "no_workers"), (200, "cancelled")]
+
+
+async def test_polling_has_no_lines_unless_it_fails(kept: Kept) -> None:
+    async with serving(make_gateway(Scripted(saying("hi")))) as url, httpx.AsyncClient(base_url=url) as client:
+        for path in ("/ready", "/health", "/metrics", "/admin/status", "/admin/requests?limit=5"):
+            assert (await client.get(path)).status_code == 200, path
+        assert (await client.get("/admin/requests?limit=x")).status_code == 400
+        assert (await client.post("/admin/workers/none/drain")).status_code == 404
+        await client.get("/v1/models")
+    assert [(one.method, one.path) for one in kept.accesses] == [
+        ("GET", "/admin/requests"), ("POST", "/admin/workers/none/drain"), ("GET", "/v1/models"),
+    ]  # fmt: skip
+
+
 async def test_what_is_no_request_has_a_line(kept: Kept) -> None:
     async with serving(make_gateway(Scripted(saying("hi")))) as url:
         for sent in (b"GARBAGE\r\n\r\n", b"GET /health?key=secret HTTP/1.1\r\n\r\n"):
