@@ -131,6 +131,9 @@ def bench(
     prompt_seed: Annotated[int | None, typer.Option(min=0, help="Of prompts' tokens; new for every run.")] = None,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Token ids the model knows, if not a Baton.")] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 600.0,
+    allow_failed: Annotated[
+        float, typer.Option(min=0, max=1, metavar="SHARE", help="Of requests that may fail with exit code 0.")
+    ] = 0.0,
     api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", help="Sent as a bearer token.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures and hardware to this file.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the workers' steps.")] = None,
@@ -138,7 +141,11 @@ def bench(
         str, typer.Option(envvar="BATON_ADMIN_KEY", help="For --profile, where keys are asked for.")
     ] = "",
 ) -> None:
-    """Measure a running cluster, or any OpenAI-compatible server: TTFT, TPOT, ITL, E2E, throughput and goodput."""
+    """Measure a running cluster, or any OpenAI-compatible server: TTFT, TPOT, ITL, E2E, throughput and goodput.
+
+    Exits with 1 if a request failed or was refused: the figures are of answered requests only, and flatter a server
+    that refuses. A run that is meant to overload it says so with --allow-failed.
+    """
     if trace is not None:
         every = {one.name for one in context.command.params if one.name is not None}
         flags.refuse_others(context, "--trace FILE says how long requests are", every - {"input_len", "output_len"})
@@ -168,10 +175,20 @@ def bench(
     if json_file is not None:
         ran = _Ran(target=target, dialect=dialect, shape=shape, objective=objective, num_left_out=num_left_out)
         write_json(json_file, ran.document(report, sys.argv, secret=api_key))
-    if len(records) < len(items):
-        raise typer.Exit(130)
-    if not report.num_completed:
-        raise typer.Exit(1)
+    raise typer.Exit(130 if len(records) < len(items) else int(_has_failed(report, allow_failed)))
+
+
+def _has_failed(report: Report, allowed: float) -> bool:
+    """Whether more than a share of `allowed` of the requests failed, or all did; says so on stderr if any did."""
+    num_failed = report.num_requests - report.num_completed
+    failed = num_failed > allowed * report.num_requests or not report.num_completed
+    if num_failed:
+        outcome = (
+            "exit code 1; --allow-failed SHARE accepts some" if failed else f"--allow-failed {allowed:g} accepts it"
+        )
+        told = f"{num_failed:,} of {counted(report.num_requests, 'request')} failed or were refused, and are in no time"
+        Console(stderr=True, soft_wrap=True).print(f"{told} above: {outcome}", style="red" if failed else "yellow")
+    return failed
 
 
 def find_target(url: str, model: str, api_key: str) -> Target:

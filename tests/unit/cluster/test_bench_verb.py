@@ -104,6 +104,23 @@ async def test_failures_are_counted_shown_and_told_by_the_exit_code() -> None:
     assert "overloaded, the first time: HTTP 429: too much at once" in result.stderr
 
 
+async def test_a_request_that_failed_fails_the_run_unless_so_many_were_allowed_to() -> None:
+    def every_third(job: Any) -> Any:
+        if len(job.prompt_ids) == 16:  # the probe
+            return saying("ab")(job)
+        counts.append(1)
+        return [Overloaded("too much at once")] if len(counts) % 3 == 0 else saying("ab")(job)
+
+    few = "--input-len", "8", "--output-len", "2", "--num-requests", "6"
+    for allowed, code in ((), 1), (("--allow-failed", "0.3"), 1), (("--allow-failed", "0.34"), 0):
+        counts: list[int] = []
+        result = await bench(*few, *allowed, script=every_third)
+        assert result.exit_code == code, (allowed, result.output)
+        assert ["failed", "2", "overloaded"] in rows(result)
+        assert "2 of 6 requests failed or were refused" in result.stderr
+        assert ("exit code 1" in result.stderr) == (code == 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "error", "told"),
     [
