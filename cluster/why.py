@@ -20,6 +20,22 @@ from router.policies.base import cost_figure, cost_unit
 PIPED_COLUMNS = 160
 RECENT = 20
 
+# Of slo's costs (docs/routing.md). The lowest total is chosen.
+MEANINGS = {
+    "overhead": "what every first token takes there",
+    "queue": "prompts before this one",
+    "load": "of this prompt's tokens from host memory",
+    "compute": "of this prompt's tokens that are not cached; overhead to compute add up to the predicted time",
+    "displaced": "what others lose while it computes: the worker's other requests wait, and cached blocks are evicted",
+    "imbalance": "for a worker that was sent more work than its pool's mean lately",
+    "late_ttft": "for a first token that is later than the objective (router.ttft_ms, or the request's max_ttft_ms)",
+    "decode": "of the answer's tokens, and what they slow down the answers beside it",
+    "shortage": "the wait for KV blocks, where too few are free",
+    "late_tpot": "for tokens that are further apart than the objective (router.tpot_ms)",
+    "transfer": "until the KV has come from the prefill worker",
+    "reading": "the prefill worker's total",
+}
+
 View = Mapping[str, Any]
 
 
@@ -92,6 +108,7 @@ def explanation(told: View) -> RenderableType:
         for choice in job["choices"]:
             parts += ["", _decision(choice), _costs(choice)]
             parts += [_shadow(one) for one in choice["shadows"]]
+        parts += _meanings(job["choices"])
         parts += ["", _timeline(job["timeline"])]
         if job["job"] in misses:
             parts += ["", *_cache(misses[job["job"]])]
@@ -104,6 +121,8 @@ def _headline(job: View) -> Text:
         f"{job['prompt_tokens']:,} prompt tokens, {job['cached_tokens']:,} of them cached; "
         f"{job['output_tokens']:,} tokens written"
     )
+    if job["ttft_s"] is not None:
+        figures += f"; TTFT {_seconds(job['ttft_s'])}, from its arrival at the gateway"
     style = "green" if job["outcome"] in ("stop", "length") else "yellow" if not job["outcome"] else "red"
     told = Text.assemble((job["request_id"], "bold"), f" ({job['job']}): ", (state, style), f". {figures}")
     return told.append(f"\n{job['message']}") if job["message"] else told
@@ -112,19 +131,18 @@ def _headline(job: View) -> Text:
 def _decision(choice: View) -> Text:
     way = f"{choice['prefill']} reads, {choice['decode']} writes" if choice["prefill"] else f"{choice['decode']} alone"
     reason = f" ({choice['alone']})" if choice["alone"] else ""
-    expected, measured = choice["expected"], _measured(choice["measured"] or {})
-    load = f" (load {_seconds(expected['load_s'])})" if expected["num_host_tokens"] else ""
-    told = (
-        f"expected {_seconds(expected['ttft_s'])}{load} to the first token, then {_seconds(expected['tpot_s'])} each"
-        + (f"; measured {measured}" if measured else "")
-    )
-    return Text.assemble(f"after {_seconds(choice['at_s'])}, {choice['policy']}: ", (way, "bold"), f"{reason}; {told}")
+    lines = _predicted("decision to first token", "ttft_s", choice), _predicted("between tokens", "tpot_s", choice)
+    told = "".join(f"\n  {line}" for line in lines)
+    return Text.assemble(f"after {_seconds(choice['at_s'])}, {choice['policy']}: ", (way, "bold"), f"{reason}{told}")
 
 
-def _measured(measured: View) -> str:
-    """What there is of it: a decision after a failure had its first token before it, one that failed has neither."""
-    known = (("ttft_s", "to the first token"), ("tpot_s", "each"))
-    return ", ".join(f"{_seconds(measured[name])} {what}" for name, what in known if measured.get(name) is not None)
+def _predicted(what: str, name: str, choice: View) -> str:
+    """A decision after a failure had its first token before it, and one that failed has no figures: these are left
+    out."""
+    expected, measured = choice["expected"], (choice["measured"] or {}).get(name)
+    load = f" (load {_seconds(expected['load_s'])})" if name == "ttft_s" and expected["num_host_tokens"] else ""
+    told = f"{what} {_seconds(expected[name])}{load} expected"
+    return f"{told}, {_seconds(measured)} measured" if measured is not None else told
 
 
 def _costs(choice: View) -> Sheet:
@@ -145,6 +163,14 @@ def _costs(choice: View) -> Sheet:
             *(cost_figure(scale * terms[name]) if name in terms else "" for name in names),
         )
     return table
+
+
+def _meanings(choices: Sequence[View]) -> Iterator[Text]:
+    """Of the columns that are there."""
+    names = {name for choice in choices for one in choice["scores"] for name in _terms(one)}
+    for name, meaning in MEANINGS.items():
+        if name in names:
+            yield Text(f"  {name}: {meaning}", "dim")
 
 
 def _cached(candidate: View) -> str:

@@ -187,10 +187,11 @@
     return choice.prefill ? `${choice.prefill} reads, ${choice.decode} writes` : `${choice.decode} alone${choice.alone ? ` (${choice.alone})` : ""}`;
   }
 
-  // What there is of it: a decision after a failure had its first token before it, one that failed has neither.
-  function measuredOf(measured) {
-    const known = [["ttft_s", "to the first token"], ["tpot_s", "each"]].filter(([name]) => measured?.[name] != null);
-    return known.length ? `; measured ${known.map(([name, what]) => `${seconds(measured[name])} ${what}`).join(", ")}` : "";
+  // A decision after a failure had its first token before it, and one that failed has no figures: these are left out.
+  function predicted(what, name, choice) {
+    const { load_s, num_host_tokens } = choice.expected, load = name === "ttft_s" && num_host_tokens ? ` (load ${seconds(load_s)})` : "";
+    const measured = choice.measured?.[name];
+    return `${what} ${seconds(choice.expected[name])}${load} expected${measured != null ? `, ${seconds(measured)} measured` : ""}`;
   }
 
   function shadow(one) {
@@ -217,11 +218,10 @@
         ...names.map((name) => [`${name}${unit}`, "number", (one) => cell(one.terms[name])]),
       ], rows, "")].flat());
     };
-    const { ttft_s, tpot_s, load_s, num_host_tokens } = choice.expected, load = num_host_tokens ? ` (load ${seconds(load_s)})` : "";
     const roles = POOLS.filter((role) => scores.some((one) => one.role === role));
     return [
       node("p", {}, `after ${seconds(choice.at_s)}, ${choice.policy}: `, node("strong", {}, way(choice)),
-        `; expected ${seconds(ttft_s)}${load} to the first token, then ${seconds(tpot_s)} each${measuredOf(choice.measured)}`),
+        `; ${predicted("decision to first token", "ttft_s", choice)}; ${predicted("between tokens", "tpot_s", choice)}`),
       ...(roles.length ? roles.map(costs) : [node("p", { class: "dim" }, "No candidate was scored.")]),
       ...choice.shadows.map((one) => node("p", {}, shadow(one))),
     ];
@@ -249,7 +249,7 @@
     if (refusal) return [node("h3", {}, name), node("p", { class: "bad" }, refusal), close];
     const parts = jobs.flatMap((one) => [
       node("h3", {}, `${name} (${one.job})`),
-      node("p", {}, styled(one.outcome || one.state, outcomeStyle(one)), `. ${count(one.prompt_tokens)} prompt tokens, ${count(one.cached_tokens)} of them cached; ${count(one.output_tokens)} tokens written`),
+      node("p", {}, styled(one.outcome || one.state, outcomeStyle(one)), `. ${count(one.prompt_tokens)} prompt tokens, ${count(one.cached_tokens)} of them cached; ${count(one.output_tokens)} tokens written${one.ttft_s == null ? "" : `; TTFT ${seconds(one.ttft_s)}, from its arrival at the gateway`}`),
       ...(one.message ? [node("p", { class: "bad" }, one.message)] : []),
       ...one.choices.flatMap(decision), timeline(one.timeline), ...(misses[one.job] ? cacheOf(misses[one.job]) : []),
     ]);

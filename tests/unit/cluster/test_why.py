@@ -79,6 +79,11 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
     [row] = re.findall(r"^p0 +([\d.,]+) +prefill ", told, re.MULTILINE)
     assert float(row.replace(",", "")) == pytest.approx(1000 * score["total"], rel=0.01), "the total is first, in ms"
     assert "(ms)" in told
+    both = r"[\d.,]+ m?s expected, [\d.,]+ m?s measured"
+    assert re.search(rf"^  decision to first token {both}\n  between tokens {both}$", told, re.MULTILINE)
+    assert re.search(r"; TTFT [\d.,]+ m?s, from its arrival at the gateway$", told, re.MULTILINE)
+    terms = {name for one in job["choices"][0]["scores"] for name in one["terms"] if not name.startswith("reading by")}
+    assert all(re.search(rf"^  {term}: ", told, re.MULTILINE) for term in terms), "every cost is explained"
 
 
 async def test_costs_that_are_no_time_have_no_unit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +121,8 @@ async def test_nothing_is_called_measured_that_was_not(capsys: pytest.CaptureFix
     assert "d0 alone" in first
     assert "measured" not in first.partition("worker ")[0]
     assert "d1 alone" in second
-    assert re.search(r"measured [\d.]+ m?s each", second)
+    assert re.search(r"first token [\d.]+ m?s expected  between", second), "the first token was before it"
+    assert re.search(r"between tokens [\d.]+ m?s expected, [\d.]+ m?s measured", second)
 
 
 def test_a_narrow_terminal_breaks_no_name() -> None:

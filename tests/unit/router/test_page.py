@@ -162,7 +162,7 @@ TOLD = [
     r"d1 \| lost: .* \| cpu \| 127.0.0.1:\d+( \| -){6} \|", r"running \| .* \| running \| 30 \| .* \| d0 \|",
     r"ended \| .* \| length \| 30 \| 0 \| 6 \| .* \| p0 \| d0 \|", "Forget the key",
 ]  # fmt: skip
-WHY = [".*: p0 reads, d0 writes; expected .*", "cache of p0: 0 of 7 blocks .*"]
+WHY = [".*: p0 reads, d0 writes; decision to first token .*", "cache of p0: 0 of 7 blocks .*"]
 DOOR, WRONG = "Whoever wants to see this cluster needs a key.", "This key opens no /admin.*"
 
 
@@ -203,7 +203,8 @@ async def test_why_tells_the_deciding_cost_first_with_its_unit(make: Callable[..
     assert float(total) > 0.1, "milliseconds"
     assert "\nworker | total (ms) | role | cached | overhead (ms) | queue (ms) |" in why
     assert re.search(r"\nworker \| total \(ms\) \| role \| cached \| decode \(ms\) \|.* reading \(ms\) \|\nd0 \|", why)
-    assert re.search(r"; measured [\d.]+ m?s to the first token, [\d.]+ m?s each\n", why)
+    both = r"[\d.]+ m?s expected, [\d.]+ m?s measured"
+    assert re.search(rf"; decision to first token {both}; between tokens {both}\n", why)
 
 
 async def test_why_tells_what_is_on_a_host_and_what_a_shadow_would_have_done(
@@ -217,7 +218,7 @@ async def test_why_tells_what_is_on_a_host_and_what_a_shadow_would_have_done(
     await cluster.until(lambda: cluster.fleet.status()[0].num_host_blocks == 2)
     why = "\n".join((await story(cluster, "d0", tmp_path))["why"])
     assert f" | decode | {3 * BLOCK_SIZE} ({2 * BLOCK_SIZE} host) | " in why
-    assert re.search(r"; expected [\d.]+ m?s \(load [\d.]+ m?s\) to the first token", why)
+    assert re.search(r"; decision to first token [\d.]+ m?s \(load [\d.]+ m?s\) expected", why)
     assert "3 expected, 2 of them in host memory" in why
     assert re.search(r"\nround_robin would have taken d0 alone: first token [+-][\d.]+ m?s\n", why)
 
