@@ -121,7 +121,10 @@
 
   const laneTable = (lanes) => table([
     ["worker", "word", (one) => one.worker_id],
-    ["peer", "word", (one) => one.peer],
+    ["peer", "word", (one) => {
+      const [name, incarnation] = one.peer.split("#");
+      return incarnation ? node("span", {}, name, node("span", { class: "spare" }, `#${incarnation}`)) : name;
+    }],
     ["over", "reason", (one) => (one.reason && one.state === "open" ? `${one.transport}: ${one.reason}` : one.transport)],
     ["state", "reason", (one) => styled(one.reason && one.state !== "open" ? `${one.state}: ${one.reason}` : one.state, STYLES[one.state])],
     ["moved", "number spare", (one) => bytes(one.num_bytes)],
@@ -171,7 +174,7 @@
       .map(([name, of]) => ({ name, values: requests.map(of).filter((one) => one !== null) }))
       .map((row) => ({ ...row, parts: quantiles(row.values, [0.5, 0.95, 0.99]) }));
     return table([
-      ["", "word", (row) => row.name],
+      ["", "", (row) => row.name],
       ...["p50", "p95", "p99"].map((name, place) => [name, "number", (row) => seconds(row.parts[place])]),
       ["of the last", "number spare", (row) => count(row.values.length)],
     ], rows, "");
