@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -23,6 +25,7 @@ from protos.errors import BatonError
 from router.intake import Intake
 
 _EXTENSION = "baton.outlet"
+_TCP_INFO = struct.Struct("=24xI92xQ16xI")  # of Linux's struct tcp_info: unacked, bytes_acked, notsent_bytes
 _MAX_CORKED_BYTES = 64 * 1024
 
 
@@ -137,8 +140,26 @@ class Outlet:
         except OSError:
             return None
 
+    def progress(self) -> int | None:
+        """A number that changes when the client's kernel takes bytes; None once it has taken all that was sent. A full
+        buffer of the transport shows a client that does not read too late: before that our own kernel takes more than
+        an answer has (2.6 MB on a loopback connection, and 250 bytes a token). Slow readers it shows wrongly, for it
+        empties only when a third of the kernel's is free."""
+        num_waiting = self._transport.get_write_buffer_size()
+        found = self._transport.get_extra_info("socket")
+        try:
+            info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            unacked, taken, unsent = _TCP_INFO.unpack(info)
+        except (AttributeError, OSError, struct.error):  # not Linux, or no TCP
+            return num_waiting or None
+        return int(taken) if unacked or unsent or num_waiting else None
+
     def abort(self) -> None:
-        """Ends the connection at once: what it has not sent yet is dropped."""
+        """Ends the connection at once: what it has not sent yet is dropped, by the kernel too, which would keep it for
+        many minutes for a client that does not read."""
+        if (found := self._transport.get_extra_info("socket")) is not None:
+            with suppress(OSError):
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._transport.abort()
 
     def finish(self, rest: bytes) -> None:

@@ -31,6 +31,8 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # proxies of nginx's kind would collect the events otherwise
 ]
 
+_STALL_LOOKS = 4  # so often in `stall_s` a stream's connection is looked at
+
 _T = TypeVar("_T")
 
 HOLE = "\0 text \0"
@@ -198,6 +200,41 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
+class _StallWatch:
+    """Ends a connection whose client takes nothing for `stall_s`, however much of the answer the kernel still takes."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._progress: tuple[int | None, float] = (None, 0.0)  # the last one, and since when
+        self.has_stalled = False
+
+    @contextmanager
+    def __call__(self, outlet: Outlet | None) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        if outlet is not None and self._stall_s < inf:
+            self._timer = loop.call_later(self._stall_s / _STALL_LOOKS, self._look, loop, outlet)
+        try:
+            yield
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None  # it knows us: no circle is left for the collector
+
+    def error(self) -> Cancelled:
+        return Cancelled(f"the client has taken nothing for {self._stall_s:g} s")
+
+    def _look(self, loop: asyncio.AbstractEventLoop, outlet: Outlet) -> None:
+        (before, since_s), progress, now = self._progress, outlet.progress(), loop.time()
+        if progress is None or progress != before:
+            self._progress = (progress, now)
+        elif now >= since_s + self._stall_s:
+            self.has_stalled = True
+            outlet.abort()
+            return
+        self._timer = loop.call_later(self._stall_s / _STALL_LOOKS, self._look, loop, outlet)
+
+
 class EventStream(Response):
     """Sends events as they come, the status and headers with the first of them.
 
@@ -225,7 +262,7 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
         self._stall_s = stall_s
         self._started = False
-        self._has_stalled = False
+        self._stall_watch = _StallWatch(stall_s)
         self._timer: asyncio.TimerHandle | None = None
         self._commenting: asyncio.Task[None] | None = None
 
@@ -233,11 +270,12 @@ class EventStream(Response):
         error: BaseException | None = None
         self._way.outlet = outlet_of(scope)
         try:
-            with self._kept_alive(send):
+            with self._kept_alive(send), self._stall_watch(self._way.outlet):
                 await while_connected(scope, receive, self._send_all(send))
         except Cancelled as left:
-            error = left
-            if self._has_stalled and self._way.outlet is not None:
+            has_stalled = self._stall_watch.has_stalled
+            error = self._stall_watch.error() if has_stalled else left
+            if has_stalled and self._way.outlet is not None:
                 self._way.outlet.abort()
                 await asyncio.sleep(0)  # the server learns of it, and expects no end of the response
         except BatonError as failed:
@@ -266,18 +304,18 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, chunk: bytes) -> None:
-        """Waits for a client that reads too slowly. Raises Cancelled when it takes nothing for `stall_s`: its sequences
-        hold seats and KV that others wait for."""
+        """Waits for a client that reads too slowly. Raises Cancelled when that lasts `stall_s` under a server without
+        outlets, of whose connections nothing else is known: a client's sequences hold seats that others wait for."""
         message = {"type": "http.response.body", "body": chunk, "more_body": True}
-        if self._stall_s == inf:
+        if self._stall_s == inf or self._way.outlet is not None:
             await send(message)
             return
         try:
             async with asyncio.timeout(self._stall_s):
                 await send(message)
         except TimeoutError:
-            self._has_stalled = True
-            raise Cancelled(f"the client has taken nothing for {self._stall_s:g} s") from None
+            self._stall_watch.has_stalled = True
+            raise self._stall_watch.error() from None
 
     @contextmanager
     def _kept_alive(self, send: Send) -> Iterator[None]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator
-from contextlib import closing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, closing
 from typing import Any, cast
 
+import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
@@ -19,9 +20,11 @@ REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Answer:
-    """More events than any socket's buffers hold; it says how it ended."""
+    """Says how it ended. By default it has more events than any socket's buffers hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_bytes: int = 1_000_000, gap_s: float = 0.0) -> None:
+        self._event, self._gap_s = b"data: " + b"x" * num_bytes + b"\n\n", gap_s
+        self.num_events = 0
         self.error: BaseException | None = None
         self.is_closed = False
         self.ended = asyncio.Event()
@@ -29,7 +32,9 @@ class Answer:
     async def events(self, way: Way) -> AsyncGenerator[bytes, None]:
         try:
             while True:
-                yield b"data: " + b"x" * 1_000_000 + b"\n\n"
+                yield self._event
+                self.num_events += 1
+                await asyncio.sleep(self._gap_s)
         finally:
             self.is_closed = True
 
@@ -38,11 +43,12 @@ class Answer:
         self.ended.set()
 
 
-async def test_a_client_that_takes_nothing_is_cut_and_its_answer_ends() -> None:
-    answer = Answer()
+@asynccontextmanager
+async def asking(answer: Answer, stall_s: float) -> AsyncIterator[tuple[socket.socket, ServerState]]:
+    """A client that has sent its request, and its server."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await EventStream(answer.events, cast("Any", answer), stall_s=0.05)(scope, receive, send)
+        await EventStream(answer.events, cast("Any", answer), stall_s=stall_s)(scope, receive, send)
 
     config = uvicorn.Config(app, log_level="critical", lifespan="off", http=HttpProtocol)
     config.load()
@@ -50,13 +56,40 @@ async def test_a_client_that_takes_nothing_is_cut_and_its_answer_ends() -> None:
     server = await asyncio.get_running_loop().create_server(
         lambda: protocol(config=config, server_state=state, app_state={}), host="127.0.0.1", port=0
     )
-    with closing(server), socket.socket() as silent:
-        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        silent.connect(server.sockets[0].getsockname())
-        silent.sendall(REQUEST)
+    with closing(server), socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(server.sockets[0].getsockname())
+        client.setblocking(False)
+        client.sendall(REQUEST)
         async with asyncio.timeout(30):
-            await answer.ended.wait()
+            yield client, state
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(Answer(), id="more than all buffers hold"),
+        pytest.param(Answer(num_bytes=1000, gap_s=0.005), id="so little that the kernel takes it"),
+    ],
+)
+async def test_a_client_that_takes_nothing_is_cut_and_its_answer_ends(answer: Answer) -> None:
+    async with asking(answer, 0.2) as (_, state):
+        await answer.ended.wait()
         assert answer.is_closed
         assert isinstance(answer.error, Cancelled)
-        assert "has taken nothing for 0.05 s" in answer.error.message
+        assert "has taken nothing for 0.2 s" in answer.error.message
         assert not state.connections, "the connection has ended, too"
+
+
+async def test_a_client_that_takes_little_is_not_cut() -> None:
+    """It is always behind, but never long without taking anything."""
+    answer = Answer(num_bytes=1000)
+    loop = asyncio.get_running_loop()
+    async with asking(answer, 1.0) as (client, _):
+        begun_s = loop.time()
+        while loop.time() < begun_s + 2.0:
+            assert await loop.sock_recv(client, 2000)
+            await asyncio.sleep(0.01)
+        assert not answer.ended.is_set()
+        client.close()
+        await answer.ended.wait()
