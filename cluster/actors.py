@@ -7,17 +7,17 @@ Ray knows this module by name on every node, so nothing here may reach torch or 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from cluster.hosts import Link, free_port, ours
 from cluster.machines import Machines, short_folder
 from cluster.rank import Event, Orders
 from cluster.rank_starter import RankLink, end_process, start_process
-from cluster.scratch import OWNED, PREFIX
+from cluster.scratch import PREFIX, share
 from protos.errors import BatonError, WorkerLost
 from protos.values import ErrorInfo
 from protos.wire import error_info, raised
@@ -33,9 +33,7 @@ class NodeActor:
 
     def __init__(self, run: str, contact_s: float) -> None:
         self._folder = short_folder() / f"{PREFIX}{run}-node"  # beside the cluster's own, where this is its machine
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(self._folder / OWNED, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_SH)  # the folder is in use
+        self._lock = share(self._folder)
         self._contact_s = contact_s
         self._links: dict[str, RankLink] = {}
         self._contact: asyncio.Task[None] | None = None
@@ -47,7 +45,11 @@ class NodeActor:
         own = ours(os.environ) | dict(environment)
         lock = str(self._folder / f"{leader}.lock") if leader else ""
         contact_s = 0.0 if leader else self._contact_s
-        return await _told(asyncio.to_thread(start_process, self._folder, name, own, lock=lock, contact_s=contact_s))
+        work = partial(
+            start_process, self._folder, name, own, lock=lock, contact_s=contact_s,
+            inherits=[self._lock],  # ranks outlive the actor, and need their files until a supervisor finds them
+        )  # fmt: skip
+        return await _told(asyncio.to_thread(work))
 
     async def order(self, name: str, pid: int, orders: Orders) -> int | ErrorInfo:
         return await _told(self._link(name, RankLink.start(self._folder, name, pid, orders, _unknown)))

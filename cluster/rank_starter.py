@@ -32,10 +32,19 @@ EXIT_STATUS_TRIES = 25
 MAX_SAID = 300  # characters of what a process wrote last
 
 
-def start_process(folder: Path, name: str, environment: Mapping[str, str], *, lock: str, contact_s: float) -> int:
+def start_process(
+    folder: Path,
+    name: str,
+    environment: Mapping[str, str],
+    *,
+    lock: str,
+    contact_s: float,
+    inherits: Sequence[int] = (),
+) -> int:
     """The process id. The process ends when the file `lock` is locked by no other any more ("" for none), or after
-    `contact_s` without a word from a supervisor (0 for never); while it lives it has a lock of its own on NAME.lock.
-    Blocks for some 50 ms. Raises OSError when the machine has no room for another process."""
+    `contact_s` without a word from a supervisor (0 for never); while it lives it has a lock of its own on NAME.lock,
+    and the descriptors that it `inherits`. Blocks for some 50 ms. Raises OSError when the machine has no room for
+    another process."""
     own = os.open(folder / f"{name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(own, fcntl.LOCK_EX)
     root = str(Path(__file__).resolve().parent.parent)
@@ -50,8 +59,8 @@ def start_process(folder: Path, name: str, environment: Mapping[str, str], *, lo
         descriptor = listening.fileno()
         started = subprocess.run(
             [sys.executable, "-c", PROGRAM, MODULE, str(descriptor), lock, str(contact_s), str(folder / name)],
-            pass_fds=[descriptor, own], env=dict(environment) | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=errors, check=False,
+            pass_fds=[descriptor, own, *inherits], env=dict(environment) | {"PYTHONPATH": path},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, check=False,
         )  # fmt: skip
     if started.returncode or not started.stdout:
         said = last_line(folder, name)

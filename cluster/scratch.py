@@ -9,15 +9,17 @@ import os
 import select
 import shutil
 import signal
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cluster.reaper import adopt_orphans
+from protos.errors import Misconfigured
 
 PREFIX = "baton-"
-OWNED = "owned"  # locked by whoever uses the folder: the kernel lets go of it when that process ends, however it does
+OWNED = "owned"  # locked by the processes that use the folder: the kernel releases it with the last of them
 REAP_S = 1.0  # what was killed ends at once, unless a driver holds it
 
 log = logging.getLogger("baton.cluster")
@@ -42,6 +44,23 @@ class Scratch:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+
+
+def share(folder: Path) -> int:
+    """Makes a folder that several processes use, or joins it. The folder stays until the last process has ended that
+    has the descriptor returned, or has inherited it. Raises Misconfigured where another user could write there."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise Misconfigured(f"{folder} has to be a folder that this user alone may use: remove it")
+        with suppress(FileNotFoundError):  # another process has just removed the folder
+            lock = os.open(folder / OWNED, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), (folder / OWNED).stat()):
+                    return lock
+            os.close(lock)
 
 
 def kill_users(folder: Path) -> None:
@@ -99,7 +118,9 @@ def _reap(pid: int) -> None:
 def _sweep(parent: Path) -> None:
     for owned in sorted(parent.glob(f"{PREFIX}*/{OWNED}")):
         with suppress(OSError):  # in use, another user's, or just gone
-            lock = os.open(owned, os.O_RDWR | os.O_CLOEXEC)
+            if owned.parent.lstat().st_uid != os.geteuid():
+                continue
+            lock = os.open(owned, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 log.info("%s is what a killed Baton left behind: it is removed", owned.parent)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,8 @@ from cluster import actors
 from cluster.actors import RayNodes
 from cluster.config import RayConfig
 from cluster.machines import Machines
+from cluster.rank_starter import ended, kill_process
+from cluster.scratch import Scratch
 from protos.errors import WorkerLost
 
 
@@ -29,3 +36,26 @@ async def test_a_machine_that_stays_away_is_given_up(
     monkeypatch.setattr(actors, "CONTACT_S", 0.0)
     with pytest.raises(WorkerLost, match=r"Ray has not had the machine n1 for 0.01 s"):
         await RayNodes(Machines(RayConfig(), tmp_path), "run", 0.01).at("n1")
+
+
+ACTOR = """
+import asyncio, os
+from cluster.actors import NodeActor
+print(asyncio.run(NodeActor("run", 60.0).start("d0.1.0", {}, "")), flush=True)
+os._exit(9)
+"""
+
+
+async def test_the_folder_of_ranks_that_live_is_not_swept_while_ray_is_away() -> None:
+    """A second `baton` removed their sockets and locks: no supervisor found them again."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        environ = os.environ | {"TMPDIR": parent}
+        actor = await asyncio.create_subprocess_exec(sys.executable, "-c", ACTOR, stdout=subprocess.PIPE, env=environ)
+        told, _ = await actor.communicate()
+        folder, pid = Path(parent) / "baton-run-node", int(told)
+        Scratch(Path(parent)).remove()
+        assert (folder / "d0.1.0.s").is_socket()
+        kill_process(folder, "d0.1.0", pid)
+        await ended(pid)
+        Scratch(Path(parent)).remove()
+        assert not folder.exists()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from cluster.scratch import Scratch
+import pytest
+
+from cluster.scratch import Scratch, share
+from protos.errors import Misconfigured
 
 KILLED = """
 import os, pathlib, sys
-from cluster.scratch import Scratch
+import pytest
+
+from cluster.scratch import Scratch, share
+from protos.errors import Misconfigured
 Scratch(pathlib.Path(sys.argv[1]))
 os._exit(9)
 """
@@ -26,3 +33,14 @@ def test_what_a_killed_process_left_behind_is_removed_by_the_next(tmp_path: Path
     for scratch in (living, mine):
         scratch.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["baton-of-somebody"]
+
+
+def test_a_shared_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
+    """Its name is known to every user of the machine, who could have made it before."""
+    os.close(share(tmp_path / "ours"))
+    os.close(share(tmp_path / "ours"))
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(tmp_path / "ours")
+    for name in ("open", "link"):
+        with pytest.raises(Misconfigured, match=f"{name} has to be a folder that this user alone may use: remove it"):
+            share(tmp_path / name)
