@@ -229,9 +229,7 @@ async def test_a_worker_that_moved_is_found_at_its_new_address(cluster: Cluster)
     moved = FakeWorker("d0", cluster["d0"].role, cluster.workers)
     await moved.start()
     cluster.fleet.join(moved.address, worker_id="d0")
-    await cluster.until(
-        lambda: cluster.state("d0") is WorkerState.READY and cluster.fleet.status()[1].address == moved.address
-    )
+    await cluster.until(lambda: bool(moved.hellos) and cluster.state("d0") is WorkerState.READY)  # not ready as before
     assert tokens(await collect(cluster, job())) == expected_tokens(PROMPT, 8)
     assert len(moved.submitted) == 1
 
