@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from decode_pool.config import DecodeConfig
@@ -21,7 +22,7 @@ from protos.tls import PeerTls
 from protos.values import ErrorInfo, WorkerInfo, WorkerRole
 from protos.wire import error_info
 from workers.config import Seat, WorkerConfig
-from workers.cores import Cores, claim_cores, spin_briefly
+from workers.cores import Cores, claim_cores, num_cores, spin_briefly
 
 if TYPE_CHECKING:
     from workers.rpc.worker import Parts, Worker
@@ -32,6 +33,7 @@ Result = TypeVar("Result")
 Progress = Callable[[int, int], None]
 
 STEPS_OF_PROGRESS = 20
+DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"), Path("/dev/dxg"))  # the last is WSL's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,9 +197,12 @@ class Rank:
 
 def _claim(orders: Orders) -> Cores:
     """The cores on which this rank's threads compute; none where a GPU does."""
-    device, num_threads = orders.worker.device, os.environ.get("OMP_NUM_THREADS", "")
-    if device == "cpu" and num_threads.isdigit() and "torch" not in sys.modules:
-        cores = claim_cores(int(num_threads), orders.worker.bind_cores, orders.seat.rank)
+    device, asked, rank = orders.worker.device, orders.worker.bind_cores, orders.seat.rank
+    if "torch" not in sys.modules and (device == "cpu" or (device == "auto" and not _has_gpu_driver())):
+        num_threads = os.environ.get("OMP_NUM_THREADS", "")
+        if not num_threads.isdigit():
+            num_threads = os.environ["OMP_NUM_THREADS"] = str(num_cores())
+        cores = claim_cores(int(num_threads), asked, rank)
         if not cores.cpus:
             spin_briefly()
         return cores
@@ -205,7 +210,12 @@ def _claim(orders: Orders) -> Cores:
 
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         return Cores()
-    return claim_cores(torch.get_num_threads(), orders.worker.bind_cores, orders.seat.rank)
+    return claim_cores(torch.get_num_threads(), asked, rank)
+
+
+def _has_gpu_driver() -> bool:
+    """Without torch, whose import fixes how long OpenMP's threads spin. False: torch finds no GPU either."""
+    return any(path.exists() for path in DRIVER_FILES)
 
 
 def _open_worker(orders: Orders, on_progress: Progress) -> Parts:

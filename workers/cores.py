@@ -184,6 +184,13 @@ def claim_cores(num_threads: int, asked: str, rank: int = 0) -> Cores:
     return mine
 
 
+def num_cores() -> int:
+    """Physical cores that this process may use: torch has as many threads where it is not given a number."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    return len(read_cores(os.sched_getaffinity(0)))
+
+
 def spin_briefly() -> None:
     """For a rank whose threads share cores with others: its idle threads sleep after `NUM_SPINS` looks for work.
 

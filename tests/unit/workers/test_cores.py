@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from cluster.rank import DRIVER_FILES
 from protos.errors import Misconfigured
 from workers.config import WorkerConfig
 from workers.cores import NUM_SPINS, Core, Cores, claim_cores, read_cores
+
+HAS_GPU = any(path.exists() for path in DRIVER_FILES)
 
 
 def machine(folder: Path, *, nodes: int, cores_of_node: int, threads_of_core: int) -> Path:
@@ -139,10 +142,17 @@ def test_that_cores_do_not_suffice_is_said_once_a_worker(caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(
-    ("bound", "said", "spins"), [("off", None, str(NUM_SPINS)), ("off", "7", "7"), ("0", None, None)]
+    ("device", "threads", "bound", "said", "spins"),
+    [
+        ("cpu", "1", "off", None, str(NUM_SPINS)),
+        ("cpu", "1", "off", "7", "7"),
+        ("cpu", "1", "0", None, None),
+        ("cpu", None, "off", None, str(NUM_SPINS)),  # as of `baton worker`
+        pytest.param("auto", None, "off", None, str(NUM_SPINS), marks=pytest.mark.skipif(HAS_GPU, reason="has a GPU")),
+    ],
 )
 def test_threads_without_cores_of_their_own_do_not_spin_on_those_of_others(
-    bound: str, said: str | None, spins: str | None
+    device: str, threads: str | None, bound: str, said: str | None, spins: str | None
 ) -> None:
     """In a process of its own: OpenMP reads how long to spin when torch is imported, so that must come later."""
     program = (
@@ -153,14 +163,15 @@ def test_threads_without_cores_of_their_own_do_not_spin_on_those_of_others(
         "from protos.values import WorkerRole\n"
         "from workers.config import Seat, WorkerConfig\n"
         "orders = Orders(\n"
-        "    role=WorkerRole.DECODE, worker=WorkerConfig(model='m', device='cpu', bind_cores=sys.argv[1]),\n"
+        "    role=WorkerRole.DECODE, worker=WorkerConfig(model='m', device=sys.argv[2], bind_cores=sys.argv[1]),\n"
         "    prefill=PrefillConfig(), decode=DecodeConfig(), seat=Seat(worker_id='d0', incarnation=1),\n"
         ")\n"
         "_claim(orders)\n"
         "print(json.dumps([os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules]))\n"
     )
     cpu = str(min(os.sched_getaffinity(0))) if bound == "0" else bound
-    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    environment |= {"OMP_NUM_THREADS": "1"} | ({"GOMP_SPINCOUNT": said} if said else {})
-    printed = subprocess.check_output([sys.executable, "-c", program, cpu], env=environment, text=True)
+    given = {"GOMP_SPINCOUNT": said, "OMP_NUM_THREADS": threads}
+    environment = {name: value for name, value in os.environ.items() if name not in given}
+    environment |= {name: value for name, value in given.items() if value is not None}
+    printed = subprocess.check_output([sys.executable, "-c", program, cpu, device], env=environment, text=True)
     assert json.loads(printed) == [spins, False]
