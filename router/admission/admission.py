@@ -23,7 +23,7 @@ from protos.errors import InvalidRequest, Overloaded
 from protos.values import BlockHash
 from router.admission.fair import Entry, FairQueue
 from router.admission.outlook import Overrun, Room, least_ttft_s, nobody_here, predicted_ttft_s, reading_speed
-from router.admission.returning import Returning
+from router.admission.returning import LEAST_MEASURED_S, Rate, Returning
 from router.config import RouterConfig
 from router.generation import Generate, Job, Tap, TokenDelta
 from router.policies.candidates import Candidates
@@ -79,6 +79,8 @@ class Admission:
         self._line = FairQueue(weights)
         self._overrun = Overrun()
         self._returning = Returning(weights)
+        self._begun = Rate()  # of prompts' tokens, since there is a line
+        self._waiting_since_s = 0.0
         self._turns: dict[int, Turn] = {}
         self._numbers = count()
         self._watching: asyncio.Task[None] | None = None
@@ -99,7 +101,8 @@ class Admission:
 
     async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         """Raises Overloaded, with the time after which to come again, before the first delta; else as `Generate`."""
-        job, expected_s = await self._enter(job)
+        entry = self._entry(job)
+        job, expected_s = await self._enter(job, entry)
         # Counted before it is served, or a whole line of one tenant's would go before its first prompt has been read.
         self._line.charge(job.tenant, num_input=len(job.prompt_ids))
         let_s = _now()
@@ -109,36 +112,48 @@ class Admission:
             charge(tenant, num_output=len(token_ids))
 
         told = False
-        async with aclosing(self._generate(job, None if tap is None else tap.under(note))) as deltas:
-            async for delta in deltas:
-                num_found = 0
-                if not told and delta.token_ids:
-                    told = True
-                    self._returning.read(len(job.prompt_ids), now=_now())
-                    num_found = delta.num_cached_tokens  # cost nobody anything; what tells of progress says it as well
-                if expected_s is not None and delta.token_ids:
-                    now = _now()
-                    self._overrun.observe(now - let_s - expected_s, predicted_s=expected_s, now=now)
-                    expected_s = None
-                self._line.charge(job.tenant, num_input=-num_found, num_output=len(delta.token_ids))
-                yield delta
+        try:
+            async with aclosing(self._generate(job, None if tap is None else tap.under(note))) as deltas:
+                async for delta in deltas:
+                    num_found = 0
+                    if not told and delta.token_ids:
+                        told = True
+                        self._returning.read(len(job.prompt_ids), now=_now())
+                        self._begun.observe(len(job.prompt_ids), _now())
+                        num_found = (
+                            delta.num_cached_tokens
+                        )  # cost nobody anything; what tells of progress says it as well
+                    if expected_s is not None and delta.token_ids:
+                        now = _now()
+                        self._overrun.observe(now - let_s - expected_s, predicted_s=expected_s, now=now)
+                        expected_s = None
+                    self._line.charge(job.tenant, num_input=-num_found, num_output=len(delta.token_ids))
+                    yield delta
+        except Overloaded as error:  # it was let through, found no room, and has no token
+            error.retry_after_s = max(error.retry_after_s or 0.0, self._measured_s(entry)) or None
+            raise
 
-    async def _enter(self, job: Job) -> tuple[Job, float | None]:
-        """Returns when it is the job's turn, with the seconds that its reading takes then, if it is in a hurry. It is
-        due that long after it came here, not after its turn."""
-        now = _now()
-        if job.max_ttft_s is not None:
-            job = replace(job, due_s=now + job.max_ttft_s)
-        entry = Entry(
+    def _entry(self, job: Job) -> Entry:
+        return Entry(
             number=next(self._numbers),
             tenant=job.tenant,
             priority=job.priority,
             num_tokens=len(job.prompt_ids),
-            deadline_s=job.due_s if job.due_s is not None else math.inf,
+            deadline_s=math.inf if job.max_ttft_s is None else _now() + job.max_ttft_s,
         )
+
+    async def _enter(self, job: Job, entry: Entry) -> tuple[Job, float | None]:
+        """Returns when it is the job's turn, with the seconds that its reading takes then, if it is in a hurry. It is
+        due that long after it came here, not after its turn."""
+        now = _now()
+        if job.max_ttft_s is not None:
+            job = replace(job, due_s=entry.deadline_s)
         reading_s = self._check_hope(job, entry, now)
         if not self._line and self._has_room(entry):
             return job, reading_s
+        if not self._line:
+            self._waiting_since_s = now
+            self._begun.begin(now)
         self._line.push(entry)
         self._bound(entry, now)
         turn = self._turns[entry.number] = Turn(job, asyncio.get_running_loop().create_future())
@@ -150,7 +165,9 @@ class Admission:
         except TimeoutError:
             self.refused.late += 1
             raise self._overloaded(
-                f"no worker could begin with this request within {self._config.max_queue_s:g} s", entry
+                f"no worker could begin with this request within {self._config.max_queue_s:g} s",
+                entry,
+                least_s=self._measured_s(entry),
             ) from None
         finally:
             self._turns.pop(entry.number, None)
@@ -232,17 +249,32 @@ class Admission:
             return
         last = self._line.last()
         assert last is not None
-        error = self._overloaded(f"{self._config.max_queued} requests wait before this one, as many as may", last)
+        error = self._overloaded(
+            f"{self._config.max_queued} requests wait before this one, as many as may",
+            last,
+            least_s=self._measured_s(last),
+        )
         self.refused.crowded += 1
         self._answer(last, error)
         if last is entry:
             raise error
 
-    def _overloaded(self, why: str, entry: Entry) -> Overloaded:
-        """Come again when what is in line has been read."""
+    def _overloaded(self, why: str, entry: Entry, *, least_s: float = 0.0) -> Overloaded:
+        """Come again when what is in line has been read, and not before `least_s`."""
         candidates = self._fleet.loads()
         wait_s = predicted_ttft_s(candidates, 0, self._line.tokens_ahead(entry))
-        return Overloaded(why, retry_after_s=self._retry_s(wait_s, entry, candidates) if wait_s is not None else None)
+        if wait_s is None:
+            return Overloaded(why, retry_after_s=least_s or None)
+        return Overloaded(why, retry_after_s=self._retry_s(max(wait_s, least_s), entry, candidates))
+
+    def _measured_s(self, entry: Entry) -> float:
+        """Seconds until its turn at the pace at which prompts have begun since there is a line: seats or blocks may be
+        scarce where reading is quick. At most `max_queue_s`; 0 while it has not been measured."""
+        now, most_s = _now(), self._config.max_queue_s
+        if not self._line or now - self._waiting_since_s < LEAST_MEASURED_S:
+            return 0.0
+        rate = self._begun.at(now)
+        return min(most_s, (self._line.tokens_ahead(entry) + entry.num_tokens) / rate) if rate else most_s
 
     def _retry_s(self, wait_s: float, entry: Entry, candidates: Candidates) -> float:
         """After what is ahead now, and after those who were told to come again before."""

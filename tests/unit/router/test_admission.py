@@ -372,6 +372,67 @@ async def test_a_full_line_has_the_place_of_one_who_is_just_leaving_it() -> None
     assert pool.given == ["coming"]
 
 
+def test_after_a_full_wait_nobody_is_sent_back_into_the_same_line_at_once() -> None:
+    async def scenario() -> None:
+        pool = Pool()
+        gate = admission(pool, max_queue_s=30.0)
+        pool.show(num_waiting=64, num_requests=128)  # every seat is taken, though prompts are read quickly
+        line = [asyncio.create_task(run(gate, job(f"r{n}"))) for n in range(4)]
+        for refused in await asyncio.gather(*line, return_exceptions=True):
+            assert isinstance(refused, Overloaded)
+            assert refused.retry_after_s == 30.0, "nothing has begun in all that time: the most that anyone is told"
+
+    run_virtually(scenario())
+
+
+def test_a_full_line_tells_when_it_will_have_moved_on_at_the_pace_of_seats() -> None:
+    async def scenario() -> None:
+        pool = Pool()
+        gate = admission(pool, max_queued=10)
+        pool.show(num_waiting=64, num_requests=128)
+        running = [asyncio.create_task(run(gate, job(f"r{n}"))) for n in range(10)]
+        for n in range(10, 18):  # 500 tokens every 2 s, of the 1,000 a second that could be read
+            await asyncio.sleep(2.0)
+            pool.show(num_waiting=63, queued_prefill_tokens=0)
+            await settle()
+            pool.finish(pool.given[-1])
+            await settle()
+            running.append(asyncio.create_task(run(gate, job(f"r{n}"))))
+        await settle()
+        with pytest.raises(Overloaded, match="10 requests wait") as refused:
+            await run(gate, job("last"))
+        assert refused.value.retry_after_s is not None
+        assert 15.0 < refused.value.retry_after_s < 30.0, "eleven prompts at 250 tokens a second"
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    run_virtually(scenario())
+
+
+def test_who_was_let_through_and_found_no_room_is_not_told_less_than_the_line() -> None:
+    class Full(Pool):
+        async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
+            await asyncio.sleep(5.0)
+            raise Overloaded("no free blocks", retry_after_s=1.0)
+            yield
+
+    async def scenario() -> None:
+        pool = Full()
+        gate = admission(pool)
+        tried = asyncio.create_task(run(gate, job("tried")))
+        await settle()
+        pool.show(num_waiting=64, num_requests=128)
+        waiting = asyncio.create_task(run(gate, job("waiting")))
+        with pytest.raises(Overloaded, match="no free blocks") as refused:
+            await tried
+        assert refused.value.retry_after_s == 30.0
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    run_virtually(scenario())
+
+
 async def test_nobody_waits_for_longer_than_a_request_may() -> None:
     pool = Pool()
     gate = admission(pool, max_queue_s=0.05)
