@@ -2,11 +2,10 @@
 
 Every cost is in seconds. Reading: `overhead`, `queue`, `load` (of what is in host memory) and `compute` add up to the
 predicted time to the first token.
-`displaced` is what computing costs others: a second of it holds up every request that the worker has (the answers that
-it writes, and a queue behind the prompt that is as long as the one before it), and evicts blocks that others would
-find. So a cached token is worth the more the busier the pool is: the price of a worker's second is the number of
-requests that it delays (the externality of a job in a queue: Haviv and Ritov, "Externalities, tangible externalities,
-and queue disciplines", Management Science 44, 1998).
+`displaced` is what computing costs others. A second of it evicts blocks that others would find. Once every reader has a
+queue, it also delays as many requests as the reader has: those behind the prompt are about as many as those before it
+(the externality of a job in a queue: Haviv and Ritov, "Externalities, tangible externalities, and queue disciplines",
+Management Science 44, 1998). While some reader has no queue, the next prompt goes there and is not delayed.
 `imbalance` keeps the work that readers are sent near their mean.
 Writing: `decode` is what the answer takes, and what it adds to the answers beside it; `shortage` the wait for blocks.
 Beyond an objective a second counts `LATE` times more (`late_ttft`, `late_tpot`), and beyond what the request itself
@@ -25,7 +24,7 @@ from router.policies.candidates import Candidates, Floats, Rank, Scores, scores
 from router.policies.costs import load_s, num_off_device, num_uncached, tpot_s, ttft_s
 
 # Tried on Mooncake's synthetic trace (benchmarks/routing_trace.py): hits and time to the first token, 4 and 16 workers.
-DISPLACED = 5.0  # seconds that others lose by a second of computing on an idle worker: by what it evicts
+DISPLACED = 3.0  # seconds that others lose by a second of computing on an idle worker: by what it evicts
 GUARD = 0.2  # by this share above its pool's mean, a worker's cache attracts nothing any more
 SETTLING = 4.0  # requests of this size
 LATE = 4.0
@@ -57,7 +56,7 @@ def reading(objectives: Objectives) -> Rank:
             queue=line.each_s * candidates.queued_prefill_tokens,
             load=load_s(candidates),
             compute=compute,
-            displaced=compute * (DISPLACED + candidates.num_requests),
+            displaced=compute * (DISPLACED + _congestion(candidates) * candidates.num_requests),
             imbalance=line.each_s * view.num_tokens * (1 + DISPLACED) * (above * above),
             late_ttft=late,
         )
@@ -80,6 +79,13 @@ def writing(objectives: Objectives) -> Rank:
         )
 
     return rank
+
+
+def _congestion(candidates: Candidates) -> float:
+    """0 while some reader has no queue, 1 when all queues are equally long: the shortest queue over the mean."""
+    queues = candidates.queued_prefill_tokens
+    total = _sum(queues)
+    return float(queues.min()) * len(queues) / total if total else 0.0
 
 
 def _late(seconds: Floats, objective_s: float) -> Floats:

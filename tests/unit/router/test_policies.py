@@ -265,6 +265,17 @@ def test_slo_names_every_term_in_seconds() -> None:
     assert dict(whole.terms).keys() == {"decode", "shortage", "late_tpot", "transfer", "reading by p0"}
 
 
+def test_computing_delays_other_requests_only_while_every_reader_has_a_queue() -> None:
+    """Else the next prompt goes to the reader without one."""
+
+    def displaced(*queues: int) -> float:
+        readers = [known(f"p{n}", num_requests=8, queued_prefill_tokens=num) for n, num in enumerate(queues)]
+        return dict(decide(*readers, known("d0"), name="slo").scores[0].terms)["displaced"]
+
+    assert displaced(500, 0) == displaced(0, 500) == displaced(0, 0)
+    assert displaced(0, 0) < displaced(500, 100) < displaced(500, 400) < displaced(500, 500)
+
+
 @pytest.mark.parametrize("name", ["slo", "prefix_aware"])
 def test_what_is_on_the_device_goes_before_what_must_be_loaded_and_that_before_computing(name: str) -> None:
     near, none, writer = known("p0", 900), known("p2"), known("d0")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.routing_replay import Asked, read_trace
-from benchmarks.routing_trace import BLOCK_SIZE, IDEAL, Figures, compare, row
+from benchmarks.routing_trace import BLOCK_SIZE, IDEAL, Figures, asked_for, compare, row
 
 POLICIES = ("round_robin", "least_loaded", "session_affinity", "longest_prefix", "prefix_aware", "slo")
 
@@ -46,6 +46,15 @@ def test_it_finds_more_than_those_that_do_not_look_and_waits_less_than_one_that_
         assert slo.hit_rate > figures[blind].hit_rate, blind
         assert slo.ttft_mean_s < figures[blind].ttft_mean_s, blind
     assert slo.ttft_mean_s < figures["longest_prefix"].ttft_mean_s
+
+
+def test_a_product_with_one_system_prompt_waits_no_longer_than_under_the_policy_that_learns_nothing() -> None:
+    """Below saturation, where a prompt that is cached nowhere must not wait behind one that is."""
+    asked = asked_for(None, "assistant", num_requests=500, rate=3.4, seed=2)
+    _, plain, slo = compare(asked, ["prefix_aware", "slo"], num_workers=8, num_blocks=4000, utilisation=0.5)
+    assert slo.hit_rate >= plain.hit_rate, row(slo)
+    assert slo.ttft_mean_s <= 1.03 * plain.ttft_mean_s, row(slo)
+    assert slo.ttft_p99_s <= 1.03 * plain.ttft_p99_s, row(slo)
 
 
 def test_no_policy_is_in_time_more_often_than_one_worker_with_all_there_is(figures: dict[str, Figures]) -> None:
