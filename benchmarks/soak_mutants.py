@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         name="leases: a prompt that was read is renewed on",
         module="router.dispatch",
-        old="                        renewals.end()  # from here on KV moves, or is lost\n",
-        new="",
+        old="            self._task.cancel()\n            self._task = None\n",
+        new="            self._task = None\n",
     ),
     # -- off by one ----------------------------------------------------------------------------------------------------
     Mutant(

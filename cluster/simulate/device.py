@@ -99,6 +99,7 @@ class Device:
         self.began: dict[str, int] = {}
         self.last = Batch(rows=())
         self.last_s = 0.0
+        self.before_s = 0.0  # of the step before it, which may be under way still
         self._latency = latency
         self._layout = layout
         self._block_size = layout.block_size
@@ -127,7 +128,7 @@ class Device:
         self._num_launched += 1
         self._free_s = max(self._free_s, self.now_s) + step_s
         self.tally.count(step, sum([num == 1 for num, _ in sizes]), step_s)
-        self.last, self.last_s = batch, step_s
+        self.last, self.before_s, self.last_s = batch, self.last_s, step_s
         self._output = self._compute(batch)
         return Launched(device=self, output=self._output, end_s=self._free_s)
 

@@ -121,7 +121,7 @@ class Invariants:
             for request in worker.engine.scheduler.requests():
                 if request.request_id.rpartition(".")[0] not in self._clients.asked:
                     since_s = self._orphans[worker, request.request_id] = seen.get((worker, request.request_id), now)
-                    bound_s = ORPHANED_S + 2 * worker.device.last_s
+                    bound_s = ORPHANED_S + 2 * max(worker.device.last_s, worker.device.before_s)
                     assert now - since_s < bound_s, (
                         f"{worker.worker_id} has {request.request_id} still, which ended {now - since_s:.1f} s ago"
                     )

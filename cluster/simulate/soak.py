@@ -69,8 +69,6 @@ def trial(seed: int) -> Trial:
     made = _trial(seed)
     rng = random.Random(f"{seed} tenants")
     tenants = rng.choice((("",), ("",), TENANTS))
-    if seed % RARER == TORN:
-        tenants = ("",)  # all that is shared counts there
     share = rng.choice((0.0, 0.0, 0.3))
     sessions = [_owned(session, rng.choice(tenants), share, rng) for session in made.sessions]
     return replace(made, sessions=sessions)
@@ -183,6 +181,7 @@ def _torn(seed: int, config: SimulationConfig) -> Trial:
     """KV that is long under way, prefixes that are fetched from others since reading takes longer still, and lanes
     that are held up, cut or lose an end meanwhile."""
     rng = random.Random(f"{seed} torn")
+    is_slow = random.Random(f"{seed} slow").random() < 0.5
     load = Load(
         num_requests=rng.choice((16, 48)),
         rate=rng.choice((10.0, 40.0)),
@@ -190,7 +189,8 @@ def _torn(seed: int, config: SimulationConfig) -> Trial:
         outputs=Lengths(low=1, high=16),
         seed=seed,
     )
-    made = agents(load, num_systems=2, system_tokens=rng.choice((64, 192)), num_turns=rng.choice((1, 4)))
+    num_systems = 8 if is_slow else 2
+    made = agents(load, num_systems=num_systems, system_tokens=rng.choice((64, 192)), num_turns=rng.choice((1, 4)))
     sessions = [_hurried(session) for session in made]
     spec = replace(
         config.spec,
@@ -200,9 +200,8 @@ def _torn(seed: int, config: SimulationConfig) -> Trial:
     )
     router = replace(config.router, policy=rng.choice(("round_robin", "least_loaded")))
     pools = rng.choice((PoolsConfig(prefill=2, decode=2), PoolsConfig(prefill=1, decode=2), PoolsConfig(colocated=2)))
-    config = replace(
-        config, spec=spec, router=router, pools=pools, cards=replace(config.cards, rate=rng.choice((1e8, 2e8)))
-    )
+    rate = rng.choice((1e8, 2e8)) / (3 if is_slow else 1)
+    config = replace(config, spec=spec, router=router, pools=pools, cards=replace(config.cards, rate=rate))
     workers = config.pools.worker_ids()
     last_s = max(session.due_s for session in sessions) + 0.5
     faults = drawn(

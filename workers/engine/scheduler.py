@@ -522,6 +522,7 @@ class Scheduler:
             assert all(a.rank < b.rank for a, b in pairwise(queue)), "a queue is out of order"
         held = [request for request in self._requests.values() if request.state is State.HELD]
         assert len(held) + len(self._waiting) + len(self._running) == len(self._requests)
+        assert len(self._running) + self.loads.num_seats <= self.config.max_num_seqs, "a batch has a seat too many"
         references = Counter(reserved_ids)
         references.update(block_id for step in self._in_flight for freed in step.freed for block_id in freed)
         references.update(self.loads.held_ids())
