@@ -20,21 +20,20 @@ REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Answer:
-    """Says how it ended. By default it has more events than any socket's buffers hold."""
+    """Says how it ended. By default it has more events than any socket's buffers hold; behind the last one a next one
+    is waited for without end."""
 
-    def __init__(self, *, num_bytes: int = 1_000_000, gap_s: float = 0.0) -> None:
-        self._event, self._gap_s = b"data: " + b"x" * num_bytes + b"\n\n", gap_s
-        self.num_events = 0
+    def __init__(self, *, num_bytes: int = 1_000_000, num_events: int = 1_000_000) -> None:
+        self._event, self._num_events = b"data: " + b"x" * num_bytes + b"\n\n", num_events
         self.error: BaseException | None = None
         self.is_closed = False
         self.ended = asyncio.Event()
 
     async def events(self, way: Way) -> AsyncGenerator[bytes, None]:
         try:
-            while True:
+            for _ in range(self._num_events):
                 yield self._event
-                self.num_events += 1
-                await asyncio.sleep(self._gap_s)
+            await asyncio.Event().wait()
         finally:
             self.is_closed = True
 
@@ -69,7 +68,7 @@ async def asking(answer: Answer, stall_s: float) -> AsyncIterator[tuple[socket.s
     "answer",
     [
         pytest.param(Answer(), id="more than all buffers hold"),
-        pytest.param(Answer(num_bytes=1000, gap_s=0.005), id="so little that the kernel takes it"),
+        pytest.param(Answer(num_bytes=1000, num_events=100), id="so little that the kernel takes it"),
     ],
 )
 async def test_a_client_that_takes_nothing_is_cut_and_its_answer_ends(answer: Answer) -> None:
