@@ -22,9 +22,9 @@ from cluster.config import RayConfig
 from cluster.hosts import LOOPBACK
 from cluster.placement import Node
 from cluster.rank import in_thread
-from cluster.rank_starter import ended
+from cluster.rank_starter import ended, has_ended
 from cluster.reachable import check_answers, no_ray
-from cluster.scratch import kill_users
+from cluster.scratch import kill_users, programs
 from cluster.stopping import RAY_THREAD, SIGNALS
 from protos.errors import Misconfigured, Unavailable
 
@@ -34,6 +34,7 @@ Result = TypeVar("Result")
 
 OBJECT_STORE_BYTES = 100 * 2**20  # nothing travels through it; Ray wants at least 75 MB
 STOP_S = 10.0  # a Ray that has started ends within one or two
+LOOK_S = 0.5  # between two looks for what has ended of a Ray that is being started
 GIVE_UP_S = 1.0  # for one that is still starting, and was killed
 PROBE_S = 1.0  # between two connections to a Ray that is not ours
 PROBE_MISSES = 3
@@ -90,9 +91,16 @@ class Machines:
         if address:
             await check_answers(address)
         self._starting = self._thread.submit(self._start)
+        starting: asyncio.Future[Any] = asyncio.wrap_future(self._starting)
+        ending: asyncio.Future[Any] = asyncio.ensure_future(self._ended_early())
         try:
-            await asyncio.wrap_future(self._starting)
+            await asyncio.wait([starting, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                raise Unavailable(f"{ending.result()} while Ray was being started")
+            starting.result()
         finally:
+            starting.cancel()
+            ending.cancel()
             _take_signals_back()
 
     async def stop(self) -> None:
@@ -152,6 +160,17 @@ class Machines:
         finally:
             for task in watched:
                 task.cancel()
+
+    async def _ended_early(self) -> str:
+        """Of a private Ray that is being started. Ray's library would wait a minute for a process that has ended."""
+        seen: dict[int, str] = {}
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self.is_private:
+                seen |= {pid: VITAL[name] for pid, name in programs(self._folder / OURS) if name in VITAL}
+            for pid, called in seen.items():
+                if has_ended(pid):
+                    return f"Ray's {called} has ended"
 
     async def _unreachable(self, doubt: Callable[[str], None]) -> str:
         misses = 0

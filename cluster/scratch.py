@@ -78,6 +78,15 @@ def kill_users(folder: Path) -> None:
                 _reap(pid)
 
 
+def programs(folder: Path) -> Iterator[tuple[int, str]]:
+    """Ids and programs' names of processes that have the folder in their command lines."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # just gone
+            command = (entry / "cmdline").read_bytes()
+            if os.fsencode(folder) in command:
+                yield int(entry.name), Path(os.fsdecode(command.partition(b"\0")[0])).name
+
+
 def _users(folder: Path) -> list[int]:
     """Their descendants, too: Ray's agents have titles in place of their command lines."""
     parents: dict[int, int] = {}

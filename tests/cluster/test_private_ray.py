@@ -1,16 +1,21 @@
-"""What a Ray of Baton's own shows to the network: nothing."""
+"""A Ray of Baton's own: it shows nothing to the network, and its end is noticed also while it is being started."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from cluster.scratch import programs
 from tests.cluster.deployed import Deployed
 
 pytestmark = pytest.mark.cluster
@@ -22,6 +27,51 @@ def test_no_socket_of_a_cluster_listens_beyond_this_machine(up: Deployed) -> Non
     addresses = {where for pid in up.processes() for where in _listening(pid)}
     assert addresses, "the gateway and Ray listen somewhere"
     assert [str(where) for where in addresses if not where.is_loopback] == []
+
+
+START = """
+import asyncio, os, pathlib, sys
+from cluster import machines as watching
+from cluster.config import RayConfig
+from cluster.machines import Machines
+from cluster.scratch import programs
+from protos.errors import Unavailable
+
+def seen(folder):
+    found = [*programs(folder)]
+    if any(name == "gcs_server" for _, name in found):
+        print("seen", flush=True)
+    return found
+
+watching.programs = seen
+
+async def main():
+    machines = Machines(RayConfig(), pathlib.Path(sys.argv[1]))
+    try:
+        await machines.start()
+    except Unavailable as error:
+        print(error)
+    await machines.stop()
+    os._exit(0)
+
+asyncio.run(main())
+"""
+
+
+def test_a_control_store_that_ends_while_ray_is_being_started_is_not_waited_for() -> None:
+    """Ray's library waits for a minute."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="baton-") as folder:
+        with subprocess.Popen([sys.executable, "-c", START, folder], stdout=subprocess.PIPE, text=True) as starting:
+            while not [*Path(folder).glob("r/session_*/gcs_server_port_*")]:  # Ray's library blocks Python until then
+                assert starting.poll() is None
+            [store] = [pid for pid, name in programs(Path(folder)) if name == "gcs_server"]
+            os.kill(store, signal.SIGSTOP)  # so that Ray does not come up meanwhile
+            assert starting.stdout is not None
+            assert starting.stdout.readline() == "seen\n"
+            os.kill(store, signal.SIGKILL)
+            told = starting.stdout.read().replace("seen\n", "")
+        assert told == "Ray's control store (GCS) has ended while Ray was being started\n"
+        assert not [*programs(Path(folder))]
 
 
 def _listening(pid: int) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
