@@ -145,6 +145,8 @@ class Outlet:
         buffer of the transport shows a client that does not read too late: before that our own kernel takes more than
         an answer has (2.6 MB on a loopback connection, and 250 bytes a token). Slow readers it shows wrongly, for it
         empties only when a third of the kernel's is free."""
+        if self._is_closing():
+            return None
         num_waiting = self._transport.get_write_buffer_size()
         found = self._transport.get_extra_info("socket")
         try:
@@ -157,6 +159,8 @@ class Outlet:
     def abort(self) -> None:
         """Ends the connection at once: what it has not sent yet is dropped, by the kernel too, which would keep it for
         many minutes for a client that does not read."""
+        if self._is_closing():
+            return
         if (found := self._transport.get_extra_info("socket")) is not None:
             with suppress(OSError):
                 found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

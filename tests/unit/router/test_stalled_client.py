@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import uvicorn
+import uvloop
 from uvicorn.server import ServerState
 
 from protos.errors import Cancelled
@@ -26,6 +27,7 @@ class Answer:
     def __init__(self, *, num_bytes: int = 1_000_000, num_events: int = 1_000_000) -> None:
         self._event, self._num_events = b"data: " + b"x" * num_bytes + b"\n\n", num_events
         self.error: BaseException | None = None
+        self.bugs: list[Exception] = []
         self.is_closed = False
         self.ended = asyncio.Event()
 
@@ -47,7 +49,10 @@ async def asking(answer: Answer, stall_s: float) -> AsyncIterator[tuple[socket.s
     """A client that has sent its request, and its server."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await EventStream(answer.events, cast("Any", answer), stall_s=stall_s)(scope, receive, send)
+        try:
+            await EventStream(answer.events, cast("Any", answer), stall_s=stall_s)(scope, receive, send)
+        except Exception as bug:
+            answer.bugs.append(bug)
 
     config = uvicorn.Config(app, log_level="critical", lifespan="off", http=HttpProtocol)
     config.load()
@@ -64,20 +69,22 @@ async def asking(answer: Answer, stall_s: float) -> AsyncIterator[tuple[socket.s
             yield client, state
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        pytest.param(Answer(), id="more than all buffers hold"),
-        pytest.param(Answer(num_bytes=1000, num_events=100), id="so little that the kernel takes it"),
-    ],
-)
-async def test_a_client_that_takes_nothing_is_cut_and_its_answer_ends(answer: Answer) -> None:
-    async with asking(answer, 0.2) as (_, state):
-        await answer.ended.wait()
-        assert answer.is_closed
-        assert isinstance(answer.error, Cancelled)
-        assert "has taken nothing for 0.2 s" in answer.error.message
-        assert not state.connections, "the connection has ended, too"
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("num_events", [1_000_000, 100], ids=["more than all buffers hold", "what the kernel takes"])
+def test_a_client_that_takes_nothing_is_cut_and_its_answer_ends(num_events: int, new_loop: Any) -> None:
+    answer = Answer(num_bytes=1000, num_events=num_events)
+
+    async def talk() -> None:
+        async with asking(answer, 0.2) as (_, state):
+            await answer.ended.wait()
+            assert answer.is_closed
+            assert isinstance(answer.error, Cancelled)
+            assert "has taken nothing for 0.2 s" in answer.error.message
+            assert not state.connections, "the connection has ended, too"
+            assert not answer.bugs
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(talk())
 
 
 async def test_a_client_that_takes_little_is_not_cut() -> None:
