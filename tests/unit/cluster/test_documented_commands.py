@@ -14,7 +14,7 @@ from cluster.cli import make_app
 DOCS = Path(__file__).resolve().parent.parent.parent.parent / "docs"
 SHOWN = [
     (page, line)
-    for page in ("benchmarking.md", "kubernetes.md", "simulation.md")
+    for page in ("benchmarking.md", "kubernetes.md", "models.md", "simulation.md")
     for block in re.findall(r"^```\w*\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
     for line in block.splitlines()
     if line.startswith("baton ")
@@ -22,7 +22,7 @@ SHOWN = [
 
 
 def test_there_are_some() -> None:
-    assert {page for page, _ in SHOWN} == {"benchmarking.md", "kubernetes.md", "simulation.md"}
+    assert {page for page, _ in SHOWN} == {"benchmarking.md", "kubernetes.md", "models.md", "simulation.md"}
 
 
 @pytest.mark.parametrize(("page", "line"), SHOWN)
