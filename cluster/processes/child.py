@@ -14,12 +14,13 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 
+from cluster.channel import Channel
 from cluster.collecting import collect_rarely
 from cluster.discovery import Discovery, Members
 from cluster.front import Front
 from cluster.gateway import discovery_of, follow, max_model_len_of
 from cluster.processes.control import (
-    Control,
+    CONTROL_MESSAGES,
     Degraded,
     Entered,
     Failed,
@@ -77,7 +78,7 @@ class ToldDiscovery:
 class GatewayProcess:
     """Everything in it. Raises BatonError from `run` when it cannot start."""
 
-    def __init__(self, orders: Orders, control: Control, end: socket.socket) -> None:
+    def __init__(self, orders: Orders, control: Channel, end: socket.socket) -> None:
         config = orders.config
         self._orders = orders
         self._control = control
@@ -167,7 +168,7 @@ async def run(control_end: socket.socket, connections_end: socket.socket) -> int
     """The exit code."""
     from cluster.flags import terminal
 
-    control = await Control.over(control_end)
+    control = await Channel.over(control_end, CONTROL_MESSAGES)
     orders = await control.receive()
     if not isinstance(orders, Orders):
         return 1  # the supervisor has ended before it said anything

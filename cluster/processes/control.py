@@ -3,17 +3,11 @@
     supervisor ─▶ process     Orders, Starting, Joined, Left, Degraded, Told, Entered, Ping, Stop
     process ─▶ supervisor     Up, Ready, Failed, Entering, Spent, Gone, Pong, Leaving
 
-The messages are `protos.codec`'s. The end of the channel is the end of the other side; so is a message that cannot be
-read, which is logged.
+They travel over a `cluster.channel`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import socket
-import struct
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -21,16 +15,10 @@ from typing import get_args
 from cluster.config import ClusterConfig
 from cluster.log import LogFormat
 from protos.codec import Messages
-from protos.errors import UnreadableMessage
 from protos.values import ErrorInfo
 from router.admission.tenants import Tenant
 from router.siblings import ProcessStatus
 from router.successors import Successor
-
-log = logging.getLogger("baton.cluster")
-
-_LENGTH = struct.Struct("!I")
-MAX_MESSAGE_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,45 +157,4 @@ Message = (
     | Gone
 )
 
-_MESSAGES = Messages({kind.__name__: kind for kind in get_args(Message)})
-
-
-class Control:
-    """One end. `send` returns at once; to an end that is gone it sends nothing."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def over(cls, end: socket.socket) -> Control:
-        return cls(*await asyncio.open_unix_connection(sock=end))
-
-    def send(self, message: Message) -> None:
-        if not self._writer.is_closing():
-            packed = _MESSAGES.encode(type(message).__name__, message)
-            self._writer.write(_LENGTH.pack(len(packed)) + packed)
-
-    async def receive(self) -> Message | None:
-        """None when the other side is gone, or sends what cannot be read: then the channel is closed."""
-        try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            if length > MAX_MESSAGE_BYTES:
-                raise UnreadableMessage(
-                    f"a message of {length} bytes is announced: at most {MAX_MESSAGE_BYTES} are sent"
-                )
-            message: Message
-            _, message = _MESSAGES.decode(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, OSError):
-            return None
-        except UnreadableMessage as error:
-            log.error("the channel between supervisor and gateway process is closed: %s", error)
-            self._writer.close()
-            return None
-        return message
-
-    async def close(self) -> None:
-        """Returns when what was sent is on its way."""
-        self._writer.close()
-        with suppress(OSError):  # nobody is there to read it
-            await self._writer.wait_closed()
+CONTROL_MESSAGES = Messages({kind.__name__: kind for kind in get_args(Message)})

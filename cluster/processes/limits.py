@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Callable
 from itertools import count
 
-from cluster.processes.control import Control, Entered, Entering, Gone, Spent
+from cluster.channel import Channel
+from cluster.processes.control import Entered, Entering, Gone, Spent
 from protos.errors import RateLimited
 from protos.wire import error_info, raised
 from router.admission.limits import LocalLimits
@@ -21,7 +22,7 @@ class KeptLimits:
 
     trouble = ""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Channel) -> None:
         self._control = control
         self._numbers = count()
         self._asked: dict[int, asyncio.Future[Entered]] = {}

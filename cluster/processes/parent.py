@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster import supervision
+from cluster.channel import Channel
 from cluster.config import ClusterConfig
 from cluster.log import LogFormat
 from cluster.processes.control import (
-    Control,
+    CONTROL_MESSAGES,
     Degraded,
     Entering,
     Failed,
@@ -64,7 +65,7 @@ class Seat:
     number: int
     life: Life
     pid: int = 0
-    control: Control | None = None
+    control: Channel | None = None
     is_up: bool = False
     is_leaving: bool = False
     error: BatonError | None = None
@@ -244,7 +245,7 @@ class Gateways:
             return None
         return Unavailable(f"it ended with signal {-code}" if code < 0 else f"it ended with exit code {code}")
 
-    async def _spawn(self, seat: Seat) -> tuple[asyncio.subprocess.Process, Control]:
+    async def _spawn(self, seat: Seat) -> tuple[asyncio.subprocess.Process, Channel]:
         """Raises OSError, and keeps nothing, when the machine has no room for another process."""
         ours, theirs = socket.socketpair()
         with theirs, ExitStack() as undo:
@@ -256,14 +257,14 @@ class Gateways:
                 pass_fds=[one.fileno() for one in inherited], stdin=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
             undo.pop_all()
-        return process, await Control.over(ours)
+        return process, await Channel.over(ours, CONTROL_MESSAGES)
 
     def _forget(self, seat: Seat) -> None:
         seat.control, seat.is_up, seat.is_leaving, seat.pid = None, False, False, 0
         self._door.lose(seat.number)
         self._keeper.lost(seat.number)
 
-    def _greet(self, seat: Seat, control: Control) -> None:
+    def _greet(self, seat: Seat, control: Channel) -> None:
         """Orders come first, and nobody else's news before them."""
         control.send(
             Orders(
@@ -284,11 +285,11 @@ class Gateways:
         seat.control = control
         self._changed()
 
-    async def _follow(self, seat: Seat, control: Control) -> None:
+    async def _follow(self, seat: Seat, control: Channel) -> None:
         while (message := await control.receive()) is not None:
             await self._hear(seat, control, message)
 
-    async def _hear(self, seat: Seat, control: Control, message: Message) -> None:
+    async def _hear(self, seat: Seat, control: Channel, message: Message) -> None:
         match message:
             case Up(model=model, has_chat=has_chat):
                 self.model, self._has_chat = model, has_chat
@@ -313,7 +314,7 @@ class Gateways:
             case Pong():
                 seat.num_unanswered = 0
 
-    async def _beat(self, seat: Seat, control: Control) -> None:
+    async def _beat(self, seat: Seat, control: Channel) -> None:
         """Returns when a process that was up does not answer any more: its event loop stands still."""
         config = self._config.supervision
         seat.num_unanswered = 0

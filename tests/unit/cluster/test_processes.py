@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from cluster.channel import Channel
 from cluster.config import ClusterConfig, SupervisionConfig
 from cluster.log import LogFormat
 from cluster.processes.child import ToldDiscovery, is_news
 from cluster.processes.control import (
-    Control,
+    CONTROL_MESSAGES,
     Entered,
     Entering,
     Failed,
@@ -204,8 +205,8 @@ def test_of_what_all_processes_see_only_a_workers_state_is_said_once(caplog: pyt
 async def test_processes_keep_a_tenants_limits_together() -> None:
     keeper, tenant = Keeper(lambda: 0.0), Tenant(name="acme", max_concurrent=2)
     ends = [socket.socketpair() for _ in range(2)]
-    ours = [await Control.over(end) for end, _ in ends]
-    theirs = [await Control.over(end) for _, end in ends]
+    ours = [await Channel.over(end, CONTROL_MESSAGES) for end, _ in ends]
+    theirs = [await Channel.over(end, CONTROL_MESSAGES) for _, end in ends]
     limits = [KeptLimits(control) for control in theirs]
 
     async def keep(process: int) -> None:
@@ -217,7 +218,7 @@ async def test_processes_keep_a_tenants_limits_together() -> None:
 
     async def hear(process: int) -> None:
         while (message := await theirs[process].receive()) is not None:
-            limits[process].answered(message)  # type: ignore[arg-type]
+            limits[process].answered(message)
 
     tasks = [asyncio.create_task(one(process)) for one in (keep, hear) for process in range(2)]
     await limits[0].enter(Tenant(name="free"), "r0", 1, 0.0)
@@ -281,7 +282,7 @@ async def test_all_that_a_supervisor_says_arrives_as_it_was_said(tmp_path: Path)
         Entered(number=4, refusal=ErrorInfo(code="overloaded", message="later", retry_after_s=1.5)),
         Failed(error=ErrorInfo(code="misconfigured", message="no", param="port")),
     )  # fmt: skip
-    ours, theirs = [await Control.over(end) for end in socket.socketpair()]
+    ours, theirs = [await Channel.over(end, CONTROL_MESSAGES) for end in socket.socketpair()]
     for message in messages:
         ours.send(message)
         assert await theirs.receive() == message
@@ -307,9 +308,9 @@ async def test_a_channel_with_bytes_that_are_no_message_is_closed(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     end, stranger = socket.socketpair()
-    control = await Control.over(end)
+    control = await Channel.over(end, CONTROL_MESSAGES)
     with stranger:
         stranger.sendall(sent)
         assert await control.receive() is None
         assert await asyncio.to_thread(stranger.recv, 1) == b""
-    assert "the channel between supervisor and gateway process is closed" in caplog.text
+    assert "a channel between two of our processes is closed" in caplog.text
