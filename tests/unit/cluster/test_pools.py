@@ -59,23 +59,45 @@ async def main():
 
 asyncio.run(main())
 """
-# Plans, and answers a ping only when the parent has sent it twenty.
+# Plans, or says that Ray is there; answers a ping only when the parent has sent it twenty.
 DEAF = """
 import asyncio, os, socket, sys
 from cluster.channel import Channel
 from cluster.placement import Node, plan
 from cluster.processes.control import Ping, Pong
-from cluster.supervisor_messages import SUPERVISOR_MESSAGES, Planned
+from cluster.supervisor_messages import SUPERVISOR_MESSAGES, Planned, RayAway
 
 async def main():
     channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
     begin = await channel.receive()
-    channel.send(Planned(plans=plan(begin.config.pools, (Node(cpus=2.0),), tp=1, device="cpu")))
+    if begin.plans:
+        channel.send(RayAway(reason=""))
+    else:
+        channel.send(Planned(plans=plan(begin.config.pools, (Node(cpus=2.0),), tp=1, device="cpu")))
     num_pings = 0
     while (message := await channel.receive()) is not None:
         num_pings += isinstance(message, Ping)
         if num_pings > 20:
             channel.send(Pong())
+
+asyncio.run(main())
+"""
+# Plans, and has two more messages when it is stopped.
+TROUBLED = """
+import asyncio, os, socket, sys
+from cluster.channel import Channel
+from cluster.placement import Node, plan
+from cluster.supervisor_messages import SUPERVISOR_MESSAGES, Planned, RayAway, StopWorkers
+
+async def main():
+    channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
+    begin = await channel.receive()
+    channel.send(Planned(plans=plan(begin.config.pools, (Node(cpus=2.0),), tp=1, device="cpu")))
+    while not isinstance(await channel.receive(), StopWorkers):
+        pass
+    channel.send(RayAway(reason="Ray is lost"))
+    channel.send(RayAway(reason=""))
+    await channel.close()
 
 asyncio.run(main())
 """
@@ -149,6 +171,42 @@ async def test_a_supervisor_that_stands_still_is_named_until_it_answers(
         await told.over.wait()
     assert told.degraded[0].startswith("the supervisor has not answered for 0 s: workers serve on; ")
     assert told.degraded[-1] == ""
+
+
+async def test_a_supervisor_that_never_answers_is_killed_and_the_next_one_is_started(
+    parent: Pools, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"PROGRAM": DEAF, "PING_S": 0.05, "MAX_UNANSWERED": 5}.items():
+        monkeypatch.setattr(pools, name, value)
+    told = Told()
+    await parent.prepare()
+    await parent.start(told)
+    async with asyncio.timeout(60):
+        while not told.over.is_set() or not any("was killed" in line for line in told.degraded):
+            told.over.clear()
+            await told.over.wait()
+    killed = "the supervisor was killed: it had not answered for 0.25 s"
+    assert any(line.startswith(f"{killed}: the supervisor is started again") for line in caplog.messages)
+
+
+async def test_a_supervisor_is_read_from_further_after_a_message_that_could_not_be_acted_on(
+    parent: Pools, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It seemed to hang, and was killed."""
+
+    class Broken(Told):
+        async def set_degraded(self, reason: str) -> None:
+            await super().set_degraded(reason)
+            if reason:
+                raise RuntimeError("no room")
+
+    monkeypatch.setattr(pools, "PROGRAM", TROUBLED)
+    told = Broken()
+    await parent.prepare()
+    await parent.start(told)
+    await parent.stop()
+    assert [reason[:11] for reason in told.degraded] == ["Ray is lost", ""]
+    assert any("could not be a" in line for line in caplog.messages)
 
 
 async def test_a_supervisor_that_cannot_be_spawned_is_tried_again(

@@ -38,6 +38,26 @@ async def main():
 asyncio.run(main())
 """
 
+TITLED = """
+import subprocess, sys
+from cluster.reaper import Reaper
+
+def child(title):
+    return subprocess.Popen([title, "-c", "input()"], executable=sys.executable, stdin=subprocess.PIPE)
+
+titled, other = child("ray::IDLE"), child("python")
+Reaper(print).kill_strays(b"ray::")
+assert titled.wait() == -9
+assert other.poll() is None
+other.communicate(b"\\n")
+"""
+
+
+def test_children_of_a_title_are_killed_and_no_others() -> None:
+    """Ray's agents, which have titles in place of their command lines, outlived it."""
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", TITLED], cwd=root, check=True, timeout=100)
+
 
 def test_adopted_processes_are_reaped_and_how_a_watched_one_ended_is_known() -> None:
     root = Path(__file__).parents[3]
