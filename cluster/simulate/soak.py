@@ -30,6 +30,7 @@ CROWDED_EVERY = 4
 RARER = 8
 BRIMFUL, TORN, LASTING = 4, 1, 5
 """Of `RARER` clusters, which are."""
+RAREST, SLOW_LANE = 32, 30
 TENANTS = ("", "a", "b")
 AFTERMATH_S = 30.0
 """Attempts fail by a fault no longer than so after its end."""
@@ -91,6 +92,8 @@ def _trial(seed: int) -> Trial:
         return _torn(seed, config)
     if seed % RARER == LASTING:
         return _lasting(seed, config)
+    if seed % RAREST == SLOW_LANE:
+        return _slow_lane(seed, config)
     name = rng.choice(("poisson", "bursts", "conversations", "agents", "agents"))
     many_turns = name in ("conversations", "agents")
     load = Load(
@@ -237,6 +240,29 @@ def _lasting(seed: int, config: SimulationConfig) -> Trial:
         until_s=until_s, of=(*2 * OF_WORKERS, Kind.DRAIN, Kind.ABORTS),
     )  # fmt: skip
     return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
+
+
+def _slow_lane(seed: int, config: SimulationConfig) -> Trial:
+    """One conversation without a fault, over a lane so slow that KV takes longer than a lease."""
+    rng = random.Random(f"{seed} slow lane")
+    num_turns, length = rng.choice((2, 4)), rng.choice((200, MAX_PROMPT))
+    load = Load(
+        num_requests=num_turns,
+        rate=1.0,
+        prompts=Lengths(low=length, high=length),
+        outputs=Lengths(low=4, high=16),
+        seed=seed,
+    )
+    made = agents(load, num_systems=1, system_tokens=16, num_turns=num_turns)
+    spec = replace(
+        config.spec,
+        num_blocks=4096 // config.spec.layout.block_size,
+        prefill=replace(config.spec.prefill, chunk_bytes=2**22),
+    )
+    router = replace(config.router, local_prefill_tokens=0, ticket_lease_s=1.0)
+    cards = replace(config.cards, rate=rng.choice((1e7, 2e7)), max_staged_bytes=rng.choice((2**24, 2**28)))
+    config = replace(config, spec=spec, router=router, pools=PoolsConfig(prefill=1, decode=1), cards=cards)
+    return Trial(seed=seed, config=config, sessions=[_hurried(session) for session in made], faults=[])
 
 
 def _faults(seed: int, rng: random.Random, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
