@@ -92,6 +92,7 @@ async def test_the_log_of_a_rank_goes_on_after_a_line_that_utf_8_cannot_encode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The name of a file may be such. Nothing was sent to the supervisor after it."""
+    monkeypatch.setattr(logging.getLogger("baton"), "propagate", False)  # what pytest captures must be encodable
     log = logging.getLogger("baton.worker")
     monkeypatch.setattr("cluster.rank._open_worker", lambda *_: log.warning("\udcff is read") or log.warning("done"))
     process = RankProcess()
