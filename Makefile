@@ -35,7 +35,7 @@ test: $(DEV)  ## the whole test suite: make test ARGS="-k router"
 	$(BIN)/pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 gpu: $(DEV)  ## verify and measure what needs an NVIDIA GPU: again and again until all is done
-	@exec $(BIN)/python -m benchmarks.verify_gpu $(ARGS)
+	@exec $(BIN)/python -m benchmarks.gpu.verify $(ARGS)
 
 bench: $(DEV)  ## the benchmarks that a CPU can run, in under ten minutes; `baton bench` measures a running cluster
 	@exec $(BIN)/python -m benchmarks.cpu_set $(ARGS)

@@ -40,11 +40,12 @@ def write(figures: Groups, *, unit: str, json_file: Path | None, plot: Path | No
 
 def _command() -> str:
     """As it was called, but for where the figures went."""
-    module, flags = Path(sys.argv[0]).stem, list(sys.argv[1:])
+    spec, flags = sys.modules["__main__"].__spec__, list(sys.argv[1:])
+    module = spec.name if spec is not None else Path(sys.argv[0]).stem
     for flag in ("--json", "--plot"):
         if flag in flags:
             del flags[flags.index(flag) : flags.index(flag) + 2]
-    return shlex.join(["python", "-m", f"benchmarks.{module}", *flags])
+    return shlex.join(["python", "-m", module, *flags])
 
 
 def _draw(figures: Groups, label: str, path: Path) -> None:

@@ -22,13 +22,13 @@ from cluster.bench.hardware import find_hardware
 LIMIT_S = 300.0
 # Name -> module and flags.
 SET: dict[str, tuple[str, ...]] = {
-    "attention": ("benchmarks.cpu_attention",),
-    "engine": ("benchmarks.cpu_engine", "--divisor", "8", "--repeat", "1"),
-    "prefix-index": ("benchmarks.prefix_index",),
-    "router": ("benchmarks.router",),
-    "kvtransfer": ("benchmarks.kvtransfer", "--runs", "3", "--requests", "0"),
-    "host-tier": ("benchmarks.host_tier", "--rounds", "3"),
-    "accepting": ("benchmarks.accepting",),
+    "attention": ("benchmarks.engine.cpu_attention",),
+    "engine": ("benchmarks.engine.cpu_engine", "--divisor", "8", "--repeat", "1"),
+    "prefix-index": ("benchmarks.routing.prefix_index",),
+    "router": ("benchmarks.gateway.router",),
+    "kvtransfer": ("benchmarks.transfer.lanes", "--runs", "3", "--requests", "0"),
+    "host-tier": ("benchmarks.transfer.host_tier", "--rounds", "3"),
+    "accepting": ("benchmarks.gateway.accepting",),
 }
 
 

@@ -3,7 +3,7 @@
 
 def main() -> None:
     try:
-        from cluster.cli import main as run
+        from cluster.cli.main import main as run
 
         run()
     except KeyboardInterrupt:

@@ -8,14 +8,14 @@ from functools import partial
 from decode_pool.config import DecodeConfig
 from decode_pool.role import DecodeRole
 from protos.values import WorkerRole
+from workers.build import Rank
 from workers.config import Seat, WorkerConfig
-from workers.engine.build import Rank
 from workers.kv.blocks import BlockPool
-from workers.kv.incoming import reservations
-from workers.kv.mover import Mover
 from workers.models.loader import Progress
 from workers.rpc import assembly
 from workers.rpc.worker import Parts
+from workers.transfer.mover import Mover
+from workers.transfer.receive import reservations
 
 
 def open_worker(
@@ -27,7 +27,7 @@ def open_worker(
     on_progress: Progress | None = None,
 ) -> Parts:
     """Rank 0. A COLOCATED worker is one that nobody reads prompts for: the same in all but its name. Raises as
-    `workers.engine.build.open_rank` does."""
+    `workers.build.open_rank` does."""
     parts, role = assembly.assemble(
         config,
         seat,

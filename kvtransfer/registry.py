@@ -10,7 +10,7 @@ from protos.errors import Misconfigured
 
 _TRANSPORTS = {
     "inproc": "kvtransfer.transports.inproc:Exchange",
-    "collective": "kvtransfer.transports.collective:CollectiveTransport",
+    "collective": "kvtransfer.transports.collective.collective:CollectiveTransport",
 }
 
 

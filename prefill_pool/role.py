@@ -17,15 +17,15 @@ from collections.abc import Callable
 
 from prefill_pool.config import PrefillConfig
 from protos.values import KVLayout
-from workers.engine.batch import Batch
-from workers.engine.request import Request
-from workers.engine.role import Disposition
-from workers.engine.scheduler import no_key
+from workers.batch import Batch
 from workers.kv.blocks import BlockPool
-from workers.kv.incoming import Incoming, Terms
-from workers.kv.mover import Mover
-from workers.kv.outgoing import Outgoing
-from workers.kv.role import MovingRole
+from workers.scheduling.request import Request
+from workers.scheduling.role import Disposition
+from workers.scheduling.scheduler import no_key
+from workers.transfer.mover import Mover
+from workers.transfer.receive import Incoming, Terms
+from workers.transfer.role import MovingRole
+from workers.transfer.send import Outgoing
 
 
 class PrefillRole(MovingRole):

@@ -8,20 +8,20 @@ from functools import partial
 from prefill_pool.config import PrefillConfig
 from prefill_pool.role import PrefillRole
 from protos.values import WorkerRole
+from workers.build import Rank
 from workers.config import Seat, WorkerConfig
-from workers.engine.build import Rank
 from workers.kv.blocks import BlockPool
-from workers.kv.incoming import reservations
-from workers.kv.mover import Mover
 from workers.models.loader import Progress
 from workers.rpc import assembly
 from workers.rpc.worker import Parts
+from workers.transfer.mover import Mover
+from workers.transfer.receive import reservations
 
 
 def open_worker(
     config: WorkerConfig, seat: Seat, pool: PrefillConfig | None = None, *, on_progress: Progress | None = None
 ) -> Parts:
-    """Rank 0. Raises as `workers.engine.build.open_rank` does."""
+    """Rank 0. Raises as `workers.build.open_rank` does."""
     parts, role = assembly.assemble(
         config,
         seat,

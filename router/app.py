@@ -20,20 +20,20 @@ from starlette.routing import Match
 from protos.errors import BatonError, InvalidRequest, NotFound
 from router.admin.routes import mount_admin
 from router.admin.status import degraded, not_ready
-from router.asgi import REQUEST_ID, Authenticate, BodyLimit, HeadLimit, RequestId
+from router.dashboard.page import mount_page
 from router.gateway import Gateway
+from router.http.errors import error_body, error_response, json_response
+from router.http.hot_routes import Endpoint, Straight
+from router.http.middleware import REQUEST_ID, Authenticate, BodyLimit, HeadLimit, RequestId
+from router.http.sse import EventStream
 from router.metrics import Track
 from router.openai.chat import chat_completions
 from router.openai.completions import completions
-from router.openai.errors import error_body, error_response, json_response
 from router.openai.models import model_list, one_model
-from router.openai.sse import EventStream
 from router.openai.tokens import detokenize, tokenize
 from router.openapi import describe
-from router.page.page import mount_page
-from router.scrape import Merged, families_of
-from router.siblings import from_sibling
-from router.straight import Endpoint, Straight
+from router.replicas.merged_metrics import Merged, families_of
+from router.replicas.peers import from_sibling
 from router.text.chat_template import ROLES
 
 MAX_HEAD_BYTES = 64 * 1024

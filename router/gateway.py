@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protos.errors import InvalidRequest, UnknownModel
-from router.admission.reception import Reception
-from router.choosing import Routing
+from router.auth.auth import Reception
 from router.config import RouterConfig
-from router.generation import FleetView, Generate
+from router.dispatch.chooser import Routing
+from router.grammar.checker import GrammarChecks
+from router.http.pace import Pace
+from router.jobs import FleetView, Generate
 from router.metrics import RequestMetrics, Track
-from router.pace import Pace
-from router.siblings import Siblings
-from router.text.answer import Piece, Say, Tally, answer
-from router.text.asking import Ask, check_length
+from router.replicas.peers import Siblings
 from router.text.chat_template import ChatTemplate, Message
-from router.text.checks import GrammarChecks
 from router.text.model_card import ModelCard
+from router.text.sampling_request import Ask, check_length
+from router.text.text_stream import Piece, Say, Tally, answer
 from router.text.tokenizer import Tokenizer
-from router.text.tool_calls import ToolFormat
+from router.text.tool_call_formats import ToolFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the faces measure of requests, as Prometheus metrics. The fleet's own are in `router.fleet_metrics`."""
+"""What the faces measure of requests, as Prometheus metrics. The fleet's own are in `router.fleet.metrics`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos.errors import BatonError, Cancelled, Internal
-from router.gaps import AnswerGaps, TokenGaps
-from router.text.answer import Piece, Usage
+from router.streaming.itl_histogram import AnswerGaps, TokenGaps
+from router.text.text_stream import Piece, Usage
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)

@@ -19,9 +19,8 @@ from pydantic.json_schema import JsonSchemaMode
 
 from router.admin import replies as admin
 from router.admin.requests import DEFAULT_COUNT, MAX_COUNT
-from router.openai import replies
-from router.openai.body import Body
-from router.openai.conditions import OF_TOOLS
+from router.conditions import OF_TOOLS
+from router.openai import responses
 from router.openai.schema import (
     MAX_TTFT_MS,
     ChatBody,
@@ -30,9 +29,10 @@ from router.openai.schema import (
     TokenizeBody,
     bounds,
 )
-from router.openai.sizes import MAX_PIECES
-from router.text.asking import MAX_CHOICES
+from router.openai.size_limits import MAX_PIECES
+from router.openai.validation import Body
 from router.text.model_card import ModelCard
+from router.text.sampling_request import MAX_CHOICES
 
 Schema = dict[str, Any]
 
@@ -98,23 +98,24 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/"): Operation(summary="The cluster in a browser", texts={"text/html": "It asks the routes below"}),
     ("post", "/v1/chat/completions"): Operation(
         summary="An answer to a conversation, whole or streamed",
-        body=ChatBody, reply=replies.ChatReply, errors=_GENERATING, texts=_STREAM, parameters=(_MAX_TTFT,),
+        body=ChatBody, reply=responses.ChatReply, errors=_GENERATING, texts=_STREAM, parameters=(_MAX_TTFT,),
     ),
     ("post", "/v1/completions"): Operation(
         summary="Continuations of prompts, whole or streamed",
-        body=CompletionBody, reply=replies.CompletionReply, errors=_GENERATING, texts=_STREAM, parameters=(_MAX_TTFT,),
+        body=CompletionBody, reply=responses.CompletionReply, errors=_GENERATING, texts=_STREAM,
+        parameters=(_MAX_TTFT,),
     ),
-    ("get", "/v1/models"): Operation(summary="The models served", reply=replies.ModelsReply, errors=(401,)),
-    ("get", "/v1/models/{name}"): Operation(summary="One model", reply=replies.ModelReply, errors=(401, 404)),
+    ("get", "/v1/models"): Operation(summary="The models served", reply=responses.ModelsReply, errors=(401,)),
+    ("get", "/v1/models/{name}"): Operation(summary="One model", reply=responses.ModelReply, errors=(401, 404)),
     ("post", "/tokenize"): Operation(
         summary="What a prompt or a conversation costs",
-        body=TokenizeBody, reply=replies.TokenizeReply, errors=_READING,
+        body=TokenizeBody, reply=responses.TokenizeReply, errors=_READING,
     ),
     ("post", "/detokenize"): Operation(
-        summary="What tokens say", body=DetokenizeBody, reply=replies.DetokenizeReply, errors=_READING
+        summary="What tokens say", body=DetokenizeBody, reply=responses.DetokenizeReply, errors=_READING
     ),
-    ("get", "/health"): Operation(summary="The process lives", reply=replies.HealthReply),
-    ("get", "/ready"): Operation(summary="A request would be served", reply=replies.ReadyReply),
+    ("get", "/health"): Operation(summary="The process lives", reply=responses.HealthReply),
+    ("get", "/ready"): Operation(summary="A request would be served", reply=responses.ReadyReply),
     ("get", "/metrics"): Operation(summary="For Prometheus", texts=_METRICS),
     ("get", "/admin/status"): Operation(summary="The fleet", reply=admin.StatusReply, errors=_ADMIN),
     ("get", "/admin/kv"): Operation(summary="Every ticket and lane", reply=admin.KVReply, errors=_ADMIN),
@@ -162,7 +163,7 @@ def describe(
     be sent."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: Schema = {}
-    _schema(replies.ErrorReply, schemas, "serialization")
+    _schema(responses.ErrorReply, schemas, "serialization")
     for path, methods in document["paths"].items():
         for method, described in methods.items():
             operation = OPERATIONS.get((method, path), _UNTOLD)

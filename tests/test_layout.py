@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import grimp
@@ -28,6 +29,8 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_MODULES = 14
+CAPPED = (*PACKAGES, "benchmarks")
 
 # Reading these formats can run code. Ray pickles what actors are given: that is Ray's own, and imports nothing here.
 RUNS_CODE = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
@@ -36,7 +39,7 @@ RUNS_CODE_TOO = {"torch.load", "broadcast_object_list", "all_gather_object", "ga
 # Decisions are tested in milliseconds and simulated by the million: these modules never reach a tensor.
 PURE = {
     "kvtransfer": ("blocks", "hashing", "events", "ledger", "session", "reshard", "transport"),
-    "workers": ("engine.scheduler", "engine.loading", "engine.request", "engine.batch", "kv.blocks", "kv.host"),
+    "workers": ("batch", "scheduling.scheduler", "scheduling.host_loads", "scheduling.request", "kv.blocks", "kv.host"),
 }
 HEAVY = ("torch", "triton", "ray", "transformers")
 
@@ -116,6 +119,71 @@ def test_files_and_functions_stay_small() -> None:
                         yield f"{where} has {size} code lines, the cap is {MAX_FUNCTION_LINES}: extract its steps"
 
     report(offences())
+
+
+def test_folders_stay_small() -> None:
+    modules = Counter(path.parent for path in files("*.py") if path.parts[0] in CAPPED and path.name != "__init__.py")
+    report(
+        f"{folder}: {count} modules, the cap is {MAX_MODULES}: give what belongs together a folder of its own"
+        for folder, count in sorted(modules.items())
+        if count > MAX_MODULES
+    )
+
+
+def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
+    """The groups in which each reaches each other (Tarjan's strongly connected components of more than one)."""
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        numbers[name] = lowest[name] = len(numbers)
+        stack.append(name)
+        for other in sorted(arrows.get(name, ())):
+            if other not in numbers:
+                visit(other)
+            if other in stack:
+                lowest[name] = min(lowest[name], lowest[other])
+        if lowest[name] == numbers[name]:
+            first = stack.index(name)
+            if len(stack) - first > 1:
+                found.append(sorted(stack[first:]))
+            del stack[first:]
+
+    for name in sorted(arrows):
+        if name not in numbers:
+            visit(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    """Each module, and those that it imports, within a function as well, but not for types only."""
+    graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
+    return {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
+
+
+def test_no_circle_of_files(imports: dict[str, set[str]]) -> None:
+    report(
+        f"{' <-> '.join(circle)}: each imports another: move what they share below them" for circle in circles(imports)
+    )
+
+
+def test_no_circle_of_rooms(imports: dict[str, set[str]]) -> None:
+    """A room is a folder without folders. A module beside folders is a room of its own, above or below them."""
+    folders = {module.rpartition(".")[0] for module in imports} | set(PACKAGES)
+    parents = {folder.rpartition(".")[0] for folder in folders}
+
+    def room(module: str) -> str:
+        folder = module.rpartition(".")[0]
+        return module if module in folders or folder in parents else folder
+
+    arrows: dict[str, set[str]] = {}
+    for module, others in imports.items():
+        mine = arrows.setdefault(room(module), set())
+        mine.update({room(other) for other in others} - {room(module)})
+    report(f"{' <-> '.join(circle)}: rooms import each other: move a module" for circle in circles(arrows))
 
 
 def test_there_are_no_drawer_modules() -> None:

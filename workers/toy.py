@@ -16,7 +16,7 @@ from kvtransfer.reshard import Cut
 from protos.errors import InvalidRequest
 from protos.values import Logprobs, SamplingParams, TokenLogprob
 from protos.wire import error_info
-from workers.engine.batch import Batch, Row, RowOutput, Sample, StepOutput
+from workers.batch import Batch, Row, RowOutput, Sample, StepOutput
 from workers.grammar.base import Grammars, Mask
 
 Payload = npt.NDArray[np.int64]

@@ -13,7 +13,7 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
-from benchmarks.prefix_workload import (
+from benchmarks.routing.prefix_workload import (
     BLOCK_SIZE,
     LENGTHS,
     NUM_BLOCKS,

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import httptools
 import httpx
 
-from cluster.remote import root_of
+from cluster.cli.admin_client import root_of
 
 MAX_ERROR_BYTES = 65536
 MAX_IDLE_S = 2.0

@@ -18,7 +18,7 @@ import orjson
 from rich.console import Console
 
 from cluster.bench.report import Record
-from cluster.remote import no_answer, open_client, raise_for_error
+from cluster.cli.admin_client import no_answer, open_client, raise_for_error
 from protos.errors import Misconfigured
 from protos.hints import unusable
 

@@ -22,7 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from cluster import flags
 from cluster.bench.client import CompletionClient, Dialect
 from cluster.bench.hardware import find_hardware, find_versions
 from cluster.bench.http import Endpoint
@@ -40,7 +39,8 @@ from cluster.bench.workload import (
     with_poisson_arrivals,
     without_arrivals,
 )
-from cluster.remote import DEFAULT_URL, ServedModel, find_model, get_json, open_client
+from cluster.cli import options
+from cluster.cli.admin_client import DEFAULT_URL, ServedModel, find_model, get_json, open_client
 from protos.errors import BatonError, Misconfigured
 from protos.hints import counted, unusable
 
@@ -148,7 +148,7 @@ def bench(
     """
     if trace is not None:
         every = {one.name for one in context.command.params if one.name is not None}
-        flags.refuse_others(context, "--trace FILE says how long requests are", every - {"input_len", "output_len"})
+        options.refuse_others(context, "--trace FILE says how long requests are", every - {"input_len", "output_len"})
     shape = Shape(
         rate=rate, concurrency=concurrency, num_requests=num_requests, input_len=input_len, output_len=output_len,
         trace=trace, trace_scale=trace_scale, trace_speed=trace_speed, seed=seed,

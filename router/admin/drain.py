@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from router.gateway import Gateway
-from router.openai.errors import json_response
+from router.http.errors import json_response
 
 
 def add(admin: APIRouter, gateway: Gateway) -> None:

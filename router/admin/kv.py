@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from router.admin.status import held
 from router.gateway import Gateway
-from router.openai.errors import json_response
+from router.http.errors import json_response
 
 SILENT = {"tickets": None, "lanes": None, "tiers": None}
 

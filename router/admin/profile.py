@@ -10,7 +10,7 @@ from starlette.responses import Response
 from protos.errors import BatonError
 from protos.values import Profile
 from router.gateway import Gateway
-from router.openai.errors import json_response
+from router.http.errors import json_response
 
 
 def add(admin: APIRouter, gateway: Gateway) -> None:

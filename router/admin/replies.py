@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from protos.values import LaneStats, Profile, TicketStats, TierStats
-from router.explain import Miss
-from router.member import WorkerStatus
-from router.openai.replies import Reply
+from router.fleet.worker import WorkerStatus
+from router.openai.responses import Reply
 from router.policies.base import Alone, Candidate
 from router.policies.costs import Outlook
-from router.siblings import ProcessStatus
+from router.replicas.peers import ProcessStatus
+from router.traces.cache_misses import Miss
 
 
 class Held(Reply):

@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import InvalidRequest, UnknownRequest
-from router.explain import Losses, explain
 from router.gateway import Gateway
-from router.openai.errors import json_response
-from router.record import Record, Records
-from router.record_view import shadow_view, shadows_together, summary, whole
+from router.http.errors import json_response
+from router.traces.cache_misses import Losses, explain
+from router.traces.json_view import shadow_view, shadows_together, summary, whole
+from router.traces.request_trace import Record, Records
 
 DEFAULT_COUNT = 50
 MAX_COUNT = 1000

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from protos.errors import BatonError
 from protos.values import WorkerRole
 from router.gateway import Gateway
-from router.generation import WorkerView
-from router.openai.errors import json_response
+from router.http.errors import json_response
+from router.jobs import WorkerView
 
 STATS_TIMEOUT_S = 2.0
 STAND_INS = {

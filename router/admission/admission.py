@@ -21,12 +21,12 @@ from typing import Protocol
 
 from protos.errors import InvalidRequest, Overloaded
 from protos.values import BlockHash
-from router.admission.fair import Entry, FairQueue
-from router.admission.outlook import Overrun, Room, least_ttft_s, nobody_here, predicted_ttft_s, reading_speed
-from router.admission.returning import LEAST_MEASURED_S, Rate, Returning
+from router.admission.capacity import Overrun, Room, least_ttft_s, nobody_here, predicted_ttft_s, reading_speed
+from router.admission.fair_queue import Entry, FairQueue
+from router.admission.retry_queue import LEAST_MEASURED_S, Rate, Returning
 from router.config import RouterConfig
-from router.generation import Generate, Job, Tap, TokenDelta
-from router.policies.candidates import Candidates
+from router.jobs import Generate, Job, Tap, TokenDelta
+from router.policies.table import Candidates
 from router.prefix.index import Match
 
 LEAST_RETRY_S = 0.1
@@ -35,7 +35,7 @@ TOO_LATE = "no worker could begin with this request within its max_ttft_ms"
 
 
 class Fleet(Protocol):
-    """What admission must know of the fleet (`router.fleet.Fleet`)."""
+    """What admission must know of the fleet (`router.fleet.fleet.Fleet`)."""
 
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match: ...
     @property

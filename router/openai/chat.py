@@ -11,17 +11,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.asgi import name_of, tenant_of
 from router.gateway import Gateway, new_id
+from router.http.errors import json_response
+from router.http.middleware import name_of, tenant_of
+from router.http.sse import DONE, HOLE, EventStream, Voice, Way, event, while_connected
 from router.metrics import Track
-from router.openai.calls import Calls, tooling_of
-from router.openai.errors import json_response
 from router.openai.logprobs import chat_logprobs, prompt_logprobs
 from router.openai.reply import progress_body, reply_head, usage_body
 from router.openai.schema import ChatBody, read_body, with_bound
-from router.openai.sse import DONE, HOLE, EventStream, Voice, Way, event, while_connected
-from router.text.answer import Heard, Piece, Tally
-from router.text.asking import Ask, make_ask
+from router.openai.tool_calls import Calls, tooling_of
+from router.text.sampling_request import Ask, make_ask
+from router.text.text_stream import Heard, Piece, Tally
 
 
 async def chat_completions(gateway: Gateway, request: Request, track: Track) -> Response:

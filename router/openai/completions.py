@@ -14,17 +14,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.values import Logprobs
-from router.asgi import name_of, tenant_of
 from router.gateway import Gateway, new_id
+from router.http.errors import json_response
+from router.http.middleware import name_of, tenant_of
+from router.http.sse import DONE, HOLE, EventStream, Voice, Way, event, while_connected
 from router.metrics import Track
-from router.openai.errors import json_response
 from router.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from router.openai.reply import progress_body, reply_head, usage_body
 from router.openai.schema import CompletionBody, read_body, with_bound
-from router.openai.sse import DONE, HOLE, EventStream, Voice, Way, event, while_connected
-from router.text.answer import Heard, Piece, Tally
-from router.text.asking import Ask, make_ask
 from router.text.detokenizer import Detokenizer
+from router.text.sampling_request import Ask, make_ask
+from router.text.text_stream import Heard, Piece, Tally
 from router.text.tokenizer import Tokenizer
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from router.gateway import Gateway
-from router.text.answer import Piece, Usage
-from router.text.asking import Ask
+from router.text.sampling_request import Ask
+from router.text.text_stream import Piece, Usage
 
 
 def reply_head(gateway: Gateway, request_id: str, kind: str) -> dict[str, Any]:

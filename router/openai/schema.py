@@ -1,6 +1,6 @@
 """The bodies of requests, and how a bad one is refused: the parameter, what it is and what it must be.
 
-Types are checked here; ranges, which gRPC shares, in `router.text.asking`.
+Types are checked here; ranges, which gRPC shares, in `router.text.sampling_request`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from starlette.requests import ClientDisconnect, Request
 
 from protos.errors import Cancelled, InvalidRequest, UnsupportedMediaType
 from protos.hints import nearest
-from router.openai.body import TOO_DEEP, Body, FirstWrong, at_most, whole_ids
-from router.openai.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
-from router.openai.refusals import (
+from router.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
+from router.openai.size_limits import check_sizes
+from router.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
+from router.openai.tools import MAX_CALLS, MAX_TOOLS, TOOL_CHOICES, ToolCall, ToolChoice, ToolSpec
+from router.openai.unsupported_params import (
     CHAT_REFUSALS,
     COMPLETION_REFUSALS,
     MESSAGE_REFUSALS,
@@ -27,11 +29,9 @@ from router.openai.refusals import (
     Harmless,
     without_harmless,
 )
-from router.openai.sizes import check_sizes
-from router.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
-from router.openai.tools import MAX_CALLS, MAX_TOOLS, TOOL_CHOICES, ToolCall, ToolChoice, ToolSpec
-from router.text.asking import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, RANGES, Asked
+from router.openai.validation import TOO_DEEP, Body, FirstWrong, at_most, whole_ids
 from router.text.model_card import ModelCard
+from router.text.sampling_request import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, RANGES, Asked
 
 MAX_OPTIONS = 64  # of a chat template
 MAX_TTFT_MS = "x-baton-max-ttft-ms"

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from protos.errors import InvalidRequest
 from router.gateway import Gateway
-from router.openai.errors import json_response
+from router.http.errors import json_response
 from router.openai.schema import DetokenizeBody, TokenizeBody, read_body
 
 

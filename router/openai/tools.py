@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field
 
-from router.openai.body import MAX_DEPTH, Body, FirstWrong, Schema, at_most
-from router.text.tool_calls import Function
+from router.openai.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most
+from router.text.tool_call_formats import Function
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message

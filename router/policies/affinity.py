@@ -13,7 +13,7 @@ from math import ceil
 import numpy as np
 
 from router.policies.base import RequestView
-from router.policies.candidates import Candidates, Scores, scores
+from router.policies.table import Candidates, Scores, scores
 
 BOUND = 1.25
 

@@ -18,7 +18,7 @@ from protos.value import Value
 from protos.values import WorkerRole
 
 if TYPE_CHECKING:
-    from router.policies.candidates import Ways
+    from router.policies.table import Ways
 
 
 class Line(Value, frozen=True, kw_only=True):
@@ -40,7 +40,8 @@ class RequestView:
     the prompt, and what was answered before the request had to move. `num_decided` decisions came before this one.
 
     Requests of one `session` are turns of one conversation: the client's word for it, or the first block that few share
-    (`router.sessions`). An answer is expected to have `answer_tokens`, and its first one is wanted within `within_s`.
+    (`router.dispatch.sessions`). An answer is expected to have `answer_tokens`, and its first one is wanted within
+    `within_s`.
     The KV of a block has `block_bytes`; `lanes` are the seconds that KV of so many bytes is awaited from a reader by a
     writer, for pairs that have been measured.
     """
@@ -63,11 +64,11 @@ class Candidate(Value, frozen=True, kw_only=True):
     only in its host's memory, and must be loaded. `num_waiting` of its `num_requests` have not begun. Speed and step
     are as the worker measured them last, 0 before the first measurement.
 
-    What is expected of it (`router.predict`): `reading` are the seconds to a first token, by the tokens to be read
-    before it; `loading` those until tokens that its host has are on its device; `stepping` those between tokens, by the
-    sequences it writes at a time; `receiving` those that KV is awaited, by its bytes, from a reader that no lane of the
-    view comes from. `recent_tokens` were sent there to be computed lately, or could have been while answers slowed down
-    those beside them: the older, the less they count.
+    What is expected of it (`router.latency.predictor`): `reading` are the seconds to a first token, by the tokens to be
+    read before it; `loading` those until tokens that its host has are on its device; `stepping` those between tokens,
+    by the sequences it writes at a time; `receiving` those that KV is awaited, by its bytes, from a reader that no lane
+    of the view comes from. `recent_tokens` were sent there to be computed lately, or could have been while answers
+    slowed down those beside them: the older, the less they count.
     """
 
     worker_id: str
@@ -130,8 +131,8 @@ def cost_unit(policy: str) -> tuple[str, float]:
 
 
 def cost_figure(cost: float) -> str:
-    """A cost as people read it, on the page (router/page/script.js) as well: three digits, and all before the point; 0
-    for what is nearer to it than to a thousandth."""
+    """A cost as people read it, on the page (router/dashboard/script.js) as well: three digits, and all before the
+    point; 0 for what is nearer to it than to a thousandth."""
     if abs(cost) < 0.0005:
         return "0"
     return f"{cost:,.0f}" if abs(cost) >= 999.5 else f"{cost:.3g}"

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from router.policies.base import RequestView
-from router.policies.candidates import Candidates, Scores, scores
+from router.policies.table import Candidates, Scores, scores
 
 
 def round_robin(view: RequestView, candidates: Candidates) -> Scores:

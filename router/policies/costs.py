@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from router.policies.base import Candidate, Decision, RequestView
-from router.policies.candidates import Candidates, Floats, named
+from router.policies.table import Candidates, Floats, named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

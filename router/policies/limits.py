@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from router.policies.base import Candidate, Decision, Policy, RequestView
-from router.policies.candidates import Candidates, Rank, Scores
+from router.policies.table import Candidates, Rank, Scores
 
 MAX_DIFFERENCE = 32
 MAX_RATIO = 1.1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from router.policies.base import RequestView
 from router.policies.basic import least_loaded
-from router.policies.candidates import Candidates, Scores, scores
 from router.policies.costs import num_uncached
+from router.policies.table import Candidates, Scores, scores
 
 MATCH = 0.5  # of the prompt, as in SGLang's cache-aware router (its cache_threshold)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from protos.values import WorkerRole
 from router.policies.base import Alone, Candidate, Decision, Policy, RequestView, Score
-from router.policies.candidates import Candidates, Floats, Known, Places, Rank, Scores, Ways, cheapest
+from router.policies.table import Candidates, Floats, Known, Places, Rank, Scores, Ways, cheapest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from router.policies.base import RequestView
-from router.policies.candidates import Candidates, Floats, Scores, scores
 from router.policies.costs import num_off_device, num_uncached
+from router.policies.table import Candidates, Floats, Scores, scores
 
 COMPUTING_WEIGHT = 2.0  # a token to be computed takes this request's time, and that of those queued behind it
 TRANSFER_SHARE = 0.1  # moving the KV of a token, against computing it

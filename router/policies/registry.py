@@ -5,11 +5,11 @@ from __future__ import annotations
 from router.config import RouterConfig
 from router.policies import affinity, basic, longest_prefix, prefix_aware, slo
 from router.policies.base import Policy
-from router.policies.candidates import Rank
 from router.policies.costs import transfer_s
 from router.policies.limits import balanced
 from router.policies.names import check_name
 from router.policies.pair import ShortRemainder, pair
+from router.policies.table import Rank
 
 # name -> (how prompts' readers are ranked, how answers' writers are ranked)
 RANKS: dict[str, tuple[Rank, Rank]] = {

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from router.policies.base import RequestView
-from router.policies.candidates import Candidates, Floats, Rank, Scores, scores
 from router.policies.costs import load_s, num_off_device, num_uncached, tpot_s, ttft_s
+from router.policies.table import Candidates, Floats, Rank, Scores, scores
 
-# Tried on Mooncake's synthetic trace (benchmarks/routing_trace.py): hits and time to the first token, 4 and 16 workers.
+# Tried on Mooncake's synthetic trace (benchmarks/routing/trace.py): hits and time to the first token, 4 and 16 workers.
 DISPLACED = 3.0  # seconds that others lose by a second of computing on an idle worker: by what it evicts
 GUARD = 0.2  # by this share above its pool's mean, a worker's cache attracts nothing any more
 SETTLING = 4.0  # requests of this size

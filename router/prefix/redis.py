@@ -23,7 +23,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from protos.hints import counted
 from protos.values import BlockHash, BlockStored, KVEvent, KVEvents
-from router.outage import OutageLog, RareLog
+from router.log_throttle import OutageLog, RareLog
 from router.prefix.feed import Feed
 from router.prefix.index import Match, PrefixIndex
 from router.prefix.redis_store import Expected, Foreign, Places, Store, Told, num_blocks

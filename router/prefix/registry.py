@@ -10,7 +10,7 @@ from router.prefix.index import PrefixIndex
 from router.prefix.memory import MemoryPrefixIndex
 from router.prefix.siblings import SiblingPrefixIndex
 from router.prefix.table import TablePrefixIndex, compiled
-from router.siblings import Siblings
+from router.replicas.peers import Siblings
 
 log = logging.getLogger("baton.router")
 

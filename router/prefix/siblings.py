@@ -18,10 +18,10 @@ from pathlib import Path
 
 from protos.chain import Chain
 from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockStored, KVEvent, KVEvents
-from router.datagrams import Datagrams
 from router.prefix.feed import Feed
 from router.prefix.index import Match, PrefixIndex
-from router.siblings import expectations_socket
+from router.replicas.datagram_bus import Datagrams
+from router.replicas.peers import expectations_socket
 
 log = logging.getLogger("baton.router")
 

@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from protos.errors import BadCheckpoint, InvalidRequest
 from router.text.control import ControlTexts, Marks, Rendered
 from router.text.tokenizer import read_json
-from router.text.tool_calls import ToolFormat, format_of
+from router.text.tool_call_formats import ToolFormat, format_of
 
 Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")

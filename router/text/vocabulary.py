@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from protos.errors import UnsupportedModel
-from router.shortcut import Words, compiled
+from router.streaming.shortcut import Words, compiled
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

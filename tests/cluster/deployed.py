@@ -36,7 +36,7 @@ class Deployed:
         self._lines: list[str] = []
         self._turn = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from cluster.cli import main; main()", *arguments, "--log-format", "json"],
+            [sys.executable, "-c", "from cluster.cli.main import main; main()", *arguments, "--log-format", "json"],
             env=os.environ | {MARK: self._mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

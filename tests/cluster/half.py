@@ -18,7 +18,7 @@ from kvtransfer.config import LaneConfig
 from kvtransfer.hashing import chain_hashes
 from kvtransfer.ledger import TicketState
 from kvtransfer.reshard import Cut
-from kvtransfer.transports.collective import CollectiveTransport
+from kvtransfer.transports.collective.collective import CollectiveTransport
 from prefill_pool.config import PrefillConfig
 from prefill_pool.role import PrefillRole
 from protos.values import (
@@ -32,8 +32,8 @@ from protos.values import (
     Ticket,
 )
 from tests.unit.decode_pool.pair import DECODE, DECODE_WEIGHT, LAYOUT, PREFILL, PREFILL_WEIGHT, SIZE, Side
-from workers.kv.mover import Dock, Mover
 from workers.toy import ToyRunner
+from workers.transfer.mover import Dock, Mover
 
 NUM_BLOCKS = 16
 LEASE_S = 60.0

@@ -20,10 +20,10 @@ import torch
 from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.reshard import covering, heads_of
 from kvtransfer.transport import Arrived, Chunk
-from kvtransfer.transports.collective import CollectiveTransport
+from kvtransfer.transports.collective.collective import CollectiveTransport
 from protos.values import KVLayout, LaneAddress, Ticket
-from workers.kv.mover import Dock
 from workers.kv.storage import KVStorage
+from workers.transfer.mover import Dock
 
 ON = os.environ.get("LANES_ON", "cpu")
 OVER = cast(Preference, os.environ.get("LANES_OVER", "auto"))

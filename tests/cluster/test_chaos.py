@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.drain import drain
+from cluster.cli.drain import drain
 from tests.cluster.deployed import LONG, PRECISE, Deployed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4 * 3600)]

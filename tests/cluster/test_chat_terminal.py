@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.generation import Job, TokenDelta
+from router.jobs import Job, TokenDelta
 from tests.unit.router.scripted import Scripted, Step, ids_of, make_gateway, saying, serving
 
 pytestmark = pytest.mark.cluster
@@ -52,7 +52,7 @@ class Screen:
 @asynccontextmanager
 async def chatting(url: str) -> AsyncIterator[tuple[Screen, asyncio.subprocess.Process]]:
     ours, theirs = pty.openpty()
-    program = ("-c", "from cluster.cli import main; main()", "chat", "--url", url)
+    program = ("-c", "from cluster.cli.main import main; main()", "chat", "--url", url)
     process = await asyncio.create_subprocess_exec(
         sys.executable, *program, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "dumb"},
         preexec_fn=lambda: os.login_tty(theirs),

@@ -18,7 +18,7 @@ import torch
 from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.reshard import heads_of
 from kvtransfer.transport import Arrived, LaneLost, Sent
-from kvtransfer.transports.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
+from kvtransfer.transports.collective.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
 from tests.cluster.lane_peer import (
     CACHED,
     LAYOUT,
@@ -33,8 +33,8 @@ from tests.cluster.lane_peer import (
     prompt_ticket,
     ticket_to,
 )
-from workers.kv.mover import Dock
 from workers.kv.storage import KVStorage
+from workers.transfer.mover import Dock
 
 pytestmark = pytest.mark.cluster
 

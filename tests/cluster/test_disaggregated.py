@@ -23,15 +23,15 @@ from prefill_pool import service as prefill
 from prefill_pool.config import PrefillConfig
 from protos.values import SamplingParams, WorkerStats
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.fleet import Fleet
-from router.generation import Job
+from router.dispatch.dispatcher import Dispatcher
+from router.fleet.fleet import Fleet
+from router.jobs import Job
 from router.policies.registry import policy_of
 from router.prefix.memory import MemoryPrefixIndex
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, oracle_answers
+from workers.batch import Batch, Pending
 from workers.config import Seat, WorkerConfig
-from workers.engine.batch import Batch, Pending
 from workers.parallel.ranks import open_store
 from workers.rpc.worker import Worker
 

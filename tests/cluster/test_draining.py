@@ -19,9 +19,9 @@ from decode_pool import service as decode
 from prefill_pool import service as prefill
 from protos.values import FinishReason, SamplingParams, WorkerRole
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.fleet import Fleet
-from router.generation import Job, TokenDelta
+from router.dispatch.dispatcher import Dispatcher
+from router.fleet.fleet import Fleet
+from router.jobs import Job, TokenDelta
 from router.policies.registry import policy_of
 from router.prefix.memory import MemoryPrefixIndex
 from tests.cluster.test_disaggregated import PROMPTS, config_for, start

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import pytest
 
-from cluster.serve import DEMO
+from cluster.cli.serve import DEMO
 from tests.cluster.deployed import Deployed
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, Gate, parts_of
 from workers.rpc.worker import Worker

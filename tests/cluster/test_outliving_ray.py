@@ -36,9 +36,9 @@ WORKERS = ("prefill-0", "decode-0", "decode-1")
 PROCESSES = {
     "gcs": "gcs_server ",
     "raylet": "raylet/raylet ",
-    "supervisor": "cluster.supervisor_process",
+    "supervisor": "cluster.ray.supervisor_process",
     "daemon": r"dashboard\.py|monitor\.py|DashboardAgent|RuntimeEnvAgent",
-    "gateway": "cluster.processes.child",
+    "gateway": "cluster.gateway.process",
 }
 FROZEN = "frozen "
 KINDS = (*PROCESSES, "worker", f"{FROZEN}gcs", f"{FROZEN}raylet")

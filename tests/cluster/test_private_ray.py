@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.scratch import programs
+from cluster.process.scratch_dir import programs
 from tests.cluster.deployed import Deployed
 
 pytestmark = pytest.mark.cluster
@@ -32,9 +32,9 @@ def test_no_socket_of_a_cluster_listens_beyond_this_machine(up: Deployed) -> Non
 START = """
 import asyncio, os, pathlib, sys
 from cluster import machines as watching
-from cluster.config import RayConfig
-from cluster.machines import Machines
-from cluster.scratch import programs
+from cluster.config.config import RayConfig
+from cluster.ray.session import Machines
+from cluster.process.scratch_dir import programs
 from protos.errors import Unavailable
 
 def seen(folder):

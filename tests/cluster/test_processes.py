@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.serve import DEMO
+from cluster.cli.serve import DEMO
 from tests.cluster.deployed import Deployed
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, Gate, parts_of
 from workers.rpc.worker import Worker

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli import make_app
+from cluster.cli.main import make_app
 from tests.cluster.deployed import Deployed
 
 pytestmark = pytest.mark.cluster

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from protos.values import SamplingParams
-from router.dispatch import Dispatcher
-from router.generation import Job
+from router.dispatch.dispatcher import Dispatcher
+from router.jobs import Job
 from router.policies.base import Candidate, Decision, RequestView
 from tests.cluster.test_disaggregated import PROMPTS
 from tests.cluster.test_draining import Cluster, checkpoint, cluster_of
@@ -48,7 +48,7 @@ async def warm_up(generate: Dispatcher) -> None:
 @pytest.fixture(autouse=True)
 def keen(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small a model is as quick to compute as a call is to make: here calls cost nothing."""
-    monkeypatch.setattr("router.pulling.OVERHEAD_S", 0.0)
+    monkeypatch.setattr("router.dispatch.prefix_pull.OVERHEAD_S", 0.0)
 
 
 async def test_a_worker_reads_what_another_has_cached(checkpoint: Path) -> None:

@@ -82,7 +82,7 @@ def test_the_commands_shown_have_the_flags_shown() -> None:
     assert {command[1] for command in commands} >= {"serve", "status", "chat", "bench"}
     for _, verb, *arguments in commands:
         told = run(
-            [sys.executable, "-c", "from cluster.cli import main; main()", verb, "--help"],
+            [sys.executable, "-c", "from cluster.cli.main import main; main()", verb, "--help"],
             env=os.environ | {"COLUMNS": "200"},
         )
         for flag in (argument for argument in arguments if argument.startswith("--")):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.redis_discovery import (
+from cluster.discovery.redis import (
     CHANGES,
     IDS,
     KEY,
@@ -21,7 +21,7 @@ from cluster.redis_discovery import (
 )
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
-from router.successors import Successor
+from router.fleet.successors import Successor
 from tests.cluster.redis_server import RedisServer
 
 pytestmark = pytest.mark.cluster

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.front import Front
-from cluster.serve import DEMO
+from cluster.cli.serve import DEMO
+from cluster.gateway.server import Front
 from protos.tls import FaceTls, PeerTls
 from router.config import RouterConfig
 from tests.cluster.redis_server import RedisServer

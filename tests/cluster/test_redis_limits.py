@@ -11,9 +11,9 @@ import pytest
 from redis.asyncio import Redis
 
 from protos.errors import RateLimited
-from router.admission import redis_limits
-from router.admission.redis_limits import RedisLimits
-from router.admission.tenants import Tenant
+from router.auth import redis_limits
+from router.auth.redis_limits import RedisLimits
+from router.auth.tenants import Tenant
 from router.prefix.redis_url import parse
 from tests.cluster.redis_server import RedisServer
 

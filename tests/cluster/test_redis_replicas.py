@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.replicas import hit_rate
+from benchmarks.gateway.replicas import hit_rate
 from tests.cluster.redis_server import RedisServer
 
 pytestmark = pytest.mark.cluster

@@ -14,8 +14,8 @@ from protos import worker_pb2, worker_pb2_grpc
 from protos.errors import Misconfigured, Unauthenticated, WorkerLost
 from protos.status import peer_error
 from protos.tls import PeerTls
-from router.channels import Channels
-from router.client import WorkerClient
+from router.fleet.channels import Channels
+from router.fleet.worker_client import WorkerClient
 from tests.cluster.deployed import Deployed
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from workers.rpc.worker import Worker

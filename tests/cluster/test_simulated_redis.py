@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from cluster.simulate.store import Client, Server
+from cluster.simulate.world.fake_redis import Client, Server
 from protos.chain import Chain
 from protos.values import BlockStored, KVEvents
 from router.prefix.redis_store import Expected, Places, Store, Told

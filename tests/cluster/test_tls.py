@@ -21,15 +21,15 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from cluster.front import Front
-from cluster.remote import find_model, open_client
-from cluster.serve import DEMO
+from cluster.cli.admin_client import find_model, open_client
+from cluster.cli.serve import DEMO
+from cluster.gateway.server import Front
 from protos import inference_pb2, inference_pb2_grpc
 from protos.errors import Misconfigured, Unavailable, WorkerLost
 from protos.tls import WORKER_NAME, FaceTls, PeerTls
-from router.channels import Channels
-from router.client import WorkerClient
 from router.config import RouterConfig
+from router.fleet.channels import Channels
+from router.fleet.worker_client import WorkerClient
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from workers.rpc.worker import Worker
 from workers.toy import ToyRunner

@@ -92,7 +92,7 @@ def test_a_stop_while_it_starts_leaves_nothing(deploy: Deploy) -> None:
 
 def test_where_it_is_goes_to_stdout_whose_reader_may_go_and_the_last_line_says_that_it_stopped() -> None:
     """`baton up | head -1`, in the words that people see."""
-    command = [sys.executable, "-c", "from cluster.cli import main; main()", "up", *PORTS, "--colocated"]
+    command = [sys.executable, "-c", "from cluster.cli.main import main; main()", "up", *PORTS, "--colocated"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0) as baton:
         assert baton.stdout is not None
         first = baton.stdout.readline()

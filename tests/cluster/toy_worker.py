@@ -25,14 +25,14 @@ from protos.values import (
     WorkerRole,
 )
 from protos.wire import from_proto, to_proto
+from workers.batch import Batch, Runner, StepOutput
 from workers.config import SchedulerConfig
-from workers.engine.batch import Batch, Runner, StepOutput
 from workers.engine.engine import Engine
-from workers.engine.request import Request
-from workers.engine.role import Colocated, Disposition, Role, Tick
-from workers.engine.scheduler import Scheduler
 from workers.kv.blocks import BlockPool
 from workers.rpc.worker import Parts
+from workers.scheduling.request import Request
+from workers.scheduling.role import Colocated, Disposition, Role, Tick
+from workers.scheduling.scheduler import Scheduler
 
 WEIGHT, VOCAB, BLOCK, NUM_BLOCKS = 5, 97, 4, 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.kvtransfer import main
+from benchmarks.transfer.lanes import main
 
 
 def test_a_dry_run_goes_all_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import pytest
 
-from kvtransfer.transports.board_key import CLAIM_BYTES, MAC_BYTES, NONCE_BYTES, WrongKey, accept, claim
-from kvtransfer.transports.store import MAX_LANES, MAX_STRANGERS, Board, BoardStore
+from kvtransfer.transports.rendezvous.board_key import CLAIM_BYTES, MAC_BYTES, NONCE_BYTES, WrongKey, accept, claim
+from kvtransfer.transports.rendezvous.store import MAX_LANES, MAX_STRANGERS, Board, BoardStore
 
 Client = Callable[..., BoardStore]
 

@@ -12,8 +12,8 @@ import torch
 
 from kvtransfer.config import LaneConfig
 from kvtransfer.transport import LaneLost
-from kvtransfer.transports.store import BoardStore
-from kvtransfer.transports.wire import Wire
+from kvtransfer.transports.collective.wire import Wire
+from kvtransfer.transports.rendezvous.store import BoardStore
 from protos.errors import TransferCorrupted
 from protos.values import LaneLoad
 from tests.contract.site import LAYOUT, PATIENCE_S, Site, address, chunk_of, kv, meet, one_head, push, ticket_for

@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from kvtransfer.config import LaneConfig, Preference
-from kvtransfer.transports.choice import TransportRefused, open_links
-from kvtransfer.transports.links import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
-from kvtransfer.transports.pinned import HostStaged, why_no_nccl
-from kvtransfer.transports.shm import Door, LinkBroken, Ring, knock, prove
-from kvtransfer.transports.staging import Staging
-from kvtransfer.transports.store import Board, BoardStore
+from kvtransfer.transports.collective.choice import TransportRefused, open_links
+from kvtransfer.transports.links.base import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
+from kvtransfer.transports.links.host_staged import HostStaged, why_no_nccl
+from kvtransfer.transports.links.shm import Door, LinkBroken, Ring, knock, prove
+from kvtransfer.transports.links.staging import Staging
+from kvtransfer.transports.rendezvous.store import Board, BoardStore
 
 PATIENCE = timedelta(seconds=20)
 CONFIG = LaneConfig(stall_s=20.0, message_bytes=1000)

@@ -11,8 +11,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from kvtransfer.transports.nccl import NcclGroup, require_here
-from kvtransfer.transports.store import Board, BoardStore
+from kvtransfer.transports.links.nccl import NcclGroup, require_here
+from kvtransfer.transports.rendezvous.store import Board, BoardStore
 
 NEVER = timedelta(seconds=600)
 BYTES = [torch.zeros(1, dtype=torch.uint8)]

@@ -12,8 +12,8 @@ import torch
 
 from kvtransfer.config import LaneConfig
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence
-from kvtransfer.transports.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
-from kvtransfer.transports.staging import Staging
+from kvtransfer.transports.collective.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
+from kvtransfer.transports.links.staging import Staging
 from protos.errors import TransferFailed
 from protos.values import KVLayout, LaneAddress, Ticket
 

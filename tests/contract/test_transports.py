@@ -13,8 +13,8 @@ import torch
 from kvtransfer.config import LaneConfig
 from kvtransfer.registry import transport
 from kvtransfer.transport import Arrived, LaneLost, peer_name
-from kvtransfer.transports.collective import CollectiveReceiver
-from kvtransfer.transports.shm import NUM_SLOTS
+from kvtransfer.transports.collective.collective import CollectiveReceiver
+from kvtransfer.transports.links.shm import NUM_SLOTS
 from protos.errors import IncompatibleWorkers, Misconfigured, TransferFailed
 from tests.contract.site import (
     BLOCK_BYTES,

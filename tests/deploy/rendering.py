@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import ClusterConfig
-from cluster.settings import make_config
+from cluster.config.config import ClusterConfig
+from cluster.config.settings import make_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 K8S = ROOT / "deploy" / "k8s"

@@ -16,8 +16,8 @@ import pytest
 import typer
 import yaml
 
-from cluster.cli import make_app
-from cluster.placement import Node, plan
+from cluster.cli.main import make_app
+from cluster.supervision.placement import Node, plan
 from protos.values import WorkerRole
 from tests.deploy.rendering import K8S, POOLS, ROOT, SHAPES, Rendered, config_of, crd_schema, ports_of, selected
 

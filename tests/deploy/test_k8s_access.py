@@ -15,8 +15,8 @@ import pytest
 import typer
 import yaml
 
-from cluster.cli import make_app
-from router.admission.tenants import hash_of, read_roster
+from cluster.cli.main import make_app
+from router.auth.tenants import hash_of, read_roster
 from tests.cluster.redis_server import RedisServer
 from tests.deploy.rendering import K8S, POOLS, Manifest, Rendered, config_of, selected
 

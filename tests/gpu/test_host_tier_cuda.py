@@ -13,8 +13,8 @@ from protos.values import GenerateRequest, KVLayout, SamplingParams
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import random_tokens
 from tests.numerics.engines import answer, colocated
+from workers.batch import Batch, Pending
 from workers.config import WorkerConfig
-from workers.engine.batch import Batch, Pending
 from workers.kv.host_copies import PIECE_BYTES, CudaCopies
 from workers.kv.storage import KVStorage
 

@@ -14,17 +14,17 @@ import torch
 
 from decode_pool.role import DecodeRole
 from kvtransfer.config import LaneConfig
-from kvtransfer.transports.collective import CollectiveTransport
+from kvtransfer.transports.collective.collective import CollectiveTransport
 from prefill_pool.role import PrefillRole
 from protos.values import FinishReason, GenerateRequest, LaneAddress, ReserveRequest, Span
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, answer, colocated, ranks_of
+from workers.build import Rank, build_engine, make_dock
 from workers.config import WorkerConfig
-from workers.engine.build import Rank, build_engine, make_dock
 from workers.engine.engine import Engine
 from workers.kv.blocks import BlockPool
-from workers.kv.mover import Mover
 from workers.parallel.ranks import Leader
+from workers.transfer.mover import Mover
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ import torch
 from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.reshard import heads_of
 from kvtransfer.transport import Arrived
-from kvtransfer.transports.collective import CollectiveTransport
+from kvtransfer.transports.collective.collective import CollectiveTransport
 from protos.values import LaneAddress
 from tests.cluster import lane_peer
 from tests.cluster.lane_peer import (
@@ -33,8 +33,8 @@ from tests.cluster.lane_peer import (
     push,
     ticket_to,
 )
-from workers.kv.mover import Dock
 from workers.kv.storage import KVStorage
+from workers.transfer.mover import Dock
 
 pytestmark = pytest.mark.gpu
 

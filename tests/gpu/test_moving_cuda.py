@@ -20,12 +20,12 @@ from kvtransfer.transports.inproc import Exchange
 from protos.values import FinishReason, GenerateRequest, LaneAddress, MoveRequest, ReserveRequest, ShareRequest, Ticket
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, answer, colocated, ranks_of
+from workers.build import Rank, build_engine, make_dock
 from workers.config import WorkerConfig
-from workers.engine.build import Rank, build_engine, make_dock
 from workers.engine.engine import Engine
 from workers.kv.blocks import BlockPool
-from workers.kv.mover import Mover
 from workers.parallel.ranks import Leader
+from workers.transfer.mover import Mover
 
 pytestmark = pytest.mark.gpu
 

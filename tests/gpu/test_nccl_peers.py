@@ -14,7 +14,7 @@ import torch
 
 from kvtransfer.config import LaneConfig
 from kvtransfer.transport import Arrived, LaneLost
-from kvtransfer.transports.collective import CollectiveReceiver, CollectiveTransport
+from kvtransfer.transports.collective.collective import CollectiveReceiver, CollectiveTransport
 from protos.values import LaneAddress
 from tests.cluster.lane_peer import LAYOUT, address, chunk, ticket_to
 

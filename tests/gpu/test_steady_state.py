@@ -11,8 +11,8 @@ import torch
 from protos.values import GenerateRequest, SamplingParams
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.engines import colocated
+from workers.batch import Batch, Pending
 from workers.config import WorkerConfig
-from workers.engine.batch import Batch, Pending
 
 pytestmark = pytest.mark.gpu
 

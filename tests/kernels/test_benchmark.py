@@ -21,18 +21,18 @@ def run(config: pytest.Config, *program: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=config.rootpath, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_engine"])
+@pytest.mark.parametrize("name", ["kernels", "engine"])
 def test_a_dry_run_goes_all_the_way(name: str, pytestconfig: pytest.Config, tmp_path: Path) -> None:
     """On a toy, on a CPU: the program is known to run before a GPU is there to spend time of."""
     files = tmp_path / "figures.json", tmp_path / "figures.svg"
     options = "--tiny", "--device", "cpu", "--json", str(files[0]), "--plot", str(files[1])
-    result = run(pytestconfig, "-m", f"benchmarks.{name}", *options)
+    result = run(pytestconfig, "-m", f"benchmarks.gpu.{name}", *options)
     assert result.returncode == 0, result.stderr
     told = json.loads(files[0].read_text())
     assert all(figure["seconds"] > 0 and figure["floor_s"] > 0 for figure in told["figures"])
     assert "no figure of it means anything" in " ".join(result.stdout.split())
     assert files[1].stat().st_size > 0
-    if name == "gpu_kernels":
+    if name == "kernels":
         known = "paged_decode prefill rope_kv_write add_rms_norm silu_mul embed join draw gather scatter".split()
         assert {figure["kernel"] for figure in told["figures"]} == set(known)
     else:
@@ -40,9 +40,9 @@ def test_a_dry_run_goes_all_the_way(name: str, pytestconfig: pytest.Config, tmp_
 
 
 @pytest.mark.skipif(ON_GPU, reason="there is a GPU")
-@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_engine"])
+@pytest.mark.parametrize("name", ["kernels", "engine"])
 def test_without_a_gpu_it_says_so(name: str, pytestconfig: pytest.Config) -> None:
-    result = run(pytestconfig, "-m", f"benchmarks.{name}")
+    result = run(pytestconfig, "-m", f"benchmarks.gpu.{name}")
     assert result.returncode == 2
     assert "torch sees none: nothing was measured" in result.stderr
     assert not result.stdout

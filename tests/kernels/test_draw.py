@@ -9,8 +9,8 @@ import torch
 
 from protos.values import SamplingParams
 from tests.kernels.conftest import DEVICE
-from workers.engine.batch import Sample
-from workers.engine.sampler import _choose_on_gpu, sample
+from workers.batch import Sample
+from workers.sampling.sampler import _choose_on_gpu, sample
 
 VOCAB_SIZES = (7, 170)
 

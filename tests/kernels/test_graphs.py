@@ -12,12 +12,12 @@ from protos.values import SamplingParams
 from tests.kernels.conftest import DEVICE
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from workers.attention.registry import attention_for
-from workers.engine.batch import Batch, Row, Sample
-from workers.engine.graphs import CudaRecorder, Recorder, why_eager
-from workers.engine.runner import TorchRunner
+from workers.batch import Batch, Row, Sample
 from workers.kernels.base import kernels_for
 from workers.kv.storage import KVStorage
 from workers.models import loader
+from workers.runner.cuda_graphs import CudaRecorder, Recorder, why_eager
+from workers.runner.runner import TorchRunner
 
 BLOCK_SIZE, BLOCKS_EACH = 8, 4
 LENGTHS = (13, 3, 8)

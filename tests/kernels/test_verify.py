@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.verify_gpu import CHECKS, ROOT, Check, verify
+from benchmarks.gpu.verify import CHECKS, ROOT, Check, verify
 
 
 def check(name: str, code: str, limit_s: float = 60.0) -> Check:

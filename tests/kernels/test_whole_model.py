@@ -11,11 +11,11 @@ from protos.values import SamplingParams
 from tests.kernels.conftest import DEVICE
 from tests.numerics.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from workers.attention.registry import attention_for
-from workers.engine.batch import Batch, Row, Sample
-from workers.engine.runner import TorchRunner
+from workers.batch import Batch, Row, Sample
 from workers.kernels.base import kernels_for
 from workers.kv.storage import KVStorage
 from workers.models import loader
+from workers.runner.runner import TorchRunner
 
 BLOCK_SIZE = 8
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from protos.values import FinishReason, GenerateRequest, SamplingParams, SequenceUpdate
+from workers.build import Rank, build_engine, device_of, follow_rank0, make_dock, open_rank
 from workers.config import WorkerConfig
-from workers.engine.build import Rank, build_engine, device_of, follow_rank0, make_dock, open_rank
 from workers.engine.engine import Engine
-from workers.engine.role import Colocated
 from workers.parallel.ranks import Leader, find_store, meet, open_store
+from workers.scheduling.role import Colocated
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 

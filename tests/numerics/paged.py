@@ -9,9 +9,9 @@ import torch
 
 from workers.attention.base import AttentionInputs
 from workers.attention.registry import attention_for
-from workers.engine.fused import fused_layers
 from workers.kv.storage import KVStorage
 from workers.models.decoder import Decoder, ModelInputs
+from workers.runner.fused_layers import fused_layers
 
 Row = tuple[str, Sequence[int], int]
 """A sequence's name, its next tokens, and the length of its whole prompt."""

@@ -15,8 +15,8 @@ from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel, Worker
 from tests.numerics.checkpoints import MAX_POSITIONS
 from tests.numerics.conftest import Checkpoint
 from tests.numerics.engines import ranks_of
+from workers.build import Rank, device_of, largest_batch, open_rank
 from workers.config import WorkerConfig
-from workers.engine.build import Rank, device_of, largest_batch, open_rank
 from workers.parallel.group import Solo
 
 
@@ -74,8 +74,8 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = checkpoint("llama")
-    monkeypatch.setattr("workers.engine.build.free_ram_bytes", lambda: 1000)
-    monkeypatch.setattr("workers.engine.build.load_model", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr("workers.build.free_ram_bytes", lambda: 1000)
+    monkeypatch.setattr("workers.build.load_model", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(Misconfigured, match="weights take"):
         open_one(folder)
 
@@ -101,7 +101,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_cache_in_ram_leaves_room_for_the_host_tier(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = checkpoint("llama")
-    monkeypatch.setattr("workers.engine.build.free_ram_bytes", lambda: 2**26)
+    monkeypatch.setattr("workers.build.free_ram_bytes", lambda: 2**26)
     rank = open_one(folder, host_kv_gib=60 / 2**10, memory_fraction=0.5)
     assert rank.storage.num_blocks * rank.storage.block_bytes <= 2**21
     with pytest.raises(Misconfigured, match="lower num_blocks, memory_fraction or host_kv_gib"):
@@ -111,8 +111,8 @@ def test_a_cache_in_ram_leaves_room_for_the_host_tier(checkpoint: Checkpoint, mo
 def test_ranks_agree_on_the_smallest_cache(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = checkpoint("llama")
     free = iter([10**9, 3 * 10**6])
-    monkeypatch.setattr("workers.engine.build.free_ram_bytes", lambda: 10**9)
-    monkeypatch.setattr("workers.engine.build.blocks_in_ram", lambda *_, **__: next(free) // 10**5)
+    monkeypatch.setattr("workers.build.free_ram_bytes", lambda: 10**9)
+    monkeypatch.setattr("workers.build.blocks_in_ram", lambda *_, **__: next(free) // 10**5)
     with ranks_of(WorkerConfig(model=str(folder), tp=2, device="cpu")) as ranks:
         assert [rank.storage.num_blocks for rank in ranks] == [30, 30]
         assert {rank.storage.block_bytes for rank in ranks} == {ranks[0].layout.block_bytes // 2}
@@ -129,7 +129,7 @@ def test_a_rank_that_cannot_open_takes_the_others_with_it(
             return found
         raise Misconfigured("no memory here", param="memory_fraction")
 
-    monkeypatch.setattr("workers.engine.build.blocks_in_ram", poor)
+    monkeypatch.setattr("workers.build.blocks_in_ram", poor)
     with (
         pytest.raises((Misconfigured, WorkerLost)),
         ranks_of(WorkerConfig(model=str(folder), tp=2, device="cpu")),

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import bars
-from benchmarks.cpu_engine import LARGE, Run, draw, figures_of, on_baton, record, scaled
-from benchmarks.floors import Costs, Machine, Workload, best_of, needs
-from benchmarks.random_llama import CONFIG, write_checkpoint
+from benchmarks.engine.cpu_engine import LARGE, Run, draw, figures_of, on_baton, record, scaled
+from benchmarks.engine.floors import Costs, Machine, Workload, best_of, needs
+from benchmarks.engine.random_llama import CONFIG, write_checkpoint
 from workers.models.config import read_config
 
 SMALL = CONFIG | {
@@ -81,12 +81,12 @@ def test_the_best_round_of_an_engine_becomes_its_figures(tmp_path: Path) -> None
 
 
 def test_figures_name_the_machine_and_how_to_take_them_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmarks/moving.py", "--json", "figures.json", "--max-tokens", "30"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks/transfer/moving.py", "--json", "figures.json", "--max-tokens", "30"])
     figures = {"1 x 64 tokens": {"median": 1.5, "longest": 9.0}, "4 x 64 tokens": {"median": 2.5}}
     bars.write(figures, unit="ms", json_file=tmp_path / "figures.json", plot=tmp_path / "figures.svg")
     told = json.loads((tmp_path / "figures.json").read_text())
     assert told["figures"] == figures
-    assert told["command"] == "python -m benchmarks.moving --max-tokens 30"
+    assert told["command"] == "python -m benchmarks.transfer.moving --max-tokens 30"
     assert told["hardware"]["num_cores"] >= 1
     assert "torch" in told["versions"]
     assert told["hardware"]["cpu"] in (tmp_path / "figures.svg").read_text()

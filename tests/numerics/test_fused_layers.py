@@ -65,5 +65,7 @@ def test_what_compiled_layers_cannot_do_runs_layer_by_layer(
 def test_nothing_is_compiled_for_an_attention_that_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: its workers neither wait for a compiler nor warn that there is none."""
     decoder = packed(tmp_path, "llama")
-    monkeypatch.setattr("workers.engine.fused.native_tiles", lambda: pytest.fail("the CPU's kernels were asked for"))
+    monkeypatch.setattr(
+        "workers.runner.fused_layers.native_tiles", lambda: pytest.fail("the CPU's kernels were asked for")
+    )
     assert PagedRun(decoder, attention="reference", fused=True).through is None

@@ -16,14 +16,14 @@ import pytest
 
 from protos.errors import InvalidRequest
 from protos.values import FinishReason, GenerateRequest, SamplingParams
-from router.text.structure import choice_grammar, json_grammar, regex_grammar
+from router.grammar.structure import choice_grammar, json_grammar, regex_grammar
 from router.text.tokenizer import Tokenizer
-from router.text.tool_calls import CallDelta, Function, ToolFormat, calls_grammar, reader_of
+from router.text.tool_call_formats import CallDelta, Function, ToolFormat, calls_grammar, reader_of
 from tests.numerics.conftest import Checkpoint
 from tests.numerics.constrained import EOS, PERSON, PROMPTS, VOCAB_SIZE, masked_oracle, under, write_tokenizer
 from tests.numerics.engines import Answer, answer, colocated, oracle_answers
+from workers.batch import Sample
 from workers.config import WorkerConfig
-from workers.engine.batch import Sample
 from workers.engine.engine import Engine
 from workers.grammar import guidance
 from workers.grammar.guidance import GuidanceGrammars

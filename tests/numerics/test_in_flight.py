@@ -15,15 +15,15 @@ from tests.numerics.checkpoints import VOCAB_SIZE
 from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, oracle_answers
 from workers.attention.base import AttentionInputs, CosSin
+from workers.batch import Batch, Row, Sample
 from workers.config import WorkerConfig
-from workers.engine.batch import Batch, Row, Sample
-from workers.engine.runner import TorchRunner
 from workers.grammar.base import Mask
 from workers.kernels import reference
 from workers.models.config import read_config
 from workers.models.decoder import Decoder
 from workers.models.layers.slots import Place
 from workers.parallel.group import Solo
+from workers.runner.runner import TorchRunner
 
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 5, 16, 33, 100)]
 NUM_TOKENS = sum(map(len, PROMPTS)) + 64 * len(PROMPTS)
@@ -116,7 +116,7 @@ def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, mon
     """Nor does one with penalties, bias, bans, logprobs or a grammar; only the fetch does."""
     folder, _ = checkpoint("llama")
     config = read_config(folder)
-    monkeypatch.setattr("workers.engine.sampler._choose", lambda logits_RV, samples: logits_RV.argmax(dim=-1))
+    monkeypatch.setattr("workers.sampling.sampler._choose", lambda logits_RV, samples: logits_RV.argmax(dim=-1))
     place = Place(device="meta", dtype=torch.float32, parallel=Solo(), kernels=reference)
     attention = Valueless()
     runner = TorchRunner(Decoder(config, place), attention, block_size=16, grammars=Everything())

@@ -23,11 +23,11 @@ from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence
 from protos.codec import Messages
 from protos.errors import IncompatibleWorkers, TransferFailed, UnreadableMessage, WorkerLost
 from protos.values import KVLayout, LaneAddress, SamplingParams, Ticket
-from workers.engine.batch import Batch, Row, Sample
+from workers.batch import Batch, Row, Sample
 from workers.kv.host import LeadingCopies
-from workers.kv.mover import Dock, Mover
 from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import OPERATIONS, Leader, find_store, follow, for_followers, meet, open_store
+from workers.transfer.mover import Dock, Mover
 
 CHUNK = Chunk(ticket_id="t", generation=1, first_block=0, num_blocks=2)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32", tp=2)

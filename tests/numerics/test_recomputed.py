@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.cpu_engine import DEMO, opened
+from benchmarks.engine.cpu_engine import DEMO, opened
 from protos.values import GenerateRequest, KVLayout, Logprobs, SamplingParams
 from tests.numerics.filled import filled, normal
 from workers.attention.base import AttentionInputs

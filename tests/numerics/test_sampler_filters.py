@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from protos.values import SamplingParams
-from workers.engine.batch import Sample
-from workers.engine.sampler import sample
+from workers.batch import Sample
+from workers.sampling.sampler import sample
 
 VOCAB = 1500
 NUM_DRAWS = 3000

@@ -31,11 +31,11 @@ from protos.values import (
     WorkerLoad,
 )
 from protos.wire import error_info
-from workers.engine.batch import Awaited, Batch, Pending, Pipeline, Repeating, Runner, StepOutput, Timed, pipeline
-from workers.engine.scheduler import Scheduler
-from workers.engine.timeline import Timeline
+from workers.batch import Awaited, Batch, Pending, Pipeline, Repeating, Runner, StepOutput, Timed, pipeline
 from workers.grammar.base import Grammars
 from workers.kv.blocks import BlockPool
+from workers.scheduling.scheduler import Scheduler
+from workers.timeline import Timeline
 
 LOOK_S = 0.0002
 """How often KV that is behind is looked after while a step is waited for."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.engine.batch import Sample
+from workers.batch import Sample
 
 Mask = NDArray[np.int32]
 """Which tokens may come next: bit i % 32 of word i // 32 is that of token i. [ceil(V / 32)]"""

@@ -39,8 +39,8 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from protos.errors import InvalidRequest
 from protos.grammars import in_our_words
 from protos.threads import DeepThreads
+from workers.batch import Sample
 from workers.cores import leave_cores
-from workers.engine.batch import Sample
 from workers.grammar.base import Mask, without
 
 log = logging.getLogger("baton.worker")

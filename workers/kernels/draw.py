@@ -1,7 +1,7 @@
 """Chooses each row's token in Triton: argmax, or temperature, min-p, top-k, top-p and a draw. The host never waits.
 
-The same steps, ties and random numbers as `workers.engine.sampler`, in float64: a row gets the same token on any device
-(but where its random number falls within rounding of a border between two tokens).
+The same steps, ties and random numbers as `workers.sampling.sampler`, in float64: a row gets the same token on any
+device (but where its random number falls within rounding of a border between two tokens).
 
 Nothing is sorted. A filter keeps the tokens above a threshold and some of those on it, and the threshold is found by
 bisection over the float32 logits' bits, each step a pass over a row that L2 holds. Bounds move on to the next logits
@@ -104,7 +104,7 @@ def _search(row_ptr, V, goal, low, number_low, largest, temperature, floor, WEIG
 
 @triton.jit
 def _uniform(seed, index):
-    """`workers.engine.philox.uniforms` of one seed and index."""
+    """`workers.sampling.philox.uniforms` of one seed and index."""
     low, high = (index & 0xFFFFFFFF).to(tl.uint32), ((index >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zero = low ^ low
     first, second, _, _ = tl.philox(seed, low, high, zero, zero)

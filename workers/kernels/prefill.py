@@ -94,7 +94,7 @@ def prefill_tile(dim: int, group: int, dtype: torch.dtype, max_query: int) -> Ti
     and value that comes from L2 do 128 multiplications; 64 positions keep scores and accumulator of heads of 128 in
     registers (186 a thread, compiled for 9.0); three stages (128 KiB) load two tiles ahead. Chunks of up to 64 rows
     take half a tile; float32 and longer heads take what fits the 99 KiB of 8.6 and 8.9. Chosen by reasoning, not
-    measured yet: `benchmarks/gpu_kernels.py --sweep` tries others.
+    measured yet: `benchmarks/gpu/kernels.py --sweep` tries others.
     """
     smallest = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:

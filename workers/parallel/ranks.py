@@ -17,12 +17,12 @@ from msgspec.structs import replace
 from torch.distributed import DistError
 
 from kvtransfer.transport import Chunk
-from kvtransfer.transports.board_key import WrongKey
-from kvtransfer.transports.store import Board, BoardStore
+from kvtransfer.transports.rendezvous.board_key import WrongKey
+from kvtransfer.transports.rendezvous.store import Board, BoardStore
 from protos.codec import Messages
 from protos.errors import BatonError, UnreadableMessage, WorkerLost
 from protos.values import KVLayout, LaneAddress, SamplingParams, Ticket
-from workers.engine.batch import Batch, Pending, Pipeline, Row, Sample
+from workers.batch import Batch, Pending, Pipeline, Row, Sample
 from workers.parallel.group import RankGroup, Solo, TensorParallel
 
 log = logging.getLogger("baton.worker")

@@ -15,18 +15,18 @@ from typing import Any, TypeVar
 from kvtransfer.config import LaneConfig
 from kvtransfer.hashing import fastest
 from kvtransfer.transport import Receiver, Sender
-from kvtransfer.transports.collective import CollectiveTransport
-from kvtransfer.transports.store import BoardStore
+from kvtransfer.transports.collective.collective import CollectiveTransport
+from kvtransfer.transports.rendezvous.store import BoardStore
 from protos.values import LaneAddress, WorkerInfo, WorkerRole
+from workers.build import Rank, build_engine, device_of, follow_rank0, make_dock, open_rank
 from workers.config import Seat, WorkerConfig
-from workers.engine.build import Rank, build_engine, device_of, follow_rank0, make_dock, open_rank
-from workers.engine.role import Role
 from workers.kv.blocks import BlockPool
-from workers.kv.mover import Mover
 from workers.models.loader import Progress
 from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import Leader, find_store, meet, open_store, share_address
 from workers.rpc.worker import Bell, Parts
+from workers.scheduling.role import Role
+from workers.transfer.mover import Mover
 
 RoleT = TypeVar("RoleT", bound=Role)
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from cluster import actors
-from cluster.actors import RayNodes
-from cluster.config import RayConfig
-from cluster.machines import Machines
-from cluster.rank_starter import ended, kill_process
-from cluster.scratch import Scratch
+from cluster.config.config import RayConfig
+from cluster.process.scratch_dir import Scratch
+from cluster.ray import actors
+from cluster.ray.actors import RayNodes
+from cluster.ray.session import Machines
+from cluster.supervision.rank_starter import ended, kill_process
 from protos.errors import WorkerLost
 
 
@@ -40,7 +40,7 @@ async def test_a_machine_that_stays_away_is_given_up(
 
 ACTOR = """
 import asyncio, os
-from cluster.actors import NodeActor
+from cluster.ray.actors import NodeActor
 print(asyncio.run(NodeActor("run", 60.0).start("d0.1.0", {}, "")), flush=True)
 os._exit(9)
 """

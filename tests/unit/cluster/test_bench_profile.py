@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.bench.profile import chrome_trace
-from cluster.cli import make_app
+from cluster.cli.main import make_app
 from protos.errors import Misconfigured, Unauthenticated
 from protos.values import KVPiece, Profile, Span, WorkerRole
-from router.admission.reception import Reception
-from router.admission.tenants import hash_of
+from router.auth.auth import Reception
+from router.auth.tenants import hash_of
 from tests.unit.cluster.test_status import info
 from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving
 

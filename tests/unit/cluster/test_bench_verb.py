@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.bench.hardware import cpu_model
-from cluster.cli import make_app
+from cluster.cli.main import make_app
 from protos.errors import BatonError, Misconfigured, NotFound, Overloaded, Unavailable
 from protos.values import WorkerRole
 from tests.unit.cluster.test_status import info
@@ -170,7 +170,7 @@ async def test_sigterm_costs_nothing_that_was_measured(tmp_path: Path, sigint: s
     generate = Scripted(four_answers_and_the_probe)
     async with serving(make_gateway(generate)) as url:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", "from cluster.cli import main; main()", "bench", "--url", url, *SHORT,
+            sys.executable, "-c", "from cluster.cli.main import main; main()", "bench", "--url", url, *SHORT,
             "--concurrency", "1", "--json", str(file), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             preexec_fn=lambda: signal.signal(signal.SIGINT, sigint),
         )  # fmt: skip

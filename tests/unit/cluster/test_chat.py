@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.chat import Asker, Conversation, Terminal
-from cluster.cli import make_app
-from cluster.remote import ServedModel, open_client
+from cluster.cli.admin_client import ServedModel, open_client
+from cluster.cli.chat import Asker, Conversation, Terminal
+from cluster.cli.main import make_app
 from tests.unit.router.scripted import Scripted, byte_level, make_gateway, saying, serving
 
 Step = str | dict[str, Any] | BaseException

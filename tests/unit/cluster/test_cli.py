@@ -15,10 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster import entry
-from cluster.cli import VERBS, main, make_app
-from cluster.serve import DEMO
-from cluster.sockets import example, listener
-from router.admission.tenants import read_roster
+from cluster.cli.main import VERBS, main, make_app
+from cluster.cli.serve import DEMO
+from cluster.process.ports import example, listener
+from router.auth.tenants import read_roster
 
 
 def run(*arguments: str) -> str:
@@ -141,7 +141,7 @@ def test_a_taken_port_is_named_before_anything_starts(
 def test_files_that_are_wrong_are_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, setting: str, told: str
 ) -> None:
-    monkeypatch.setattr("cluster.serve.listen", lambda host, port: pytest.fail("it starts"))
+    monkeypatch.setattr("cluster.cli.serve.listen", lambda host, port: pytest.fail("it starts"))
     (tmp_path / "wrong.toml").write_text("tenant = 3")
     given = setting.format(wrong=tmp_path / "wrong.toml")
     assert told in refused(monkeypatch, capsys, "up", "--set", given)
@@ -155,7 +155,9 @@ def test_up_serves_the_demo_model_and_says_so_where_another_is_asked_for(
     assert told == "baton: --set model=/nope: `baton up` serves the demo model: use `baton serve --model /nope`\n"
     file = tmp_path / "baton.toml"
     served: list[str] = []
-    monkeypatch.setattr("cluster.serve._run", lambda config, console, log_format: served.append(config.worker.model))
+    monkeypatch.setattr(
+        "cluster.cli.serve._run", lambda config, console, log_format: served.append(config.worker.model)
+    )
 
     def said(text: str) -> str:
         file.write_text(text)
@@ -192,7 +194,7 @@ def test_pools_need_somebody_to_find_them(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_worker_that_cannot_listen_says_so_before_it_reads_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cluster.foreground.Rank.start", lambda rank, orders: pytest.fail("it starts"))
+    monkeypatch.setattr("cluster.cli.worker.Rank.start", lambda rank, orders: pytest.fail("it starts"))
     said = refused(monkeypatch, capsys, "worker", "--model", DEMO["model"], "--host", "192.0.2.1")
     assert "cannot listen on 192.0.2.1:0: Cannot assign requested address;" in said
 
@@ -224,7 +226,7 @@ def test_ctrl_c_while_the_command_is_imported_is_quiet(monkeypatch: pytest.Monke
     imported = builtins.__import__
 
     def interrupted(name: str, *args: Any) -> Any:
-        if name == "cluster.cli":
+        if name == "cluster.cli.main":
             raise KeyboardInterrupt
         return imported(name, *args)
 

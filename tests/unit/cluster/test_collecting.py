@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from cluster import collecting
-from cluster.simulate.deployment import Deployment
-from cluster.simulate.simulation import simulate
-from cluster.simulate.watch import Watch
+from cluster.process import gc_tuning
+from cluster.simulate.run.deployment import Deployment
+from cluster.simulate.run.progress import Watch
+from cluster.simulate.run.simulation import simulate
 from tests.unit.cluster.simulate.towns import sessions, town
 
 
@@ -32,14 +32,14 @@ def leave() -> tuple[weakref.ref[Part], int]:
         keep()
         return weakref.ref(part), gc.get_freeze_count() - before
 
-    with collecting.collecting_in_bulk() as keep:
+    with gc_tuning.collecting_in_bulk() as keep:
         return compute(keep)
 
 
-@pytest.mark.parametrize("much", [0, collecting.MUCH], ids=["large", "small"])
+@pytest.mark.parametrize("much", [0, gc_tuning.MUCH], ids=["large", "small"])
 def test_what_a_computation_leaves_is_gone_with_it(monkeypatch: pytest.MonkeyPatch, much: int) -> None:
     """A soak of 500 simulated clusters kept half a gigabyte of them: nobody looked at what each had kept."""
-    monkeypatch.setattr(collecting, "MUCH", much)
+    monkeypatch.setattr(gc_tuning, "MUCH", much)
     part, num_kept = leave()
     assert part() is None
     assert (num_kept > 0) == (much == 0)

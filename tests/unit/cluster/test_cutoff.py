@@ -8,10 +8,10 @@ from contextlib import aclosing
 
 import pytest
 
-from cluster.cutoff import Cutoff
+from cluster.gateway.shutdown import Cutoff
 from protos.errors import Unavailable
 from protos.values import SamplingParams
-from router.generation import Job, Tap, TokenDelta
+from router.jobs import Job, Tap, TokenDelta
 
 JOB = Job(request_id="r", group_id="g", prompt_ids=(1,), sampling=SamplingParams())
 

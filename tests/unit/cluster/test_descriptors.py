@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from cluster.descriptors import MOST, raise_limit
+from cluster.process.fd_limit import MOST, raise_limit
 
 UNLIMITED = resource.RLIM_INFINITY
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from cluster.discovery import DirectAnnouncer, StaticDiscovery
+from cluster.discovery.base import DirectAnnouncer, StaticDiscovery
 from protos.errors import WorkerLost
 from protos.values import WorkerRole
-from router.successors import Successor
+from router.fleet.successors import Successor
 
 
 class Joined:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from cluster.cli import make_app
+from cluster.cli.main import make_app
 
 DOCS = Path(__file__).resolve().parent.parent.parent.parent / "docs"
 SHOWN = [

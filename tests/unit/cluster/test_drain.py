@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster.cli import make_app
+from cluster.cli.main import make_app
 from protos.errors import DeadlineExceeded, Misconfigured, NotFound
 from protos.values import WorkerLoad, WorkerRole
 from tests.unit.cluster.test_status import info
@@ -39,7 +39,7 @@ class Changing(Crew):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.drain.PERIOD_S", 0.0)
+    monkeypatch.setattr("cluster.cli.drain.PERIOD_S", 0.0)
 
 
 async def drain(fleet: Crew, *flags: str) -> Result:

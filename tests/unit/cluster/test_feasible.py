@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.feasible import check_feasible
-from cluster.gateway import max_model_len_of
-from cluster.serve import DEMO
-from cluster.settings import make_config
+from cluster.cli.serve import DEMO
+from cluster.config.settings import make_config
+from cluster.gateway.run import max_model_len_of
+from cluster.supervision.preflight import check_feasible
 from protos.errors import BatonError
 
 GIB = 2**30

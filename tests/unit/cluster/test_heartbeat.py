@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.supervise import _beat
+from cluster.cli.pools import _beat
 from tests.unit.cluster.virtual_time import run_virtually
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import collecting
-from cluster.huge_pages import HUGE, gather, private
+from cluster.process import gc_tuning
+from cluster.process.huge_pages import HUGE, gather, private
 
 MIB = 2**20
 
@@ -48,9 +48,9 @@ def test_only_private_memory_of_no_file_is_looked_at(tmp_path: Path) -> None:
 
 def test_a_long_computation_gathers_its_memory_whenever_that_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     resident, gathered = [1000 * MIB], list[int]()
-    monkeypatch.setattr(collecting, "resident", lambda: resident[0])
-    monkeypatch.setattr(collecting, "gather", lambda: gathered.append(resident[0]))
-    with collecting.collecting_in_bulk():
+    monkeypatch.setattr(gc_tuning, "resident", lambda: resident[0])
+    monkeypatch.setattr(gc_tuning, "gather", lambda: gathered.append(resident[0]))
+    with gc_tuning.collecting_in_bulk():
         for size in (1100, 1300, 1400, 1600, 1700):
             resident[0] = size * MIB
             gc.collect()
@@ -63,10 +63,10 @@ def test_what_a_process_has_is_what_it_has_now_and_not_its_peak(tmp_path: Path) 
     """A second run in a process gathers its memory, too: below the first one's peak, it never did."""
     if not Path("/proc/self/statm").exists():
         pytest.skip("nothing here says what a process has")
-    before = collecting.resident()
+    before = gc_tuning.resident()
     with memory(64 * MIB) as (filled, _):
         for at in range(0, 64 * MIB, MIB):  # not all at once: what is freed may stay with the allocator
             filled[at : at + MIB] = b"x" * MIB
-        assert collecting.resident() > before + 60 * MIB
-    assert collecting.resident() < before + 30 * MIB
-    assert collecting.resident(tmp_path / "none") == 0
+        assert gc_tuning.resident() > before + 60 * MIB
+    assert gc_tuning.resident() < before + 30 * MIB
+    assert gc_tuning.resident(tmp_path / "none") == 0

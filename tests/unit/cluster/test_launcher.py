@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ClusterConfig
-from cluster.hosts import Place
-from cluster.launcher import RankLauncher, merged
-from cluster.living import LivingWorker
-from cluster.placement import WorkerPlan
-from cluster.rank import Ended, Event, Loading, Logged, Orders
+from cluster.config.config import ClusterConfig
+from cluster.ray.hosts import Place
+from cluster.ray.launcher import RankLauncher, merged
+from cluster.supervision.living import LivingWorker
+from cluster.supervision.placement import WorkerPlan
+from cluster.supervision.rank import Ended, Event, Loading, Logged, Orders
 from protos.errors import BadCheckpoint, BatonError, WorkerLost
 from protos.values import WorkerRole
 from protos.wire import error_info

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster import log
-from cluster.log import ACCESS, MAX_WRITE, AccessHandler, JsonHandler, LogFormat
-from router.access import Access
+from cluster.process import logs
+from cluster.process.logs import ACCESS, MAX_WRITE, AccessHandler, JsonHandler, LogFormat
+from router.http.access_log import Access
 
 PROGRAM = """
 import sys
-from cluster.log import ResultConsole
+from cluster.process.logs import ResultConsole
 for _ in range(2):
     ResultConsole().say("[bold]demo[/] at http://127.0.0.1:8000, and " + 200 * "more, ")
 print("serves", file=sys.stderr)
@@ -84,7 +84,7 @@ def test_lines_for_people_are_whole_for_each_write() -> None:
 
 
 def test_a_log_that_is_not_read_stops_nothing_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "MAX_WAITING", 10)
+    monkeypatch.setattr(logs, "MAX_WAITING", 10)
     file = io.StringIO()
     handler = AccessHandler(Console(file=file), LogFormat.JSON)
     with handler._writing:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster import machines
-from cluster.config import RayConfig
-from cluster.machines import Machines
-from cluster.reachable import check_answers
-from cluster.scratch import kill_users
+from cluster.config.config import RayConfig
+from cluster.process.scratch_dir import kill_users
+from cluster.ray import session
+from cluster.ray.probe import check_answers
+from cluster.ray.session import Machines
 from protos.errors import Misconfigured
 
 
@@ -48,7 +48,7 @@ async def test_a_start_that_never_ends_is_left_behind(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Machines, "_start", start)
     monkeypatch.setattr(Machines, "_stop", lambda self: None)
-    monkeypatch.setattr(machines, "GIVE_UP_S", 0.01)
+    monkeypatch.setattr(session, "GIVE_UP_S", 0.01)
     ray = Machines(RayConfig(), tmp_path)
     start_up = asyncio.create_task(ray.start())
     await asyncio.to_thread(starting.wait)
@@ -64,9 +64,9 @@ FOLDER = """
 import asyncio, os
 from pathlib import Path
 import ray
-from cluster.config import RayConfig
-from cluster.machines import Machines, short_folder
-from cluster.scratch import Scratch
+from cluster.config.config import RayConfig
+from cluster.ray.session import Machines, short_folder
+from cluster.process.scratch_dir import Scratch
 
 def init(_temp_dir, **_):
     session = Path(_temp_dir) / "session_2026-11-23_01-49-16_799730_4194304"  # the largest pid_max of proc(5)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import PoolsConfig
-from cluster.placement import Node, check_fits, plan, why_not_gpus
+from cluster.config.config import PoolsConfig
+from cluster.supervision.placement import Node, check_fits, plan, why_not_gpus
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 

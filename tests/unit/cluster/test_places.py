@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster import places
-from cluster.config import RayConfig
-from cluster.machines import Machines
-from cluster.placement import WorkerPlan
-from cluster.places import RayShares
+from cluster.config.config import RayConfig
+from cluster.ray import places
+from cluster.ray.places import RayShares
+from cluster.ray.session import Machines
+from cluster.supervision.placement import WorkerPlan
 from protos.values import WorkerRole
 
 

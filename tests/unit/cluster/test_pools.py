@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster import pools
-from cluster.config import ClusterConfig
-from cluster.pools import Pools
-from cluster.progress import Bars
+from cluster.config.config import ClusterConfig
+from cluster.ray import pools
+from cluster.ray.pools import Pools
+from cluster.supervision.progress import Bars
 from protos.errors import Unavailable
 from router.config import RouterConfig
 from workers.config import WorkerConfig
@@ -22,8 +22,8 @@ from workers.config import WorkerConfig
 CONFIG = ClusterConfig(worker=WorkerConfig(model="m"), router=RouterConfig(model_path=Path("m"), model_name="m"))
 NEVER_UP = """
 import asyncio, os, socket, sys
-from cluster.channel import Channel
-from cluster.supervisor_messages import SUPERVISOR_MESSAGES, RayAway
+from cluster.process.channel import Channel
+from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, RayAway
 
 async def main():
     channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
@@ -37,10 +37,10 @@ asyncio.run(main())
 # Plans and records a worker, and ends; the next one writes down what it was given, and lives on.
 ONCE = """
 import asyncio, json, os, signal, socket, sys
-from cluster.channel import Channel
-from cluster.living import LivingWorker
-from cluster.placement import Node, plan
-from cluster.supervisor_messages import SUPERVISOR_MESSAGES, LogLine, Planned, RayAway, Record
+from cluster.process.channel import Channel
+from cluster.supervision.living import LivingWorker
+from cluster.supervision.placement import Node, plan
+from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, LogLine, Planned, RayAway, Record
 
 async def main():
     channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
@@ -62,10 +62,10 @@ asyncio.run(main())
 # Plans, or says that Ray is there; answers a ping only when the parent has sent it twenty.
 DEAF = """
 import asyncio, os, socket, sys
-from cluster.channel import Channel
-from cluster.placement import Node, plan
-from cluster.processes.control import Ping, Pong
-from cluster.supervisor_messages import SUPERVISOR_MESSAGES, Planned, RayAway
+from cluster.process.channel import Channel
+from cluster.supervision.placement import Node, plan
+from cluster.gateway.messages import Ping, Pong
+from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, Planned, RayAway
 
 async def main():
     channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
@@ -85,9 +85,9 @@ asyncio.run(main())
 # Plans, and has two more messages when it is stopped.
 TROUBLED = """
 import asyncio, os, socket, sys
-from cluster.channel import Channel
-from cluster.placement import Node, plan
-from cluster.supervisor_messages import SUPERVISOR_MESSAGES, Planned, RayAway, StopWorkers
+from cluster.process.channel import Channel
+from cluster.supervision.placement import Node, plan
+from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, Planned, RayAway, StopWorkers
 
 async def main():
     channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.channel import Channel
-from cluster.config import ClusterConfig, SupervisionConfig
-from cluster.log import LogFormat
-from cluster.processes.child import ToldDiscovery, is_news
-from cluster.processes.control import (
+from cluster.config.config import ClusterConfig, SupervisionConfig
+from cluster.config.settings import make_config
+from cluster.gateway.connection_handoff import Door, Threshold
+from cluster.gateway.messages import (
     CONTROL_MESSAGES,
     Entered,
     Entering,
@@ -32,17 +31,18 @@ from cluster.processes.control import (
     Starting,
     Told,
 )
-from cluster.processes.door import Door, Threshold
-from cluster.processes.limits import Keeper, KeptLimits
-from cluster.processes.parent import Gateways
-from cluster.settings import make_config
+from cluster.gateway.process import ToldDiscovery, is_news
+from cluster.gateway.process_supervisor import Gateways
+from cluster.gateway.tenant_limits import Keeper, KeptLimits
+from cluster.process.channel import Channel
+from cluster.process.logs import LogFormat
 from protos.errors import RateLimited
 from protos.values import ErrorInfo, WorkerRole
-from router.admission.tenants import Tenant
+from router.auth.tenants import Tenant
 from router.config import RouterConfig
-from router.fleet import STATE_LINE
-from router.siblings import ProcessStatus
-from router.successors import Successor
+from router.fleet.fleet import STATE_LINE
+from router.fleet.successors import Successor
+from router.replicas.peers import ProcessStatus
 from workers.config import WorkerConfig
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.rank import Ended, Orders, Rank
+from cluster.supervision.rank import Ended, Orders, Rank
 from decode_pool.config import DecodeConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import Misconfigured
@@ -46,8 +46,8 @@ async def test_cores_are_given_back_when_nothing_is_opened(
         if not stopped:
             raise Misconfigured("no such model", param="model")
 
-    monkeypatch.setattr("cluster.rank._claim", claim)
-    monkeypatch.setattr("cluster.rank._open_worker", open_worker)
+    monkeypatch.setattr("cluster.supervision.rank._claim", claim)
+    monkeypatch.setattr("cluster.supervision.rank._open_worker", open_worker)
     rank = Rank()
     rank.start(ORDERS)
     assert await asyncio.to_thread(opening.wait, 60)

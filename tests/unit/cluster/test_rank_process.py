@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.channel import Channel
-from cluster.rank import Ended, Orders
-from cluster.rank_messages import RANK_MESSAGES, Attach, Attached
-from cluster.rank_process import RankProcess
-from cluster.rank_starter import RankLink, ended, has_ended, kill_process, start_process, why_ended
+from cluster.process.channel import Channel
+from cluster.supervision.rank import Ended, Orders
+from cluster.supervision.rank_messages import RANK_MESSAGES, Attach, Attached
+from cluster.supervision.rank_process import RankProcess
+from cluster.supervision.rank_starter import RankLink, ended, has_ended, kill_process, start_process, why_ended
 from decode_pool.config import DecodeConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import Misconfigured, WorkerLost
@@ -67,7 +67,7 @@ async def test_the_next_supervisor_receives_what_the_rank_came_to_meanwhile(
         asyncio.run_coroutine_threadsafe(may_fail.wait(), loop).result(60)
         raise Misconfigured("no such model", param="model")
 
-    monkeypatch.setattr("cluster.rank._open_worker", open_worker)
+    monkeypatch.setattr("cluster.supervision.rank._open_worker", open_worker)
     process = RankProcess()
     path = str(tmp_path / "s")
     async with await asyncio.start_unix_server(process.meet, path):
@@ -94,7 +94,9 @@ async def test_the_log_of_a_rank_goes_on_after_a_line_that_utf_8_cannot_encode(
     """The name of a file may be such. Nothing was sent to the supervisor after it."""
     monkeypatch.setattr(logging.getLogger("baton"), "propagate", False)  # what pytest captures must be encodable
     log = logging.getLogger("baton.worker")
-    monkeypatch.setattr("cluster.rank._open_worker", lambda *_: log.warning("\udcff is read") or log.warning("done"))
+    monkeypatch.setattr(
+        "cluster.supervision.rank._open_worker", lambda *_: log.warning("\udcff is read") or log.warning("done")
+    )
     process = RankProcess()
     path = str(tmp_path / "s")
     async with await asyncio.start_unix_server(process.meet, path), asyncio.timeout(PATIENCE_S):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ADOPTING = """
 import asyncio, os, subprocess, sys
-from cluster.reaper import Reaper, adopt_orphans
+from cluster.process.reaper import Reaper, adopt_orphans
 
 CHILD = "import sys; sys.stdin.read(); sys.exit(3)"
 PARENT = (
@@ -40,7 +40,7 @@ asyncio.run(main())
 
 TITLED = """
 import subprocess, sys
-from cluster.reaper import Reaper
+from cluster.process.reaper import Reaper
 
 def child(title):
     return subprocess.Popen([title, "-c", "input()"], executable=sys.executable, stdin=subprocess.PIPE)

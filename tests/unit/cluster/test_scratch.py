@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.scratch import Scratch, share
+from cluster.process.scratch_dir import Scratch, share
 from protos.errors import Misconfigured
 
 KILLED = """
 import os, pathlib, sys
 import pytest
 
-from cluster.scratch import Scratch, share
+from cluster.process.scratch_dir import Scratch, share
 from protos.errors import Misconfigured
 Scratch(pathlib.Path(sys.argv[1]))
 os._exit(9)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ClusterConfig
-from cluster.flags import pools, settings
-from cluster.settings import TABLES, make_config, merge, read_file, setting, to_toml
+from cluster.cli.options import pools, settings
+from cluster.config.config import ClusterConfig
+from cluster.config.settings import TABLES, make_config, merge, read_file, setting, to_toml
 from protos.errors import BadCheckpoint, Misconfigured
 from protos.values import WorkerRole
 

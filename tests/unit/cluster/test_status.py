@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.cli import main, make_app
-from cluster.remote import find_model, get_json, open_client
-from cluster.status import status_tables
+from cluster.cli.admin_client import find_model, get_json, open_client
+from cluster.cli.main import main, make_app
+from cluster.cli.status import status_tables
 from protos.errors import BatonError, Misconfigured
 from protos.values import (
     KVLayout,

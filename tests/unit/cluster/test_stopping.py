@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 import pytest
 from rich.console import Console
 
-from cluster.log import JsonHandler, LogConsole, TextHandler
-from cluster.stopping import SIGNALS, Stop
+from cluster.process.logs import JsonHandler, LogConsole, TextHandler
+from cluster.process.signals import SIGNALS, Stop
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.config import SupervisionConfig
-from cluster.supervision import LifeState, born, delay_s, failed, opened, restarted
+from cluster.config.config import SupervisionConfig
+from cluster.supervision.lifecycle import LifeState, born, delay_s, failed, opened, restarted
 from protos.errors import BadCheckpoint, Misconfigured, WorkerLost
 
 CONFIG = SupervisionConfig(first_delay_s=1.0, factor=2.0, max_delay_s=10.0, reset_after_s=60.0)

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config import PoolsConfig, SupervisionConfig
-from cluster.placement import Node, WorkerPlan, plan
-from cluster.rank import Ended, Event, Loading, Serving
-from cluster.supervision import LifeState
-from cluster.supervisor import Running, Supervisor, WorkerView
+from cluster.config.config import PoolsConfig, SupervisionConfig
+from cluster.supervision.lifecycle import LifeState
+from cluster.supervision.placement import Node, WorkerPlan, plan
+from cluster.supervision.rank import Ended, Event, Loading, Serving
+from cluster.supervision.supervisor import Running, Supervisor, WorkerView
 from protos.errors import BadCheckpoint, BatonError, WorkerLost
 from protos.values import KVLayout, LaneAddress, WorkerInfo
-from router.successors import Successor
+from router.fleet.successors import Successor
 
 PLANS = plan(PoolsConfig(), (Node(cpus=2.0),), tp=1, device="cpu")
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import socket
 
-from cluster.channel import Channel
-from cluster.supervisor_messages import SUPERVISOR_MESSAGES
-from cluster.supervisor_process import ParentLog
+from cluster.process.channel import Channel
+from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES
+from cluster.ray.supervisor_process import ParentLog
 
 
 async def test_a_line_that_utf_8_cannot_encode_reaches_the_parent() -> None:

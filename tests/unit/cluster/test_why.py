@@ -10,7 +10,7 @@ import re
 import pytest
 from rich.console import Console
 
-from cluster.why import recent_table, why
+from cluster.cli.why import recent_table, why
 from kvtransfer.hashing import chain_hashes
 from protos.errors import Unavailable, UnknownRequest
 from protos.values import BlockRemoved, BlockStored, Tier

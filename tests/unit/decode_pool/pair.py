@@ -25,15 +25,15 @@ from protos.values import (
     Ticket,
 )
 from tests.unit.workers.harness import ToyCopies
+from workers.batch import Batch, InTurn, Pending, StepOutput
 from workers.config import SchedulerConfig
-from workers.engine.batch import Batch, InTurn, Pending, StepOutput
 from workers.engine.engine import Engine
-from workers.engine.role import Role
-from workers.engine.scheduler import Scheduler
 from workers.kv.blocks import BlockPool
 from workers.kv.host import HostPool
-from workers.kv.mover import Dock, Mover
+from workers.scheduling.role import Role
+from workers.scheduling.scheduler import Scheduler
 from workers.toy import ToyRunner, toy_tokens
+from workers.transfer.mover import Dock, Mover
 
 SIZE = 4
 VOCAB = 997

@@ -20,9 +20,9 @@ from protos.values import (
     Ticket,
 )
 from tests.unit.decode_pool.pair import BLOCK_BYTES, LAYOUT, LEASE_S, SIZE, VOCAB, Post, Side, prompt, told
-from workers.engine.batch import Sample
-from workers.kv.mover import Dock, Mover
+from workers.batch import Sample
 from workers.toy import toy_kv, toy_token
+from workers.transfer.mover import Dock, Mover
 
 OLD_WEIGHT, NEW_WEIGHT = 5, 11
 OLD = LaneAddress(worker_id="d0", incarnation=1, host="127.0.0.1", port=0)

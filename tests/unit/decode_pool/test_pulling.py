@@ -17,9 +17,9 @@ from protos.values import GenerateRequest, ReserveRequest, SamplingParams, Share
 from tests.unit.decode_pool.pair import BLOCK_BYTES, DECODE, LAYOUT, SIZE, VOCAB, Pair, expected, prompt, told
 from tests.unit.decode_pool.test_moving import NEW_WEIGHT, OLD, Pool, made_by
 from workers.kv.blocks import BlockPool
-from workers.kv.mover import Dock, Mover
-from workers.kv.outgoing import Outgoing
 from workers.toy import ToyRunner
+from workers.transfer.mover import Dock, Mover
+from workers.transfer.send import Outgoing
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 SHARED = prompt(24)

@@ -30,7 +30,7 @@ from tests.unit.decode_pool.pair import (
     expected,
     prompt,
 )
-from workers.kv.incoming import reservations
+from workers.transfer.receive import reservations
 
 STATES = pytest.mark.parametrize("reached", ["reserved", "sending", "arrived"])
 

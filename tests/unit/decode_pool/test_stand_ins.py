@@ -15,7 +15,7 @@ from tests.unit.decode_pool.pair import (
     prompt,
 )
 from tests.unit.decode_pool.test_moving import made_by
-from workers.engine.role import Role
+from workers.scheduling.role import Role
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 

@@ -23,9 +23,9 @@ from tests.unit.decode_pool.pair import (
     expected,
     prompt,
 )
-from workers.engine.request import Request
-from workers.kv.outgoing import Push, Shared
+from workers.scheduling.request import Request
 from workers.toy import toy_tokens
+from workers.transfer.send import Push, Shared
 
 
 def num_held(pair: Pair) -> int:

@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 
 from protos.values import SamplingParams, StepMessage, WorkerRole
-from router.canary import by_one_worker
-from router.client import WorkerClient
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.fleet import Fleet
-from router.generation import Job, TokenDelta
-from router.member import Member, WorkerState
+from router.dispatch.canary import by_one_worker
+from router.dispatch.dispatcher import Dispatcher
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Member, WorkerState
+from router.fleet.worker_client import WorkerClient
+from router.jobs import Job, TokenDelta
 from router.policies.base import Candidate, Decision, RequestView
 from router.policies.registry import policy_of
 from router.prefix.memory import MemoryPrefixIndex

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from router.choosing import Routing, routing_of
-from router.dispatch import Dispatcher
+from router.dispatch.chooser import Routing, routing_of
+from router.dispatch.dispatcher import Dispatcher
 from router.policies.registry import policy_of
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.scripted import make_gateway, serving

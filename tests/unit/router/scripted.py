@@ -19,8 +19,8 @@ from protos.errors import NotFound, WorkerLost
 from protos.values import FinishReason, Logprobs, Profile, TokenLogprob, WorkerInfo, WorkerLoad, WorkerStats
 from router.app import create_app
 from router.gateway import Gateway
-from router.generation import Job, Tap, TokenDelta
-from router.outlet import HttpProtocol
+from router.http.response_writer import HttpProtocol
+from router.jobs import Job, Tap, TokenDelta
 from router.text.chat_template import ChatTemplate
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer

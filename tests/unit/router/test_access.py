@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from protos.errors import NoWorkers
-from router.access import Access
+from router.http.access_log import Access
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
 BODY = {"model": "tiny", "prompt": "hello"}

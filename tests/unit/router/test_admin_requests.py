@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.predict_metrics import PredictionCollector
+from router.latency.metrics import PredictionCollector
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.operating import ask, operating
 

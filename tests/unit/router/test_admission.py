@@ -17,14 +17,14 @@ from protos.chain import Chain
 from protos.errors import InvalidRequest, Overloaded
 from protos.values import BlockHash, BlockStored, FinishReason, SamplingParams, WorkerRole
 from router.admission.admission import Admission
-from router.admission.fair import Entry, FairQueue
-from router.admission.outlook import least_ttft_s
-from router.admission.returning import Returning
+from router.admission.capacity import least_ttft_s
+from router.admission.fair_queue import Entry, FairQueue
+from router.admission.retry_queue import Returning
 from router.config import RouterConfig
-from router.generation import Job, Tap, TokenDelta
-from router.journal import Journal
+from router.dispatch.job_state import Journal
+from router.jobs import Job, Tap, TokenDelta
 from router.policies.base import Candidate, Line
-from router.policies.candidates import Candidates
+from router.policies.table import Candidates
 from router.prefix.index import Match
 from router.prefix.memory import MemoryPrefixIndex
 from tests.unit.cluster.virtual_time import run_virtually
@@ -266,7 +266,7 @@ async def test_a_prompt_is_hashed_once_however_many_ask(monkeypatch: pytest.Monk
         hashed.append(1)
         return chain_hashes(*args, **more)
 
-    monkeypatch.setattr("router.generation.chain_hashes", counted)
+    monkeypatch.setattr("router.jobs.chain_hashes", counted)
     pool = Pool()
     pool.finish("a")
     one = job("a", num_tokens=64, max_ttft_s=5.0)

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.fair import Entry, FairQueue
+from router.admission.fair_queue import Entry, FairQueue
 
 
 def entry(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protos.errors import RateLimited
-from router.admission.limits import LocalLimits
-from router.admission.tenants import Tenant
+from router.auth.limits import LocalLimits
+from router.auth.tenants import Tenant
 
 
 async def test_a_minutes_requests_may_come_at_once_and_then_at_the_rate() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protos.errors import Misconfigured
-from router.admission.tenants import Roster, Tenant, hash_of, new_key, read_roster
+from router.auth.tenants import Roster, Tenant, hash_of, new_key, read_roster
 
 ONE, OTHER, ADMIN = new_key(), new_key(), new_key()
 

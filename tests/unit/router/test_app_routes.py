@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.generation import TokenDelta
+from router.jobs import TokenDelta
 from router.metrics import RequestMetrics
 from tests.unit.router.scripted import Crew, Script, Scripted, Worker, ids_of, make_gateway, saying, serving
 

@@ -14,9 +14,9 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
-from router.admission.reception import LOOK_S, Reception
-from router.admission.tenants import hash_of, new_key
-from router.grpc_face import GrpcFace
+from router.auth.auth import LOOK_S, Reception
+from router.auth.tenants import hash_of, new_key
+from router.grpc.service import GrpcFace
 from router.metrics import RequestMetrics
 from tests.unit.router.scripted import Script, Scripted, make_gateway, saying, serving
 
@@ -146,7 +146,7 @@ async def test_what_tenants_used_is_counted_by_kind(tenants: Path) -> None:
 
 
 async def test_a_key_that_is_taken_back_lets_nobody_in(tenants: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.admission.reception.LOOK_S", 0.0)
+    monkeypatch.setattr("router.auth.auth.LOOK_S", 0.0)
     write = tenants.write_text
     assert LOOK_S > 0
     async with visiting(tenants) as (client, _):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.breaker import FIRST_PAUSE_S, MAX_FAILURES, MAX_PAUSE_S, RECENT_S, Breaker
+from router.fleet.circuit_breaker import FIRST_PAUSE_S, MAX_FAILURES, MAX_PAUSE_S, RECENT_S, Breaker
 
 
 def tripped(now: float = 0.0) -> Breaker:

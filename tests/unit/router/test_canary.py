@@ -11,8 +11,8 @@ import pytest
 
 from protos.errors import NoWorkers
 from protos.values import FinishReason, WorkerRole
-from router.canary import SALT, Canary, by_one_worker, first_difference
-from router.generation import Job, Tap, TokenDelta
+from router.dispatch.canary import SALT, Canary, by_one_worker, first_difference
+from router.jobs import Job, Tap, TokenDelta
 from router.policies.base import Candidate, Decision, RequestView
 from tests.unit.router.fake_cluster import PROMPT, Cluster, job, tokens
 from tests.unit.router.fake_worker import expected_tokens

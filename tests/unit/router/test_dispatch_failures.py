@@ -12,8 +12,8 @@ import pytest
 
 from protos.errors import Overloaded, TransferFailed, WorkerLost
 from protos.wire import error_info
-from router.dispatch import Renewals
-from router.member import WorkerState
+from router.dispatch.dispatcher import Renewals
+from router.fleet.worker import WorkerState
 from router.policies import prefix_aware
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import expected_tokens, logprob

@@ -6,7 +6,7 @@ import pytest
 
 from kvtransfer.hashing import chain_hashes
 from protos.values import FinishReason, SequenceUpdate
-from router.journal import Journal
+from router.dispatch.job_state import Journal
 from tests.unit.router.fake_cluster import PROMPT, job
 from tests.unit.router.fake_worker import logprob
 

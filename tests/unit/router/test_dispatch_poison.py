@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from protos.errors import RequestKillsWorkers
-from router.breaker import MAX_FAILURES
-from router.generation import TokenDelta
+from router.fleet.circuit_breaker import MAX_FAILURES
+from router.jobs import TokenDelta
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import FakeWorker, expected_tokens
 

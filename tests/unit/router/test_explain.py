@@ -11,11 +11,11 @@ import pytest
 
 from kvtransfer.hashing import chain_hashes
 from protos.values import BlockRemoved, Cleared, SamplingParams, Tier, WorkerRole
-from router.explain import Finding, Losses, Reason, explain, num_common
-from router.generation import Job
+from router.jobs import Job
 from router.policies.base import Candidate, Decision, RequestView, Score, cost_figure
 from router.policies.costs import Outlook
-from router.record import Choice, Record, Records
+from router.traces.cache_misses import Finding, Losses, Reason, explain, num_common
+from router.traces.request_trace import Choice, Record, Records
 
 SIZE = 4
 PROMPT = tuple(range(18))  # four full blocks, and two tokens
@@ -188,7 +188,7 @@ async def test_the_memory_of_removed_blocks_is_bounded() -> None:
 async def test_hashes_are_kept_in_bounds_and_a_request_without_them_says_so(
     past: Past, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.record.MAX_CHAIN_BYTES", 100)
+    monkeypatch.setattr("router.traces.request_trace.MAX_CHAIN_BYTES", 100)
     first, second = past.read(), past.read()
     assert (len(first.chain), len(second.chain)) == (0, 4)
     assert past.why(first).reason is Reason.NOT_KEPT

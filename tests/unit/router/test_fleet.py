@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 from kvtransfer.hashing import chain_hashes
 from protos.errors import WorkerLost
 from protos.values import Hello, HostLoad, LaneLoad, SequenceUpdate, StepMessage, WorkerLoad
-from router import fleet_metrics
-from router.fleet_metrics import FleetCollector
-from router.member import Member, WorkerState
+from router.fleet import metrics
+from router.fleet.metrics import FleetCollector
+from router.fleet.worker import Member, WorkerState
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import BLOCK_SIZE, LANE_KEY, LAYOUT, FakeWorker, expected_tokens
 
@@ -294,7 +294,7 @@ async def test_workers_have_series_of_their_own_up_to_a_bound(
     await cluster["d0"].die()
     await cluster.until_state("d0", WorkerState.LOST)
     assert (value("ready", "d0", "decode"), value("waiting", "d0", "decode")) == (0, 0)
-    monkeypatch.setattr(fleet_metrics, "MAX_WORKERS", 1)
+    monkeypatch.setattr(metrics, "MAX_WORKERS", 1)
     assert value("ready", "p0", "prefill") is None
     assert registry.get_sample_value("baton_worker_unlisted") == 1
 

@@ -24,10 +24,10 @@ from protos.errors import (
     UnknownModel,
 )
 from protos.status import CODE_KEY, error_of
-from router.generation import Job, TokenDelta
-from router.grpc_face import SERVICE, GrpcFace
+from router.grammar.structure import json_grammar, regex_grammar
+from router.grpc.service import SERVICE, GrpcFace
+from router.jobs import Job, TokenDelta
 from router.metrics import RequestMetrics
-from router.text.structure import json_grammar, regex_grammar
 from tests.unit.router.scripted import Crew, Script, Scripted, ids_of, make_gateway, saying, token_deltas
 
 TEXT = "naïve café 🙂"

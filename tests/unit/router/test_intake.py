@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from router import intake
+from router.http import protocol
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
 BODY = json.dumps({"model": "tiny", "prompt": "hello", "stream": True}).encode()
@@ -76,7 +76,7 @@ async def test_a_body_that_comes_in_time_may_come_in_pieces_and_its_answer_may_t
 async def test_a_head_that_has_no_end_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch, sent: bytes, status: int | None
 ) -> None:
-    monkeypatch.setattr(intake, "HEAD_S", SOON_S)
+    monkeypatch.setattr(protocol, "HEAD_S", SOON_S)
     async with calling() as caller:
         caller.writer.write(sent)
         if status is None:
@@ -90,7 +90,7 @@ async def test_ends_of_lines_after_an_answer_are_no_head(monkeypatch: pytest.Mon
     async with calling() as caller:
         caller.writer.write(WHOLE)
         await caller.reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        monkeypatch.setattr(intake, "HEAD_S", SOON_S)
+        monkeypatch.setattr(protocol, "HEAD_S", SOON_S)
         caller.writer.write(b"\r\n")
         status, error = await caller.error()
     assert (status, error["code"]) == (408, "request_timeout")
@@ -107,15 +107,15 @@ async def test_a_client_that_leaves_a_pipeline_leaves_all_of_its_requests() -> N
 
 
 async def test_a_head_is_not_waited_for_while_an_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "HEAD_S", SOON_S)
+    monkeypatch.setattr(protocol, "HEAD_S", SOON_S)
     go_on, waited = asyncio.Event(), asyncio.Event()
-    late = intake.Intake._late
+    late = protocol.Intake._late
 
-    def noted(self: intake.Intake) -> None:
+    def noted(self: protocol.Intake) -> None:
         waited.set()
         late(self)
 
-    monkeypatch.setattr(intake.Intake, "_late", noted)
+    monkeypatch.setattr(protocol.Intake, "_late", noted)
     generate = Scripted(lambda job: [go_on, *saying("hi")(job)])
     async with calling(generate=generate) as caller:
         caller.writer.write(WHOLE + LINE)  # the next request's head begins, and goes no further
@@ -126,7 +126,7 @@ async def test_a_head_is_not_waited_for_while_an_answer_is_written(monkeypatch: 
 
 
 async def test_headers_without_end_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "MAX_UNENDED_HEAD_BYTES", 1000)
+    monkeypatch.setattr(protocol, "MAX_UNENDED_HEAD_BYTES", 1000)
     async with calling() as caller:
         caller.writer.write(LINE + b"x-a: " + b"a" * 2000)
         status, error = await caller.error()
@@ -134,7 +134,7 @@ async def test_headers_without_end_are_not_kept(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_what_is_left_of_a_body_that_was_refused_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "LINGER_S", SOON_S)
+    monkeypatch.setattr(protocol, "LINGER_S", SOON_S)
     async with calling(max_body_bytes=1000) as caller:
         caller.writer.write(LINE + b"Content-Length: 2000\r\n\r\nsome of it")
         assert (await caller.told())[0] == 413

@@ -14,11 +14,11 @@ import pytest
 
 from protos.values import WorkerLoad, WorkerRole
 from router.config import RouterConfig
+from router.latency.predictor import Predictor
 from router.policies.base import Candidate, Decision, RequestView
 from router.policies.costs import num_uncached
 from router.policies.registry import policy_of
-from router.predict import Predictor
-from workers.engine.batch import Batch, Row
+from workers.batch import Batch, Row
 from workers.engine.engine import Pace
 
 BLOCK_SIZE, BLOCK_BYTES = 16, 49_152

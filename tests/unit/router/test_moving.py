@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from protos.errors import Overloaded, RequestKillsWorkers
-from router.generation import TokenDelta
-from router.member import WorkerState
+from router.fleet.worker import WorkerState
+from router.jobs import TokenDelta
 from tests.unit.router.fake_cluster import PROMPT, Cluster, job, tokens
 from tests.unit.router.fake_worker import FakeWorker, expected_tokens
 
@@ -99,7 +99,7 @@ async def test_the_sequence_goes_on_elsewhere_and_no_token_is_lost_or_doubled(
 async def test_with_nowhere_to_go_it_finishes_where_it_is(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("router.moving.PAUSE_S", 0.0)
+    monkeypatch.setattr("router.dispatch.migration.PAUSE_S", 0.0)
     caplog.set_level("INFO", logger="baton.router")
     cluster = make()
     await cluster.add("c0")

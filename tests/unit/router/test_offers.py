@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from protos.values import WorkerLoad, WorkerRole
-from router.member import Member, WorkerState
-from router.offers import Offers
+from router.fleet.candidate_table import Offers
+from router.fleet.worker import Member, WorkerState
+from router.latency.predictor import Predictor
 from router.policies.base import Candidate, Decision, Line, RequestView
-from router.policies.candidates import Candidates, row_of
 from router.policies.pair import MAX_TOLD, ShortRemainder, pair, told
 from router.policies.slo import Objectives, reading, writing
-from router.predict import Predictor
+from router.policies.table import Candidates, row_of
 from router.prefix.index import NO_MATCH, Match
 
 ROLES = tuple(WorkerRole)

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from protos.errors import NoWorkers, Overloaded, WorkerLost
-from router.generation import Job, TokenDelta
+from router.jobs import Job, TokenDelta
 from router.text.chat_template import ChatTemplate
 from tests.unit.router.scripted import ids_of, saying, talking, token_deltas
 

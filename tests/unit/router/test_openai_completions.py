@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from router.generation import Job, TokenDelta
+from router.jobs import Job, TokenDelta
 from tests.unit.router.scripted import Family, byte_level, ids_of, saying, sentencepiece, talking, token_deltas
 
 

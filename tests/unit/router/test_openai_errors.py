@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from protos.errors import DeadlineExceeded
-from router.admission.reception import Reception
-from router.admission.tenants import hash_of
+from router.auth.auth import Reception
+from router.auth.tenants import hash_of
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving, talking
 
 KEY = "sk-baton-acme"

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from protos.errors import InvalidRequest, UnsupportedParameter
 from router.openai import schema
-from router.openai.body import Body
-from router.openai.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS
 from router.openai.schema import ChatBody, CompletionBody, parse_body
+from router.openai.unsupported_params import CHAT_REFUSALS, COMPLETION_REFUSALS
+from router.openai.validation import Body
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "m", "prompt": "hello"}

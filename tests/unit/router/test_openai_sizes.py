@@ -10,9 +10,9 @@ import pytest
 
 from router.gateway import Gateway
 from router.openai import schema
-from router.openai.sizes import MAX_PIECES
-from router.text.asking import MAX_CHOICES
+from router.openai.size_limits import MAX_PIECES
 from router.text.model_card import ModelCard
+from router.text.sampling_request import MAX_CHOICES
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
 CONTEXT = 256  # of make_gateway's model

@@ -13,12 +13,12 @@ from jsonschema import Draft202012Validator
 
 from protos.errors import DeadlineExceeded, NoWorkers, Overloaded
 from protos.values import WorkerLoad
-from router.admission.reception import Reception
-from router.admission.tenants import hash_of
-from router.member import WorkerState, WorkerStatus
+from router.auth.auth import Reception
+from router.auth.tenants import hash_of
+from router.fleet.worker import WorkerState, WorkerStatus
 from router.openapi import OPERATIONS
 from router.text.chat_template import ChatTemplate
-from router.text.tool_calls import ToolFormat
+from router.text.tool_call_formats import ToolFormat
 from tests.unit.router.scripted import Crew, Script, Scripted, Worker, make_gateway, saying, serving
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}

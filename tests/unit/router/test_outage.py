@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from router.outage import PERIOD_S, OutageLog, RareLog
+from router.log_throttle import PERIOD_S, OutageLog, RareLog
 
 
 class Clock:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import uvloop
 
-from router.outlet import HttpProtocol, Outlet
+from router.http.response_writer import HttpProtocol, Outlet
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
 

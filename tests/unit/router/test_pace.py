@@ -8,8 +8,8 @@ import pytest
 
 from protos.errors import WorkerLost
 from protos.values import ErrorInfo, FinishReason, SequenceUpdate
-from router.client import Updates
-from router.pace import MAX_GAP_S, Pace
+from router.fleet.worker_client import Updates
+from router.http.pace import MAX_GAP_S, Pace
 
 
 class Clock:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.paced_worker import Engine, Pace
+from benchmarks.gateway.paced_worker import Engine, Pace
 from protos.values import FinishReason, GenerateRequest, SamplingParams
 
 PACE = Pace(max_running=3, num_blocks=60)

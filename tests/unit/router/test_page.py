@@ -20,15 +20,15 @@ import httpx
 import pytest
 from prometheus_client import generate_latest
 
-from cluster.remote import DEFAULT_URL
+from cluster.cli.admin_client import DEFAULT_URL
 from kvtransfer.hashing import chain_hashes
 from protos.values import BlockRemoved, BlockStored, Tier
 from router.admission.admission import Refused
 from router.admission.metrics import AdmissionCollector
-from router.admission.reception import Reception
-from router.admission.tenants import Tenant, hash_of
-from router.fleet_metrics import FleetCollector
-from router.member import WorkerState
+from router.auth.auth import Reception
+from router.auth.tenants import Tenant, hash_of
+from router.fleet.metrics import FleetCollector
+from router.fleet.worker import WorkerState
 from router.metrics import RequestMetrics
 from tests.unit.router.fake_cluster import PROMPT, Cluster
 from tests.unit.router.fake_worker import BLOCK_SIZE

@@ -15,12 +15,12 @@ from protos.values import WorkerRole
 from router.config import RouterConfig
 from router.policies import basic
 from router.policies.base import Alone, Candidate, Decision, Line, Policy, RequestView
-from router.policies.candidates import Candidates, Crew, Scores, Ways
 from router.policies.costs import outlook, transfer_s
 from router.policies.limits import avoiding
 from router.policies.names import NAMES
 from router.policies.pair import NEVER, ShortRemainder, pair
 from router.policies.registry import policy_of
+from router.policies.table import Candidates, Crew, Scores, Ways
 
 PREFILL, DECODE, COLOCATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.COLOCATED
 

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from protos.values import HostLoad, WorkerLoad, WorkerRole
+from router.latency.predictor import LOADING, READING, Fit, Pace, Predictor
+from router.latency.recent_work import RECENT_EACH, RECENT_S, Recent, kept
 from router.policies.base import Line
-from router.predict import LOADING, READING, Fit, Pace, Predictor
-from router.recent import RECENT_EACH, RECENT_S, Recent, kept
 
 DECODE, PREFILL = WorkerRole.DECODE, WorkerRole.PREFILL
 TRUE = Line(fixed_s=0.05, each_s=2e-4)

@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 from protos.chain import Chain
-from router.datagrams import MAX_WAITING
 from router.prefix.memory import MemoryPrefixIndex
 from router.prefix.siblings import MAX_BLOCKS, SiblingPrefixIndex
+from router.replicas.datagram_bus import MAX_WAITING
 
 PROMPT = Chain(bytes(range(1, 65)))
 FOREVER_S = 3600.0

@@ -11,7 +11,7 @@ import pytest
 from kvtransfer.hashing import chain_hashes
 from protos.errors import Overloaded, TransferFailed
 from protos.values import BlockRemoved, BlockStored, Tier, WorkerLoad
-from router.pulling import GAIN, OVERHEAD_S, Holder, Puller, best_holder, measured_bytes_per_s, pull_id
+from router.dispatch.prefix_pull import GAIN, OVERHEAD_S, Holder, Puller, best_holder, measured_bytes_per_s, pull_id
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import BLOCK_SIZE, expected_tokens
 

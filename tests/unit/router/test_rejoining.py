@@ -10,9 +10,9 @@ import pytest
 
 from protos.values import WorkerLoad, WorkerRole
 from router.config import RouterConfig
+from router.latency.predictor import Predictor
 from router.policies.base import Candidate, RequestView
 from router.policies.registry import policy_of
-from router.predict import Predictor
 
 ROLE = WorkerRole.COLOCATED
 SYSTEM, QUESTION, ANSWER = 4096, 300, 60

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from protos.values import WorkerRole
-from router.admission.outlook import Room
+from router.admission.capacity import Room
 from router.policies.base import Candidate
-from router.policies.candidates import FEW, Candidates
+from router.policies.table import FEW, Candidates
 
 ROOM = Room(max_backlog_s=0.5, max_waiting=4)
 COLOCATED, PREFILL, DECODE = WorkerRole.COLOCATED, WorkerRole.PREFILL, WorkerRole.DECODE

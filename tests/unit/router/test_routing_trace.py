@@ -1,6 +1,6 @@
 """Policies on a slice of a real trace, through the router's index and the engine's block pool, in virtual time.
 
-The figures are those of `benchmarks/routing_trace.py`; two runs are equal, so a bound that is crossed is a change.
+The figures are those of `benchmarks/routing/trace.py`; two runs are equal, so a bound that is crossed is a change.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.routing_replay import Asked, read_trace
-from benchmarks.routing_trace import BLOCK_SIZE, IDEAL, Figures, asked_for, compare, row
+from benchmarks.routing.replay import Asked, read_trace
+from benchmarks.routing.trace import BLOCK_SIZE, IDEAL, Figures, asked_for, compare, row
 
 POLICIES = ("round_robin", "least_loaded", "session_affinity", "longest_prefix", "prefix_aware", "slo")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from protos.chain import Chain
-from router.sessions import GROWTH, LEAST, Sessions
+from router.dispatch.sessions import GROWTH, LEAST, Sessions
 
 
 def chain(*numbers: int) -> Chain:

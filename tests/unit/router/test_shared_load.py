@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from router.breaker import MAX_FAILURES
-from router.fleet import Fleet
+from router.fleet.circuit_breaker import MAX_FAILURES
+from router.fleet.fleet import Fleet
 from router.prefix.index import NO_MATCH
-from router.shared_load import SharedLoad
+from router.replicas.load_gossip import SharedLoad
 from tests.unit.router.fake_cluster import Cluster, collect, job
 
 
@@ -72,7 +72,7 @@ async def test_what_one_process_gives_to_a_worker_and_what_fails_there_counts_fo
 async def test_what_a_worker_never_shows_is_forgotten(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.fleet.ELSEWHERE_S", 0.02)
+    monkeypatch.setattr("router.fleet.fleet.ELSEWHERE_S", 0.02)
     cluster = make()
     await cluster.add("c0")
     cluster.fleet.given_elsewhere("c0", 100, 4)

@@ -12,11 +12,11 @@ from typing import Any
 import orjson
 import pytest
 
-from router.client import Updates
-from router.gaps import AnswerGaps, TokenGaps
-from router.generation import Tap
-from router.pace import Pace
-from router.shortcut import Board, Shortcut, Words, compiled
+from router.fleet.worker_client import Updates
+from router.http.pace import Pace
+from router.jobs import Tap
+from router.streaming.itl_histogram import AnswerGaps, TokenGaps
+from router.streaming.shortcut import Board, Shortcut, Words, compiled
 from tests.unit.router.fake_cluster import Cluster, served
 from tests.unit.router.fake_worker import expected_tokens
 from tests.unit.router.scripted import byte_level

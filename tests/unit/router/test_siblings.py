@@ -14,11 +14,11 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from router.app import create_app
-from router.choosing import routing_of
-from router.dispatch import Dispatcher
-from router.fleet_metrics import FleetCollector
+from router.dispatch.chooser import routing_of
+from router.dispatch.dispatcher import Dispatcher
+from router.fleet.metrics import FleetCollector
 from router.policies.registry import policy_of
-from router.siblings import ForSiblings, ProcessStatus, Siblings, http_socket
+from router.replicas.peers import ForSiblings, ProcessStatus, Siblings, http_socket
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.operating import ask
 from tests.unit.router.scripted import make_gateway

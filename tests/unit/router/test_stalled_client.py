@@ -14,8 +14,8 @@ import uvloop
 from uvicorn.server import ServerState
 
 from protos.errors import Cancelled
-from router.openai.sse import EventStream, Way
-from router.outlet import HttpProtocol
+from router.http.response_writer import HttpProtocol
+from router.http.sse import EventStream, Way
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 

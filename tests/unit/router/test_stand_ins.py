@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from router.member import WorkerState
+from router.fleet.worker import WorkerState
 from router.policies.names import NAMES
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import expected_tokens

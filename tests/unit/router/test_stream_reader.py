@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
-from benchmarks.router import read_streams
-from router.shortcut import compiled
+from benchmarks.gateway.router import read_streams
+from router.streaming.shortcut import compiled
 
 ROOM = 65536
-"""Bytes that `benchmarks/streams.c` reads at once."""
+"""Bytes that `benchmarks/gateway/streams.c` reads at once."""
 
 
 @pytest.mark.skipif(compiled() is None, reason="needs a C compiler")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from cluster.simulate.clock import VirtualLoop, run_virtually
+from cluster.simulate.world.clock import VirtualLoop, run_virtually
 from protos.errors import RequestKillsWorkers
-from router.suspects import Suspects, Suspicion
+from router.dispatch.poison_requests import Suspects, Suspicion
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ import pytest
 
 from protos.errors import Internal
 from protos.values import FinishReason, SequenceUpdate
-from router.client import Updates
-from router.generation import Tap
-from router.member import WorkerState
-from router.openai.sse import HOLE, EventStream, Voice, Way
-from router.outlet import Outlet
-from router.pace import Pace
+from router.fleet.worker import WorkerState
+from router.fleet.worker_client import Updates
+from router.http.pace import Pace
+from router.http.response_writer import Outlet
+from router.http.sse import HOLE, EventStream, Voice, Way
+from router.jobs import Tap
 from tests.unit.router.fake_cluster import PROMPT, Cluster, job, served
 from tests.unit.router.fake_worker import expected_tokens
 from tests.unit.router.scripted import byte_level

@@ -10,10 +10,10 @@ import pytest
 
 from protos.errors import WorkerLost
 from protos.values import FinishReason
-from router.generation import Job, TokenDelta
-from router.text.answer import Piece, Tally, Usage, answer, collect
-from router.text.asking import Ask, Asked, make_ask
+from router.jobs import Job, TokenDelta
 from router.text.model_card import ModelCard
+from router.text.sampling_request import Ask, Asked, make_ask
+from router.text.text_stream import Piece, Tally, Usage, answer, collect
 from tests.unit.router.scripted import Scripted, byte_level, ids_of, saying, token_deltas, tokenizer_end
 
 END = tokenizer_end(byte_level())

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.errors import ContextLengthExceeded, InvalidRequest
-from router.text.asking import MAX_CHOICES, MAX_STOPS, Ask, Asked, make_ask
 from router.text.model_card import ModelCard
+from router.text.sampling_request import MAX_CHOICES, MAX_STOPS, Ask, Asked, make_ask
 
 CARD = ModelCard(
     name="m",

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from protos.errors import BadCheckpoint, InvalidRequest
 from router.text.chat_template import ChatTemplate
-from router.text.tool_calls import ToolFormat
+from router.text.tool_call_formats import ToolFormat
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -15,9 +15,9 @@ import pytest
 from llguidance import LLMatcher
 
 from protos.errors import BatonError, InvalidRequest, Overloaded
-from router.text import checks
-from router.text.checks import GrammarChecks
-from router.text.structure import choice_grammar, inline_json, json_grammar, regex_grammar
+from router.grammar import checker
+from router.grammar.checker import GrammarChecks
+from router.grammar.structure import choice_grammar, inline_json, json_grammar, regex_grammar
 
 
 def test_a_choice_may_have_any_character() -> None:
@@ -134,7 +134,7 @@ Processes = list[Any]
 def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     """Those that were started to compile; one at a time does."""
     made: Processes = []
-    monkeypatch.setattr(checks, "MAX_AT_ONCE", 1)
+    monkeypatch.setattr(checker, "MAX_AT_ONCE", 1)
     monkeypatch.setattr("subprocess.Popen", lambda *args, **options: made.append(Popen(*args, **options)) or made[-1])
     return made
 
@@ -145,7 +145,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *grammars: str) -> None:
         self.asked: list[str] = []
         self.begun, self.go_on = threading.Event(), threading.Event()
-        compile_it = checks._Compiler.ask
+        compile_it = checker._Compiler.ask
 
         def ask(compiler: Any, encoded: bytes) -> str:
             self.asked.append(encoded.decode())
@@ -153,12 +153,12 @@ class Held:
             assert encoded.decode() not in grammars or self.go_on.wait(60)
             return compile_it(compiler, encoded)
 
-        monkeypatch.setattr(checks._Compiler, "ask", ask)
+        monkeypatch.setattr(checker._Compiler, "ask", ask)
 
 
 async def test_a_grammar_that_takes_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of intersections the library counts the work as one, and does not stop."""
-    monkeypatch.setattr(checks, "CPU_S", 0.1)
+    monkeypatch.setattr(checker, "CPU_S", 0.1)
     rules = [f"A{i}: (A{i + 1} & /.*[{chr(97 + i % 26)}{i % 10}].*/)" for i in range(150)]
     grammar = "\n".join(["start: A0", *rules, "A150: /.*/"])
     checking = GrammarChecks()
@@ -180,7 +180,7 @@ async def test_a_grammar_that_takes_long_holds_up_nobody(monkeypatch: pytest.Mon
 
 
 async def test_large_grammars_hold_up_no_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    large = [choice_grammar([str(number) * checks.LARGE_CHARS]) for number in range(checks.MAX_AT_ONCE)]
+    large = [choice_grammar([str(number) * checker.LARGE_CHARS]) for number in range(checker.MAX_AT_ONCE)]
     held, checking = Held(monkeypatch, *large), GrammarChecks()
     slow = [asyncio.create_task(checking.check(one, param="grammar")) for one in large]
     assert await asyncio.to_thread(held.begun.wait, 60)
@@ -231,7 +231,7 @@ async def test_one_that_ends_every_process_is_refused(
     monkeypatch: pytest.MonkeyPatch, processes: Processes, sent: signal.Signals, error: type[BatonError], told: str
 ) -> None:
     """For good where that was its own doing, for now where it may have been the host's."""
-    checking, ask = GrammarChecks(), checks._Compiler.ask
+    checking, ask = GrammarChecks(), checker._Compiler.ask
 
     def dying(compiler: Any, encoded: bytes) -> str:
         compiler._process.send_signal(sent)
@@ -239,7 +239,7 @@ async def test_one_that_ends_every_process_is_refused(
         return ask(compiler, encoded)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checks._Compiler, "ask", dying)
+        patched.setattr(checker._Compiler, "ask", dying)
         with pytest.raises(error, match=told):
             await checking.check('start: "a"', param="grammar")
     assert len(processes) == 2
@@ -256,7 +256,7 @@ async def test_a_process_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPa
     await checking.check('start: "a"', param="grammar")
     processes[0].send_signal(signal.SIGSTOP)
     with monkeypatch.context() as patched:
-        patched.setattr(checks._Compiler, "_read", silent)
+        patched.setattr(checker._Compiler, "_read", silent)
         with pytest.raises(Overloaded, match="come again"):
             await checking.check('start: "b"', param="grammar")
     assert processes[0].wait(60) == -signal.SIGKILL
@@ -265,7 +265,7 @@ async def test_a_process_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPa
 
 def silent(compiler: Any) -> bytes:
     """As if the time had passed."""
-    assert compiler._ours.gettimeout() == checks.WAIT_S
+    assert compiler._ours.gettimeout() == checker.WAIT_S
     raise TimeoutError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from router.text.tool_calls import (
+from router.text.tool_call_formats import (
     CallDelta,
     Function,
     Part,

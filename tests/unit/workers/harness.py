@@ -11,15 +11,15 @@ from typing import Any
 
 from kvtransfer.events import EventLog
 from protos.values import ErrorInfo, FinishReason, GenerateRequest, Logprobs, SamplingParams, SequenceUpdate
+from workers.batch import Batch, InTurn, Pending, Runner, StepOutput
 from workers.config import SchedulerConfig
-from workers.engine.batch import Batch, InTurn, Pending, Runner, StepOutput
 from workers.engine.engine import Engine
-from workers.engine.request import Request
-from workers.engine.role import Colocated, Disposition, Role, Tick
-from workers.engine.scheduler import Scheduler
 from workers.grammar.base import Grammars
 from workers.kv.blocks import BlockPool
 from workers.kv.host import HostPool, Loaded
+from workers.scheduling.request import Request
+from workers.scheduling.role import Colocated, Disposition, Role, Tick
+from workers.scheduling.scheduler import Scheduler
 from workers.toy import ToyRunner, toy_kv, toy_tokens
 
 WEIGHT = 5

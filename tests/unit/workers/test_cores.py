@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.rank import DRIVER_FILES
+from cluster.supervision.rank import DRIVER_FILES
 from protos.errors import Misconfigured
 from workers.config import WorkerConfig
 from workers.cores import NUM_SPINS, Core, Cores, claim_cores, read_cores
@@ -157,7 +157,7 @@ def test_threads_without_cores_of_their_own_do_not_spin_on_those_of_others(
     """In a process of its own: OpenMP reads how long to spin when torch is imported, so that must come later."""
     program = (
         "import json, os, sys\n"
-        "from cluster.rank import Orders, _claim\n"
+        "from cluster.supervision.rank import Orders, _claim\n"
         "from decode_pool.config import DecodeConfig\n"
         "from prefill_pool.config import PrefillConfig\n"
         "from protos.values import WorkerRole\n"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from protos.values import FinishReason, GenerateRequest, KVLayout, LaneAddress, Ticket
 from tests.unit.workers.harness import Adopting, Answer, Handing, ToyEngine, ask, by_hand
-from workers.engine.batch import Batch, Row, RowOutput, StepOutput, followed, pipeline
-from workers.engine.request import Request
-from workers.engine.role import Disposition, Tick
+from workers.batch import Batch, Row, RowOutput, StepOutput, followed, pipeline
+from workers.scheduling.request import Request
+from workers.scheduling.role import Disposition, Tick
 
 PROMPTS = [tuple(range(n, n + length)) for n, length in ((0, 5), (0, 33), (1, 64), (0, 90), (2, 1), (0, 48))]
 TICKET = Ticket(

@@ -10,7 +10,7 @@ import pytest
 from protos.errors import InvalidRequest
 from protos.values import FinishReason
 from tests.unit.workers.harness import VOCAB, ToyEngine, ask, by_hand
-from workers.engine.batch import Sample
+from workers.batch import Sample
 from workers.grammar.base import Mask, without
 
 EOS = 0

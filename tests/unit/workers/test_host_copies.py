@@ -11,8 +11,8 @@ import torch
 
 from protos.errors import Misconfigured
 from protos.values import KVLayout
+from workers.build import _num_slots
 from workers.config import WorkerConfig
-from workers.engine.build import _num_slots
 from workers.kv import host_copies
 from workers.kv.host import Copies
 from workers.kv.host_copies import CpuCopies, CudaCopies

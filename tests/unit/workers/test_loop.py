@@ -9,9 +9,9 @@ import pytest
 
 from protos.values import StepMessage
 from tests.unit.workers.harness import ToyEngine, ask, by_hand
-from workers.engine.role import Colocated
 from workers.rpc import loop as loop_module
 from workers.rpc.loop import EngineLoop
+from workers.scheduling.role import Colocated
 
 
 class Expecting(Colocated):

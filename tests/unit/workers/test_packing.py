@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from protos.values import SamplingParams
-from workers.engine.batch import Batch, Row, Sample
-from workers.engine.packing import KNOWN, pack, sampled_rows
+from workers.batch import Batch, Row, Sample
+from workers.runner.packing import KNOWN, pack, sampled_rows
 
 SAMPLE = Sample(params=SamplingParams(), index=0)
 

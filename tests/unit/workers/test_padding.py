@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from protos.values import SamplingParams
-from workers.engine.batch import Batch, Row, Sample
-from workers.engine.packing import KNOWN, Packed, pack
-from workers.engine.padding import NOWHERE, captured_sizes, nothing, padded, size_for
+from workers.batch import Batch, Row, Sample
+from workers.runner.packing import KNOWN, Packed, pack
+from workers.runner.padding import NOWHERE, captured_sizes, nothing, padded, size_for
 
 SAMPLE = Sample(params=SamplingParams(), index=0)
 

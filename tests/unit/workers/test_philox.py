@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workers.engine.philox import philox4x32, uniforms
+from workers.sampling.philox import philox4x32, uniforms
 
 
 def words(text: str) -> Any:

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.values import Logprobs, SamplingParams
-from workers.engine.batch import RowOutput, Sample
-from workers.engine.logprobs import Scores
-from workers.engine.penalties import NONE, penalise
-from workers.engine.philox import uniforms
-from workers.engine.sampler import _mask, _mask_on_device
-from workers.engine.sampler import sample as begin
+from workers.batch import RowOutput, Sample
+from workers.sampling.logprobs import Scores
+from workers.sampling.penalties import NONE, penalise
+from workers.sampling.philox import uniforms
+from workers.sampling.sampler import _mask, _mask_on_device
+from workers.sampling.sampler import sample as begin
 
 VOCAB = 24
 

@@ -9,7 +9,7 @@ import pytest
 from kvtransfer.hashing import chain_hashes
 from protos.values import FinishReason, SamplingParams, SequenceUpdate
 from tests.unit.workers.harness import BLOCK, WEIGHT, Adopting, ToyEngine, ask, by_hand
-from workers.engine.batch import Batch, RowOutput, StepOutput
+from workers.batch import Batch, RowOutput, StepOutput
 
 LONG = tuple(range(100))
 

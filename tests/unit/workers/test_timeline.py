@@ -9,9 +9,9 @@ import pytest
 
 from protos.values import Span
 from tests.unit.workers.harness import ToyEngine, ask, by_hand
-from workers.engine.batch import Batch, Pending, Row
-from workers.engine.device_clock import DeviceClock
-from workers.engine.timeline import Timeline
+from workers.batch import Batch, Pending, Row
+from workers.runner.device_clock import DeviceClock
+from workers.timeline import Timeline
 
 
 def ticking(capacity: int = 100) -> Timeline:

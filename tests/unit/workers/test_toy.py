@@ -5,7 +5,7 @@ import pytest
 
 from protos.values import SamplingParams
 from tests.unit.workers.harness import VOCAB, WEIGHT, by_hand
-from workers.engine.batch import Batch, Row, Sample
+from workers.batch import Batch, Row, Sample
 from workers.toy import ToyRunner, toy_tokens
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5)

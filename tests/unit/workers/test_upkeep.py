@@ -9,7 +9,7 @@ import pytest
 from kvtransfer.config import LaneConfig
 from protos.errors import Overloaded, TransferFailed
 from protos.values import LaneStats
-from workers.kv.upkeep import PERIOD_S, Upkeep
+from workers.transfer.lane_upkeep import PERIOD_S, Upkeep
 
 LANE = LaneStats(peer="a", transport="shm", state="open", num_bytes=0, busy_s=0.0, idle_s=10.0)
 

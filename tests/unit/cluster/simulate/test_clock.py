@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from cluster.simulate.clock import Deadlock, OutsideWorld, VirtualLoop, run_virtually, running_loop
+from cluster.simulate.world.clock import Deadlock, OutsideWorld, VirtualLoop, run_virtually, running_loop
 
 Result = TypeVar("Result")
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from cluster.bench.report import Objective, Report
 from cluster.bench.workload import Lengths
-from cluster.config import PoolsConfig
-from cluster.simulate.config import SimulationConfig, hardware_spec, simulated_router
-from cluster.simulate.report import summarise
-from cluster.simulate.simulation import simulate
-from cluster.simulate.workload import Load, conversations
+from cluster.config.config import PoolsConfig
+from cluster.simulate.results.report import summarise
+from cluster.simulate.run.config import SimulationConfig, hardware_spec, simulated_router
+from cluster.simulate.run.simulation import simulate
+from cluster.simulate.world.workload import Load, conversations
 
 
 def crowded(policy: str) -> Report:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from cluster.simulate.config import simulated_router
-from cluster.simulate.deployment import Gateway
-from cluster.simulate.faults import Kind
-from cluster.simulate.lanes import Cards
-from cluster.simulate.store import Server
+from cluster.simulate.run.config import simulated_router
+from cluster.simulate.run.deployment import Gateway
+from cluster.simulate.world.fake_redis import Server
+from cluster.simulate.world.faults import Kind
+from cluster.simulate.world.lanes import Cards
 from protos.values import Hello, KVEvents
 from router.prefix.feed import Feed
 from tests.unit.cluster.simulate.towns import run

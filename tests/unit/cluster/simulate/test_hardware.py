@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from cluster.simulate.aiconfigurator import Aiconfigurator
-from cluster.simulate.config import hardware_spec
-from cluster.simulate.hardware import gpu_of, model_of
-from cluster.simulate.lanes import Cards, hosts_of
-from cluster.simulate.latency import step_of
-from cluster.simulate.roofline import Roofline
-from cluster.simulate.shapes import FP8_BLOCK, GPUS, MODELS
+from cluster.simulate.latency.aiconfigurator import Aiconfigurator
+from cluster.simulate.latency.base import step_of
+from cluster.simulate.latency.hardware import gpu_of, model_of
+from cluster.simulate.latency.roofline import Roofline
+from cluster.simulate.latency.shapes import FP8_BLOCK, GPUS, MODELS
+from cluster.simulate.run.config import hardware_spec
+from cluster.simulate.world.lanes import Cards, hosts_of
 from protos.errors import Misconfigured
 from tests.unit.cluster.simulate.asking import SMALL, answer, call
 

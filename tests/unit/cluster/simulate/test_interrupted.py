@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.simulate import soak
-from cluster.simulate.chronicle import Chronicle
-from cluster.simulate.soak import Trial
+from cluster.simulate.run import soak
+from cluster.simulate.run.soak import Trial
+from cluster.simulate.world.event_log import Chronicle
 from tests.unit.cluster.simulate.asking import SMALL, call
 
 
@@ -101,8 +101,8 @@ def test_a_sweep_that_is_interrupted_tells_what_is_done(tmp_path: Path, monkeypa
 
 TERMINATED = """
 import os, signal
-from cluster.cli import main
-from cluster.simulate.chronicle import Chronicle
+from cluster.cli.main import main
+from cluster.simulate.world.event_log import Chronicle
 
 note, left = Chronicle.note, [20]
 

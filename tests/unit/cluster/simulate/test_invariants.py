@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cluster import supervision
-from cluster.simulate import soak
-from cluster.simulate.config import simulated_router
-from cluster.simulate.device import Device
-from cluster.simulate.rough import Rough
+from cluster.simulate.latency.rough import Rough
+from cluster.simulate.node.device import Device
+from cluster.simulate.run import soak
+from cluster.simulate.run.config import simulated_router
+from cluster.supervision import lifecycle
 from kvtransfer.events import EventCursor, EventLog, Gap
 from kvtransfer.ledger import Ledger
 from kvtransfer.reshard import Cut
@@ -21,19 +21,19 @@ from kvtransfer.transport import LaneLost, peer_name
 from protos.errors import BatonError
 from protos.values import BlockRemoved, Cleared, Hello, KVEvent, KVEvents
 from router.admission.admission import Admission, Turn
-from router.admission.fair import Entry, FairQueue, Row
-from router.dispatch import Dispatcher
-from router.member import Member
+from router.admission.fair_queue import Entry, FairQueue, Row
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.poison_requests import Suspects
+from router.fleet.worker import Member
 from router.prefix.feed import Feed
-from router.suspects import Suspects
 from tests.unit.cluster.simulate.towns import run, town
 from workers.engine.engine import Engine
-from workers.engine.request import Request, State
-from workers.engine.scheduler import Scheduler
 from workers.kv.blocks import BlockPool
-from workers.kv.incoming import Incoming
-from workers.kv.outgoing import Outgoing
 from workers.rpc.server import GatewayStream, WorkerServicer
+from workers.scheduling.request import Request, State
+from workers.scheduling.scheduler import Scheduler
+from workers.transfer.receive import Incoming
+from workers.transfer.send import Outgoing
 
 
 def broken(*faults: str, workload: str = "poisson", **more: Any) -> str:
@@ -188,7 +188,7 @@ def test_a_request_that_waits_for_ever_is_found_without_audits_too(monkeypatch: 
 
 
 def test_a_worker_that_does_not_come_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "delay_s", lambda num_failures, config: 1e5)
+    monkeypatch.setattr(lifecycle, "delay_s", lambda num_failures, config: 1e5)
     assert "was not started again" in broken("0.5 kill decode-0")
 
 

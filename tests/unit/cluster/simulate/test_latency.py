@@ -10,13 +10,13 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.step_errors import BEGIN, DOCS, END, read, table
-from cluster.simulate.calibration import NOTHING, Measured, calibrate, read_points
-from cluster.simulate.config import hardware_spec, read_settings
-from cluster.simulate.fitted import FITTED
-from cluster.simulate.latency import Calibrated, Step, step_of
-from cluster.simulate.roofline import HOST_S, Roofline
-from cluster.simulate.shapes import GPUS, MODELS, num_blocks
+from benchmarks.simulation.step_errors import BEGIN, DOCS, END, read, table
+from cluster.simulate.latency.base import Calibrated, Step, step_of
+from cluster.simulate.latency.calibration import NOTHING, Measured, calibrate, read_points
+from cluster.simulate.latency.fitted import FITTED
+from cluster.simulate.latency.roofline import HOST_S, Roofline
+from cluster.simulate.latency.shapes import GPUS, MODELS, num_blocks
+from cluster.simulate.run.config import hardware_spec, read_settings
 from protos.errors import Misconfigured
 
 DECODE = step_of([(1, 1000)])
@@ -24,7 +24,7 @@ PROMPT = step_of([(8192, 8192)])
 
 
 def test_steps_take_as_long_as_kernels_that_were_measured() -> None:
-    """The points of `benchmarks.step_errors`: dense models and DeepSeek-V3 on one host, prefill and decode."""
+    """The points of `benchmarks.simulation.step_errors`: dense models and DeepSeek-V3 on one host."""
     points = read()
     dense = [abs(point.error) for point in points if MODELS[point.model].experts is None]
     held_out = [abs(point.error) for point in points if not point.is_fitted]

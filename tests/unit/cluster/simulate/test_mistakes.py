@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli import make_app
+from cluster.cli.main import make_app
 from protos.errors import Misconfigured
 from tests.unit.cluster.simulate.asking import SMALL, call
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.overload import CASES, Point, measure
+from benchmarks.gateway.overload import CASES, Point, measure
 
 
 def at(case: int, *multiples: float, capacity: float) -> list[Point]:

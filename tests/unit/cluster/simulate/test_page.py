@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from cluster.simulate.page import NARROW, WIDE, Line, Mark, Size, plot
+from cluster.simulate.results.html import NARROW, WIDE, Line, Mark, Size, plot
 
 OVER_TIME: Mapping[str, Line] = {
     "decode": [(0.0, 0.0), (5_000.0, 123_456.0), (10_000.0, 999.0)],

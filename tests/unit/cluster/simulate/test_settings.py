@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from cluster.cli import make_app
-from cluster.settings import TABLES, TOP
-from cluster.simulate.config import WITHOUT_EFFECT
+from cluster.cli.main import make_app
+from cluster.config.settings import TABLES, TOP
+from cluster.simulate.run.config import WITHOUT_EFFECT
 
 
 def told(*further: str) -> str:

@@ -15,24 +15,24 @@ import pytest
 
 from cluster.bench.report import Objective
 from cluster.bench.workload import Span
-from cluster.simulate.clock import VirtualLoop, run_virtually
-from cluster.simulate.config import simulated_router
-from cluster.simulate.faults import Fault
-from cluster.simulate.gaps import Gaps
-from cluster.simulate.lanes import Cards, Lanes
-from cluster.simulate.latency import Calibrated
-from cluster.simulate.network import Network, Wire
-from cluster.simulate.report import summarise
-from cluster.simulate.simulation import Outcome, simulate
-from cluster.simulate.worker import SimulatedWorker
-from cluster.simulate.workload import GENERATED, Session, Turn
+from cluster.simulate.latency.base import Calibrated
+from cluster.simulate.node.itl import Gaps
+from cluster.simulate.node.worker import SimulatedWorker
+from cluster.simulate.results.report import summarise
+from cluster.simulate.run.config import simulated_router
+from cluster.simulate.run.simulation import Outcome, simulate
+from cluster.simulate.world.clock import VirtualLoop, run_virtually
+from cluster.simulate.world.faults import Fault
+from cluster.simulate.world.lanes import Cards, Lanes
+from cluster.simulate.world.network import Network, Wire
+from cluster.simulate.world.workload import GENERATED, Session, Turn
 from protos.values import Health, ReserveRequest, WorkerRole
 from tests.unit.cluster.simulate.towns import sessions, town
 
 ROOT = Path(__file__).resolve().parents[4]
 
 FINGERPRINT = """
-from cluster.simulate.simulation import simulate
+from cluster.simulate.run.simulation import simulate
 from tests.unit.cluster.simulate.towns import sessions, town
 print(simulate(town(), sessions("agents", num=12)).fingerprint)
 """

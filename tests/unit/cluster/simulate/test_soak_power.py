@@ -1,4 +1,4 @@
-"""The soak finds bugs that `benchmarks.soak_power` plants: those that only its latest invariants and clusters show."""
+"""The soak finds bugs that `benchmarks.simulation.soak_power` plants: those of its latest invariants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.soak_mutants import MUTANTS, ROOT, Mutant
+from benchmarks.simulation.soak_mutants import MUTANTS, ROOT, Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -34,7 +34,7 @@ def test_a_planted_bug_is_found(name: str, seed: int, why: str) -> None:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.soak_power",
+        "benchmarks.simulation.soak_power",
         "--only",
         str(place),
         "--first",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster.bench.report import Objective, Record
-from cluster.simulate.config import read_settings
-from cluster.simulate.sweep import within
-from cluster.simulate.targets import Target, targets_of
+from cluster.simulate.results.sweep import within
+from cluster.simulate.results.targets import Target, targets_of
+from cluster.simulate.run.config import read_settings
 from protos.errors import Misconfigured
 from tests.unit.cluster.simulate.asking import SMALL, answer, call
 

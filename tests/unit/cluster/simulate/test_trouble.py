@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.simulate import soak
-from cluster.simulate.chronicle import Chronicle
-from cluster.simulate.clock import VirtualLoop, run_virtually, running_loop
-from cluster.simulate.deployment import Deployment
-from cluster.simulate.faults import Fault, Kind, drawn
-from cluster.simulate.network import Wire
-from cluster.simulate.simulation import Outcome, simulate
+from cluster.simulate.run import soak
+from cluster.simulate.run.deployment import Deployment
+from cluster.simulate.run.simulation import Outcome, simulate
+from cluster.simulate.world.clock import VirtualLoop, run_virtually, running_loop
+from cluster.simulate.world.event_log import Chronicle
+from cluster.simulate.world.faults import Fault, Kind, drawn
+from cluster.simulate.world.network import Wire
 from protos.errors import Misconfigured
 from protos.values import SequenceUpdate, WorkerRole
 from tests.unit.cluster.simulate.towns import run, town

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulator_validation import LOADS, Compared, Outcome, farthest, missed
+from benchmarks.simulation.validation import LOADS, Compared, Outcome, farthest, missed
 
 LIVE = Outcome(ttft_s=0.020, tpot_s=0.0030)
 NEAR = Outcome(ttft_s=0.018, tpot_s=0.0033)

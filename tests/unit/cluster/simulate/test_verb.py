@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import make_app
-from cluster.simulate.client import Clients
-from cluster.simulate.watch import Look, Watch
+from cluster.cli.main import make_app
+from cluster.simulate.run.clients import Clients
+from cluster.simulate.run.progress import Look, Watch
 from protos.errors import Misconfigured
 from tests.unit.cluster.simulate.asking import SMALL, answer, call
 from workers.kv.blocks import BlockPool

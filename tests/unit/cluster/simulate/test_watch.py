@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from cluster.simulate.simulation import simulate
-from cluster.simulate.watch import Look, Standing, Starting, Watch, bars
+from cluster.simulate.run.progress import Look, Standing, Starting, Watch, bars
+from cluster.simulate.run.simulation import simulate
 from tests.unit.cluster.simulate.towns import sessions, town
 
 

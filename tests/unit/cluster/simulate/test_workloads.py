@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.routing_replay import Asked, asked_of
+from benchmarks.routing.replay import Asked, asked_of
 from cluster.bench.workload import Lengths
-from cluster.simulate.workload import (
+from cluster.simulate.world.workload import (
     ASSISTANT_RATE,
     GENERATED,
     Load,

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.bench.workload import Lengths
-from cluster.config import PoolsConfig, SupervisionConfig
-from cluster.simulate.config import SimulationConfig, hardware_spec, read_settings, simulated_router
-from cluster.simulate.faults import Fault
-from cluster.simulate.simulation import Outcome, simulate
-from cluster.simulate.workload import Load, Session, generated
+from cluster.config.config import PoolsConfig, SupervisionConfig
+from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.simulate.run.simulation import Outcome, simulate
+from cluster.simulate.world.faults import Fault
+from cluster.simulate.world.workload import Load, Session, generated
 
 BLOCK_SIZE = 16
 

@@ -1,0 +1,89 @@
+"""What it costs that several gateways choose without knowing of each other's choices, and what telling saves.
+
+    python -m benchmarks.gateway.processes --json f.json
+
+Simulated (docs/simulation.md): router and workers are the production code in virtual time. Gateways apart are replicas,
+which know workers by what these say after each step; siblings are processes of one gateway (`--processes`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Annotated
+
+import typer
+
+from cluster.bench.report import spread
+from cluster.bench.verb import write_json
+from cluster.bench.workload import Lengths
+from cluster.config.config import PoolsConfig
+from cluster.simulate.run.config import SimulationConfig, hardware_spec
+from cluster.simulate.run.simulation import simulate
+from cluster.simulate.world.workload import Load, generated
+
+CASES = ((1, False), (2, False), (2, True), (4, False), (4, True), (8, False), (8, True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Seconds to the first token."""
+
+    gateways: int
+    siblings: bool
+    seed: int
+    mean_s: float
+    p50_s: float
+    p99_s: float
+    errors: int
+
+
+def found(gateways: int, siblings: bool, seed: int, *, num_requests: int, rate: float) -> Found:
+    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1)
+    config = SimulationConfig(
+        pools=PoolsConfig(prefill=4, decode=4), spec=spec, load_s=1.0, seed=seed, num_gateways=gateways,
+        siblings=siblings,
+    )  # fmt: skip
+    load = Load(
+        num_requests=num_requests, rate=rate, prompts=Lengths(low=200, high=4000), outputs=Lengths(low=20, high=200),
+        seed=seed,
+    )  # fmt: skip
+    records = simulate(config, generated("poisson", load)).records
+    ttft_s = spread(record.ttft_s for record in records)
+    assert ttft_s is not None
+    return Found(
+        gateways=gateways, siblings=siblings, seed=seed, mean_s=ttft_s.mean, p50_s=ttft_s.p50, p99_s=ttft_s.p99,
+        errors=sum(Counter(record.error for record in records if record.error).values()),
+    )  # fmt: skip
+
+
+def row(told: Sequence[Found]) -> str:
+    one = told[0]
+    kind = "one gateway" if one.gateways == 1 else f"{one.gateways} {'siblings' if one.siblings else 'apart'}"
+    times = (mean(getattr(each, name) for each in told) * 1000 for name in ("mean_s", "p50_s", "p99_s"))
+    return f"{kind:14}" + "".join(f"{time:8.0f}" for time in times) + f"{sum(each.errors for each in told):8}"
+
+
+def main(
+    requests: Annotated[int, typer.Option(help="Of each run.")] = 800,
+    rate: Annotated[float, typer.Option(help="Requests a second, on average.")] = 60.0,
+    gateways: Annotated[list[int] | None, typer.Option(help="Only so many. Default: 1, 2, 4, 8.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="As often as wanted. Default: 1, 2.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
+) -> None:
+    """TTFT of 4 prefill and 4 decode workers behind one to eight gateways."""
+    print(f"{'TTFT, ms':14}{'mean':>8}{'p50':>8}{'p99':>8}{'errors':>8}", flush=True)
+    every = []
+    for number, siblings in (case for case in CASES if not gateways or case[0] in gateways):
+        told = [found(number, siblings, one, num_requests=requests, rate=rate) for one in seed or (1, 2)]
+        print(row(told), flush=True)
+        every += told
+    if json_file is not None:
+        write_json(json_file, {"requests": requests, "rate": rate, "found": [asdict(one) for one in every]})
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,159 @@
+"""Measures every Triton kernel on this machine's GPU, each beside its floor and, for prefill, beside torch's attention.
+
+    python -m benchmarks.gpu.kernels --json kernels.json --plot kernels.svg
+    python -m benchmarks.gpu.kernels --sweep                  the attention kernels with other tiles, too
+    python -m benchmarks.gpu.kernels --tiny --device cpu      small parts of it in Triton's interpreter: does it run?
+
+A floor is the larger of two times: the bytes that a kernel must move over the bandwidth of a copy (read and written
+bytes counted), its operations over the rate of a matrix product, both measured in the same run on random data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.machine import Machine, measure_machine, median_s, name_of, require_gpu
+from cluster.bench.hardware import find_hardware, find_versions
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.cases import Case
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """Medians. `peer_s` is torch's best backend of scaled_dot_product_attention on keys and values side by side."""
+
+    kernel: str
+    shape: str
+    tile: str
+    seconds: float
+    floor_s: float
+    bytes_per_s: float
+    flops_per_s: float
+    peer_s: float | None
+
+    @property
+    def share(self) -> float:
+        return self.floor_s / self.seconds
+
+
+def measure(case: Case, machine: Machine, device: str) -> Figure:
+    seconds = median_s(case.launch, device)
+    return Figure(
+        kernel=case.kernel,
+        shape=case.shape,
+        tile=case.tile,
+        seconds=seconds,
+        floor_s=max(case.num_bytes / machine.bytes_per_s, case.num_flops / machine.flops_per_s),
+        bytes_per_s=case.num_bytes / seconds,
+        flops_per_s=case.num_flops / seconds,
+        peer_s=min((median_s(peer, device) for peer in usable(case.peers, device)), default=None),
+    )
+
+
+def usable(peers: Sequence[Callable[[], object]], device: str) -> Iterator[Callable[[], object]]:
+    """Backends say only when they are called that they do not serve a shape or a machine."""
+    for peer in peers:
+        try:
+            peer()
+            if device == "cuda":
+                torch.cuda.synchronize()
+        except RuntimeError:
+            continue
+        yield peer
+
+
+def show(figures: Sequence[Figure], machine: Machine, device: str) -> None:
+    table = Table(title=f"{name_of(device)}: {machine}")
+    for head in ("kernel", "shape", "tile", "time", "floor", "share of it", "TB/s", "TFLOP/s", "torch's attention"):
+        table.add_column(head, justify="left" if head in ("kernel", "shape", "tile") else "right")
+    for one in figures:
+        table.add_row(
+            one.kernel,
+            one.shape,
+            one.tile,
+            f"{one.seconds * 1e6:,.1f} us",
+            f"{one.floor_s * 1e6:,.1f} us",
+            f"{one.share:.0%}",
+            f"{one.bytes_per_s / 1e12:.2f}",
+            f"{one.flops_per_s / 1e12:.0f}",
+            "" if one.peer_s is None else f"{one.peer_s * 1e6:,.1f} us",
+        )
+    Console(width=160).print(table)
+
+
+def draw(figures: Sequence[Figure], machine: Machine, path: Path, device: str) -> None:
+    """A roofline: operations a byte against operations a second, attention kernels as points below the two roofs."""
+    from matplotlib import pyplot
+
+    canvas, axis = pyplot.subplots(figsize=(8, 5))
+    intensities = [2.0**power for power in range(-4, 13)]
+    roofs = [min(machine.flops_per_s, one * machine.bytes_per_s) / 1e12 for one in intensities]
+    axis.loglog(intensities, roofs, color="grey", label="measured roofs")
+    for one in figures:
+        if one.flops_per_s > 0:
+            intensity = one.flops_per_s / one.bytes_per_s
+            axis.loglog([intensity], [one.flops_per_s / 1e12], "o", label=f"{one.kernel}, {one.shape}")
+    axis.set_xlabel("operations a byte that must be moved")
+    axis.set_ylabel("TFLOP/s")
+    axis.set_title(name_of(device), fontsize=10)
+    axis.legend(fontsize=6)
+    canvas.tight_layout()
+    canvas.savefig(path)
+
+
+def record(figures: Sequence[Figure], machine: Machine) -> dict[str, Any]:
+    return {
+        "hardware": asdict(find_hardware()),
+        "versions": dict(find_versions()),
+        "machine": asdict(machine),
+        "figures": [asdict(one) | {"share": one.share} for one in figures],
+    }
+
+
+def cases_of(device: str, *, sweep: bool, tiny: bool) -> Iterator[Case]:
+    """Made one at a time: their tensors are large."""
+    if device != "cuda":
+        os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
+    cases = import_module("benchmarks.gpu.cases")
+    divisor = 512 if tiny else 1
+    return chain(
+        cases.attention_cases(device, sweep=sweep, divisor=divisor), cases.other_cases(device, divisor=divisor)
+    )
+
+
+def main(
+    sweep: Annotated[bool, typer.Option("--sweep", help="Also try the attention kernels with other tiles.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small parts of each case: does the program run?")] = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run with --tiny.")] = "cuda",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where to draw a roofline (needs matplotlib).")] = None,
+) -> None:
+    require_gpu(device, tiny)
+    machine = measure_machine(device)
+    figures = [measure(case, machine, device) for case in cases_of(device, sweep=sweep, tiny=tiny)]
+    show(figures, machine, device)
+    if json_file is not None:
+        json_file.write_text(json.dumps(record(figures, machine), indent=2) + "\n")
+    if plot is not None:
+        draw(figures, machine, plot, device)
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""The simulator: its errors and its power to find bugs."""

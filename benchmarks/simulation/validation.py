@@ -1,0 +1,322 @@
+"""Is the simulator right? The same requests on a live cluster of this machine, and in a simulation calibrated on it.
+
+python -m benchmarks.simulation.validation                     about four minutes
+python -m benchmarks.simulation.validation --json f.json       and figures
+
+    live: baton worker, baton gateway
+        ├── baton bench --profile, one at a time ────┬─▶ calibration ──▶ baton simulate --trace
+        ├── baton bench --profile, other requests ───┤
+        └── baton bench --profile --trace ───────────┴─▶ TTFT, TPOT          against its own
+
+In rounds, each of which asks one after the other, and then each load twice: with other requests, and with those that
+are compared. What is simulated is calibrated twice. On the steps of the very run it is compared with: what shows is
+what the simulator makes of them, in batches, queues and waits, whatever else the machine did in these seconds. And on
+those of the other requests of all loads, of other seconds. Both are held to the aim. Decisions are compared on two
+workers, with requests one after the other and a policy to which time is nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import permutations
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cluster.bench.hardware import find_hardware
+from cluster.bench.verb import write_json
+from cluster.simulate.latency.base import Calibrated
+from cluster.simulate.latency.calibration import calibrate, read_points
+
+FORMAT = "baton-simulator-validation/1"
+BATON = str(Path(sys.executable).with_name("baton"))
+MODEL = Path(__file__).parents[2] / "demo" / "model"
+SETTINGS = (
+    "worker.block_size=16", "worker.max_num_batched_tokens=2048", "worker.max_num_seqs=64", "worker.prefill_chunk=512",
+    "worker.num_blocks=8000", "worker.max_model_len=2048", "worker.steps_in_flight=0",
+)  # fmt: skip
+AIM = 0.15
+PORT = 18420
+DECIDING = "longest_prefix"
+NUM_DECISIONS = 40
+OTHERS = "others"
+ALONE = ("--concurrency", "1", "--num-requests", "16", "--input-len", "20:400", "--output-len", "20")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Requests of an open loop with Poisson arrivals, in all rounds; one in three begins as another one does."""
+
+    name: str
+    num_requests: int
+    rate: float
+    prompts: tuple[int, int]
+    answers: tuple[int, int]
+
+
+LOADS = (
+    Load(name="short prompts, 5 a second", num_requests=120, rate=5.0, prompts=(20, 200), answers=(10, 50)),
+    Load(name="long prompts, 4 a second", num_requests=80, rate=4.0, prompts=(300, 900), answers=(20, 80)),
+    Load(name="mixed, 10 a second", num_requests=200, rate=10.0, prompts=(30, 500), answers=(20, 80)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Means, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def error_of(self, other: Outcome) -> tuple[float, float]:
+        return other.ttft_s / self.ttft_s - 1, other.tpot_s / self.tpot_s - 1
+
+    @classmethod
+    def of(cls, file: Path) -> Outcome:
+        """From the figures of `baton bench` or `baton simulate`."""
+        told = json.loads(file.read_text())
+        figures = told["figures"] if "figures" in told else told["runs"][0]["figures"]["report"]
+        return cls(ttft_s=figures["ttft_s"]["mean"], tpot_s=figures["tpot_s"]["mean"])
+
+    @classmethod
+    def mean(cls, outcomes: Sequence[Outcome]) -> Outcome:
+        """Of rounds of as many requests each."""
+        return cls(ttft_s=fmean(one.ttft_s for one in outcomes), tpot_s=fmean(one.tpot_s for one in outcomes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """`simulated` is calibrated on the run itself, `foretold` on others."""
+
+    load: Load
+    live: Outcome
+    simulated: Outcome
+    foretold: Outcome
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        return self.live.error_of(self.simulated)
+
+    @property
+    def errors_foretold(self) -> tuple[float, float]:
+        return self.live.error_of(self.foretold)
+
+
+def farthest(compared: Sequence[Compared]) -> Mapping[str, float]:
+    """The largest error of each calibration, whichever way it goes."""
+    return {
+        "calibrated on the run itself": max((error for one in compared for error in one.errors), key=abs),
+        "calibrated on other requests": max((error for one in compared for error in one.errors_foretold), key=abs),
+    }
+
+
+def missed(compared: Sequence[Compared]) -> Sequence[str]:
+    """The calibrations that miss the aim."""
+    return [calibration for calibration, error in farthest(compared).items() if abs(error) > AIM]
+
+
+def main(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="The loads are cut into so many parts.")] = 2,
+) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        with serving(1, policy="prefix_aware") as url:
+            baton("bench", "--url", url, *ALONE)  # warms up
+            profiles, live = measured(url, rounds, folder)
+        latency = calibrate([point for file in profiles[OTHERS] for point in read_points(file)])
+        compared = []
+        for load in LOADS:
+            own, others = (simulated(load, rounds, profiles[of], folder) for of in (load.name, OTHERS))
+            compared.append(Compared(load=load, live=Outcome.mean(live[load.name]), simulated=own, foretold=others))
+        same, num = decisions(profiles[OTHERS], folder)
+    show(latency, compared, same, num)
+    if json_file is not None:
+        write_json(json_file, {
+            "format": FORMAT,
+            "command": "python -m benchmarks.simulation.validation",
+            "hardware": asdict(find_hardware()),
+            "load_average": os.getloadavg(),
+            "settings": SETTINGS,
+            "rounds": rounds,
+            "latency": asdict(latency),
+            "loads": [asdict(one) | {"errors": one.errors, "errors_foretold": one.errors_foretold} for one in compared],
+            "decisions": {"policy": DECIDING, "same": same, "of": num},
+        })  # fmt: skip
+    if same < num or missed(compared):
+        raise typer.Exit(1)
+
+
+# -- a live cluster ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(num_workers: int, *, policy: str) -> Iterator[str]:
+    """The URL of a gateway and colocated workers on CPU. Each process computes on one thread: of two cores gateway and
+    bench have the other."""
+    url, ports = f"http://127.0.0.1:{PORT}", range(PORT + 1, PORT + 1 + num_workers)
+    settings = [part for one in SETTINGS for part in ("--set", one)]
+    model = ("--model", str(MODEL))
+    commands = [
+        [BATON, "worker", "--role", "colocated", "--device", "cpu", "--port", str(port), "--id", f"colocated-{place}",
+         *model, *settings]
+        for place, port in enumerate(ports)
+    ]  # fmt: skip
+    commands.append([
+        BATON, "gateway", *model, "--policy", policy, "--port", str(PORT), "--grpc-port", "0",
+        *(part for port in ports for part in ("--worker", f"127.0.0.1:{port}")),
+    ])  # fmt: skip
+    with tempfile.TemporaryFile("w+") as said:
+        processes = [
+            subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            for command in commands
+        ]
+        try:
+            until_s = time.monotonic() + 180
+            while not _is_ready(url, num_workers):
+                if any(process.poll() is not None for process in processes) or time.monotonic() > until_s:
+                    said.seek(0)
+                    raise SystemExit(f"the cluster did not come up: {said.read()[-2000:]}")
+                time.sleep(0.5)
+            yield url
+        finally:
+            for process in reversed(processes):
+                process.terminate()
+                process.wait(60)
+
+
+def _is_ready(url: str, num_workers: int) -> bool:
+    try:
+        workers = httpx.get(f"{url}/admin/status", timeout=5.0).json()["workers"]
+    except (httpx.HTTPError, ValueError):
+        return False
+    return bool(sum(worker["state"] == "ready" for worker in workers) == num_workers)
+
+
+def baton(*arguments: str) -> None:
+    done = subprocess.run([BATON, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"baton {' '.join(arguments)} failed: {done.stdout[-1000:]} {done.stderr[-2000:]}")
+
+
+def measured(
+    url: str, rounds: int, folder: Path
+) -> tuple[Mapping[str, Sequence[Path]], Mapping[str, Sequence[Outcome]]]:
+    """What to calibrate on, for each load and for those that are not to know it, and each load's outcomes, a round
+    each."""
+    profiles: dict[str, list[Path]] = {name: [] for name in (OTHERS, *(load.name for load in LOADS))}
+    live: dict[str, list[Outcome]] = {load.name: [] for load in LOADS}
+    figures = folder / "live.json"
+
+    def profiled(of: Sequence[str], *arguments: str) -> None:
+        file = folder / f"profile-{sum(map(len, profiles.values()))}.json"
+        baton("bench", "--url", url, *arguments, "--json", str(figures), "--profile", str(file))
+        for name in of:
+            profiles[name].append(file)
+
+    for number in range(rounds):
+        profiled(tuple(profiles), *ALONE)
+        for load in LOADS:
+            profiled((OTHERS,), "--trace", str(trace(load, folder, part=f"others {number}", parts=rounds)))
+            asked = trace(load, folder, part=f"measured {number}", parts=rounds)
+            profiled((load.name,), "--trace", str(asked))
+            live[load.name].append(Outcome.of(figures))
+    return profiles, live
+
+
+# -- the same, simulated -----------------------------------------------------------------------------------------------
+
+
+def simulated(load: Load, rounds: int, profiles: Sequence[Path], folder: Path) -> Outcome:
+    outcomes = []
+    for number in range(rounds):
+        file = folder / "simulated.json"
+        asked = trace(load, folder, part=f"measured {number}", parts=rounds)
+        one = ("--decode", "1", "--policy", "prefix_aware", "--seed", str(number))
+        _simulate(asked, profiles, *one, "--json", str(file))
+        outcomes.append(Outcome.of(file))
+    return Outcome.mean(outcomes)
+
+
+def _simulate(trace_file: Path, files: Sequence[Path], *more: str) -> None:
+    baton(
+        "simulate", "--trace", str(trace_file), "--prefill", "0", *more,
+        *(part for file in files for part in ("--calibration", str(file))),
+        *(part for one in SETTINGS for part in ("--set", one)),
+    )  # fmt: skip
+
+
+# -- decisions ---------------------------------------------------------------------------------------------------------
+
+
+def decisions(files: Sequence[Path], folder: Path) -> tuple[int, int]:
+    """How many of so many requests, asked one after the other, went to the same worker live and simulated.
+
+    Workers that are alike take turns, and a request before these, such as a bench's probe, moves the turn on: names are
+    matched as they fit best.
+    """
+    load = Load(name="apart", num_requests=NUM_DECISIONS, rate=1 / 30, prompts=(60, 400), answers=(2, 6))
+    asked = trace(load, folder)
+    with serving(2, policy=DECIDING) as url:
+        baton("bench", "--url", url, "--trace", str(asked), "--concurrency", "1")
+        recent = httpx.get(f"{url}/admin/requests", params={"limit": str(NUM_DECISIONS)}, timeout=10.0)
+    live = [one["decode"] for one in reversed(recent.json()["requests"])]
+    log = folder / "events.log"
+    _simulate(asked, files, "--decode", "2", "--policy", DECIDING, "--events", str(log))
+    ended = (line for line in log.read_text().splitlines() if line.split()[1] == "ended")
+    there = [line.rpartition(">")[2] for line in ended]
+    renamings = (dict(zip(sorted(set(there)), names, strict=True)) for names in permutations(sorted(set(live))))
+    return max(sum(a == names[b] for a, b in zip(live, there, strict=True)) for names in renamings), NUM_DECISIONS
+
+
+def trace(load: Load, folder: Path, *, part: str = "", parts: int = 1) -> Path:
+    """In Mooncake's format: the same for the same part of a load, which has so many."""
+    chance, at_s, lines = random.Random(f"{load.name} {part}"), 0.0, []
+    for number in range(load.num_requests // parts):
+        at_s += chance.expovariate(load.rate)
+        line = {
+            "timestamp": round(at_s * 1000),
+            "input_length": chance.randint(*load.prompts),
+            "output_length": chance.randint(*load.answers),
+        }
+        beginning = chance.randrange(6) if chance.random() < 1 / 3 else 100 + number
+        blocks = -(-line["input_length"] // 512)
+        lines.append(line | {"hash_ids": [beginning * 10 + place for place in range(blocks)]})
+    file = folder / f"{load.name} {part}.jsonl".replace(" ", "-")
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def show(latency: Calibrated, compared: Sequence[Compared], same: int, num: int) -> None:
+    console = Console(width=120)
+    console.print(str(latency))
+    table = Table("means in ms", "TTFT live", "simulated", "foretold", "TPOT live", "simulated", "foretold")
+    for one in compared:
+        (ttft, tpot), (ttft_foretold, tpot_foretold) = one.errors, one.errors_foretold
+        table.add_row(
+            one.load.name, f"{one.live.ttft_s * 1000:.1f}", f"{ttft:+.1%}", f"{ttft_foretold:+.1%}",
+            f"{one.live.tpot_s * 1000:.2f}", f"{tpot:+.1%}", f"{tpot_foretold:+.1%}",
+        )  # fmt: skip
+    console.print(table)
+    for calibration, error in farthest(compared).items():
+        verdict = "missed" if calibration in missed(compared) else "kept"
+        console.print(f"{calibration}: at most {error:+.1%} off, the aim of {AIM:.0%} is {verdict}")
+    console.print(f"the same worker was chosen for {same} of {num} requests ({DECIDING})")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""The verbs of the `baton` command: a module each."""

@@ -1,0 +1,289 @@
+"""`baton chat`: a conversation in the terminal, streamed. Reads questions from a pipe too, one a line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from cluster.cli.admin_client import (
+    DEFAULT_URL,
+    ServedModel,
+    error_of,
+    find_model,
+    no_answer,
+    open_client,
+    raise_for_error,
+)
+from protos.errors import BatonError, ContextLengthExceeded, Unavailable
+
+HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
+RESERVED_SHARE = 1 / 4
+"""Of the context, kept free for the next answer."""
+BYTES_PER_TOKEN = 3
+MESSAGE_TOKENS = 8
+"""What a template puts round a message, guessed."""
+_TIMEOUT = httpx.Timeout(10.0, read=600.0)
+
+
+def chat(
+    url: Annotated[
+        str, typer.Option(help="A gateway's root, or that of another OpenAI-compatible server.")
+    ] = DEFAULT_URL,
+    model: Annotated[str, typer.Option(help="A served model; the first one if not given.")] = "",
+    system: Annotated[str, typer.Option(metavar="TEXT", help="What the model is told first.")] = "",
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; the model's own default if not given.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this share.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer; what the context holds if not given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same answers again.")] = None,
+    api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", help="Sent as a bearer token.")] = "",
+) -> None:
+    """Talk to the model. /reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."""
+    given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    with open_client(url, api_key) as client:
+        served = find_model(client, model)
+        terminal = Terminal(Conversation(system, served.max_model_len), Asker(client, served, sampling), Console())
+        if not terminal.run(sys.stdin):
+            raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    question: str
+    answer: str
+    num_tokens: int
+
+
+class Conversation:
+    """What was said and what of it still fits: the oldest exchanges are forgotten first, `system` never."""
+
+    def __init__(self, system: str, max_model_len: int | None) -> None:
+        self._system = system
+        self._max_model_len = max_model_len
+        self.exchanges: list[Exchange] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return _guess(self._system) + sum(exchange.num_tokens for exchange in self.exchanges)
+
+    def messages(self, question: str) -> list[dict[str, str]]:
+        said = [{"role": "system", "content": self._system}] if self._system else []
+        for exchange in self.exchanges:
+            said.append({"role": "user", "content": exchange.question})
+            said.append({"role": "assistant", "content": exchange.answer})
+        return [*said, {"role": "user", "content": question}]
+
+    def add(self, question: str, answer: str, num_tokens: int | None) -> None:
+        """`num_tokens` of the whole conversation, if the server has told."""
+        cost = _guess(question) + _guess(answer) if num_tokens is None else max(0, num_tokens - self.num_tokens)
+        self.exchanges.append(Exchange(question=question, answer=answer, num_tokens=cost))
+
+    def make_room(self, question: str) -> int:
+        """Forgets what would leave no room for the question and an answer; how many exchanges that were."""
+        if self._max_model_len is None:
+            return 0
+        limit = self._max_model_len * (1 - RESERVED_SHARE)
+        num_forgotten = 0
+        while self.num_tokens + _guess(question) > limit and self.forget():
+            num_forgotten += 1
+        return num_forgotten
+
+    def forget(self) -> bool:
+        """The oldest exchange; False when there is none."""
+        if not self.exchanges:
+            return False
+        del self.exchanges[0]
+        return True
+
+    def reset(self) -> None:
+        self.exchanges.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A part of an answer; the last ones tell why it ended, and the tokens of the whole conversation."""
+
+    text: str = ""
+    finish_reason: str = ""
+    num_tokens: int | None = None
+
+
+class Asker:
+    def __init__(self, client: httpx.Client, served: ServedModel, sampling: Mapping[str, Any]) -> None:
+        self._client = client
+        self._body = {"model": served.name, "stream": True, "stream_options": {"include_usage": True}, **sampling}
+
+    def __call__(self, messages: list[dict[str, str]]) -> Generator[Said, None, None]:
+        """Parts as they come. Raises BatonError, also in the middle. Closing it tells the server to stop."""
+        body = self._body | {"messages": messages}
+        try:
+            with self._client.stream("POST", "/v1/chat/completions", json=body, timeout=_TIMEOUT) as response:
+                if response.is_error:
+                    response.read()
+                    raise_for_error(response)
+                yield from _parts(response.iter_lines())
+        except httpx.HTTPError as error:
+            raise no_answer(self._client, error) from error
+
+
+def _parts(lines: Iterable[str]) -> Iterator[Said]:
+    """Of server-sent events. Raises the error that one of them is, or Unavailable for a stream without an end."""
+    finished = False
+    for line in lines:
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or data == "[DONE]":
+            continue
+        try:
+            event = json.loads(data)
+            if event.get("error"):
+                raise error_of(data, 500)
+            for choice in event.get("choices") or ():
+                finished = finished or bool(choice.get("finish_reason"))
+                text = (choice.get("delta") or {}).get("content") or ""
+                yield Said(text=text, finish_reason=choice.get("finish_reason") or "")
+            if usage := event.get("usage"):
+                yield Said(num_tokens=usage["prompt_tokens"] + usage["completion_tokens"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Unavailable(f"the server sent an event that is none: {data[:200]}") from error
+    if not finished:
+        raise Unavailable("the answer broke off: the server ended the stream")
+
+
+class Terminal:
+    """Asks, prints and keeps. With a person at the other end a failed question is told; from a pipe it also counts."""
+
+    def __init__(self, conversation: Conversation, ask: Asker, console: Console) -> None:
+        self._conversation = conversation
+        self._ask = ask
+        self._console = console
+        self._person = False
+        self._whole = True
+
+    def run(self, source: Any) -> bool:
+        """Until the end of `source`, a text stream. False if a question from a pipe was not answered."""
+        self._person = source.isatty()
+        if self._person:
+            self._note(HELP)
+        for line in _typed(self._console) if self._person else source:
+            question = line.strip()
+            if question == "/quit":
+                break
+            if question == "/reset":
+                self._conversation.reset()
+                self._note("forgotten")
+            elif question.startswith("/") and self._person:
+                self._note(HELP)
+            elif question:
+                self._turn(question)
+        return self._person or self._whole
+
+    def _turn(self, question: str) -> None:
+        try:
+            if num := self._conversation.make_room(question):
+                self._forgot(num)
+            while True:
+                try:
+                    self._answer(question)
+                    return
+                except ContextLengthExceeded:
+                    if not self._conversation.forget():
+                        raise
+                    self._forgot(1)
+        except BatonError as error:
+            self._whole = False
+            self._note(error.message, style="red")
+
+    def _answer(self, question: str) -> None:
+        said, reason, num_tokens = [], "", None
+        parts = self._ask(self._conversation.messages(question))
+        heard = _interruptible(parts) if self._person else parts
+        try:
+            for part in heard:
+                said.append(part.text)
+                self._console.print(Text(_harmless(part.text)), end="", soft_wrap=True)
+                reason = part.finish_reason or reason
+                num_tokens = part.num_tokens if part.num_tokens is not None else num_tokens
+        except KeyboardInterrupt:
+            if not self._person:
+                raise
+            reason = "stopped"
+        finally:
+            heard.close()
+            parts.close()
+            if any(said):
+                self._console.print()
+        if reason == "length":
+            self._note("cut off: as long as it may be")
+        elif reason == "stopped":
+            self._note("stopped")
+        if any(said):
+            self._conversation.add(question, "".join(said), num_tokens)
+
+    def _forgot(self, num: int) -> None:
+        self._note(f"the context is full: forgot the oldest {'exchange' if num == 1 else f'{num} exchanges'}")
+
+    def _note(self, told: str, style: str = "dim") -> None:
+        self._console.print(Text(f"({told})", style), soft_wrap=True)
+
+
+def _typed(console: Console) -> Iterator[str]:
+    """Lines of a person, with editing and history where Python has them. Ctrl-C here only gives up the line."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # its import is its effect
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            console.print()
+        except EOFError:
+            console.print()
+            return
+
+
+def _interruptible(parts: Iterator[Said]) -> Generator[Said, None, None]:
+    """Ctrl-C is raised where the next part is waited for, and only there: a console that is interrupted while it prints
+    may show what it had shown once more, or nothing from then on."""
+    waits = met = False
+
+    def meet(number: int, frame: object) -> None:
+        nonlocal met
+        met = True
+        if waits:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, meet)
+    try:
+        while True:
+            waits = True
+            if met:
+                raise KeyboardInterrupt
+            part = next(parts, None)
+            waits = False
+            if part is None:
+                return
+            yield part
+    finally:
+        waits = False
+        signal.signal(signal.SIGINT, before)
+
+
+def _guess(text: str) -> int:
+    """Tokens of a message whose tokens nobody has counted; none of no message."""
+    return len(text.encode()) // BYTES_PER_TOKEN + MESSAGE_TOKENS if text else 0
+
+
+def _harmless(text: str) -> str:
+    """Without the characters with which a model could command the terminal."""
+    return "".join(one for one in text if one.isprintable() or one in "\n\t")

@@ -1,0 +1,150 @@
+"""`baton drain WORKER`: a worker takes no new work, what runs on it moves elsewhere or finishes, and then it ends.
+
+`baton drain --host ADDRESS` drains every worker of a host or pod that is about to end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, no_answer, open_client, raise_for_error
+from protos.errors import DeadlineExceeded, Misconfigured, NotFound
+from router.fleet.worker import SUCCESSOR_S
+
+PERIOD_S = 0.25
+
+Worker = Mapping[str, Any]
+
+
+def drain(
+    worker_id: Annotated[str, typer.Argument(metavar="[WORKER]", help="As `baton status` calls it.")] = "",
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Every worker at this address, as a host or pod ends.")
+    ] = "",
+    url: Annotated[str, typer.Option(help="A gateway's root.")] = DEFAULT_URL,
+    replaced: Annotated[
+        bool, typer.Option("--replaced", help="Wait until its successor is ready too: one step of a rolling restart.")
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.0, help="Seconds to wait; it drains on after.")
+    ] = SUCCESSOR_S,
+    api_key: AdminKey = "",
+) -> None:
+    """Drains a worker and waits until it is gone. Running requests go on elsewhere with their KV; no client notices."""
+    if bool(worker_id) == bool(host):
+        raise Misconfigured("drain: name a worker, or --host ADDRESS for every worker there: one of the two")
+    with open_client(url, api_key) as client:
+        if host:
+            leaving = _workers_at(client, host)
+            if not leaving:
+                typer.echo(f"no worker is at {host}")
+        else:
+            leaving = [_named(client, worker_id)]
+        for worker in leaving:
+            _ask(client, worker["worker_id"])
+        for worker in leaving:
+            _wait(
+                client, worker["worker_id"], _incarnation(worker),
+                replaced=replaced, timeout_s=timeout_s, tell=_teller(),
+            )  # fmt: skip
+
+
+def _workers_at(client: httpx.Client, host: str) -> list[Worker]:
+    """Those that could still have work."""
+    workers = get_json(client, "/admin/status")["workers"]
+    here = (worker for worker in workers if worker["address"].rpartition(":")[0].strip("[]") == host)
+    return [worker for worker in here if worker["state"] in ("ready", "draining")]
+
+
+def _named(client: httpx.Client, worker_id: str) -> Worker:
+    """Raises NotFound."""
+    worker = _worker(client, worker_id)
+    if worker is None:
+        raise NotFound(f"there is no worker {worker_id} at {client.base_url}: `baton status` lists them")
+    return worker
+
+
+def _wait(
+    client: httpx.Client,
+    worker_id: str,
+    incarnation: int,
+    *,
+    replaced: bool,
+    timeout_s: float,
+    tell: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Returns when the incarnation is gone. Raises DeadlineExceeded."""
+    deadline, moved = clock() + timeout_s, ""
+    while True:
+        worker = _worker(client, worker_id)
+        own = worker is not None and _incarnation(worker) == incarnation
+        gone = not own or worker is None or worker["state"] in ("lost", "left", "joining")
+        if own and worker is not None:
+            moved = _moved(worker["load"])
+        if gone and not replaced:
+            tell(f"{worker_id} has left{moved}")
+            return
+        if worker is not None and not own and worker["state"] == "ready":
+            tell(f"{worker_id} has been replaced{moved}")
+            return
+        told = f"{worker_id} has left, its successor is on its way" if gone or worker is None else _progress(worker)
+        tell(told)
+        if clock() >= deadline:
+            raise DeadlineExceeded(f"after {timeout_s:g} s: {told}. It drains on; `baton status` shows how far it is")
+        sleep(PERIOD_S)
+
+
+def _ask(client: httpx.Client, worker_id: str) -> None:
+    try:
+        raise_for_error(client.post(f"/admin/workers/{worker_id}/drain"))
+    except httpx.HTTPError as error:
+        raise no_answer(client, error) from error
+
+
+def _worker(client: httpx.Client, worker_id: str) -> Worker | None:
+    workers = get_json(client, "/admin/status")["workers"]
+    return next((worker for worker in workers if worker["worker_id"] == worker_id), None)
+
+
+def _incarnation(worker: Worker) -> int:
+    """0 of a worker that was never met."""
+    return int(worker["info"]["incarnation"]) if worker["info"] else 0
+
+
+def _moved(load: Mapping[str, Any]) -> str:
+    """How many went on elsewhere, from the last thing a worker said; nothing if some were still running then: what
+    became of them it did not come to say."""
+    is_last = not load["num_running"] + load["num_waiting"]
+    return f": {load['num_moved']} moved on" if is_last and load["num_moved"] else ""
+
+
+def _progress(worker: Worker) -> str:
+    load = worker["load"]
+    left = f"{load['num_running']} running, {load['num_waiting']} waiting, {load['num_moved']} moved on"
+    return f"{worker['worker_id']} is {worker['state']}: {left}"
+
+
+def _teller() -> Callable[[str], None]:
+    """One line that changes, on a terminal; else a line for each change."""
+    said = ""
+    on_terminal = sys.stdout.isatty()
+
+    def tell(line: str) -> None:
+        nonlocal said
+        if line == said:
+            return
+        if on_terminal:
+            typer.echo(f"\r\x1b[K{line}", nl=not line.startswith(f"{line.split()[0]} is "))
+        else:
+            typer.echo(line)
+        said = line
+
+    return tell

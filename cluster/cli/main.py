@@ -1,0 +1,166 @@
+"""The `baton` command. A verb is a function with typer options in a module of its own, imported when it is called."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Annotated, Any, NamedTuple, NoReturn
+
+import typer
+from typer.core import TyperCommand
+
+
+class Verb(NamedTuple):
+    module: str
+    function: str
+    told: str
+    panel: str
+
+
+SERVE, USE, APART = "Serve a model", "Use and observe a cluster", "Run the parts of a cluster apart"
+
+VERBS: dict[str, Verb] = {
+    "up": Verb("cluster.cli.serve", "up", "The demo model on this machine; Ctrl-C stops everything.", SERVE),
+    "serve": Verb("cluster.cli.serve", "serve", "Gateway, prefill and decode workers, supervised.", SERVE),
+    "config": Verb("cluster.cli.config", "config", "Print the settings in force, as a file for --config.", SERVE),
+    "status": Verb("cluster.cli.status", "status", "Show pools, workers, load, KV and lanes.", USE),
+    "why": Verb("cluster.cli.why", "why", "Say why a request was routed as it was.", USE),
+    "drain": Verb("cluster.cli.drain", "drain", "Move a worker's requests elsewhere, and end it.", USE),
+    "chat": Verb("cluster.cli.chat", "chat", "Talk to the model.", USE),
+    "bench": Verb("cluster.bench.verb", "bench", "Measure it under load.", USE),
+    "simulate": Verb(
+        "cluster.simulate.cli.simulate", "simulate", "The same code in virtual time: sizes, faults, policies.", USE
+    ),
+    "key": Verb("cluster.cli.key", "key", "Make an API key for a tenant.", SERVE),
+    "gateway": Verb("cluster.cli.gateway", "gateway", "The router, for workers that run elsewhere.", APART),
+    "pools": Verb("cluster.cli.pools", "pools", "Supervised workers, for gateways elsewhere.", APART),
+    "worker": Verb("cluster.cli.worker", "worker", "One worker in this terminal, without Ray.", APART),
+}
+MEASURING = ("bench", "simulate")
+
+
+def make_app(arguments: Sequence[str]) -> typer.Typer:
+    """The verb that `arguments` call is imported; of the others the line in the help is enough."""
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(baton)
+    for name, verb in VERBS.items():
+        function = _loaded(verb) if name in arguments[:1] else _not_called
+        app.command(name, cls=_Command, short_help=verb.told, rich_help_panel=verb.panel)(function)
+    return app
+
+
+class _Command(TyperCommand):
+    """Who gives an option a value that it cannot have reads which value, and what to give, in one line."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from protos.errors import Misconfigured
+
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            wrong = getattr(error.__cause__, "errors", None)
+            if wrong is None or error.param is None:
+                raise
+            flag, (first, *_) = error.param.opts[0], wrong()
+            told = f"{flag} {shlex.quote(str(first['input']))}: {_fix(first, _range(error.param))}"
+            raise Misconfigured(told, param=flag.lstrip("-")) from error
+
+
+def _range(param: Any) -> str | None:
+    """Of an option with both bounds."""
+    low, high = getattr(param, "min", None), getattr(param, "max", None)
+    return None if low is None or high is None else f"give a number from {_bound(low)} to {_bound(high)}"
+
+
+def _fix(wrong: Mapping[str, Any], bounded: str | None) -> str:
+    """Of one of pydantic's errors, which say what should be, but in their own words and with one bound of two."""
+    bounds = wrong.get("ctx", {})
+    match wrong["type"]:
+        case "int_parsing" | "int_from_float":
+            return "give a whole number"
+        case "float_parsing":
+            return "give a number"
+        case "greater_than_equal":
+            return bounded or f"give {_bound(bounds['ge'])} or more"
+        case "less_than_equal":
+            return bounded or f"give {_bound(bounds['le'])} or less"
+        case _:
+            return str(wrong["msg"]).removeprefix("Value error, ").rstrip(".")
+
+
+def _bound(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"baton {version('baton')}")
+        raise typer.Exit
+
+
+def baton(
+    asked: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_tell_version, is_eager=True)
+    ] = False,
+) -> None:
+    """A distributed LLM serving cluster: prefill and decode pools with the KV cache passed between them."""
+
+
+def _loaded(verb: Verb) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(importlib.import_module(verb.module), verb.function)
+    return function
+
+
+def _not_called() -> None:
+    raise AssertionError("a verb that is called is imported")
+
+
+def main() -> None:
+    """Exits with 0, 1 (it could not go on), 2 (a setting or flag is wrong), 130 (it was stopped by force), or 143 (a
+    measurement was ended by SIGTERM)."""
+    # Read at gRPC's import; else it tells of every fork of Ray's and of every connection that a stop ends.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    if sys.argv[1:2] in ([verb] for verb in MEASURING):
+        _measure(sys.argv[1:])
+    try:
+        _run(sys.argv[1:])
+    except KeyboardInterrupt:  # so early that no verb has taken over Ctrl-C yet: nothing was started
+        sys.exit(130)
+
+
+def _measure(arguments: Sequence[str]) -> NoReturn:
+    """SIGTERM costs nobody what has been measured so far."""
+    from cluster.process.signals import INTERRUPTED, Termination
+
+    termination, code = Termination(), 0
+    try:
+        _run(arguments)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+    sys.exit(termination.code(code))
+
+
+def _run(arguments: Sequence[str]) -> None:
+    from protos.errors import BatonError, Misconfigured
+
+    try:
+        make_app(arguments)()
+    except BatonError as error:
+        print(f"baton: {error.message}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, Misconfigured) else 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        from cluster.process.logs import lead_nowhere
+
+        lead_nowhere(sys.stdout)  # else what is left for it fails once more at the exit
+        print(f"baton: {error.filename or 'stdout'}: {os.strerror(error.errno)}: make room there", file=sys.stderr)
+        sys.exit(1)

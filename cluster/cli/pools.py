@@ -1,0 +1,124 @@
+"""`baton pools`: the workers and their supervisor alone, announced in Redis to any number of gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.cli import options
+from cluster.config.config import ClusterConfig
+from cluster.discovery.base import ClusterAnnouncer
+from cluster.process.logs import LogFormat, terminal
+from cluster.process.signals import Stop, stopped, stopping
+from cluster.ray.pools import Pools
+from cluster.supervision.progress import Bars
+from protos.errors import Misconfigured
+from protos.hints import counted
+
+log = logging.getLogger("baton.cluster")
+
+HEARTBEAT_S = 1.0
+Heartbeat = Annotated[
+    Path | None, typer.Option("--heartbeat", metavar="FILE", help="Touch it every second, for a liveness probe.")
+]
+
+
+def pools(
+    model: options.Model = None,
+    discovery: options.Discovery = None,
+    prefill: options.Prefill = None,
+    decode: options.Decode = None,
+    colocated: options.Colocated = False,
+    workers: options.Workers = None,
+    tp: options.Tp = None,
+    prefill_tp: options.PrefillTp = None,
+    decode_tp: options.DecodeTp = None,
+    device: options.OnDevice = None,
+    dtype: options.InDtype = None,
+    max_model_len: options.MaxModelLen = None,
+    host_kv_gib: options.HostKv = None,
+    served_name: options.Name = None,
+    ray_address: options.RayAddress = None,
+    heartbeat: Heartbeat = None,
+    file: options.ConfigFile = None,
+    further: options.Set = None,
+    log_format: options.Log = LogFormat.TEXT,
+) -> None:
+    """Runs and supervises workers until Ctrl-C, for every `baton gateway` with the same --discovery."""
+    given = {
+        "model": model, "served_name": served_name, "discovery": discovery,
+        "pools": options.pools(prefill, decode, colocated, workers)
+        | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
+        "worker": {
+            "tp": tp, "device": device, "dtype": dtype, "max_model_len": max_model_len, "host_kv_gib": host_kv_gib,
+        },
+        "ray": {"address": ray_address},
+    }  # fmt: skip
+    config, console = options.settings(file, given, further), terminal(log_format)
+    if not asyncio.run(run_pools(config, console, heartbeat)):
+        raise typer.Exit(130)
+
+
+async def run_pools(config: ClusterConfig, console: Console, heartbeat: Path | None = None) -> bool:
+    """Until a signal; whether everything was stopped in order. Raises BatonError."""
+    beating = asyncio.create_task(_beat(heartbeat), name="heartbeat") if heartbeat is not None else None
+    try:
+        return await _run(config, console)
+    finally:
+        if beating is not None:
+            beating.cancel()
+
+
+async def _beat(file: Path) -> None:
+    """A file that grows old tells that this event loop hangs."""
+    while True:
+        _touch(file)
+        await asyncio.sleep(HEARTBEAT_S)
+
+
+def _touch(file: Path) -> None:
+    try:
+        file.touch()
+    except OSError as error:
+        log.warning("--heartbeat %s: %s", file, error.strerror)
+
+
+async def _run(config: ClusterConfig, console: Console) -> bool:
+    if not config.discovery:
+        raise Misconfigured("nobody would find these workers: give --discovery redis://host:port", param="discovery")
+    config.peers.check()
+    from cluster.discovery.redis import RedisAnnouncer, connect
+
+    stop, bars = Stop(), Bars(console)
+    given, config = config.peers.token, config.with_token()
+    announcer = RedisAnnouncer(await connect(config.discovery), token="" if given else config.peers.token)
+    workers = Pools(config, bars)
+    try:
+        await stop.before(_serve(workers, announcer, bars))
+        grace_s = config.supervision.grace_s if workers.plans else 0.0
+        log.info("%s", stopping(grace_s))
+        in_order = await stop.patiently(_stop(workers, grace_s))
+    finally:
+        await workers.end()
+        await announcer.close()
+    log.info("%s", stopped(in_order))
+    return in_order
+
+
+async def _serve(workers: Pools, announcer: ClusterAnnouncer, bars: Bars) -> None:
+    with bars:
+        await workers.prepare()
+        await workers.start(announcer)
+        await workers.ready()
+    log.info("serving with %s", counted(len(workers.plans), "worker"))
+    await workers.wait()
+
+
+async def _stop(workers: Pools, grace_s: float) -> None:
+    await workers.drain(grace_s)
+    await workers.stop()

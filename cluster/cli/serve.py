@@ -1,0 +1,241 @@
+"""`baton serve` and `baton up`: a whole cluster in the foreground, supervisor and gateway on one event loop (ADR 5), or
+the gateway in processes of its own.
+
+listen ─▶ Ray starts │ router is built ─▶ workers start ─▶ ready: banner ─▶ ... ─▶ Ctrl-C
+stop: no new requests ─▶ running ones finish ─▶ workers end ─▶ Ray ends          (twice: all at once)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from cluster.cli import options
+from cluster.config.config import ClusterConfig
+from cluster.config.settings import read_file, setting
+from cluster.discovery.base import DirectAnnouncer
+from cluster.gateway.run import open_faces
+from cluster.process.gc_tuning import collect_rarely
+from cluster.process.logs import LogFormat, ResultConsole, terminal
+from cluster.process.ports import check_free, listen
+from cluster.process.signals import Stop, stopped, stopping
+from cluster.ray.pools import Pools
+from cluster.supervision.preflight import check_feasible, check_files
+from cluster.supervision.progress import Bars
+from protos.errors import Misconfigured
+
+if TYPE_CHECKING:
+    from cluster.gateway.process_supervisor import Gateways
+    from cluster.gateway.server import Front
+
+log = logging.getLogger("baton.cluster")
+
+DEMO = {"model": str(Path(__file__).resolve().parents[2] / "demo" / "model"), "served_name": "demo"}
+
+
+class Deployment:
+    """Everything that `baton serve` runs."""
+
+    def __init__(
+        self, config: ClusterConfig, listening: socket.socket, console: Console, log_format: LogFormat
+    ) -> None:
+        self._config = config = config.with_token()
+        self._log_format = log_format
+        self._listening = listening
+        self._console = console
+        self._bars = Bars(console)
+        self._pools = Pools(config, self._bars)
+        self._front: Front | Gateways | None = None
+        self._serves = False
+
+    async def run(self) -> None:
+        """Until cancelled; raises BatonError when it cannot start, or a part of it cannot go on."""
+        with self._bars:
+            preparing = asyncio.create_task(self._pools.prepare())
+            try:
+                front = self._front = open_faces(self._config, self._listening, self._log_format)
+                await front.start()
+                await preparing
+            finally:
+                preparing.cancel()
+            collect_rarely()
+            await self._pools.start(DirectAnnouncer(front.fleet))
+            await self._pools.ready()
+            await front.ready()
+        self._serves = True
+        self._greet(front)
+        ended = [asyncio.ensure_future(self._pools.wait()), asyncio.ensure_future(front.wait())]
+        try:
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                if task.done():
+                    task.result()
+        finally:
+            for task in ended:
+                task.cancel()
+
+    async def stop(self) -> None:
+        """In order, and as patiently as the configuration says; cancelled, it leaves the rest to `end`."""
+        grace_s = self._config.supervision.grace_s if self._serves else 0.0
+        log.info("%s; Ctrl-C again stops at once", stopping(grace_s))
+        if self._front is not None:
+            await self._front.stop(grace_s)
+        await self._pools.stop()
+
+    async def end(self) -> None:
+        """What must happen in any case: no process is left after it."""
+        if self._front is not None:
+            await self._front.stop(0.0)
+        await self._pools.end()
+        self._listening.close()
+
+    def _greet(self, front: Front | Gateways) -> None:
+        if not self._console.is_terminal:
+            log.info("serving %s at %s, gRPC on port %d", front.model, front.url, front.grpc_port)
+        if self._log_format is LogFormat.JSON:
+            return  # who reads that finds it in the log, and may read stdout as the same stream
+        plan, counts = self._pools.plans[0], self._config.pools.counts()
+        pools = " + ".join(f"{count} {role}" for role, count in counts.items() if count)
+        ResultConsole().say(
+            f"[bold]{escape(front.model)}[/] at [bold cyan]{front.url}[/], in a browser too (gRPC: port "
+            f"{front.grpc_port}), ready: {pools}, tensor parallel {plan.num_ranks}, on {plan.device}. "
+            f"Ctrl-C stops it.\n\n{escape(front.example())}\n"
+        )
+
+
+async def run_deployment(config: ClusterConfig, console: Console, log_format: LogFormat = LogFormat.TEXT) -> bool:
+    """Serves until a signal; whether it was stopped in order. Raises BatonError."""
+    config.check_model()
+    check_feasible(config)
+    check_files(config)
+    stop = Stop()
+    router = config.router
+    listening = listen(router.host, router.port)
+    deployment = Deployment(config, listening, console, log_format)
+    try:
+        check_free(router.host, router.grpc_port, "--grpc-port")
+        await stop.before(deployment.run())
+        in_order = await stop.patiently(deployment.stop())
+    finally:
+        await deployment.end()
+    log.info("%s", stopped(in_order))
+    return in_order
+
+
+def serve(
+    model: options.Model = None,
+    prefill: options.Prefill = None,
+    decode: options.Decode = None,
+    colocated: options.Colocated = False,
+    workers: options.Workers = None,
+    tp: options.Tp = None,
+    prefill_tp: options.PrefillTp = None,
+    decode_tp: options.DecodeTp = None,
+    device: options.OnDevice = None,
+    dtype: options.InDtype = None,
+    max_model_len: options.MaxModelLen = None,
+    host_kv_gib: options.HostKv = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    grpc_port: options.GrpcPort = None,
+    processes: options.Processes = None,
+    index: options.Index = None,
+    policy: options.Policy = None,
+    shadow_policy: options.ShadowPolicy = None,
+    tool_parser: options.ToolParser = None,
+    served_name: options.Name = None,
+    ray_address: options.RayAddress = None,
+    file: options.ConfigFile = None,
+    further: options.Set = None,
+    log_format: options.Log = LogFormat.TEXT,
+    access_log: options.AccessLog = None,
+) -> None:
+    """Serves a model until Ctrl-C: a gateway, and prefill and decode workers that Ray places and Baton supervises."""
+    given = {
+        "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
+        "processes": processes,
+        "router": {
+            "policy": policy, "shadow_policy": shadow_policy, "tool_parser": tool_parser, "access_log": access_log,
+        },
+        "pools": options.pools(prefill, decode, colocated, workers)
+        | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
+        "worker": {
+            "tp": tp, "device": device, "dtype": dtype, "max_model_len": max_model_len, "host_kv_gib": host_kv_gib,
+        },
+        "ray": {"address": ray_address},
+    }  # fmt: skip
+    config = options.settings(file, given, further)
+    console = terminal(log_format, access_log=config.router.access_log)
+    if workers is not None and not colocated:
+        log.info(
+            "--workers %d: colocated, each reads prompts and writes answers; two pools: --prefill, --decode", workers
+        )
+    _run(config, console, log_format)
+
+
+def up(
+    prefill: options.Prefill = None,
+    decode: options.Decode = None,
+    colocated: options.Colocated = False,
+    workers: options.Workers = None,
+    tp: options.Tp = None,
+    prefill_tp: options.PrefillTp = None,
+    decode_tp: options.DecodeTp = None,
+    device: options.OnDevice = None,
+    dtype: options.InDtype = None,
+    max_model_len: options.MaxModelLen = None,
+    host_kv_gib: options.HostKv = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    grpc_port: options.GrpcPort = None,
+    processes: options.Processes = None,
+    index: options.Index = None,
+    policy: options.Policy = None,
+    shadow_policy: options.ShadowPolicy = None,
+    tool_parser: options.ToolParser = None,
+    served_name: options.Name = None,
+    ray_address: options.RayAddress = None,
+    file: options.ConfigFile = None,
+    further: options.Set = None,
+    log_format: options.Log = LogFormat.TEXT,
+    access_log: options.AccessLog = None,
+) -> None:
+    """Serves the demo model that ships with Baton until Ctrl-C: `baton serve` with nothing to choose."""
+    chosen = {name: value for name, value in locals().items() if name != "served_name"}
+    terminal(log_format)
+    _tell_unused(file, further or ())
+    serve(model=DEMO["model"], served_name=DEMO["served_name"] if served_name is None else served_name, **chosen)
+
+
+def _tell_unused(file: Path | None, further: Sequence[str]) -> None:
+    """A model of the file may be another verb's; one of `--set` is `baton up`'s own mistake. Raises Misconfigured."""
+    for one in further:
+        if "model" in (table := setting(one)):
+            raise Misconfigured(
+                f"--set {shlex.quote(one)}: `baton up` serves the demo model: use `baton serve --model "
+                f"{shlex.quote(str(table['model']))}`",
+                param="model",
+            )
+    said = read_file(file) if file is not None else {}
+    if unused := [name for name in DEMO if name in said and said[name] != DEMO[name]]:
+        log.warning(
+            "--config %s: no effect here: %s: `baton up` serves the demo model; `baton serve --config %s` serves the "
+            "file's", shlex.quote(str(file)), ", ".join(unused), shlex.quote(str(file)),
+        )  # fmt: skip
+
+
+def _run(config: ClusterConfig, console: Console, log_format: LogFormat) -> None:
+    import uvloop
+
+    in_order = uvloop.run(run_deployment(config, console, log_format))
+    if not in_order:
+        raise typer.Exit(130)

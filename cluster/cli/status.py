@@ -1,0 +1,265 @@
+"""`baton status`: a gateway's /admin/status as tables of pools, workers, lanes and tickets."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client
+from cluster.cli.tables import Sheet
+from protos.hints import counted
+
+POOLS = ("prefill", "decode", "colocated")
+STYLES = {
+    "ready": "green", "draining": "yellow", "joining": "yellow", "left": "yellow", "lost": "red", "incompatible": "red",
+    "quarantined": "red", "stuck": "red",
+}  # fmt: skip
+HERE = ("ready", "draining")
+"""States of workers that tell of their load: what others last told of it is no news."""
+
+PIPED_COLUMNS = 160
+SHORT = 40  # a reason that is longer is told below the table
+LONG = 140  # of which so much is shown: --json has all of it
+
+Worker = Mapping[str, Any]
+Held = Sequence[tuple[str, Mapping[str, Any] | None]]
+"""What each worker holds; None of one that could not be asked."""
+
+
+def status(
+    url: Annotated[str, typer.Option(help="A gateway's root.")] = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything the gateway tells, as JSON.")] = False,
+    kv: Annotated[bool, typer.Option("--kv", help="Only who holds KV for whom: every ticket and every lane.")] = False,
+    api_key: AdminKey = "",
+) -> None:
+    """Show pools, workers, load, KV use, lanes and tickets of a running cluster."""
+    told = fetch_status(url, api_key, "/admin/kv" if kv else "/admin/status")
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        shown = kv_tables(told) if kv else status_tables(told, url)
+        Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(shown)
+
+
+def fetch_status(url: str, api_key: str = "", path: str = "/admin/status") -> dict[str, Any]:
+    """Raises Unavailable when there is no cluster, NotFound when it is something else."""
+    with open_client(url, api_key) as client:
+        status: dict[str, Any] = get_json(client, path)
+        return status
+
+
+def kv_tables(told: Mapping[str, Any]) -> RenderableType:
+    """Everything /admin/kv tells, for people."""
+    held: Held = [(one["worker_id"], one if one["tickets"] is not None else None) for one in told["workers"]]
+    silent = [worker_id for worker_id, one in held if one is None]
+    reserved, oldest = _bytes(told["num_bytes_reserved"]), _duration(told["oldest_s"])
+    parts: list[RenderableType] = [
+        Text(f"{counted(told['num_tickets'], 'ticket')}, {reserved} reserved, the oldest for {oldest}"),
+        *([Text(f"no answer from {', '.join(silent)}", "red")] if silent else []),
+    ]
+    for table in (_tickets(held), _lanes(held), _tiers(held)):
+        if table.row_count:
+            parts += ["", table]
+    return Group(*parts)
+
+
+def status_tables(status: Mapping[str, Any], url: str) -> RenderableType:
+    """Everything /admin/status tells, for people. Empty tables are left out."""
+    workers: Sequence[Worker] = sorted(status["workers"], key=_place)
+    held = [(worker["worker_id"], status["kv"].get(worker["worker_id"])) for worker in workers]
+    tables = (_pools(workers), _workers(workers), _lanes(held), _tickets(held))
+    parts: list[RenderableType] = [_headline(status, url)]
+    for table in tables:
+        if table.row_count:
+            parts += ["", table]
+    reasons = [_reason(worker) for worker in workers if len(worker["reason"]) > SHORT]
+    return Group(*parts, *([""] if reasons else []), *reasons)
+
+
+def _reason(worker: Worker) -> Text:
+    reason = str(worker["reason"])
+    shown = reason if len(reason) <= LONG else f"{reason[:LONG].rstrip()} ..."
+    return Text(f"{worker['worker_id']}: {shown}", STYLES.get(worker["state"], ""))
+
+
+def _headline(status: Mapping[str, Any], url: str) -> Text:
+    ready = Text("ready", "bold green") if status["ready"] else Text(f"not ready: {status['reason']}", "bold red")
+    joint = ", but " if status["ready"] else "; "
+    degraded = (joint, (status["degraded"], "yellow")) if status.get("degraded") else ()
+    return Text.assemble((status["model"], "bold"), f" at {url} is ", ready, *degraded)
+
+
+def _pools(workers: Sequence[Worker]) -> Sheet:
+    table = _table(
+        "Pools",
+        "pool",
+        "ready",
+        "running",
+        "waiting",
+        "queued",
+        "KV use",
+        "tickets",
+        "moved",
+        spare=("moved", "tickets", "queued"),
+    )
+    for pool in sorted({_pool(worker) for worker in workers}, key=_rank):
+        members = [worker for worker in workers if _pool(worker) == pool]
+        loads = [worker["load"] for worker in members if worker["state"] in HERE]
+
+        def total(name: str, loads: Sequence[Mapping[str, Any]] = loads) -> int:
+            return sum(load[name] for load in loads)
+
+        num_ready = sum(worker["state"] == "ready" for worker in members)
+        table.add_row(
+            pool,
+            Text(f"{num_ready}/{len(members)}", "green" if num_ready == len(members) else "red"),
+            *(f"{total(name):,}" for name in ("num_running", "num_waiting", "queued_prefill_tokens")),
+            _share(total("num_blocks") - total("num_free_blocks"), total("num_blocks")),
+            f"{total('num_tickets'):,}",
+            _moved(loads),
+        )
+    return table
+
+
+def _moved(loads: Sequence[Mapping[str, Any]]) -> str:
+    """KV sent or received; of a pool that pushes what it computes, also how much of that time was hidden."""
+    travelled_s, hidden_s = (sum(load[name] for load in loads) for name in ("transfer_s", "transfer_hidden_s"))
+    hidden = f" ({hidden_s / travelled_s:.0%} hidden)" if hidden_s else ""
+    return _bytes(sum(load["transfer_bytes"] for load in loads)) + hidden
+
+
+def _workers(workers: Sequence[Worker]) -> Sheet:
+    columns = (
+        "worker",
+        "state",
+        "address",
+        "process",
+        "on",
+        "running",
+        "waiting",
+        "KV",
+        "cached",
+        "prefill\ntok/s",
+        "step",
+    )
+    table = _table(
+        "Workers", *columns, spare=("process", "cached", "step", "prefill\ntok/s", "address", "on", "waiting", "KV")
+    )
+    for worker in workers:
+        info = worker["info"] or {}
+        reason = worker["reason"] if len(worker["reason"]) <= SHORT else ""
+        told = f"{worker['state']}: {reason}" if reason else worker["state"]
+        table.add_row(
+            worker["worker_id"],
+            Text(told, STYLES.get(worker["state"], "")),
+            worker["address"],
+            str(info.get("process_id") or "-"),
+            info.get("device", "?"),
+            *(_load(worker) if worker["state"] in HERE else ["-"] * 6),
+        )
+    return table
+
+
+def _load(worker: Worker) -> list[str]:
+    load = worker["load"]
+    return [
+        f"{load['num_running']:,}",
+        f"{load['num_waiting']:,}",
+        f"{1 - load['num_free_blocks'] / load['num_blocks']:.0%}" if load["num_blocks"] else "-",
+        _cached(worker),
+        f"{load['prefill_tokens_per_s']:,.0f}" if load["prefill_tokens_per_s"] else "-",
+        f"{load['decode_step_s'] * 1000:,.1f} ms" if load["decode_step_s"] else "-",
+    ]
+
+
+def _cached(worker: Worker) -> str:
+    """Blocks, and how many of them are in host memory."""
+    host = f" ({worker['num_host_blocks']:,} host)" if worker.get("num_host_blocks") else ""
+    return f"{worker['num_cached_blocks']:,}{host}"
+
+
+def _lanes(held: Held) -> Sheet:
+    table = _table(
+        "Lanes", "worker", "peer", "over", "state", "moved", "speed", "idle", spare=("idle", "speed", "moved")
+    )
+    for worker_id, lane in _each(held, "lanes"):
+        speed = f"{_bytes(lane['num_bytes'] / lane['busy_s'])}/s" if lane["busy_s"] else "-"
+        moved, idle = _bytes(lane["num_bytes"]), _duration(lane["idle_s"])
+        over, state, why = lane["transport"], lane["state"], lane["reason"]
+        if why and state == "open":
+            over = f"{over}: {why}"
+        elif why:
+            state = f"{state}: {why}"
+        table.add_row(worker_id, lane["peer"], over, Text(state, STYLES.get(lane["state"], "")), moved, speed, idle)
+    return table
+
+
+def _tiers(held: Held) -> Sheet:
+    table = _table(
+        "Blocks", "worker", "tier", "in use", "cached", "hits", "evicted", "loaded", spare=("loaded", "evicted")
+    )
+    for worker_id, tier in _each(held, "tiers"):
+        told = [f"{tier[name]:,}" for name in ("num_cached", "num_hit_tokens", "num_evicted", "num_loaded")]
+        told[1] += " tokens"
+        table.add_row(worker_id, tier["tier"], _share(tier["num_used"], tier["num_blocks"]), *told)
+    return table
+
+
+def _tickets(held: Held) -> Sheet:
+    table = _table("Tickets", "worker", "ticket", "state", "way", "with", "age", "size", spare=("way", "size", "age"))
+    for worker_id, ticket in _each(held, "tickets"):
+        name = f"{ticket['ticket_id']} (try {ticket['generation']})"
+        age, size = _duration(ticket["age_s"]), _bytes(ticket["num_bytes"])
+        table.add_row(worker_id, name, ticket["state"], ticket["direction"], ticket["owner"], age, size)
+    return table
+
+
+def _each(held: Held, what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    return ((worker_id, one) for worker_id, kv in held if kv is not None for one in kv[what])
+
+
+def _table(title: str, *columns: str, spare: Sequence[str] = ()) -> Sheet:
+    words = {"pool", "worker", "state", "address", "on", "peer", "over", "ticket", "way", "with", "tier"}
+    return Sheet(title, *columns, left=[*words], prose=("state", "over"), spare=spare)
+
+
+def _pool(worker: Worker) -> str:
+    return str(worker["info"]["role"]) if worker["info"] else "unknown"
+
+
+def _rank(pool: str) -> int:
+    return POOLS.index(pool) if pool in POOLS else len(POOLS)
+
+
+def _place(worker: Worker) -> tuple[int, str, int]:
+    """By pool, then by number: decode-10 comes after decode-9."""
+    name, _, number = str(worker["worker_id"]).rpartition("-")
+    return (_rank(_pool(worker)), name, int(number)) if number.isdigit() else (_rank(_pool(worker)), name + number, 0)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,}/{whole:,} ({part / whole:.0%})" if whole else "-"
+
+
+def _bytes(num: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num < 1000:
+            return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
+        num /= 1000
+    return f"{num:.1f} TB"
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.1f} s"
+        if seconds < 60
+        else f"{seconds / 60:.0f} min"
+        if seconds < 3600
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -1,0 +1,220 @@
+"""`baton why REQUEST`: where a request went, what every other way would have cost, how it went, what was not cached."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import httpx
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, no_answer, open_client, raise_for_error
+from cluster.cli.tables import Sheet
+from router.policies.base import cost_figure, cost_unit
+
+PIPED_COLUMNS = 160
+RECENT = 20
+
+# Of slo's costs (docs/routing.md). The lowest total is chosen.
+MEANINGS = {
+    "overhead": "what every first token takes there",
+    "queue": "prompts before this one",
+    "load": "of this prompt's tokens from host memory",
+    "compute": "of this prompt's tokens that are not cached; overhead to compute add up to the predicted time",
+    "displaced": "what others lose while it computes: the worker's other requests wait, and cached blocks are evicted",
+    "imbalance": "for a worker that was sent more work than its pool's mean lately",
+    "late_ttft": "for a first token that is later than the objective (router.ttft_ms, or the request's max_ttft_ms)",
+    "decode": "of the answer's tokens, and what they slow down the answers beside it",
+    "shortage": "the wait for KV blocks, where too few are free",
+    "late_tpot": "for tokens that are further apart than the objective (router.tpot_ms)",
+    "transfer": "until the KV has come from the prefill worker",
+    "reading": "the prefill worker's total",
+}
+
+View = Mapping[str, Any]
+
+
+def why(
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="x-baton-request-id of an answer, or the answer's id.")
+    ] = "",
+    url: Annotated[str, typer.Option(help="The root of the gateway that gave the answer.")] = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything the gateway tells, as JSON.")] = False,
+    api_key: AdminKey = "",
+) -> None:
+    """Say why a request went where it did, and why its prompt was not in a cache. Without REQUEST: list the latest."""
+    with open_client(url, api_key) as client:
+        if not request:
+            told = _fetch(client, f"/admin/requests?limit={RECENT}")
+            _say(told, recent_table(told["requests"]), as_json=as_json)
+            return
+        path = f"/admin/requests/{quote(request, safe='')}"
+        told = {**_fetch(client, path), "cache": _fetch(client, f"{path}/cache")["jobs"]}
+    _say(told, explanation(told), as_json=as_json)
+
+
+def _fetch(client: httpx.Client, path: str) -> Any:
+    """Raises what the gateway says (UnknownRequest, Forbidden), or Unavailable."""
+    try:
+        response = client.get(path)
+        raise_for_error(response)
+        return response.json()
+    except httpx.HTTPError as error:
+        raise no_answer(client, error) from error
+
+
+def _say(told: View, shown: RenderableType, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(shown)
+
+
+def recent_table(requests: Sequence[View]) -> RenderableType:
+    """The latest requests, one a line."""
+    if not requests:
+        return Text("No request has come to this gateway yet.")
+    table = _table(
+        "Requests", "request", "state", "prompt", "cached", "output", "TTFT", "between tokens", "prefill", "decode",
+        spare=("between tokens", "cached", "output", "prompt"),
+    )  # fmt: skip
+    for one in requests:
+        state = one["outcome"] or one["state"]
+        table.add_row(
+            one["request_id"],
+            state,
+            f"{one['prompt_tokens']:,}",
+            f"{one['cached_tokens']:,}",
+            f"{one['output_tokens']:,}",
+            _seconds(one["ttft_s"]),
+            _seconds(one["tpot_s"]),
+            one["prefill"] or "-",
+            one["decode"] or "-",
+        )
+    return table
+
+
+def explanation(told: View) -> RenderableType:
+    """All that is told of one request, job by job."""
+    misses = {one["job"]: one["miss"] for one in told["cache"]}
+    parts: list[RenderableType] = []
+    for job in told["jobs"]:
+        parts += ["", _headline(job)] if parts else [_headline(job)]
+        for choice in job["choices"]:
+            parts += ["", _decision(choice), _costs(choice)]
+            parts += [_shadow(one) for one in choice["shadows"]]
+        parts += _meanings(job["choices"])
+        parts += ["", _timeline(job["timeline"])]
+        if job["job"] in misses:
+            parts += ["", *_cache(misses[job["job"]])]
+    return Group(*parts)
+
+
+def _headline(job: View) -> Text:
+    state = job["outcome"] or job["state"]
+    figures = (
+        f"{job['prompt_tokens']:,} prompt tokens, {job['cached_tokens']:,} of them cached; "
+        f"{job['output_tokens']:,} tokens written"
+    )
+    if job["ttft_s"] is not None:
+        figures += f"; TTFT {_seconds(job['ttft_s'])}, from its arrival at the gateway"
+    style = "green" if job["outcome"] in ("stop", "length") else "yellow" if not job["outcome"] else "red"
+    told = Text.assemble((job["request_id"], "bold"), f" ({job['job']}): ", (state, style), f". {figures}")
+    return told.append(f"\n{job['message']}") if job["message"] else told
+
+
+def _decision(choice: View) -> Text:
+    way = f"{choice['prefill']} reads, {choice['decode']} writes" if choice["prefill"] else f"{choice['decode']} alone"
+    reason = f" ({choice['alone']})" if choice["alone"] else ""
+    lines = _predicted("decision to first token", "ttft_s", choice), _predicted("between tokens", "tpot_s", choice)
+    told = "".join(f"\n  {line}" for line in lines)
+    return Text.assemble(f"after {_seconds(choice['at_s'])}, {choice['policy']}: ", (way, "bold"), f"{reason}{told}")
+
+
+def _predicted(what: str, name: str, choice: View) -> str:
+    """A decision after a failure had its first token before it, and one that failed has no figures: these are left
+    out."""
+    expected, measured = choice["expected"], (choice["measured"] or {}).get(name)
+    load = f" (load {_seconds(expected['load_s'])})" if name == "ttft_s" and expected["num_host_tokens"] else ""
+    told = f"{what} {_seconds(expected[name])}{load} expected"
+    return f"{told}, {_seconds(measured)} measured" if measured is not None else told
+
+
+def _costs(choice: View) -> Sheet:
+    """Every candidate's total and terms; the readers' and the writers' differ."""
+    names = list(dict.fromkeys(name for one in choice["scores"] for name in _terms(one)))
+    cached = {one["worker_id"]: _cached(one) for one in choice["candidates"]}
+    named, scale = cost_unit(choice["policy"])
+    unit = f" ({named})" if named else ""
+    table = _table("", "worker", f"total{unit}", "role", "cached", *(f"{name}{unit}" for name in names))
+    chosen = (choice["prefill"], choice["decode"])
+    for one in sorted(choice["scores"], key=lambda one: (one["role"] != "prefill", one["total"])):
+        terms = _terms(one)
+        table.add_row(
+            Text(one["worker_id"], "bold green" if one["worker_id"] in chosen else ""),
+            cost_figure(scale * one["total"]),
+            one["role"],
+            cached.get(one["worker_id"], "0"),
+            *(cost_figure(scale * terms[name]) if name in terms else "" for name in names),
+        )
+    return table
+
+
+def _meanings(choices: Sequence[View]) -> Iterator[Text]:
+    """Of the columns that are there."""
+    names = {name for choice in choices for one in choice["scores"] for name in _terms(one)}
+    for name, meaning in MEANINGS.items():
+        if name in names:
+            yield Text(f"  {name}: {meaning}", "dim")
+
+
+def _cached(candidate: View) -> str:
+    """Tokens, and how many of them only its host has."""
+    host = f" ({candidate['num_host_tokens']:,} host)" if candidate["num_host_tokens"] else ""
+    return f"{candidate['num_cached_tokens']:,}{host}"
+
+
+def _terms(scored: View) -> Mapping[str, float]:
+    """One column for the reading, whoever does it."""
+    return {"reading" if name.startswith("reading by ") else name: cost for name, cost in scored["terms"].items()}
+
+
+def _shadow(one: View) -> str:
+    way = f"{one['prefill']} and {one['decode']}" if one["prefill"] else f"{one['decode']} alone"
+    return f"{one['policy']} would have taken {way}: first token {1000 * one['ttft_difference_s']:+,.1f} ms"
+
+
+def _timeline(events: Sequence[View]) -> Sheet:
+    table = _table("", "at", "what", "")
+    for event in events:
+        more = ", ".join(
+            f"{name} {value}" for name, value in event.items() if name not in ("at_s", "what") and value != ""
+        )
+        table.add_row(f"{event['at_s']:.3f} s", event["what"], more)
+    return table
+
+
+def _cache(miss: View) -> Iterator[RenderableType]:
+    yield Text(
+        f"cache of {miss['reader']}: {miss['num_found']} of {miss['num_blocks']} blocks of {miss['block_size']} tokens "
+        f"found, {miss['num_expected']} expected"
+        + (f", {miss['num_expected_on_host']} of them in host memory" if miss["num_expected_on_host"] else "")
+    )
+    for finding in miss["findings"]:
+        yield Text.assemble("  ", (finding["reason"], "bold"), f": {finding['told']}")
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def _table(title: str, *columns: str, spare: Sequence[str] = ()) -> Sheet:
+    words = {"request", "state", "prefill", "decode", "worker", "role", "what"}
+    return Sheet(title, *columns, left=[*words], prose=("",), spare=spare)

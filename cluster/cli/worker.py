@@ -1,0 +1,104 @@
+"""`baton worker`: one worker in this terminal, without Ray or supervision, for debugging."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from cluster.cli import options
+from cluster.config.config import ClusterConfig
+from cluster.process.logs import LogFormat, ResultConsole, terminal
+from cluster.process.ports import listen
+from cluster.process.signals import Stop, stopped
+from cluster.supervision.rank import Ended, Loading, Orders, Rank, Serving
+from protos.errors import Misconfigured
+from protos.values import WorkerRole
+from protos.wire import raised
+from workers.config import Seat
+
+log = logging.getLogger("baton.cluster")
+
+Role = Annotated[WorkerRole, typer.Option("--role", help="What the worker does.")]
+At = Annotated[str, typer.Option("--host", help="Address to listen on, and to be reached by.")]
+OnPort = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the worker's gRPC service; 0: any free one.")]
+Id = Annotated[str, typer.Option("--id", help="The worker's name. Default: its role and a random word.")]
+
+
+def worker(
+    role: Role = WorkerRole.COLOCATED,
+    model: options.Model = None,
+    host: At = "127.0.0.1",
+    port: OnPort = 0,
+    worker_id: Id = "",
+    device: options.OnDevice = None,
+    dtype: options.InDtype = None,
+    max_model_len: options.MaxModelLen = None,
+    host_kv_gib: options.HostKv = None,
+    token: options.Token = None,
+    served_name: options.Name = None,
+    file: options.ConfigFile = None,
+    further: options.Set = None,
+    log_format: options.Log = LogFormat.TEXT,
+) -> None:
+    """Runs one worker until Ctrl-C and prints its address, for `baton gateway --worker`."""
+    given = {
+        "model": model,
+        "served_name": served_name,
+        "worker": {"device": device, "dtype": dtype, "max_model_len": max_model_len, "host_kv_gib": host_kv_gib},
+        "peers": {"token": token},
+    }
+    config, console = options.settings(file, given, further), terminal(log_format)
+    if config.worker.tp > 1:
+        raise Misconfigured(
+            f"worker.tp is {config.worker.tp}: one process is one rank, so use `baton serve`", param="tp"
+        )
+    if not config.peers.token:
+        config = config.with_token()
+        log.info("callers need this worker's token: BATON_TOKEN=%s baton gateway --worker ...", config.peers.token)
+    orders = Orders(
+        role=role,
+        worker=config.worker,
+        prefill=config.prefill,
+        decode=config.decode,
+        seat=Seat(
+            worker_id=worker_id or f"{role}-{secrets.token_hex(3)}",
+            incarnation=time.time_ns() // 1_000_000,
+            host=host,
+        ),
+        port=port,
+        peers=config.peers,
+    )
+    asyncio.run(run_worker(config, orders, console))
+
+
+async def run_worker(config: ClusterConfig, orders: Orders, console: Console) -> None:
+    """Until a signal. Raises the BatonError that the worker ends with."""
+    config.check_model()
+    config.peers.check()
+    listen(orders.seat.host, orders.port).close()  # said here, and not after the weights have been read
+    stop, rank = Stop(), Rank()
+    rank.start(orders)
+    await stop.before(_tell(rank))
+    log.info("%s", stopped(await stop.patiently(rank.leave(config.supervision.grace_s))))
+
+
+async def _tell(rank: Rank) -> None:
+    while True:
+        for event in await rank.news():
+            match event:
+                case Loading(share=share):
+                    log.info("reading weights, %.0f %%", 100 * share)
+                case Serving(info=info):
+                    log.info("%s serves %s at %s", info.worker_id, info.model, info.address)
+                    ResultConsole().say(escape(info.address))
+                case Ended(error=error):
+                    if error is not None:
+                        raise raised(error)
+                    return

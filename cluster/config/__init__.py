@@ -1,0 +1,1 @@
+"""A deployment as one frozen value, from a TOML file and flags."""

@@ -1,0 +1,1 @@
+"""How gateways learn of workers."""

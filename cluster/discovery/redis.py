@@ -1,0 +1,360 @@
+"""Workers announced in Redis under a lease: who does not renew it is gone when it ends, whatever happened to them.
+
+    baton:worker:<id>   "host:port", then a space and the token of its run, if a supervisor made one; expires after the
+                        lease. Whoever can read this Redis can call the workers.
+    baton:workers       the ids that may exist (a set)
+    baton:starting:<id> "role loaded", of a process that is being started; expires after the lease
+    baton:starting      the ids that may be starting (a set)
+    baton:degraded:<id> what is wrong behind the workers of the supervisor <id>; expires after the lease
+    baton:degraded      the ids of supervisors that may have such (a set)
+    baton:changes       a channel: read again; a message names a worker that was withdrawn
+
+A gateway reads everything on every change, and every `period_s` in case it missed one. While Redis cannot be reached
+it keeps the workers it knows: their death it notices itself, by their connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import aclosing, suppress
+from typing import NoReturn
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+
+from cluster.discovery.base import Members
+from protos.errors import Misconfigured
+from protos.values import WorkerRole
+from router.fleet.successors import Successor
+from router.log_throttle import OutageLog
+from router.prefix.redis_url import PASSWORD_VARIABLE
+
+log = logging.getLogger("baton.discovery")
+
+LEASE_S = 5.0
+KEY = "baton:worker:"
+IDS = "baton:workers"
+STARTING_KEY = "baton:starting:"
+STARTING_IDS = "baton:starting"
+DEGRADED_KEY = "baton:degraded:"
+DEGRADED_IDS = "baton:degraded"
+CHANGES = "baton:changes"
+TROUBLES = (RedisError, OSError, TimeoutError)
+
+# A successor may have announced the same worker already: only our own word is taken back.
+_FORGET = """
+if redis.call('get', KEYS[1]) == ARGV[1] then
+    redis.call('del', KEYS[1])
+    redis.call('srem', KEYS[2], ARGV[2])
+    redis.call('publish', KEYS[3], ARGV[2])
+end
+"""
+_TIDY = "if redis.call('exists', KEYS[1]) == 0 then redis.call('srem', KEYS[2], ARGV[1]) end"
+
+
+async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
+    """A client for `url`; a URL without a password takes BATON_REDIS_PASSWORD.
+
+    Raises Misconfigured when no Redis answers there, or when it refuses the password."""
+    client: Redis = Redis.from_url(
+        url,
+        password=os.environ.get(PASSWORD_VARIABLE) or None,  # the URL's own goes first
+        decode_responses=True,
+        encoding_errors="replace",
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+    )
+    try:
+        await client.ping()
+    except AuthenticationError as error:
+        await client.aclose()
+        raise Misconfigured(
+            f"Redis at {_shown(url)} refuses the password, or wants one: put it into the URL or into the environment "
+            f"variable {PASSWORD_VARIABLE} ({error})",
+            param="discovery",
+        ) from error
+    except TROUBLES as error:
+        await client.aclose()
+        raise Misconfigured(
+            f"no Redis answers at {_shown(url)}: {error}; start it, or correct --discovery", param="discovery"
+        ) from error
+    return client
+
+
+def _heed_cancellation() -> None:
+    """redis-py (8.1) loses a cancellation that meets it in the middle of a command; a loop must look for itself."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+def _shown(url: str) -> str:
+    """Without a password."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}{parts.path}"
+
+
+def _packed(successor: Successor) -> str:
+    return f"{successor.role.value} {successor.loaded:.2f}"
+
+
+def _unpacked(text: str) -> Successor | None:
+    """None for what no announcer writes."""
+    role, _, loaded = text.partition(" ")
+    try:
+        return Successor(role=WorkerRole(role), loaded=float(loaded))
+    except ValueError:
+        return None
+
+
+class _Trouble:
+    """Says that Redis is lost, and that it is back."""
+
+    def __init__(self, consequence: str) -> None:
+        self._consequence = consequence
+        self._outage = OutageLog(log)
+
+    @property
+    def reason(self) -> str:
+        return self._outage.reason
+
+    def met(self, error: BaseException) -> None:
+        what = "used" if isinstance(error, ResponseError) else "reached"
+        reason = f"Redis cannot be {what} ({error})"
+        self._outage.lost(reason, f"{reason}: {self._consequence}")
+
+    def over(self) -> None:
+        self._outage.back("Redis answers again")
+
+
+class RedisAnnouncer:
+    """Lives on one event loop. Renews every lease three times in its length; one missed renewal loses nobody."""
+
+    def __init__(self, client: Redis, *, token: str = "", lease_s: float = LEASE_S) -> None:
+        self._client = client
+        self._token = token
+        self._lease_s = lease_s
+        self._live: dict[str, str] = {}
+        self._starting: dict[str, Successor] = {}
+        self._gone: dict[str, str] = {}
+        self._written: set[str] = set()  # starting, as Redis has them
+        self._id = uuid4().hex
+        self._degraded = ""
+        self._was_degraded = False  # as Redis has it
+        self._news = asyncio.Event()
+        self._trouble = _Trouble("gateways that start now will not find the workers")
+        self._keeper = asyncio.create_task(self._keep(), name="announcer")
+
+    async def starting(self, worker_id: str, successor: Successor) -> None:
+        self._starting[worker_id] = successor
+        self._news.set()
+
+    async def set_degraded(self, reason: str) -> None:
+        """Gateways learn at once that something is wrong, or nothing any more."""
+        if bool(reason) != bool(self._degraded):
+            self._news.set()
+        self._degraded = reason
+
+    async def announce(self, worker_id: str, address: str) -> None:
+        self._live[worker_id] = f"{address} {self._token}".rstrip()
+        self._starting.pop(worker_id, None)
+        self._gone.pop(worker_id, None)
+        self._news.set()
+
+    async def withdraw(self, worker_id: str) -> None:
+        address = self._live.pop(worker_id, None)
+        if address is not None:
+            self._gone[worker_id] = address
+        if self._starting.pop(worker_id, None) is not None or address is not None:
+            self._news.set()
+
+    async def close(self) -> None:
+        """Withdraws everybody, if Redis can be told."""
+        self._keeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._keeper
+        self._gone |= self._live
+        self._live.clear()
+        self._starting.clear()
+        self._degraded = ""
+        with suppress(*TROUBLES):
+            await self._write(changed=True)
+        await self._client.aclose()
+
+    async def _keep(self) -> None:
+        while True:
+            _heed_cancellation()
+            changed = self._news.is_set()
+            self._news.clear()
+            try:
+                await self._write(changed=changed)
+                self._trouble.over()
+            except TROUBLES as error:
+                self._trouble.met(error)
+                if changed:
+                    self._news.set()
+                await asyncio.sleep(self._lease_s / 10)
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._lease_s / 3):
+                    await self._news.wait()
+
+    async def _write(self, *, changed: bool) -> None:
+        gone = dict(self._gone)
+        async with self._client.pipeline(transaction=True) as pipe:
+            for worker_id, address in self._live.items():
+                pipe.set(KEY + worker_id, address, px=int(self._lease_s * 1000))
+                pipe.sadd(IDS, worker_id)
+            for worker_id in self._written - self._starting.keys():
+                pipe.delete(STARTING_KEY + worker_id)
+                pipe.srem(STARTING_IDS, worker_id)
+            starting = dict(self._starting)
+            for worker_id, successor in starting.items():
+                pipe.set(STARTING_KEY + worker_id, _packed(successor), px=int(self._lease_s * 1000))
+                pipe.sadd(STARTING_IDS, worker_id)
+            for worker_id, address in gone.items():
+                pipe.eval(_FORGET, 3, KEY + worker_id, IDS, CHANGES, address, worker_id)
+            if degraded := self._degraded:
+                pipe.set(DEGRADED_KEY + self._id, degraded, px=int(self._lease_s * 1000))
+                pipe.sadd(DEGRADED_IDS, self._id)
+            elif self._was_degraded:
+                pipe.delete(DEGRADED_KEY + self._id)
+                pipe.srem(DEGRADED_IDS, self._id)
+            if changed:
+                pipe.publish(CHANGES, "")
+            await pipe.execute()
+        self._written, self._was_degraded = set(starting), bool(degraded)
+        for worker_id, address in gone.items():
+            if self._gone.get(worker_id) == address:
+                del self._gone[worker_id]
+
+
+class RedisDiscovery:
+    """Lives on one event loop, for one gateway. `learn` is called with the address and the token of each worker that is
+    found, before it joins.
+
+    A worker that is missing without having been withdrawn is given another lease: a Redis that lost its memory must
+    not cost the cluster its workers before their supervisor has repeated itself.
+    """
+
+    def __init__(
+        self,
+        client: Redis,
+        *,
+        learn: Callable[[str, str], None] = lambda address, token: None,
+        period_s: float = 1.0,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        self._client = client
+        self._learn = learn
+        self._period_s = period_s
+        self._lease_s = lease_s
+        self._trouble = _Trouble("going on with the workers known so far")
+        self._known: dict[str, str] = {}
+        self._starting: dict[str, Successor] = {}
+        self._missing_since_s: dict[str, float] = {}
+        self._degraded = ""
+
+    @property
+    def trouble(self) -> str:
+        return self._trouble.reason
+
+    async def follow(self, members: Members) -> None:
+        try:
+            while True:
+                try:
+                    await self._listen(members)
+                except TROUBLES as error:
+                    self._trouble.met(error)
+                    self._missing_since_s.clear()
+                    await asyncio.sleep(self._period_s)
+        finally:
+            await self._client.aclose()
+
+    async def _listen(self, members: Members) -> NoReturn:
+        """Raises what Redis fails with."""
+        withdrawn = ""
+        async with aclosing(self._client.pubsub()) as changes:
+            await changes.subscribe(CHANGES)
+            while True:
+                found, starting = await self._read()
+                degraded = await self._read_degraded()
+                _heed_cancellation()
+                if degraded != self._degraded:
+                    self._degraded = degraded
+                    members.set_degraded(degraded)
+                self._apply_starting(starting, found, members)
+                await self._apply(found, withdrawn, members)
+                self._trouble.over()
+                message = await changes.get_message(ignore_subscribe_messages=True, timeout=self._period_s)
+                withdrawn = str(message["data"]) if message is not None else ""
+
+    async def _read(self) -> tuple[dict[str, str], dict[str, Successor]]:
+        """Addresses, and what is starting, by worker id: those whose lease runs. What is starting is read first: a
+        worker that is announced meanwhile is found among the addresses."""
+        starting_ids = sorted(str(worker_id) for worker_id in await self._client.smembers(STARTING_IDS))
+        ids = sorted(str(worker_id) for worker_id in await self._client.smembers(IDS))
+        keys = [(STARTING_KEY, STARTING_IDS, worker_id) for worker_id in starting_ids]
+        keys += [(KEY, IDS, worker_id) for worker_id in ids]
+        if not keys:
+            return {}, {}
+        addresses: dict[str, str] = {}
+        starting: dict[str, Successor] = {}
+        values = await self._client.mget([kind + worker_id for kind, _, worker_id in keys])
+        for (kind, members, worker_id), value in zip(keys, values, strict=True):
+            if value is None:
+                await self._client.eval(_TIDY, 2, kind + worker_id, members, worker_id)
+            elif kind is KEY:
+                addresses[worker_id], _, token = str(value).partition(" ")
+                self._learn(addresses[worker_id], token)
+            elif (successor := _unpacked(str(value))) is not None:
+                starting[worker_id] = successor
+        return addresses, starting
+
+    async def _read_degraded(self) -> str:
+        """What is wrong behind the workers of any supervisor."""
+        ids = sorted(str(supervisor) for supervisor in await self._client.smembers(DEGRADED_IDS))
+        values = await self._client.mget([DEGRADED_KEY + supervisor for supervisor in ids]) if ids else []
+        for supervisor, value in zip(ids, values, strict=True):
+            if value is None:
+                await self._client.eval(_TIDY, 2, DEGRADED_KEY + supervisor, DEGRADED_IDS, supervisor)
+        return "; ".join(dict.fromkeys(str(value) for value in values if value is not None))
+
+    def _apply_starting(self, found: Mapping[str, Successor], served: Mapping[str, str], members: Members) -> None:
+        for worker_id, successor in found.items():
+            if self._starting.get(worker_id) != successor:
+                members.starting(worker_id, successor)
+        for worker_id in self._starting.keys() - found.keys():
+            if worker_id in served:
+                members.join(served[worker_id], worker_id=worker_id)
+                self._known[worker_id] = served[worker_id]
+            else:
+                members.starting(worker_id, None)
+        self._starting = dict(found)
+
+    async def _apply(self, found: Mapping[str, str], withdrawn: str, members: Members) -> None:
+        now = asyncio.get_running_loop().time()
+        for worker_id, address in found.items():
+            self._missing_since_s.pop(worker_id, None)
+            if (before := self._known.get(worker_id)) != address:
+                self._known[worker_id] = address
+                self._unlearn(before, found)
+                members.join(address, worker_id=worker_id)
+        for worker_id in self._known.keys() - found.keys():
+            since_s = self._missing_since_s.setdefault(worker_id, now)
+            if worker_id == withdrawn or now - since_s >= self._lease_s:
+                address = self._known.pop(worker_id)
+                del self._missing_since_s[worker_id]
+                self._unlearn(address, found)
+                log.info("worker %s is not announced any more", worker_id, extra={"worker": worker_id})
+                await members.leave(worker_id)
+
+    def _unlearn(self, address: str | None, found: Mapping[str, str]) -> None:
+        """Drops the token of an address where no worker lives now."""
+        if address is not None and address not in (*found.values(), *self._known.values()):
+            self._learn(address, "")

@@ -1,0 +1,1 @@
+"""Gateway processes: one with its faces, or several behind one port and the process that supervises them."""

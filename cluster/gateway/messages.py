@@ -1,0 +1,160 @@
+"""What a supervisor and its gateway processes tell each other, over a pair of sockets that nobody else has.
+
+    supervisor ─▶ process     Orders, Starting, Joined, Left, Degraded, Told, Entered, Ping, Stop
+    process ─▶ supervisor     Up, Ready, Failed, Entering, Spent, Gone, Pong, Leaving
+
+They travel over a `cluster.process.channel`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from cluster.config.config import ClusterConfig
+from cluster.process.logs import LogFormat
+from protos.codec import Messages
+from protos.values import ErrorInfo
+from router.auth.tenants import Tenant
+from router.fleet.successors import Successor
+from router.replicas.peers import ProcessStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """The first message: process `number` of `count`. `addresses` of workers, or `config.discovery`, where the process
+    looks for workers itself; else it is told who joins and leaves."""
+
+    config: ClusterConfig
+    number: int
+    count: int
+    folder: Path
+    log_format: LogFormat
+    is_told: bool
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starting:
+    """A process of the worker is being started; None: it is not announced any more."""
+
+    worker_id: str
+    successor: Successor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    worker_id: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degraded:
+    """What is wrong with the cluster behind the workers; "": nothing."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """How the processes are. `settled`: all of them were ready once."""
+
+    statuses: tuple[ProcessStatus, ...]
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """To be answered with Pong: an event loop that stands still does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Up:
+    """Connections are answered from now on."""
+
+    model: str
+    has_chat: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A request would be served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Why the process ends."""
+
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """The process was told to stop by somebody else: it wants no more connections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entering:
+    """May a request of this tenant come in? Answered by the Entered of the same number."""
+
+    number: int
+    tenant: Tenant
+    request_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    number: int
+    refusal: ErrorInfo | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    tenant: Tenant
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    tenant: Tenant
+    request_id: str
+
+
+Message = (
+    Orders
+    | Starting
+    | Joined
+    | Left
+    | Degraded
+    | Told
+    | Stop
+    | Ping
+    | Pong
+    | Up
+    | Ready
+    | Failed
+    | Leaving
+    | Entering
+    | Entered
+    | Spent
+    | Gone
+)
+
+CONTROL_MESSAGES = Messages({kind.__name__: kind for kind in get_args(Message)})

@@ -1,0 +1,194 @@
+"""One gateway process of several: a whole gateway whose connections, and often whose workers, come from its supervisor.
+
+start: Orders ─▶ Up: connections come ─▶ Ready
+stop:  told so, signalled, or its supervisor is gone ─▶ no more connections ─▶ running requests finish ─▶ end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import replace
+
+from cluster.discovery.base import Discovery, Members
+from cluster.gateway.connection_handoff import Threshold
+from cluster.gateway.messages import (
+    CONTROL_MESSAGES,
+    Degraded,
+    Entered,
+    Failed,
+    Joined,
+    Leaving,
+    Left,
+    Message,
+    Orders,
+    Ping,
+    Pong,
+    Ready,
+    Starting,
+    Told,
+    Up,
+)
+from cluster.gateway.messages import Stop as StopOrder
+from cluster.gateway.run import discovery_of, follow, max_model_len_of
+from cluster.gateway.server import Front
+from cluster.gateway.tenant_limits import KeptLimits
+from cluster.process.channel import Channel
+from cluster.process.gc_tuning import collect_rarely
+from cluster.process.logs import terminal
+from cluster.process.signals import Stop
+from protos.errors import BatonError
+from protos.wire import error_info
+from router.fleet.fleet import STATE_LINE
+from router.prefix.registry import MEMORY
+from router.replicas.peers import Siblings
+
+log = logging.getLogger("baton.cluster")
+
+LAST_CONNECTIONS_S = 1.0  # for those that are on their way when the process leaves
+
+
+class ToldDiscovery:
+    """The supervisor says who joins and leaves."""
+
+    trouble = ""
+
+    def __init__(self) -> None:
+        self._news: asyncio.Queue[Starting | Joined | Left | Degraded] = asyncio.Queue()
+
+    def hear(self, news: Starting | Joined | Left | Degraded) -> None:
+        self._news.put_nowait(news)
+
+    async def follow(self, members: Members) -> None:
+        while True:
+            match await self._news.get():
+                case Starting(worker_id=worker_id, successor=successor):
+                    members.starting(worker_id, successor)
+                case Joined(worker_id=worker_id, address=address):
+                    members.join(address, worker_id=worker_id)
+                case Left(worker_id=worker_id):
+                    await members.leave(worker_id)
+                case Degraded(reason=reason):
+                    members.set_degraded(reason)
+
+
+class GatewayProcess:
+    """Everything in it. Raises BatonError from `run` when it cannot start."""
+
+    def __init__(self, orders: Orders, control: Channel, end: socket.socket) -> None:
+        config = orders.config
+        self._orders = orders
+        self._control = control
+        self._stop = Stop()
+        self._grace_s = config.supervision.grace_s
+        self._siblings = Siblings(folder=orders.folder, number=orders.number, count=orders.count)
+        self._told = ToldDiscovery()
+        # Without Redis the supervisor keeps tenants' limits; what waits in line is each process's own, in equal parts.
+        self._limits = KeptLimits(control) if config.index == MEMORY else None
+        self._front = Front(
+            replace(config.router, max_queued=-(-config.router.max_queued // orders.count)),
+            None,
+            max_model_len=max_model_len_of(config),
+            tls=config.tls,
+            peers=config.peers,
+            index=config.index,
+            siblings=self._siblings,
+            limits=self._limits,
+        )
+        self._threshold = Threshold(end, self._take)
+
+    async def run(self) -> None:
+        """Until it is told, or signalled, to stop, and has stopped in order."""
+        obeying = asyncio.create_task(self._obey(), name="control")
+        try:
+            if await self._stop.before(self._serve()):
+                return
+            self._control.send(Leaving())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_CONNECTIONS_S):
+                    await self._threshold.closed.wait()
+            await self._stop.patiently(self._front.stop(self._grace_s))
+        finally:
+            obeying.cancel()
+            await self._front.stop(0.0)
+            self._threshold.close()
+
+    def _take(self, connection: socket.socket) -> None:
+        self._front.adopt(connection, self._threshold.ended)
+
+    async def _serve(self) -> None:
+        orders, front = self._orders, self._front
+        await front.start()
+        collect_rarely()
+        found: Discovery = (
+            self._told if orders.is_told else await discovery_of(orders.config, orders.addresses, front.channels)
+        )
+        self._control.send(Up(model=front.model, has_chat=front.has_chat))
+        telling = asyncio.create_task(self._tell_ready(), name="ready")
+        try:
+            await follow(front, found)
+        finally:
+            telling.cancel()
+
+    async def _tell_ready(self) -> None:
+        await self._front.ready()
+        self._control.send(Ready())
+
+    async def _obey(self) -> None:
+        while (message := await self._control.receive()) is not None:
+            self._hear(message)
+        log.warning("the supervisor of gateway process %d is gone: it ends", self._orders.number)
+        self._stop.asked.set()
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case Starting() | Joined() | Left() | Degraded():
+                self._told.hear(message)
+            case Told(statuses=statuses, settled=settled):
+                self._siblings.statuses, self._siblings.settled = statuses, settled
+            case Entered() if self._limits is not None:
+                self._limits.answered(message)
+            case Ping():
+                self._control.send(Pong())
+            case StopOrder(grace_s=grace_s):
+                self._grace_s = grace_s
+                (self._stop.asked if grace_s else self._stop.forced).set()
+                self._stop.asked.set()
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Of all but the first process: every process hears that a worker is ready, and one of them says so."""
+    return record.msg != STATE_LINE or record.levelno > logging.INFO
+
+
+async def run(control_end: socket.socket, connections_end: socket.socket) -> int:
+    """The exit code."""
+    control = await Channel.over(control_end, CONTROL_MESSAGES)
+    orders = await control.receive()
+    if not isinstance(orders, Orders):
+        return 1  # the supervisor has ended before it said anything
+    terminal(orders.log_format, access_log=orders.config.router.access_log)
+    if orders.number:
+        logging.getLogger("baton.router").addFilter(is_news)
+    try:
+        await GatewayProcess(orders, control, connections_end).run()
+    except BatonError as error:
+        control.send(Failed(error=error_info(error)))
+        return 1
+    finally:
+        await control.close()
+    return 0
+
+
+def main() -> None:
+    """`argv`: the file descriptors that were inherited, of the control channel and of the connections."""
+    import uvloop
+
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    control, connections = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])
+    sys.exit(uvloop.run(run(control, connections)))

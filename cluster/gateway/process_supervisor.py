@@ -1,0 +1,349 @@
+"""Supervises the gateway processes behind one port: starts them, hands them connections and news, restarts who died.
+
+tend (one task a process):  spawn ─▶ Up: connections ─▶ Ready ─▶ ... ─▶ died, or hangs: wait, spawn again
+                                                                   ├─▶ left in order, because it was signalled: spawn
+                                                                   └─▶ hopeless: everything ends
+
+No request passes here. Without Redis tenants' limits are kept here, for all processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cluster.config.config import ClusterConfig
+from cluster.gateway.connection_handoff import Door
+from cluster.gateway.messages import (
+    CONTROL_MESSAGES,
+    Degraded,
+    Entering,
+    Failed,
+    Gone,
+    Joined,
+    Leaving,
+    Left,
+    Message,
+    Orders,
+    Ping,
+    Pong,
+    Ready,
+    Spent,
+    Starting,
+    Stop,
+    Told,
+    Up,
+)
+from cluster.gateway.tenant_limits import Keeper
+from cluster.process.channel import Channel
+from cluster.process.logs import LogFormat
+from cluster.process.ports import example, reserve, url_of
+from cluster.process.scratch_dir import Scratch
+from cluster.supervision import lifecycle
+from cluster.supervision.lifecycle import Life, LifeState
+from protos.errors import BatonError, Unavailable
+from protos.wire import raised
+from router.fleet.successors import Successor
+from router.replicas.peers import ProcessStatus
+
+log = logging.getLogger("baton.cluster")
+
+PROGRAM = "from cluster.gateway.process import main; main()"
+LAST_WORDS_S = 3.0  # after the grace, for a process to end by itself
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A process, over all its lives."""
+
+    number: int
+    life: Life
+    pid: int = 0
+    control: Channel | None = None
+    is_up: bool = False
+    is_leaving: bool = False
+    error: BatonError | None = None
+    num_unanswered: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.life.state is LifeState.SERVING
+
+    def status(self) -> ProcessStatus:
+        state = "ready" if self.is_ready else "leaving" if self.is_leaving else str(self.life.state)
+        return ProcessStatus(number=self.number, pid=self.pid, state=state, reason=self.life.reason)
+
+
+class Gateways:
+    """The faces of a deployment, as `Front` has them, in `config.processes` processes. Made on the event loop it runs
+    on. `fleet` is told who joins and leaves, unless the processes find workers themselves (`is_told` false).
+
+    Raises Misconfigured when the port for gRPC is taken.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        listening: socket.socket,
+        *,
+        log_format: LogFormat,
+        is_told: bool = True,
+        addresses: tuple[str, ...] = (),
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._config = config
+        self._clock = loop.time
+        self._grpc = reserve(config.router.host, config.router.grpc_port, "--grpc-port")
+        self.grpc_port = int(self._grpc.getsockname()[1])
+        self.url = url_of(listening, is_secure=bool(config.tls.cert))
+        self.model = config.router.model_name
+        self._has_chat = False
+        self._door = Door(listening)
+        self._keeper = Keeper(loop.time)
+        self._scratch = Scratch(Path(tempfile.gettempdir()))  # nobody else may look into it
+        self._log_format = log_format
+        self._is_told = is_told
+        self._addresses = addresses
+        self._workers: dict[str, str] = {}
+        self._starting: dict[str, Successor] = {}
+        self._degraded = ""
+        self._seats = [Seat(number, lifecycle.born(loop.time())) for number in range(config.processes)]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._settled = False
+        self._stopping = False
+        self._turn = asyncio.Event()
+
+    @property
+    def fleet(self) -> Gateways:
+        return self
+
+    def example(self) -> str:
+        """A request to try."""
+        keys = bool(self._config.router.tenants)
+        return example(self.url, self.model, has_chat=self._has_chat, asks_for_keys=keys)
+
+    # -- who belongs ---------------------------------------------------------------------------------------------------
+
+    def starting(self, worker_id: str, successor: Successor | None) -> None:
+        if successor is None:
+            self._starting.pop(worker_id, None)
+        else:
+            self._starting[worker_id] = successor
+        self._tell(Starting(worker_id=worker_id, successor=successor))
+
+    def join(self, address: str, *, worker_id: str) -> None:
+        self._starting.pop(worker_id, None)
+        self._workers[worker_id] = address
+        self._tell(Joined(worker_id=worker_id, address=address))
+
+    async def leave(self, worker_id: str) -> None:
+        self._workers.pop(worker_id, None)
+        self._starting.pop(worker_id, None)
+        self._tell(Left(worker_id=worker_id))
+
+    def set_degraded(self, reason: str) -> None:
+        self._degraded = reason
+        self._tell(Degraded(reason=reason))
+
+    # -- the faces -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Returns when every process answers; raises the BatonError of one that never will."""
+        self._tasks = [asyncio.create_task(self._tend(seat), name=f"gateway {seat.number}") for seat in self._seats]
+        await self._until_all("is_up")
+
+    @property
+    def serves(self) -> bool:
+        """Would some process serve a request now?"""
+        return any(seat.is_ready for seat in self._seats)
+
+    async def ready(self) -> None:
+        """Returns once a request would be served by every process."""
+        await self._until_all("is_ready")
+
+    async def wait(self) -> None:
+        """Until `stop`; raises the BatonError of a process that will never start."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+
+    async def stop(self, grace_s: float) -> None:
+        """As `Front.stop`: what runs in any process has `grace_s`. Cancelled: all fails now."""
+        self._stopping = True
+        self._door.shut()
+        self._tell(Stop(grace_s=grace_s))
+        living = [task for task in self._tasks if not task.done()]
+        try:
+            if living and grace_s:
+                await asyncio.wait(living, timeout=grace_s + LAST_WORDS_S)
+        finally:
+            self._tell(Stop(grace_s=0.0))
+            if living:
+                await asyncio.wait(living, timeout=LAST_WORDS_S)
+            for task in living:
+                task.cancel()
+            await asyncio.gather(*living, return_exceptions=True)
+            self._grpc.close()
+            self._scratch.remove()
+
+    # -- supervising ---------------------------------------------------------------------------------------------------
+
+    async def _tend(self, seat: Seat) -> None:
+        while not self._stopping:
+            error = await self._live(seat)
+            if self._stopping:
+                return
+            if error is None:
+                log.info("gateway process %d has left: the next one takes its place", seat.number)
+                seat.life = lifecycle.left(seat.life, self._clock())
+                continue
+            seat.life = lifecycle.failed(seat.life, error, self._clock(), self._config.supervision)
+            self._changed()
+            if seat.life.state is LifeState.HOPELESS:
+                raise error
+            delay_s = seat.life.due_s - self._clock()
+            log.warning("gateway process %d: %s; starting it again in %.2g s", seat.number, error.message, delay_s)
+            await asyncio.sleep(delay_s)
+            seat.life = lifecycle.restarted(seat.life, self._clock())
+
+    async def _live(self, seat: Seat) -> BatonError | None:
+        """One life of a process; what it ended with, None if it had served and then ended in order."""
+        try:
+            process, control = await self._spawn(seat)
+        except OSError as error:
+            return Unavailable(f"it cannot be started: {error.strerror or error}")
+        seat.pid, seat.error = process.pid, None
+        self._greet(seat, control)
+        tasks = [
+            asyncio.create_task(self._follow(seat, control)),
+            asyncio.create_task(self._beat(seat, control)),
+        ]
+        ended = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait([ended, tasks[1]], return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                await tasks[0]  # what it said before
+        finally:
+            for task in tasks:
+                task.cancel()
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
+            await asyncio.gather(ended, *tasks, return_exceptions=True)
+            self._forget(seat)
+            await control.close()
+        if seat.error is not None:
+            return seat.error
+        code = process.returncode or 0
+        if code == 0 and seat.is_ready:
+            return None
+        return Unavailable(f"it ended with signal {-code}" if code < 0 else f"it ended with exit code {code}")
+
+    async def _spawn(self, seat: Seat) -> tuple[asyncio.subprocess.Process, Channel]:
+        """Raises OSError, and keeps nothing, when the machine has no room for another process."""
+        ours, theirs = socket.socketpair()
+        with theirs, ExitStack() as undo:
+            undo.callback(ours.close)
+            inherited = (theirs, self._door.open(seat.number))
+            undo.callback(self._door.lose, seat.number)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", PROGRAM, *(str(one.fileno()) for one in inherited),
+                pass_fds=[one.fileno() for one in inherited], stdin=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+            undo.pop_all()
+        return process, await Channel.over(ours, CONTROL_MESSAGES)
+
+    def _forget(self, seat: Seat) -> None:
+        seat.control, seat.is_up, seat.is_leaving, seat.pid = None, False, False, 0
+        self._door.lose(seat.number)
+        self._keeper.lost(seat.number)
+
+    def _greet(self, seat: Seat, control: Channel) -> None:
+        """Orders come first, and nobody else's news before them."""
+        control.send(
+            Orders(
+                config=replace(self._config, router=replace(self._config.router, grpc_port=self.grpc_port)),
+                number=seat.number,
+                count=len(self._seats),
+                folder=self._scratch.path,
+                log_format=self._log_format,
+                is_told=self._is_told,
+                addresses=self._addresses,
+            )
+        )
+        for worker_id, address in self._workers.items():
+            control.send(Joined(worker_id=worker_id, address=address))
+        for worker_id, successor in self._starting.items():
+            control.send(Starting(worker_id=worker_id, successor=successor))
+        control.send(Degraded(reason=self._degraded))
+        seat.control = control
+        self._changed()
+
+    async def _follow(self, seat: Seat, control: Channel) -> None:
+        while (message := await control.receive()) is not None:
+            await self._hear(seat, control, message)
+
+    async def _hear(self, seat: Seat, control: Channel, message: Message) -> None:
+        match message:
+            case Up(model=model, has_chat=has_chat):
+                self.model, self._has_chat = model, has_chat
+                seat.is_up = True
+                self._door.admit(seat.number)
+                self._changed()
+            case Ready():
+                seat.life = lifecycle.opened(seat.life, self._clock())
+                self._changed()
+            case Failed(error=error):
+                seat.error = raised(error)
+            case Leaving():
+                seat.is_leaving = True
+                self._door.dismiss(seat.number)
+                self._changed()
+            case Entering():
+                control.send(await self._keeper.decide(seat.number, message))
+            case Spent():
+                self._keeper.spent(message)
+            case Gone():
+                self._keeper.gone(seat.number, message)
+            case Pong():
+                seat.num_unanswered = 0
+
+    async def _beat(self, seat: Seat, control: Channel) -> None:
+        """Returns when a process that was up does not answer any more: its event loop stands still."""
+        config = self._config.supervision
+        seat.num_unanswered = 0
+        while seat.num_unanswered < config.max_misses:
+            await asyncio.sleep(config.health_period_s)
+            if seat.is_up:
+                seat.num_unanswered += 1
+                control.send(Ping())
+        seat.error = Unavailable(f"it has not answered for {config.max_misses * config.health_period_s:g} s")
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        statuses = tuple(seat.status() for seat in self._seats)
+        self._settled = self._settled or all(seat.is_ready for seat in self._seats)
+        self._tell(Told(statuses=statuses, settled=self._settled))
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+    def _tell(self, message: Message) -> None:
+        for seat in self._seats:
+            if seat.control is not None:
+                seat.control.send(message)
+
+    async def _until_all(self, are: str) -> None:
+        while not all(getattr(seat, are) for seat in self._seats):
+            turn = asyncio.ensure_future(self._turn.wait())
+            done, _ = await asyncio.wait([turn, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            turn.cancel()
+            for task in done:
+                if task is not turn:
+                    task.result()

@@ -1,0 +1,149 @@
+"""A gateway in this process or in several: started, told of workers, stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import TYPE_CHECKING
+
+from prometheus_client import Gauge
+from rich.console import Console
+
+from cluster.config.config import ClusterConfig
+from cluster.discovery.base import Discovery, StaticDiscovery
+from cluster.process.gc_tuning import collect_rarely
+from cluster.process.logs import LogFormat
+from cluster.process.ports import check_free, listen
+from cluster.process.signals import Stop, stopped, stopping
+from cluster.supervision.preflight import check_files
+from protos.errors import Misconfigured
+from workers.models.config import longest_sequence, read_config
+
+if TYPE_CHECKING:
+    from cluster.gateway.process_supervisor import Gateways
+    from cluster.gateway.server import Front
+    from router.fleet.channels import Channels
+
+log = logging.getLogger("baton.cluster")
+
+
+async def run_gateway(
+    config: ClusterConfig, addresses: tuple[str, ...], console: Console, log_format: LogFormat = LogFormat.TEXT
+) -> bool:
+    """Serves until a signal; whether it was stopped in order. Raises BatonError."""
+    config.check_model()
+    check_discovery(config, addresses)
+    check_files(config)
+    stop = Stop()
+    router = config.router
+    listening = listen(router.host, router.port)
+    front: Front | Gateways | None = None
+    try:
+        check_free(router.host, router.grpc_port, "--grpc-port")
+        front = open_faces(config, listening, log_format, is_told=False, addresses=addresses)
+        await stop.before(_serve(front, config, addresses))
+        log.info("%s", stopping(config.supervision.grace_s if front.serves else 0.0))
+        in_order = await stop.patiently(front.stop(config.supervision.grace_s))
+    finally:
+        if front is not None:
+            await front.stop(0.0)
+        listening.close()
+    log.info("%s", stopped(in_order))
+    return in_order
+
+
+def open_faces(
+    config: ClusterConfig,
+    listening: socket.socket,
+    log_format: LogFormat,
+    *,
+    is_told: bool = True,
+    addresses: tuple[str, ...] = (),
+) -> Front | Gateways:
+    """The gateway, in this process or in several. `is_told`: workers join its `fleet`; else processes of its own look
+    for them."""
+    if config.processes > 1:
+        from cluster.gateway.process_supervisor import Gateways
+
+        return Gateways(config, listening, log_format=log_format, is_told=is_told, addresses=addresses)
+    from cluster.gateway.server import Front  # a second of imports, while Ray starts
+
+    return Front(
+        config.router,
+        listening,
+        max_model_len=max_model_len_of(config),
+        tls=config.tls,
+        peers=config.peers,
+        index=config.index,
+    )
+
+
+def max_model_len_of(config: ClusterConfig) -> int:
+    """What the workers of the same settings take. Raises Misconfigured, BadCheckpoint or UnsupportedModel."""
+    return longest_sequence(read_config(config.worker.model), config.worker.max_model_len)
+
+
+async def _serve(front: Front | Gateways, config: ClusterConfig, addresses: tuple[str, ...]) -> None:
+    from cluster.gateway.server import Front
+
+    await front.start()
+    log.info("serving %s at %s, gRPC on port %d, as soon as workers are found", front.model, front.url, front.grpc_port)
+    if isinstance(front, Front):
+        collect_rarely()
+        await follow(front, await discovery_of(config, addresses, front.channels))
+        return
+    telling = asyncio.create_task(_tell_ready(front), name="ready")
+    try:
+        await front.wait()
+    finally:
+        telling.cancel()
+
+
+async def _tell_ready(front: Gateways) -> None:
+    await front.ready()
+    log.info("every gateway process is ready")
+
+
+async def follow(front: Front, found: Discovery) -> None:
+    """Serves the workers that are found, as long as HTTP is served."""
+    current = Gauge("baton_discovery_current", "1 while the list of workers is current", registry=front.registry)
+    current.set_function(lambda: 0.0 if found.trouble else 1.0)
+    front.fleet.notices.append(lambda: f"the list of workers may be old: {found.trouble}" if found.trouble else "")
+    following = asyncio.create_task(found.follow(front.fleet), name="discovery")
+    try:
+        await front.wait()
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+
+
+def check_discovery(config: ClusterConfig, addresses: tuple[str, ...]) -> None:
+    """Raises Misconfigured unless there is one way to find workers."""
+    if addresses and config.discovery:
+        raise Misconfigured(
+            "--worker and --discovery are both given: workers are written down, or found", param="worker"
+        )
+    if not addresses and not config.discovery:
+        raise Misconfigured(
+            "no worker would ever be found: give --worker HOST:PORT or --discovery URL", param="discovery"
+        )
+
+
+async def discovery_of(config: ClusterConfig, addresses: tuple[str, ...], channels: Channels) -> Discovery:
+    """Of which `channels` learn the workers' tokens. Raises Misconfigured."""
+    check_discovery(config, addresses)
+    from router.fleet.worker_client import WorkerClient
+
+    async def identify(address: str) -> str:
+        client = WorkerClient(address, connect_timeout_s=2.0, control_timeout_s=2.0, open_channel=channels)
+        try:
+            return (await client.describe()).worker_id
+        finally:
+            await client.close()
+
+    if addresses:
+        return StaticDiscovery(addresses, identify=identify)
+    from cluster.discovery.redis import RedisDiscovery, connect
+
+    return RedisDiscovery(await connect(config.discovery), learn=channels.learn)

@@ -1,0 +1,278 @@
+"""The router with its faces in this process: HTTP under uvicorn and the inference service over gRPC, on one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from cluster.gateway.shutdown import Cutoff
+from cluster.process.fd_limit import raise_limit
+from cluster.process.ports import example, url_of
+from protos.tls import FaceTls, PeerTls
+from router.admission.admission import Admission
+from router.admission.metrics import AdmissionCollector
+from router.app import create_app
+from router.auth.auth import Reception
+from router.auth.limits import TenantLimits
+from router.auth.registry import open_limits
+from router.config import RouterConfig
+from router.dispatch.canary import Canary, by_one_worker
+from router.dispatch.chooser import Routing, routing_of
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.metrics import MovingCollector
+from router.fleet.channels import Channels
+from router.fleet.fleet import Fleet
+from router.fleet.metrics import FleetCollector
+from router.gateway import open_gateway
+from router.grpc.service import GrpcFace
+from router.http.response_writer import HttpProtocol
+from router.latency.metrics import PredictionCollector
+from router.metrics import RequestMetrics
+from router.policies.registry import policy_of
+from router.prefix.registry import MEMORY, open_index
+from router.replicas.load_gossip import SharedLoad
+from router.replicas.peers import ForSiblings, Siblings, http_socket
+
+LAST_WORDS_S = 1.0  # for an error to reach a client that was cut off
+DATE_PERIOD_S = 1.0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: when to stop is decided for the whole process, not for one face of it."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        """`serve` closes what is open, and returns."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Awake once a second, for the date in the answers' heads. uvicorn's own asks ten times a second whether to
+        exit, which is half of what a process costs that has nothing to do."""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DATE_PERIOD_S):
+                    await self._stopping.wait()
+
+    def protocol(self, config: uvicorn.Config | None = None, lost: Callable[[], None] | None = None) -> Any:
+        """For one connection that this server has not accepted itself, but closes in order when it stops. `lost` is
+        called when the connection has ended."""
+        config = config or self.config
+        if not config.loaded:
+            config.load()
+        kind: Any = config.http_protocol_class
+        made = kind(config=config, server_state=self.server_state, app_state={})
+        if lost is not None:
+            end = made.connection_lost
+
+            def connection_lost(error: Exception | None) -> None:
+                end(error)
+                lost()
+
+            made.connection_lost = connection_lost
+        return made
+
+
+class Front:
+    """Made on the event loop it runs on, from a socket that listens already. Workers join `fleet`.
+
+    Without `listening` another process accepts connections, which are taken with `adopt`: this is one gateway process
+    of several, and its gRPC port is everybody's.
+
+    Raises Misconfigured or BadCheckpoint when the model's tokenizer cannot be read or the policy does not exist.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        listening: socket.socket | None,
+        *,
+        max_model_len: int | None = None,
+        tls: FaceTls,
+        peers: PeerTls,
+        index: str = MEMORY,
+        siblings: Siblings | None = None,
+        limits: TenantLimits | None = None,
+    ) -> None:
+        policy, routing = policy_of(config), routing_of(config)
+        tls.check()
+        self._is_secure, self._asks_for_keys = bool(tls.cert), bool(config.tenants)
+        self._siblings = siblings or Siblings()
+        gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
+        prefixes, self._others = open_index(
+            index, model=config.model_name, gateway_id=gateway_id, siblings=self._siblings
+        )
+        self.channels = Channels(peers)
+        self.fleet = Fleet(
+            index=prefixes, config=config, gateway_id=gateway_id, open_channel=self.channels, peers=self._others,
+            observe=routing.observe,
+        )  # fmt: skip
+        self._shared_load = self._share_load()
+        metrics = RequestMetrics(model=config.model_name)
+        self.registry = metrics.registry
+        self.registry.register(FleetCollector(self.fleet))
+        self.registry.register(PredictionCollector(self.fleet.predictor, routing.shadows))
+        dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config, routing=routing)
+        alone = Dispatcher(fleet=self.fleet, policy=by_one_worker(policy), config=config, routing=Routing())
+        self._canary = Canary(dispatcher, alone=alone, every=config.canary_every)
+        self.registry.register(MovingCollector(dispatcher.moves, dispatcher.pulls, self._canary))
+        admission = Admission(self._canary, fleet=self.fleet, config=config)
+        self.registry.register(AdmissionCollector(admission))
+        reception = self._reception = Reception(
+            Path(config.tenants) if config.tenants else None,
+            limits=limits or open_limits(index, model=config.model_name),
+            registry=self.registry,
+            changed=lambda roster: admission.weigh({name: tenant.weight for name, tenant in roster.tenants.items()}),
+        )
+        self._generate = Cutoff(admission)
+        gateway = self._gateway = open_gateway(
+            config, generate=self._generate, fleet=self.fleet, metrics=metrics, reception=reception, routing=routing,
+            siblings=self._siblings, max_model_len=max_model_len,
+        )  # fmt: skip
+        self.model = gateway.card.name
+        self.has_chat = gateway.template is not None
+        self._listening = listening
+        self._app = create_app(gateway)
+        self._http = _Server(_settings(self._app, ssl_certfile=tls.cert or None, ssl_keyfile=tls.key or None))
+        self._grpc = GrpcFace(gateway, host=config.host, port=config.grpc_port, tls=tls, is_shared=listening is None)
+        self._adopting: set[asyncio.Task[None]] = set()
+        self._local: asyncio.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.grpc_port = config.grpc_port
+
+    @property
+    def url(self) -> str:
+        assert self._listening is not None, "whoever accepts the connections knows the URL"
+        return url_of(self._listening, is_secure=self._is_secure)
+
+    def example(self) -> str:
+        """A request to try."""
+        return example(self.url, self.model, has_chat=self.has_chat, asks_for_keys=self._asks_for_keys)
+
+    async def start(self) -> None:
+        """From now on /health answers; /ready does when a worker has joined. Raises Misconfigured: a port is taken."""
+        raise_limit()
+        if self._others is not None:
+            await self._others.start()
+        if self._shared_load is not None:
+            await self._shared_load.start()
+        self.grpc_port = await self._grpc.start()
+        await self._listen_to_siblings()
+        if not self._http.config.loaded:
+            self._http.config.load()
+        sockets = [self._listening] if self._listening is not None else []
+        self._serving = asyncio.create_task(self._http.serve(sockets=sockets), name="http")
+
+    def adopt(self, connection: socket.socket, lost: Callable[[], None]) -> None:
+        """Serves a connection that another process has accepted; `lost` is called when it has ended."""
+        task = asyncio.create_task(self._adopt(connection, lost))
+        self._adopting.add(task)
+        task.add_done_callback(self._adopting.discard)
+
+    async def _adopt(self, connection: socket.socket, lost: Callable[[], None]) -> None:
+        loop, server = asyncio.get_running_loop(), self._http
+        made: list[Any] = []
+
+        def protocol() -> Any:
+            made.append(server.protocol(lost=lost))
+            return made[0]
+
+        try:
+            connection.setblocking(False)
+            await loop.connect_accepted_socket(protocol, connection, ssl=server.config.ssl)
+        except OSError:  # it has gone already, or speaks no TLS
+            if not made or made[0].transport is None:
+                lost()
+
+    def _share_load(self) -> SharedLoad | None:
+        """With the other processes behind the same port, if there are any."""
+        siblings = self._siblings
+        if siblings.folder is None:
+            return None
+        fleet = self.fleet
+        shared = SharedLoad(
+            folder=siblings.folder, number=siblings.number, count=siblings.count,
+            take=fleet.given_elsewhere, blame=fleet.blame_elsewhere,
+        )  # fmt: skip
+        fleet.tell_siblings, fleet.tell_failure = shared.tell, shared.tell_failure
+        return shared
+
+    async def _listen_to_siblings(self) -> None:
+        folder = self._siblings.folder
+        if folder is None:
+            return
+        settings, loop = _settings(ForSiblings(self._app)), asyncio.get_running_loop()
+        path = _free(http_socket(folder, self._siblings.number))
+        self._local = await loop.create_unix_server(lambda: self._http.protocol(settings), path)
+
+    async def wait(self) -> None:
+        """Returns when HTTP is not served any more."""
+        assert self._serving is not None, "start() comes first"
+        await asyncio.shield(self._serving)
+
+    @property
+    def serves(self) -> bool:
+        """Would a request be served now?"""
+        return self.fleet.ready()
+
+    async def ready(self) -> None:
+        """Returns once a request would be served."""
+        now = asyncio.get_running_loop().time
+        while not self.fleet.ready():
+            await self.fleet.wait(until=now() + 60.0)
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new requests, lets those that run finish for `grace_s`, fails the rest. Cancelled: fails all now."""
+        self._http.config.timeout_graceful_shutdown = int(grace_s + LAST_WORDS_S + 1)
+        self._http.stop()
+        stopping: list[asyncio.Task[None]] = [asyncio.create_task(self._grpc.stop(grace_s + LAST_WORDS_S))]
+        if self._serving is not None:
+            stopping.append(self._serving)
+        if self._local is not None:
+            self._local.close()
+        try:
+            await asyncio.wait(stopping, timeout=grace_s)
+        finally:
+            self._generate.cut()
+            await asyncio.wait(stopping, timeout=LAST_WORDS_S)
+            self._http.force_exit = True
+            for task in stopping:
+                task.cancel()
+            await asyncio.wait(stopping)
+            await self._canary.close()
+            await self.fleet.close()
+            await self._reception.close()
+            self._gateway.grammars.close()
+            await self._siblings.close()
+            if self._others is not None:
+                await self._others.close()
+            if self._shared_load is not None:
+                await self._shared_load.close()
+            if self._listening is not None:
+                self._listening.close()
+
+
+def _free(path: str) -> str:
+    """Without the socket of a process that died."""
+    Path(path).unlink(missing_ok=True)
+    return path
+
+
+def _settings(app: Any, **further: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, http=HttpProtocol, ws="none", lifespan="off", access_log=False, log_config=None, **further
+    )

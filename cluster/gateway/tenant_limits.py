@@ -1,0 +1,97 @@
+"""Tenants' limits that gateway processes keep together without Redis: their supervisor keeps them for all.
+
+A tenant without limits costs no question. What a process that died had running is given back at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+from cluster.gateway.messages import Entered, Entering, Gone, Spent
+from cluster.process.channel import Channel
+from protos.errors import RateLimited
+from protos.wire import error_info, raised
+from router.auth.limits import LocalLimits
+from router.auth.tenants import Tenant
+
+
+class KeptLimits:
+    """`TenantLimits` of one gateway process: asks its supervisor."""
+
+    trouble = ""
+
+    def __init__(self, control: Channel) -> None:
+        self._control = control
+        self._numbers = count()
+        self._asked: dict[int, asyncio.Future[Entered]] = {}
+
+    async def enter(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
+        if not _is_limited(tenant):
+            return
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._control.send(Entering(number=number, tenant=tenant, request_id=request_id, num_tokens=num_tokens))
+        try:
+            entered = await answer
+        except asyncio.CancelledError:
+            self.leave(tenant, request_id)  # it may have been let in meanwhile
+            raise
+        finally:
+            del self._asked[number]
+        if entered.refusal is not None:
+            raise raised(entered.refusal)
+
+    def answered(self, entered: Entered) -> None:
+        """The supervisor has decided."""
+        answer = self._asked.get(entered.number)
+        if answer is not None and not answer.done():
+            answer.set_result(entered)
+
+    def spend(self, tenant: Tenant, num_tokens: int, now: float) -> None:
+        if tenant.tokens_per_min is not None:
+            self._control.send(Spent(tenant=tenant, num_tokens=num_tokens))
+
+    def leave(self, tenant: Tenant, request_id: str) -> None:
+        if _is_limited(tenant):
+            self._control.send(Gone(tenant=tenant, request_id=request_id))
+
+    async def close(self) -> None:
+        """Nobody decides any more: who still waits is let in, and told by others that the end has come."""
+        for number, answer in self._asked.items():
+            if not answer.done():
+                answer.set_result(Entered(number=number, refusal=None))
+
+
+class Keeper:
+    """In the supervisor: the limits, and what each process has running."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._limits = LocalLimits()
+        self._clock = clock
+        self._running: dict[int, dict[tuple[str, str], Tenant]] = {}
+
+    async def decide(self, process: int, asked: Entering) -> Entered:
+        try:
+            await self._limits.enter(asked.tenant, asked.request_id, asked.num_tokens, self._clock())
+        except RateLimited as refused:
+            return Entered(number=asked.number, refusal=error_info(refused))
+        self._running.setdefault(process, {})[asked.tenant.name, asked.request_id] = asked.tenant
+        return Entered(number=asked.number, refusal=None)
+
+    def spent(self, spent: Spent) -> None:
+        self._limits.spend(spent.tenant, spent.num_tokens, self._clock())
+
+    def gone(self, process: int, gone: Gone) -> None:
+        self._running.get(process, {}).pop((gone.tenant.name, gone.request_id), None)
+        self._limits.leave(gone.tenant, gone.request_id)
+
+    def lost(self, process: int) -> None:
+        """The process is no more, nor are its requests."""
+        for (_, request_id), tenant in self._running.pop(process, {}).items():
+            self._limits.leave(tenant, request_id)
+
+
+def _is_limited(tenant: Tenant) -> bool:
+    return (tenant.requests_per_min, tenant.tokens_per_min, tenant.max_concurrent) != (None, None, None)

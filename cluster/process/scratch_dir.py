@@ -1,0 +1,138 @@
+"""A folder for as long as a process lives. Folders of processes that were killed before they could remove them are
+removed when the next one is made; `kill_users` ends the processes that use a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import select
+import shutil
+import signal
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cluster.process.reaper import adopt_orphans
+from protos.errors import Misconfigured
+
+PREFIX = "baton-"
+OWNED = "owned"  # locked by the processes that use the folder: the kernel releases it with the last of them
+REAP_S = 1.0  # what was killed ends at once, unless a driver holds it
+
+log = logging.getLogger("baton.cluster")
+
+
+class Scratch:
+    """A new folder in `parent`. Folders there whose owners are gone are removed first."""
+
+    def __init__(self, parent: Path) -> None:
+        _sweep(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        beginning = self.path / f"{OWNED}.new"
+        lock = os.open(beginning, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._lock: int | None = lock
+        self.lock_file = self.path / OWNED
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        beginning.rename(self.path / OWNED)  # locked before anybody else can see it
+
+    def remove(self) -> None:
+        """May be called again."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+
+def share(folder: Path) -> int:
+    """Makes a folder that several processes use, or joins it. The folder stays until the last process has ended that
+    has the descriptor returned, or has inherited it. Raises Misconfigured where another user could write there."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise Misconfigured(f"{folder} has to be a folder that this user alone may use: remove it")
+        with suppress(FileNotFoundError):  # another process has just removed the folder
+            lock = os.open(folder / OWNED, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), (folder / OWNED).stat()):
+                    return lock
+            os.close(lock)
+
+
+def kill_users(folder: Path) -> None:
+    """Ends every process that has the folder in its command line, and those that descend from it, but not this one; and
+    leaves nothing of those that descend from this one: where nobody reaps for others, as in many containers, they would
+    be zombies for ever. Linux only."""
+    killed: list[int] = []
+    with _adopting():
+        for pid in _users(folder):
+            with suppress(OSError):  # just gone, or another user's
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+        for pid in (*killed, *killed):  # the second time those whose parents were among them
+            with suppress(OSError):  # no child of ours, or reaped already
+                _reap(pid)
+
+
+def programs(folder: Path) -> Iterator[tuple[int, str]]:
+    """Ids and programs' names of processes that have the folder in their command lines."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # just gone
+            command = (entry / "cmdline").read_bytes()
+            if os.fsencode(folder) in command:
+                yield int(entry.name), Path(os.fsdecode(command.partition(b"\0")[0])).name
+
+
+def _users(folder: Path) -> list[int]:
+    """Their descendants, too: Ray's agents have titles in place of their command lines."""
+    parents: dict[int, int] = {}
+    users: set[int] = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if os.fsencode(folder) in (entry / "cmdline").read_bytes():
+                users.add(int(entry.name))
+    users.discard(os.getpid())
+    while more := {pid for pid, parent in parents.items() if parent in users} - users - {os.getpid()}:
+        users |= more
+    return sorted(users)
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Meanwhile children of children that end become ours."""
+    before = adopt_orphans()
+    try:
+        yield
+    finally:
+        adopt_orphans(before)
+
+
+def _reap(pid: int) -> None:
+    """Raises ChildProcessError for what is no child of this process."""
+    if os.waitpid(pid, os.WNOHANG)[0]:
+        return
+    end = os.pidfd_open(pid)
+    try:
+        select.select([end], [], [], REAP_S)
+        os.waitpid(pid, os.WNOHANG)
+    finally:
+        os.close(end)
+
+
+def _sweep(parent: Path) -> None:
+    for owned in sorted(parent.glob(f"{PREFIX}*/{OWNED}")):
+        with suppress(OSError):  # in use, another user's, or just gone
+            if owned.parent.lstat().st_uid != os.geteuid():
+                continue
+            lock = os.open(owned, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                log.info("%s is what a killed Baton left behind: it is removed", owned.parent)
+                shutil.rmtree(owned.parent, ignore_errors=True)
+            finally:
+                os.close(lock)

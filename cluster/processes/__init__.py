@@ -1,1 +1,0 @@
-"""Several gateway processes behind one port, and the process that supervises them (ADR of that name)."""

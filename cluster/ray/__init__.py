@@ -1,0 +1,1 @@
+"""Ray: sessions, placement, and the process that supervises with its library."""

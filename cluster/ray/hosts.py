@@ -1,0 +1,111 @@
+"""Machines on which ranks run, as the launcher sees them: this one, or a node of a Ray cluster (`actors`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from cluster.supervision.rank import Event, Orders
+from cluster.supervision.rank_starter import ExitStatus, RankLink, end_process, start_process
+from protos.errors import WorkerLost
+
+LOOPBACK = "127.0.0.1"
+
+
+class Link(Protocol):
+    """To one rank's process, which outlives it."""
+
+    async def news(self) -> Sequence[Event]:
+        """What the rank sends next. Raises WorkerLost when its process has ended."""
+        ...
+
+    async def stop(self) -> None:
+        """Asks the process to end, and returns when it has."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the process at once, if it has not ended yet. Raises nothing."""
+        ...
+
+
+class Host(Protocol):
+    """One machine. `start`, `order` and `attach` raise WorkerLost for a process that cannot be started or has ended;
+    `meeting_place` raises it when the machine is lost, and `end` raises nothing."""
+
+    @property
+    def address(self) -> str:
+        """What Ray calls the machine; "" of the one that everything runs on."""
+        ...
+
+    async def meeting_place(self) -> tuple[str, int]:
+        """What other ranks reach this machine by, and a port that is free."""
+        ...
+
+    async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
+        """A rank's process, which waits for its orders. `environment` is what differs from this machine's; `leader` is
+        the name of the worker's rank 0, with which the others end, and "" of itself."""
+        ...
+
+    async def order(self, name: str, pid: int, orders: Orders) -> Link: ...
+
+    async def attach(self, name: str, pid: int) -> Link:
+        """To a rank that has its orders."""
+        ...
+
+    async def end(self, name: str, pid: int) -> None:
+        """Ends at once a rank's process that has no link, and removes its files. `pid` is 0 where it is not known."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a worker's ranks run; `devices` are the GPUs of each rank, as CUDA_VISIBLE_DEVICES names them."""
+
+    host: Host
+    devices: tuple[str, ...] = ()
+
+
+class ThisMachine:
+    """`folder` is the cluster's, and `lock` a file in it that the cluster holds as long as it lives."""
+
+    address = ""
+
+    def __init__(self, folder: Path, lock: str, exit_status: ExitStatus = lambda pid: None) -> None:
+        self._folder = folder
+        self._lock = lock
+        self._exit_status = exit_status
+
+    async def meeting_place(self) -> tuple[str, int]:
+        return LOOPBACK, free_port(LOOPBACK)
+
+    async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
+        own = ours(os.environ) | dict(environment)
+        try:
+            return await asyncio.to_thread(start_process, self._folder, name, own, lock=self._lock, contact_s=0.0)
+        except OSError as error:
+            raise WorkerLost(f"its process could not be started: {error}") from error
+
+    async def order(self, name: str, pid: int, orders: Orders) -> Link:
+        return await RankLink.start(self._folder, name, pid, orders, self._exit_status)
+
+    async def attach(self, name: str, pid: int) -> Link:
+        return await RankLink.attach(self._folder, name, pid, self._exit_status)
+
+    async def end(self, name: str, pid: int) -> None:
+        end_process(self._folder, name, pid)
+
+
+def free_port(address: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what concerns Ray, its token above all: a rank has nothing to do with it."""
+    return {name: value for name, value in environment.items() if not name.startswith("RAY_")}

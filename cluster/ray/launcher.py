@@ -1,0 +1,286 @@
+"""Carries a plan out: a place for the worker, a process for each rank, and what they send as one stream.
+
+launch ─▶ place ─▶ processes ─▶ orders, with where rank 0 meets the others ─▶ events ...
+adopt ──▶ the processes that run already ─────────────────────────────────▶ events ...
+closed, or a rank is gone ─▶ a polite stop, if all are there ─▶ every process killed, place given back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from cluster.config.config import ClusterConfig
+from cluster.ray.hosts import Host, Link, Place
+from cluster.supervision.living import LivingWorker
+from cluster.supervision.placement import WorkerPlan
+from cluster.supervision.rank import Ended, Event, Logged, Orders
+from protos.errors import BatonError, Misconfigured, WorkerLost
+from protos.wire import raised
+from workers.config import Seat
+
+log = logging.getLogger("baton.cluster")
+
+POLITE_STOP_S = 5.0
+KILL_S = 2.0
+START_S = 60.0
+NO_ROOM_S = 5.0
+LAST_WORDS_S = 0.5
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True, eq=False)
+class Processes:
+    """The processes of a worker that may exist, by their names, with their ids (0: not known) and the links to them."""
+
+    host: Host | None = None
+    pids: dict[str, int] = field(default_factory=dict)
+    links: dict[str, Link] = field(default_factory=dict)
+
+    def in_order(self) -> list[Link]:
+        """Of rank 0 first."""
+        return [self.links[name] for name in self.pids]
+
+    async def end(self) -> None:
+        """Also those that no link was made to."""
+        closing = [link.close() for link in self.links.values()]
+        if self.host is not None:
+            closing += [self.host.end(name, pid) for name, pid in self.pids.items() if name not in self.links]
+        await asyncio.gather(*closing, return_exceptions=True)
+
+
+class Places(Protocol):
+    """Shares of machines, set aside for workers."""
+
+    @property
+    def trouble(self) -> str:
+        """Why no share can be set aside at present; "" if it can."""
+        ...
+
+    async def take(self, plan: WorkerPlan) -> Place:
+        """Waits until there is room. Raises WorkerLost."""
+        ...
+
+    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> Place:
+        """The place of a worker that runs already. Raises WorkerLost."""
+        ...
+
+    async def give_back(self, plan: WorkerPlan) -> None:
+        """Of a worker that is gone. Never fails."""
+        ...
+
+
+class RankLauncher:
+    """One for a cluster. Every process it starts or finds is killed when its worker's stream ends or is closed.
+
+    `record` is called before a process is started, and when more is known of it.
+    """
+
+    def __init__(self, config: ClusterConfig, places: Places, record: Callable[[LivingWorker], None]) -> None:
+        self._config = config
+        # A rank's process may have a working directory of its own.
+        self._worker = replace(config.worker, model=str(Path(config.worker.model).absolute()))
+        self._places = places
+        self._record = record
+
+    async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
+        """What rank 0 sends, and what any rank logs. Raises the BatonError that the worker ended with."""
+        processes = Processes()
+        try:
+            placing = asyncio.ensure_future(self._places.take(plan))
+            try:
+                if not (await asyncio.wait([placing], timeout=NO_ROOM_S))[0]:
+                    why = self._places.trouble or "no machine has that free"
+                    yield Logged(level=logging.WARNING, message=f"waits for {_needs(plan)}: {why}")
+                place = await placing
+            finally:
+                placing.cancel()
+            living = LivingWorker(
+                worker_id=plan.worker_id,
+                incarnation=incarnation,
+                host=place.host.address,
+                devices=place.devices,
+                names=tuple(f"{plan.worker_id}.{incarnation}.{rank}" for rank in range(plan.num_ranks)),
+                pids=(),
+            )
+            self._record(living)
+            await self._start_in_time(plan, living, place, processes)
+            async with aclosing(self._follow(plan, processes.in_order())) as events:
+                async for event in events:
+                    yield event
+        finally:
+            await _in_full(self._end(plan, processes))
+
+    async def adopt(self, plan: WorkerPlan, living: LivingWorker) -> AsyncGenerator[Event, None]:
+        """As `launch`, of a worker whose processes run. The first event is its present state."""
+        processes = Processes(pids=dict(zip(living.names, living.pids or (0,) * len(living.names), strict=True)))
+        try:
+            host = processes.host = (await self._places.retake(plan, living)).host
+
+            async def attach(name: str, pid: int) -> None:
+                processes.links[name] = await host.attach(name, pid)
+
+            await _all([attach(name, pid) for name, pid in processes.pids.items()])
+            async with aclosing(self._follow(plan, processes.in_order())) as events:
+                async for event in events:
+                    yield event
+        finally:
+            await _in_full(self._end(plan, processes))
+
+    async def _follow(self, plan: WorkerPlan, links: Sequence[Link]) -> AsyncGenerator[Event, None]:
+        """Stops the ranks politely if none of them has broken."""
+        intact = True
+        try:
+            async with aclosing(merged(plan.worker_id, links)) as events:
+                async for event in events:
+                    yield event
+        except BatonError:
+            intact = False
+            raise
+        finally:
+            if intact:
+                with suppress(TimeoutError, BatonError):
+                    async with asyncio.timeout(POLITE_STOP_S):
+                        await links[0].stop()
+
+    async def _end(self, plan: WorkerPlan, processes: Processes) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KILL_S):
+                await processes.end()
+        await self._places.give_back(plan)
+
+    async def _start_in_time(self, plan: WorkerPlan, living: LivingWorker, place: Place, processes: Processes) -> None:
+        """Raises WorkerLost when there is room for the processes and they do not come up."""
+        try:
+            async with asyncio.timeout(START_S):
+                await self._start(plan, living, place, processes)
+        except TimeoutError:
+            raise WorkerLost(f"its processes did not come up within {START_S:g} s") from None
+
+    async def _start(self, plan: WorkerPlan, living: LivingWorker, place: Place, processes: Processes) -> None:
+        """Notes each process in `processes` as soon as it may exist, and each link as soon as it is made."""
+        host = processes.host = place.host
+        threads = {name: str(plan.num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        environments = [
+            threads | ({"CUDA_VISIBLE_DEVICES": place.devices[rank]} if place.devices else {})
+            for rank in range(plan.num_ranks)
+        ]
+        meeting_places = await _all([host.meeting_place() for _ in living.names])
+        (store_host, store_port), store_key = meeting_places[0], secrets.token_bytes(32)
+
+        async def start(name: str, own: dict[str, str], leader: str) -> int:
+            processes.pids[name] = pid = await host.start(name, own, leader)
+            return pid
+
+        async def order(name: str, pid: int, orders: Orders) -> None:
+            processes.links[name] = await host.order(name, pid, orders)
+
+        processes.pids.update(dict.fromkeys(living.names, 0))
+        pids = await _all([
+            start(name, own, living.names[0] if rank else "")
+            for rank, (name, own) in enumerate(zip(living.names, environments, strict=True))
+        ])  # fmt: skip
+        self._record(replace(living, pids=tuple(pids)))
+        orders = (
+            self._orders(plan, Seat(
+                worker_id=plan.worker_id, incarnation=living.incarnation, rank=rank, size=plan.num_ranks, host=address,
+                store_host=store_host, store_port=store_port, store_key=store_key,
+            ))
+            for rank, (address, _) in enumerate(meeting_places)
+        )  # fmt: skip
+        await _all([order(name, pid, own) for name, pid, own in zip(living.names, pids, orders, strict=True)])
+        told = ", ".join(map(str, pids))
+        log.info("%s: runs in process %s", plan.worker_id, told, extra={"worker": plan.worker_id})
+
+    def _orders(self, plan: WorkerPlan, seat: Seat) -> Orders:
+        config = self._config
+        return Orders(
+            role=plan.role,
+            worker=replace(self._worker, device=plan.device, tp=plan.num_ranks),
+            prefill=config.prefill,
+            decode=config.decode,
+            peers=config.peers,
+            seat=seat,
+            grace_s=config.supervision.grace_s,
+        )
+
+
+async def merged(worker_id: str, ranks: Sequence[Link]) -> AsyncGenerator[Event, None]:
+    """Ends with rank 0. Raises what the first rank to break broke of, or a better reason that another one has."""
+    arrived: asyncio.Queue[Event | asyncio.Task[BatonError | None]] = asyncio.Queue()
+
+    async def pump(number: int, rank: Link) -> BatonError | None:
+        while True:
+            try:
+                events = await rank.news()
+            except WorkerLost as error:
+                told = error.message
+                if len(ranks) > 1:
+                    told = told.replace("its process", f"the process of rank {number} of {worker_id}", 1)
+                return WorkerLost(told)
+            for event in events:
+                if isinstance(event, Ended):
+                    return raised(event.error) if event.error is not None else None
+                if number == 0 or isinstance(event, Logged):
+                    arrived.put_nowait(event)
+
+    pumps = [asyncio.create_task(pump(number, rank)) for number, rank in enumerate(ranks)]
+    for task in pumps:
+        task.add_done_callback(arrived.put_nowait)
+    try:
+        while True:
+            item = await arrived.get()
+            if not isinstance(item, asyncio.Task):
+                yield item
+            elif item.result() is not None:
+                await asyncio.wait(pumps, timeout=LAST_WORDS_S)
+                raise _most_telling([task.result() for task in pumps if task.done()])
+            elif item is pumps[0]:
+                return
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+def _most_telling(errors: Sequence[BatonError | None]) -> BatonError:
+    """That another rank is lost says least; that the settings are wrong says most."""
+    known = [error for error in errors if error is not None]
+    return min(known, key=lambda error: (not isinstance(error, Misconfigured), isinstance(error, WorkerLost)))
+
+
+async def _all(work: Sequence[Awaitable[Result]]) -> list[Result]:
+    """Raises the first error when all have ended, so that none goes on unseen."""
+    ended = await asyncio.gather(*work, return_exceptions=True)
+    for one in ended:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in ended if not isinstance(one, BaseException)]
+
+
+async def _in_full(work: Coroutine[Any, Any, None]) -> None:
+    """Also where the caller is cancelled meanwhile, once or more: then the cancellation comes afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+def _needs(plan: WorkerPlan) -> str:
+    totals: dict[str, float] = {}
+    for bundle in plan.bundles():
+        for name, amount in bundle.items():
+            totals[name] = totals.get(name, 0.0) + amount
+    return ", ".join(f"{amount:g} {name}" for name, amount in totals.items())

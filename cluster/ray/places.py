@@ -1,0 +1,230 @@
+"""Shares of machines that Ray sets aside for workers: a placement group each. On one machine a worker keeps its place
+over its lives, and over Ray's: a successor is started there also while Ray is away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from cluster.ray.actors import RayNodes
+from cluster.ray.hosts import Host, Place
+from cluster.ray.session import Machines
+from cluster.supervision.living import LivingWorker
+from cluster.supervision.placement import WorkerPlan
+from protos.errors import WorkerLost
+
+log = logging.getLogger("baton.cluster")
+
+PINNED = 0.001  # of the resource by which Ray names a node
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What Ray has set aside: a group for the worker, or one for each rank where certain GPUs are needed."""
+
+    groups: list[Any] = field(default_factory=list)
+    devices: tuple[str, ...] = ()
+
+
+class OneMachine:
+    """Everything runs on this machine. `known` are the GPUs that workers have from an earlier life of this process."""
+
+    trouble = "Ray is being started"
+
+    def __init__(self, host: Host, known: Mapping[str, tuple[str, ...]]) -> None:
+        self._host = host
+        self._devices = dict(known)
+        self._shares: asyncio.Future[RayShares] = asyncio.get_running_loop().create_future()
+
+    def use(self, shares: RayShares) -> None:
+        """Ray is there."""
+        self.trouble = ""
+        self._shares.set_result(shares)
+
+    async def keep(self, plans: Sequence[WorkerPlan]) -> None:
+        """Sets aside anew what workers have from an earlier Ray."""
+        shares = await asyncio.shield(self._shares)
+        for plan in plans:
+            if plan.worker_id in self._devices:
+                await _keep(shares, plan, self._devices[plan.worker_id])
+
+    async def take(self, plan: WorkerPlan) -> Place:
+        if plan.worker_id not in self._devices:
+            shares = await asyncio.shield(self._shares)
+            self._devices[plan.worker_id] = await shares.take(plan)
+        return Place(host=self._host, devices=self._devices[plan.worker_id])
+
+    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> Place:
+        return Place(host=self._host, devices=living.devices)
+
+    async def give_back(self, plan: WorkerPlan) -> None:
+        """It is kept for the next life of the worker."""
+
+
+class ManyMachines:
+    """Nodes of a Ray that is not ours: nothing is set aside while Ray is away."""
+
+    trouble = "Ray is not there"
+
+    def __init__(self) -> None:
+        self._ray: asyncio.Future[tuple[RayShares, RayNodes]] = asyncio.get_running_loop().create_future()
+
+    def use(self, shares: RayShares, nodes: RayNodes) -> None:
+        """Ray is there."""
+        self.trouble = ""
+        self._ray.set_result((shares, nodes))
+
+    async def take(self, plan: WorkerPlan) -> Place:
+        shares, nodes = await asyncio.shield(self._ray)
+        devices = await shares.take(plan)
+        return Place(host=await nodes.of(await shares.node_id(plan.worker_id)), devices=devices)
+
+    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> Place:
+        shares, nodes = await asyncio.shield(self._ray)
+        host = await nodes.at(living.host)
+        await _keep(shares, plan, living.devices, living.host)
+        return Place(host=host, devices=living.devices)
+
+    async def give_back(self, plan: WorkerPlan) -> None:
+        if self._ray.done():
+            shares, _ = self._ray.result()
+            await shares.give_back(plan.worker_id)
+
+
+async def _keep(shares: RayShares, plan: WorkerPlan, devices: tuple[str, ...], node: str = "") -> None:
+    """Sets aside what a worker has already, or warns: the worker serves on either way."""
+    why = ""
+    try:
+        if await shares.take_devices(plan, devices, node):
+            return
+    except Exception as error:  # Ray raises bare ones
+        why = f": {type(error).__name__}: {error}"
+    log.warning(
+        "worker %s: Ray could not set aside what it has (GPUs: %s): other programs may be given the same%s",
+        plan.worker_id, ", ".join(devices) or "none", why,
+    )  # fmt: skip
+
+
+class RayShares:
+    """Placement groups of a Ray that runs."""
+
+    def __init__(self, machines: Machines) -> None:
+        self._machines = machines
+        self._shares: dict[str, Share] = {}
+
+    async def take(self, plan: WorkerPlan) -> tuple[str, ...]:
+        """Waits until there is room; the GPUs of each rank. Raises WorkerLost when Ray fails."""
+        bundles = plan.bundles()
+        group = await self._group(bundles, plan.worker_id)
+        share = self._shares[plan.worker_id] = Share(groups=[group])
+        try:
+            await _ready(group)
+            if plan.gpus_per_rank:
+                share.devices = await _devices(group, bundles)
+        except BaseException:  # also when the caller waits no longer
+            if self._shares.get(plan.worker_id) is share:
+                del self._shares[plan.worker_id]
+            await self._remove([group])
+            raise
+        return share.devices
+
+    async def take_devices(self, plan: WorkerPlan, devices: tuple[str, ...], node: str = "") -> bool:
+        """Sets aside what a worker has already; whether Ray has given exactly its GPUs. Ray gives whichever are free:
+        others are put aside until it has given the right one."""
+        share = self._shares[plan.worker_id] = Share(devices=devices)
+        pinned = {f"node:{node}": PINNED} if node else {}
+        aside: dict[str, Any] = {}
+        try:
+            for rank, bundle in enumerate(plan.bundles()):
+                wanted = devices[rank] if devices else ""
+                while wanted not in aside:
+                    group = await self._group([bundle | pinned], f"{plan.worker_id} rank {rank}")
+                    try:
+                        if not await _ready_now(group):
+                            return False
+                        aside[(await _devices(group, [bundle]))[0] if devices else ""] = group
+                    finally:
+                        if group not in aside.values():
+                            await self._remove([group])
+                share.groups.append(aside.pop(wanted))
+            return True
+        finally:
+            await self._remove(list(aside.values()))
+
+    async def give_back(self, worker_id: str) -> None:
+        share = self._shares.pop(worker_id, None)
+        if share is not None:
+            await self._remove(share.groups)
+
+    async def node_id(self, worker_id: str) -> str:
+        """Of the machine where the worker has its place."""
+        from ray.util.placement_group import placement_group_table
+
+        [group] = self._shares[worker_id].groups
+        table = await self._machines.call(lambda: placement_group_table(group))
+        return str(next(iter(table["bundles_to_node_id"].values())))
+
+    async def _group(self, bundles: list[dict[str, float]], name: str) -> Any:
+        from ray.util.placement_group import placement_group
+
+        return await self._machines.call(lambda: placement_group(bundles, strategy="STRICT_PACK", name=name))
+
+    async def _remove(self, groups: Sequence[Any]) -> None:
+        from ray.exceptions import RayError
+        from ray.util.placement_group import remove_placement_group
+
+        for group in groups:
+            with suppress(RayError, ValueError):
+                await self._machines.call(partial(remove_placement_group, group))
+
+
+ROOM_S = 10.0  # for a group that fits where its worker is already
+
+
+async def _ready(group: Any) -> None:
+    from ray.exceptions import RayError
+
+    try:
+        await group.ready()
+    except RayError as error:
+        raise WorkerLost(f"Ray has no place for it: {str(error).strip().splitlines()[-1]}") from error
+
+
+async def _ready_now(group: Any) -> bool:
+    try:
+        async with asyncio.timeout(ROOM_S):
+            await _ready(group)
+    except (TimeoutError, WorkerLost):
+        return False
+    return True
+
+
+async def _devices(group: Any, bundles: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
+    """The GPUs of each bundle, as CUDA_VISIBLE_DEVICES names them."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    look = ray.remote(_visible_devices)
+    looking = [
+        look.options(
+            num_cpus=0, num_gpus=bundle["GPU"], max_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+        ).remote()
+        for number, bundle in enumerate(bundles)
+    ]  # fmt: skip
+    try:
+        return tuple([await one for one in looking])
+    except RayError as error:
+        raise WorkerLost(f"Ray does not say which GPUs it gives: {str(error).strip().splitlines()[-1]}") from error
+
+
+def _visible_devices() -> str:
+    """On the node, in a process of Ray's."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -1,0 +1,395 @@
+"""The workers of a deployment, as the process sees them that serves or announces them: their supervisor is a process of
+its own, which this one starts, and starts again with the workers that live.
+
+tend:  spawn the supervisor ─▶ Planned ─▶ Viewed, Announced ... ─▶ it has ended: spawn the next one, which adopts them
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from cluster.config.config import ClusterConfig
+from cluster.discovery.base import ClusterAnnouncer
+from cluster.gateway.messages import Failed, Ping, Pong
+from cluster.process.channel import Channel
+from cluster.process.reaper import Reaper, adopt_orphans
+from cluster.process.scratch_dir import Scratch, kill_users
+from cluster.ray.session import OURS, end_private_ray, short_folder
+from cluster.ray.supervisor_messages import (
+    SUPERVISOR_MESSAGES,
+    Announced,
+    Begin,
+    Drain,
+    Drained,
+    LogLine,
+    Planned,
+    ProcessEnded,
+    RayAway,
+    Record,
+    Step,
+    StopWorkers,
+    Viewed,
+    Withdrawn,
+    WorkersStopped,
+    WorkerStarting,
+)
+from cluster.supervision.lifecycle import LifeState, delay_s
+from cluster.supervision.living import LivingWorker
+from cluster.supervision.placement import WorkerPlan
+from cluster.supervision.progress import Bars
+from cluster.supervision.supervisor import WorkerView
+from protos.errors import BatonError, Unavailable
+from protos.wire import raised
+from router.fleet.successors import Successor
+
+log = logging.getLogger("baton.cluster")
+
+PROGRAM = "from cluster.ray.supervisor_process import main; main()"
+RAY_TITLE = b"ray::"  # of what Ray's raylet has started
+START_TRIES = 3  # of a Ray that never came up
+STOP_S = 40.0  # for every worker's polite end, and Ray's
+MAX_PAUSE_S = 5.0  # before a supervisor that ends again and again is started anew
+TICK_S = 1.0
+PING_S = 2.0
+DOUBT_UNANSWERED = 2
+MAX_UNANSWERED = 15  # patience: no request waits for a supervisor, and importing Ray takes seconds
+MAX_SAID_LINES = 20
+
+
+class Pools:
+    """`prepare` at any time, then `start`, `ready`, `wait`; `stop` undoes whatever was done, in any state."""
+
+    def __init__(self, config: ClusterConfig, bars: Bars) -> None:
+        self._config = config
+        self._bars = bars
+        self._scratch: Scratch | None = None
+        self._announcer: ClusterAnnouncer | None = None
+        self._channel: Channel | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reaper = Reaper(self._reaped)
+        self._views: dict[str, WorkerView] = {}
+        self._living: dict[str, LivingWorker] = {}
+        self._addresses: dict[str, str] = {}
+        self._starting: dict[str, Successor] = {}
+        self._have_served: set[str] = set()
+        self._statuses: dict[int, int] = {}  # of ranks that ended while there was no supervisor
+        self._steps: dict[str, Callable[[], None]] = {}
+        self._error: BatonError | None = None
+        self._away: tuple[str, float] | None = None  # why, and since when, a lost worker may not be started again
+        self._announced_trouble = ""
+        self._turn = asyncio.Event()
+        self._num_unanswered = 0
+        self._has_begun = False
+        self._drained = self._stopped = False
+        self._stopping = False
+        self.plans: Sequence[WorkerPlan] = ()
+
+    async def prepare(self) -> None:
+        """Starts the supervisor, and with it Ray: seconds. Raises Misconfigured, Unavailable."""
+        self._scratch = Scratch(short_folder())
+        adopt_orphans()
+        self._tasks = [asyncio.create_task(self._tend(), name="supervisor"), asyncio.create_task(self._tick())]
+        await self._until(lambda: bool(self.plans))
+
+    async def start(self, announcer: ClusterAnnouncer) -> None:
+        """From now on workers are announced."""
+        self._announcer = announcer
+        for worker_id, successor in self._starting.items():
+            await announcer.starting(worker_id, successor)
+        for worker_id, address in self._addresses.items():
+            await announcer.announce(worker_id, address)
+
+    async def ready(self) -> None:
+        """Returns when every worker serves; raises the BatonError of one that never will."""
+        await self._until(lambda: len(self._serving()) == len(self.plans))
+
+    async def wait(self) -> None:
+        """Until `stop`; raises the BatonError of a worker that will never start."""
+        assert self._tasks, "prepare() comes first"
+        await asyncio.shield(self._tasks[0])
+
+    @property
+    def trouble(self) -> str:
+        """Why a lost worker may not be started again at present; "" when it would be."""
+        if self._away is None:
+            if self._num_unanswered <= DOUBT_UNANSWERED or self._channel is None:
+                return ""
+            silent_s = (self._num_unanswered - 1) * PING_S
+            return f"the supervisor has not answered for {silent_s:.0f} s: workers serve on; a lost worker has to wait"
+        reason, since_s = self._away
+        kept = "a lost worker is started again where it was" if not self._config.ray.address else (
+            "a lost worker is not started again before it is back"
+        )  # fmt: skip
+        return f"{reason} (for {time.monotonic() - since_s:.0f} s): workers serve on; {kept}"
+
+    async def drain(self, grace_s: float) -> None:
+        """No new work for any worker; returns when what runs has finished, at the latest after `grace_s`."""
+        if self._channel is None or not self._views:
+            return
+        self._drained = False
+        self._channel.send(Drain(grace_s=grace_s))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s + 1.0):
+                await self._until(lambda: self._drained or self._channel is None)
+
+    async def stop(self) -> None:
+        """Ends the workers and Ray; cancelled, it leaves that to `end`."""
+        self._stopping = True
+        if self._channel is not None:
+            self._channel.send(StopWorkers())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await asyncio.wait(self._tasks[:1])
+
+    async def end(self) -> None:
+        """The last: no process of ours is left on this machine after it."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._scratch is not None:
+            kill_users(self._scratch.path)
+            self._reaper.kill_strays(RAY_TITLE)
+            self._reaper.close()
+            self._scratch.remove()
+            self._scratch = None
+
+    # -- the supervisor ------------------------------------------------------------------------------------------------
+
+    async def _tend(self) -> None:
+        num_failures = 0
+        while True:
+            begun_s = time.monotonic()
+            reason = await self._live()
+            if self._stopping:
+                return
+            if self._error is not None:
+                raise self._error
+            supervision = self._config.supervision
+            num_failures = 1 if time.monotonic() - begun_s > supervision.reset_after_s else num_failures + 1
+            if not self.plans and num_failures >= START_TRIES:
+                raise Unavailable(f"{reason}; tried {START_TRIES} times")
+            pause_s = min(MAX_PAUSE_S, delay_s(num_failures, supervision)) if num_failures > 1 else 0.0
+            what = "the supervisor is started again, and goes on with the workers that live"
+            if not self.plans:
+                what = f"this is tried again ({num_failures + 1} of {START_TRIES})"
+            log.warning("%s: %s%s", reason, what, f" in {pause_s:.2g} s" if pause_s else "")
+            await asyncio.sleep(pause_s)
+
+    async def _live(self) -> str:
+        """One life of the supervisor's process; why it has ended."""
+        assert self._scratch is not None
+        folder, said = self._scratch.path, self._scratch.path / "supervisor.err"
+        try:
+            process, ours = await _spawn(said)
+        except OSError as error:  # too little memory, or too many processes or open files: for now
+            reason = f"the supervisor could not be started: {error}"
+            self._note_away(reason)
+            await self._announce_trouble()
+            return reason
+        channel = await Channel.over(ours, SUPERVISOR_MESSAGES)
+        channel.send(
+            Begin(
+                config=self._config, folder=str(folder), lock=str(self._scratch.lock_file), plans=tuple(self.plans),
+                living=tuple(self._living.values()), have_served=tuple(self._have_served),
+            )
+        )  # fmt: skip
+        for pid, status in self._statuses.items():
+            channel.send(ProcessEnded(pid=pid, status=status))
+        self._statuses.clear()
+        self._channel, self._num_unanswered, self._has_begun, before = channel, 0, False, self._away
+        following, beating = asyncio.create_task(self._follow(channel)), asyncio.create_task(self._beat(channel))
+        ended = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait([ended, beating], return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                await following  # what it said before
+        finally:
+            for task in (following, beating):
+                task.cancel()
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
+            await asyncio.gather(ended, following, beating, return_exceptions=True)
+            self._channel = None
+            await channel.close()
+            self._changed()
+        reason = self._lost(process.returncode or 0, said, before)
+        await self._announce_trouble()
+        await asyncio.to_thread(self._end_ray, folder)
+        return reason
+
+    def _end_ray(self, folder: Path) -> None:
+        if not self._config.ray.address:
+            end_private_ray(folder)
+            self._reaper.kill_strays(RAY_TITLE)
+            shutil.rmtree(folder / OURS, ignore_errors=True)
+
+    def _lost(self, code: int, said: Path, before: tuple[str, float] | None) -> str:
+        """Notes that there is no supervisor; why."""
+        if self._away is not None and self._away is not before:
+            return self._away[0]  # it has said so
+        how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if self._num_unanswered >= MAX_UNANSWERED:
+            how = f"killed: it had not answered for {MAX_UNANSWERED * PING_S:g} s"
+        elif code != -9 and (lines := said.read_text(errors="replace").strip().splitlines()):
+            log.warning("the supervisor's last words:\n%s", "\n".join(lines[-MAX_SAID_LINES:]))
+        reason = f"the supervisor was {how}" if code < 0 else f"the supervisor {how}"
+        self._note_away(reason)
+        return reason
+
+    def _note_away(self, reason: str) -> None:
+        if self.plans and not self._stopping:
+            self._away = (reason, self._away[1] if self._away is not None else time.monotonic())
+
+    async def _beat(self, channel: Channel) -> None:
+        """Returns when a supervisor that has begun does not answer any more: its event loop stands still."""
+        while self._num_unanswered < MAX_UNANSWERED:
+            await asyncio.sleep(PING_S)
+            if self._has_begun:
+                self._num_unanswered += 1
+                channel.send(Ping())
+
+    async def _follow(self, channel: Channel) -> None:
+        while (message := await channel.receive()) is not None:
+            self._has_begun = True
+            try:
+                await self._hear(message)
+            except Exception:  # a supervisor that is not read from seems to hang, and would be killed
+                log.exception("what the supervisor has sent could not be acted on: %s", type(message).__name__)
+            self._changed()
+
+    async def _hear(self, message: object) -> None:
+        match message:
+            case LogLine(name=name, level=level, message=line, fields=fields):
+                logging.getLogger(name).log(level, "%s", line, extra=fields)
+            case Step(what=what, is_over=True):
+                self._steps.pop(what, lambda: None)()
+            case Step(what=what):
+                if not self.plans:
+                    self._steps[what] = self._bars.step(what)
+            case Planned(plans=plans):
+                self.plans = plans
+            case Record(living=living):
+                self._living[living.worker_id] = living
+                for pid in living.pids if not living.host else ():
+                    self._reaper.watch(pid)
+            case Viewed(view=view):
+                self._view(view)
+            case RayAway(reason=reason):
+                self._note_ray(reason)
+                await self._announce_trouble()
+            case Failed(error=error):
+                self._error = raised(error)
+            case Pong():
+                self._num_unanswered = 0
+            case Drained():
+                self._drained = True
+            case _:
+                await self._announce(message)
+
+    async def _announce(self, message: object) -> None:
+        match message:
+            case WorkerStarting(worker_id=worker_id, successor=successor):
+                self._starting[worker_id] = successor
+                if self._announcer is not None:
+                    await self._announcer.starting(worker_id, successor)
+            case Announced(worker_id=worker_id, address=address):
+                self._addresses[worker_id] = address
+                self._starting.pop(worker_id, None)
+                if self._announcer is not None:
+                    await self._announcer.announce(worker_id, address)
+            case Withdrawn(worker_id=worker_id):
+                self._addresses.pop(worker_id, None)
+                if self._announcer is not None:
+                    await self._announcer.withdraw(worker_id)
+            case WorkersStopped():
+                self._stopped = True
+
+    def _view(self, view: WorkerView) -> None:
+        worker_id, living = view.worker_id, self._living.get(view.worker_id)
+        is_gone = view.life.state in (LifeState.WAITING, LifeState.HOPELESS)
+        if living is not None and (is_gone or living.incarnation < view.incarnation):
+            del self._living[worker_id]
+        if view.life.state is LifeState.SERVING:
+            self._have_served.add(worker_id)
+        known = self._views.get(worker_id)
+        self._views[worker_id] = view
+        if known is None or (known.life.state, known.incarnation, known.loaded) != (
+            view.life.state, view.incarnation, view.loaded,
+        ):  # fmt: skip
+            self._bars.show(view)
+
+    def _note_ray(self, reason: str) -> None:
+        if not self.plans:
+            self._away = (reason, time.monotonic()) if reason else None
+            return
+        if not reason and self._away is not None:
+            log.info("Ray is there, and every worker has its place in it")
+            self._away = None
+        elif reason and (self._away is None or self._away[0] != reason):
+            self._away = (reason, self._away[1] if self._away is not None else time.monotonic())
+            log.warning("%s", self.trouble)
+
+    def _reaped(self, pid: int, status: int) -> None:
+        if self._channel is not None:
+            self._channel.send(ProcessEnded(pid=pid, status=status))
+        else:
+            self._statuses[pid] = status
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            try:
+                self._reaper.reap_strays()
+                await self._announce_trouble()
+            except Exception:  # the next turn tries again
+                log.exception("ended processes could not be reaped, or what is wrong could not be announced")
+            await asyncio.sleep(TICK_S)
+
+    async def _announce_trouble(self) -> None:
+        trouble = self.trouble if self.plans else ""
+        if trouble != self._announced_trouble and self._announcer is not None:
+            self._announced_trouble = trouble
+            await self._announcer.set_degraded(trouble)
+
+    def _serving(self) -> list[WorkerView]:
+        return [view for view in self._views.values() if view.life.state is LifeState.SERVING]
+
+    def _changed(self) -> None:
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        """Raises the BatonError that everything ended with."""
+        while not holds():
+            turn = asyncio.ensure_future(self._turn.wait())
+            await asyncio.wait([turn, self._tasks[0]], return_when=asyncio.FIRST_COMPLETED)
+            turn.cancel()
+            if self._tasks[0].done():
+                self._tasks[0].result()
+                return
+
+
+async def _spawn(said: Path) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """A supervisor's process, which writes its errors to `said`, and our end of the channel to it. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, said.open("wb") as errors:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", PROGRAM, str(theirs.fileno()), pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True,
+            )  # fmt: skip
+    except BaseException:
+        ours.close()
+        raise
+    return process, ours

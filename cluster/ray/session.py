@@ -1,0 +1,287 @@
+"""Ray itself: a private one for this machine, started and stopped with its supervisor, or one that runs already.
+
+A private Ray listens on the loopback interface only, asks for a token that its own processes alone have, and keeps its
+files in a folder of its own, which goes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cluster.config.config import RayConfig
+from cluster.process.scratch_dir import kill_users, programs
+from cluster.process.signals import RAY_THREAD, SIGNALS
+from cluster.ray.hosts import LOOPBACK
+from cluster.ray.probe import check_answers, no_ray
+from cluster.supervision.placement import Node
+from cluster.supervision.rank import in_thread
+from cluster.supervision.rank_starter import ended, has_ended
+from protos.errors import Misconfigured, Unavailable
+
+log = logging.getLogger("baton.cluster")
+
+Result = TypeVar("Result")
+
+OBJECT_STORE_BYTES = 100 * 2**20  # nothing travels through it; Ray wants at least 75 MB
+STOP_S = 10.0  # a Ray that has started ends within one or two
+LOOK_S = 0.5  # between two looks for what has ended of a Ray that is being started
+GIVE_UP_S = 1.0  # for one that is still starting, and was killed
+PROBE_S = 1.0  # between two connections to a Ray that is not ours
+PROBE_MISSES = 3
+ASK_S = 1.0  # between two health calls to the control store and the raylet
+DOUBT_S = 3.0  # without an answer
+OURS = "r"  # Ray opens its folder to everybody, so that it is given one in a folder that is ours alone
+LONGEST_SOCKET = f"/baton-12345678/{OURS}/session_2026-11-23_01-49-16_799730_4194304/sockets/plasma_store"
+MAX_FOLDER_BYTES = 107 - len(LONGEST_SOCKET)  # unix(7): a socket's path has 107 bytes
+VITAL = {"gcs_server": "control store (GCS)", "raylet": "raylet"}
+"""Ray's processes without which it is no more, as it calls them and as people do. Its raylet ends with its agents."""
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # an empty request asks for the server as a whole
+PRIVATE = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USE_TLS": "0",  # of the person's own Ray; nothing of this one leaves the machine
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    # Ray replaces 127.0.0.1 by the machine's own address, and then listens everywhere, unless clusters are off. Ray
+    # reads this setting on Linux, too, in spite of its name (as of 2.60).
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+
+
+def short_folder() -> Path:
+    """For temporary files, and short enough for Ray's sockets in it."""
+    shallow = len(os.fsencode(tempfile.gettempdir())) <= MAX_FOLDER_BYTES
+    return Path(tempfile.gettempdir() if shallow else "/tmp")
+
+
+def end_private_ray(folder: Path) -> None:
+    """Every process of a Ray in this folder, whoever has started it."""
+    kill_users(folder / OURS)
+
+
+class Machines:
+    """`start` and `stop` bracket everything else; a private Ray's files are in `folder`, and stay when it ends. Ray's
+    calls that wait run on one thread that lives as long as this: the kernel ends Ray's processes with the thread that
+    started them. A call that never returns, in C++, is left behind by `stop`, and ends with this process."""
+
+    def __init__(self, config: RayConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=RAY_THREAD)
+        self._starting: Future[None] | None = None
+        self._where = config.address
+
+    @property
+    def is_private(self) -> bool:
+        return not self._config.address
+
+    async def start(self) -> None:
+        """Raises Misconfigured when there is no Ray at the address, Unavailable when none can be started."""
+        address = self._config.address
+        if address:
+            await check_answers(address)
+        self._starting = self._thread.submit(self._start)
+        starting: asyncio.Future[Any] = asyncio.wrap_future(self._starting)
+        ending: asyncio.Future[Any] = asyncio.ensure_future(self._ended_early())
+        try:
+            await asyncio.wait([starting, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                raise Unavailable(f"{ending.result()} while Ray was being started")
+            starting.result()
+        finally:
+            starting.cancel()
+            ending.cancel()
+            _take_signals_back()
+
+    async def stop(self) -> None:
+        """Ends the driver, and a private Ray with all its processes, in seconds whatever it is at. Idempotent."""
+        if self._starting is None:
+            return
+        is_up = self._starting.done()
+        if not is_up:
+            self._kill()
+        self._starting = None
+        _take_signals_back()
+        stopping = asyncio.ensure_future(self.call(self._stop))
+        done, _ = await asyncio.wait([stopping], timeout=STOP_S if is_up else GIVE_UP_S)
+        if is_up and not done:
+            log.warning("Ray has not ended within %g s: it is killed", STOP_S)
+        self._kill()
+        self._thread.shutdown(wait=False)
+        for task in done:
+            task.result()
+
+    async def call(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def nodes(self) -> tuple[Node, ...]:
+        import ray
+
+        alive = [node["Resources"] for node in await self.call(ray.nodes) if node["Alive"]]
+        return tuple(Node(cpus=float(has.get("CPU", 0.0)), gpus=float(has.get("GPU", 0.0))) for has in alive)
+
+    async def lost(self, doubt: Callable[[str], None]) -> str:
+        """Returns why Ray is no more, once it is: within a second of its end, and where it only answers no more after
+        `RayConfig.silent_s`. Calls `doubt` with what seems wrong meanwhile, and with "" when it was nothing."""
+        looking = [
+            asyncio.ensure_future(self._ended() if self.is_private else self._unreachable(doubt)),
+            asyncio.ensure_future(self._silent(doubt)),
+        ]
+        try:
+            done, _ = await asyncio.wait(looking, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in looking:
+                task.cancel()
+
+    async def _ended(self) -> str:
+        """Of a private Ray."""
+        from ray._private import worker
+
+        node: Any = worker._global_node
+        watched = {
+            asyncio.ensure_future(ended(one.process.pid)): called
+            for name, called in VITAL.items()
+            for one in node.all_processes.get(name, ())
+        }
+        try:
+            done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            return f"Ray's {' and '.join(sorted(watched[task] for task in done))} has ended"
+        finally:
+            for task in watched:
+                task.cancel()
+
+    async def _ended_early(self) -> str:
+        """Of a private Ray that is being started. Ray's library would wait a minute for a process that has ended."""
+        seen: dict[int, str] = {}
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self.is_private:
+                seen |= {pid: VITAL[name] for pid, name in programs(self._folder / OURS) if name in VITAL}
+            for pid, called in seen.items():
+                if has_ended(pid):
+                    return f"Ray's {called} has ended"
+
+    async def _unreachable(self, doubt: Callable[[str], None]) -> str:
+        misses = 0
+        while True:
+            await asyncio.sleep(PROBE_S)
+            try:
+                await check_answers(self._where, PROBE_S)
+            except Misconfigured as error:
+                misses += 1
+                reason = error.message.partition(";")[0]
+                if misses >= PROBE_MISSES:
+                    return reason
+                doubt(reason)
+            else:
+                if misses:
+                    doubt("")
+                misses = 0
+
+    async def _silent(self, doubt: Callable[[str], None]) -> str:
+        """A process that is stopped, or hangs, has not ended: it only answers no more."""
+        import ray
+
+        while True:
+            await asyncio.sleep(ASK_S)
+            asking = in_thread(ray.nodes)
+            if reason := await self._unanswered(asking, "control store (GCS)", doubt):
+                return reason
+            if (error := asking.exception()) is not None:
+                return f"Ray does not know its nodes: {error}"
+            for node in asking.result() if self.is_private else ():  # else the control store watches the raylets
+                checking = asyncio.ensure_future(_raylet_answers(node, self._config.silent_s))
+                if reason := await self._unanswered(checking, "raylet", doubt):
+                    return reason
+
+    async def _unanswered(self, answer: asyncio.Future[Any], what: str, doubt: Callable[[str], None]) -> str:
+        """Why Ray is given up, where `answer` does not come in time; "" when it has come."""
+        limit_s = self._config.silent_s
+        doubt_s = min(DOUBT_S, limit_s / 2)
+        if (await asyncio.wait([answer], timeout=doubt_s))[0]:
+            return ""
+        doubt(f"Ray's {what} does not answer")
+        if not (await asyncio.wait([answer], timeout=limit_s - doubt_s))[0]:
+            return f"Ray's {what} has not answered for {limit_s:g} s"
+        doubt("")
+        return ""
+
+    def _start(self) -> None:
+        options: dict[str, Any] = {"address": self._config.address, "log_to_driver": False}
+        if self.is_private:
+            options = self._private()
+        import ray
+
+        try:
+            _silence()
+            ray.init(logging_level=logging.ERROR, **options)
+            if not self.is_private and not self._where.startswith("ray://"):
+                self._where = str(ray.get_runtime_context().gcs_address)
+        except Exception as error:  # Ray raises bare ones
+            if isinstance(error, ConnectionError) and not self.is_private:
+                raise no_ray(self._config.address, (str(error).splitlines() or [""])[0]) from error
+            self._stop()
+            raise Unavailable(f"Ray did not start: {error}") from error
+
+    def _private(self) -> dict[str, Any]:
+        # Its processes inherit this; Ray reads it when it is imported.
+        os.environ.update(PRIVATE | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
+        os.environ.pop("RAY_ADDRESS", None)
+        root = str(Path(__file__).resolve().parents[2])
+        known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *(path for path in known if path and path != root)])
+        return {
+            "address": "local",
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_node_ip_address": LOOPBACK,
+            "_temp_dir": str(self._folder / OURS),
+        }
+
+    def _stop(self) -> None:
+        import ray
+
+        ray.shutdown()
+
+    def _kill(self) -> None:
+        if self.is_private:
+            end_private_ray(self._folder)
+
+
+async def _raylet_answers(node: Mapping[str, Any], limit_s: float) -> None:
+    """Returns when the raylet of a node, as `ray.nodes` describes it, has answered a health call of gRPC's standard
+    health service (it needs no token), or can be reached no more: its end is watched elsewhere."""
+    import grpc
+
+    address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+    async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        with suppress(grpc.aio.AioRpcError):
+            check = channel.unary_unary(HEALTH_CHECK, request_serializer=bytes, response_deserializer=bytes)
+            await check(b"", timeout=2 * limit_s)
+
+
+def _take_signals_back() -> None:
+    """Ray puts handlers of its own below Python's, which print a stack trace whenever we are asked to stop."""
+    for number in SIGNALS:
+        signal.signal(number, signal.getsignal(number))
+
+
+def _silence() -> None:
+    """Ray prints a paragraph to stdout for every process that dies; the supervisor logs a line. There is no setting for
+    it (as of 2.60), so the function that prints is replaced; where Ray has renamed it, the paragraphs are back."""
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *args, **options: None

@@ -1,0 +1,353 @@
+"""The process that supervises: Ray's library is in it, and nothing that serves. It may end at any time, also by Ray's
+hand: its parent (`cluster.ray.pools`) starts the next one, which goes on with the same workers.
+
+begin ─▶ workers that run are adopted │ Ray is started, or found ─▶ plan, places ─▶ launch what does not run ─▶ ...
+Ray is lost: the process ends at once, and leaves the workers as they are
+StopWorkers: workers end ─▶ Ray ends ─▶ the process ends          the parent is gone: everything ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cluster.config.config import ClusterConfig
+from cluster.gateway.messages import Failed, Ping, Pong
+from cluster.process.channel import Channel
+from cluster.process.logs import FIELDS
+from cluster.process.scratch_dir import PREFIX, kill_users
+from cluster.process.signals import SIGNALS
+from cluster.ray.actors import RayNodes
+from cluster.ray.hosts import ThisMachine
+from cluster.ray.launcher import RankLauncher
+from cluster.ray.places import ManyMachines, OneMachine, RayShares
+from cluster.ray.session import Machines
+from cluster.ray.supervisor_messages import (
+    SUPERVISOR_MESSAGES,
+    Announced,
+    Begin,
+    Drain,
+    Drained,
+    LogLine,
+    Planned,
+    ProcessEnded,
+    RayAway,
+    Record,
+    Step,
+    StopWorkers,
+    Viewed,
+    Withdrawn,
+    WorkersStopped,
+    WorkerStarting,
+)
+from cluster.supervision.health import check_health, drain
+from cluster.supervision.living import LivingWorker
+from cluster.supervision.placement import Node, WorkerPlan, check_fits, plan, why_not_gpus
+from cluster.supervision.supervisor import Running, Supervisor, WorkerView
+from protos.errors import BatonError, Misconfigured, Unavailable
+from protos.hints import encodable
+from protos.wire import error_info
+from router.fleet.channels import Channels
+from router.fleet.successors import Successor
+
+log = logging.getLogger("baton.cluster")
+
+AGAIN_S = 1.0  # between two looks for a Ray that was there
+LAST_WORDS_S = 1.0
+MAX_ENDED = 1024  # exit statuses that no link has read
+EXIT_RAY_LOST = 75  # EX_TEMPFAIL of sysexits.h
+
+
+class ParentAnnouncer:
+    """An `Announcer`: the parent knows where gateways learn of workers."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def starting(self, worker_id: str, successor: Successor) -> None:
+        self._channel.send(WorkerStarting(worker_id=worker_id, successor=successor))
+
+    async def announce(self, worker_id: str, address: str) -> None:
+        self._channel.send(Announced(worker_id=worker_id, address=address))
+
+    async def withdraw(self, worker_id: str) -> None:
+        self._channel.send(Withdrawn(worker_id=worker_id))
+
+    async def close(self) -> None:
+        """Nothing is kept here."""
+
+
+class SupervisorProcess:
+    """Everything in it, on one event loop."""
+
+    def __init__(self, begin: Begin, channel: Channel) -> None:
+        self._begin = begin
+        self._config: ClusterConfig = begin.config
+        self._channel = channel
+        self._machines = Machines(begin.config.ray, Path(begin.folder))
+        self._ended: dict[int, int] = {}
+        self._living = {living.worker_id: living for living in begin.living}
+        self._places: OneMachine | ManyMachines = ManyMachines()
+        if self._machines.is_private:
+            this_machine = ThisMachine(Path(begin.folder), begin.lock, lambda pid: self._ended.pop(pid, None))
+            self._places = OneMachine(this_machine, {one.worker_id: one.devices for one in begin.living})
+        self._launcher = RankLauncher(begin.config, self._places, self._record)
+        self._plans = begin.plans
+        self._supervisor: Supervisor | None = None
+        self._doubts: dict[str, str] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._first_ended: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        """Until the workers are stopped, Ray is lost, or the parent is gone; the exit code."""
+        obeying, supervising = asyncio.create_task(self._obey()), asyncio.create_task(self._supervise())
+        await asyncio.wait([obeying, supervising], return_when=asyncio.FIRST_COMPLETED)
+        if obeying.done():
+            is_told = obeying.result()
+            supervising.cancel()
+            await (self._stop() if is_told else self._end_everything())
+            return 0
+        try:
+            supervising.result()
+        except BatonError as error:
+            self._channel.send(Failed(error=error_info(error)))
+            await self._stop()
+            return 1
+        return EXIT_RAY_LOST  # the workers go on
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        """Returns when Ray is lost. Raises the BatonError of a worker that will never start, or of the first Ray."""
+        if self._plans:
+            self._start_supervisor()
+        self._watching = self._begin_task(self._ray(), "Ray")
+        (await self._first_ended).result()
+
+    def _begin_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """One whose end is the end of supervising, also where that waits already."""
+
+        def note(ended: asyncio.Task[None]) -> None:
+            if not self._first_ended.done():
+                self._first_ended.set_result(ended)
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(note)
+        self._tasks.append(task)
+        return task
+
+    async def _ray(self) -> None:
+        """From its start to its loss."""
+        if not await self._started():
+            return
+        if not self._plans:
+            self._plans = self._plan(await self._machines.nodes())
+            self._channel.send(Planned(plans=self._plans))
+            self._start_supervisor()
+        keeping = asyncio.create_task(self._keep(RayShares(self._machines)))
+        try:
+            reason = await self._machines.lost(self._doubt)
+        finally:
+            keeping.cancel()
+        self._doubt(reason)
+
+    async def _started(self) -> bool:
+        """Raises Misconfigured where no Ray has ever been there; one that was is waited for."""
+        address = self._config.ray.address
+        what = f"connecting to Ray at {address}" if address else "starting Ray"
+        self._channel.send(Step(what=what))
+        try:
+            while True:
+                try:
+                    await self._machines.start()
+                    return True
+                except Misconfigured as error:
+                    if not self._plans or not address:
+                        raise
+                    self._doubt(error.message.partition(";")[0])
+                    await asyncio.sleep(AGAIN_S)
+        except Unavailable as error:
+            self._doubt(error.message)
+            return False
+        finally:
+            self._channel.send(Step(what=what, is_over=True))
+
+    async def _keep(self, shares: RayShares) -> None:
+        """Workers that run have their places in this Ray, too."""
+        try:
+            if isinstance(self._places, OneMachine):
+                self._places.use(shares)
+                await self._places.keep(self._plans)
+            else:
+                run = Path(self._begin.folder).name.removeprefix(PREFIX)
+                orphan_s = self._config.supervision.orphan_s
+                nodes = RayNodes(self._machines, run, orphan_s, lambda name, reason: self._doubt(reason, name))
+                self._places.use(shares, nodes)
+        except Exception as error:  # the task is never awaited
+            log.exception("Ray could not set aside what workers have")
+            self._doubt(f"Ray could not set aside what workers have: {type(error).__name__}: {error}", "places")
+        self._doubt("")
+
+    def _doubt(self, reason: str, what: str = "Ray") -> None:
+        """Of `what`; "" when nothing is wrong with it any more."""
+        if reason:
+            self._doubts[what] = reason
+        else:
+            self._doubts.pop(what, None)
+        self._channel.send(RayAway(reason="; ".join(dict.fromkeys(self._doubts.values()))))
+
+    def _plan(self, nodes: tuple[Node, ...]) -> tuple[WorkerPlan, ...]:
+        """Raises Misconfigured when the machines cannot hold it."""
+        config = self._config
+        tp, device = config.worker.tp, config.worker.device
+        if self._machines.is_private:
+            check_fits(config.pools, nodes, tp=tp, device=device)
+        plans = plan(config.pools, nodes, tp=tp, device=device, pool_resources=config.ray.pool_resources)
+        if device == "auto" and any(node.gpus for node in nodes) and plans[0].device == "cpu":
+            log.warning("running on CPUs: %s", why_not_gpus(config.pools, nodes, tp=tp))
+        return plans
+
+    def _start_supervisor(self) -> None:
+        plans = {plan.worker_id: plan for plan in self._plans}
+        running = {worker_id: Running(has_served=True) for worker_id in self._begin.have_served}
+        for worker_id, living in self._living.items():
+            running[worker_id] = Running(
+                has_served=worker_id in self._begin.have_served,
+                incarnation=living.incarnation,
+                info=living.info,
+                follow=partial(self._launcher.adopt, plans[worker_id], living),
+            )
+        self._supervisor = Supervisor(
+            self._plans,
+            launcher=self._launcher,
+            announcer=ParentAnnouncer(self._channel),
+            check_health=partial(check_health, Channels(self._config.peers)),
+            config=self._config.supervision,
+            first_incarnation=time.time_ns() // 1_000_000,
+            running=running,
+            watch=self._show,
+        )
+        self._begin_task(self._supervisor.run(), "supervisor")
+
+    def _record(self, living: LivingWorker) -> None:
+        self._living[living.worker_id] = living
+        self._channel.send(Record(living=living))
+
+    def _show(self, view: WorkerView) -> None:
+        self._channel.send(Viewed(view=view))
+        living = self._living.get(view.worker_id)
+        if living is not None and living.incarnation == view.incarnation and living.info != view.info:
+            self._record(replace(living, info=view.info))
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    async def _obey(self) -> bool:
+        """Returns whether a stop was asked for; else the parent is gone."""
+        while (message := await self._channel.receive()) is not None:
+            match message:
+                case ProcessEnded(pid=pid, status=status):
+                    self._ended[pid] = status
+                    if len(self._ended) > MAX_ENDED:
+                        del self._ended[next(iter(self._ended))]  # the oldest
+                case Ping():
+                    self._channel.send(Pong())
+                case Drain(grace_s=grace_s):
+                    self._draining = asyncio.create_task(self._drain(grace_s))
+                case StopWorkers():
+                    return True
+        return False
+
+    async def _drain(self, grace_s: float) -> None:
+        if self._supervisor is not None:
+            channels = Channels(self._config.peers)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await asyncio.gather(*(drain(channels, address) for address in self._supervisor.addresses()))
+        self._channel.send(Drained())
+
+    async def _stop(self) -> None:
+        """In order."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        if self._supervisor is not None:
+            await self._supervisor.stop()
+        self._channel.send(WorkersStopped())
+        await self._machines.stop()
+
+    async def _end_everything(self) -> None:
+        """Whoever had started this cluster is gone, and its ranks end by themselves."""
+        folder = Path(self._begin.folder)
+        kill_users(folder)  # Ray, too: its library may end this process at any time now
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class ParentLog(logging.Handler):
+    """Sends what is logged here to the parent, whose log it is."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields = {name: encodable(str(getattr(record, name))) for name in FIELDS if getattr(record, name, None)}
+        message = encodable(self.format(record))
+        line = LogLine(name=encodable(record.name), level=record.levelno, message=message, fields=fields)
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._channel.send, line)
+
+
+async def run(end: socket.socket) -> int:
+    """The exit code."""
+    channel = await Channel.over(end, SUPERVISOR_MESSAGES)
+    begin = await channel.receive()
+    if not isinstance(begin, Begin):
+        return 1  # the parent has ended before it sent anything
+    logging.basicConfig(level=logging.WARNING, handlers=[ParentLog(channel)], force=True)
+    logging.captureWarnings(True)
+    logging.getLogger("baton").setLevel(logging.INFO)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the parent says when to end
+    try:
+        return await SupervisorProcess(begin, channel).run()
+    finally:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await asyncio.sleep(0)  # what was logged is sent
+                await channel.close()
+
+
+async def run_and_leave(end: socket.socket) -> None:
+    """Ends the process at once: tasks that are cancelled would end the workers, and Ray's threads may never end."""
+    code = 1
+    try:
+        code = await run(end)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """`argv`: the file descriptor that was inherited, of the channel to the parent."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    asyncio.run(run_and_leave(socket.socket(fileno=int(sys.argv[1]))))

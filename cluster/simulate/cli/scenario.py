@@ -1,0 +1,276 @@
+"""What flags and settings ask `baton simulate` for: hardware, load and trouble, which all clusters of a sweep have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.bench.report import Objective
+from cluster.bench.workload import Lengths
+from cluster.config.config import ClusterConfig, PoolsConfig
+from cluster.config.settings import Table
+from cluster.simulate.latency.base import Calibrated
+from cluster.simulate.latency.calibration import calibrate, read_points
+from cluster.simulate.latency.hardware import gpu_of, model_of
+from cluster.simulate.latency.registry import ROOFLINE, StepTimes
+from cluster.simulate.latency.shapes import HOST_GPUS
+from cluster.simulate.node.worker import Spec
+from cluster.simulate.results.report import Summary, summarise
+from cluster.simulate.results.sweep import Choice
+from cluster.simulate.run.config import (
+    SimulationConfig,
+    gateways_told,
+    hardware_spec,
+    in_force,
+    read_settings,
+    room_of,
+    without_effect,
+)
+from cluster.simulate.run.progress import warn
+from cluster.simulate.run.simulation import Outcome
+from cluster.simulate.world.faults import Fault, drawn
+from cluster.simulate.world.lanes import Cards, hosts_of
+from cluster.simulate.world.workload import Load, Room, Session, fitting, generated, recorded
+from protos.errors import Misconfigured
+from protos.values import WorkerRole
+from router.policies.names import NAMES
+from router.prefix.registry import MEMORY
+
+DEFAULT_REQUESTS = 1000
+MAX_LANE_GBPS = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """`lane_rate`: bytes a second of each GPU's network card. With `nvlink`, workers of one host have lanes over it."""
+
+    gpu: str
+    model: str
+    dtype: str | None
+    expert_parallel: bool
+    settings: ClusterConfig
+    latency: Calibrated | None
+    calibration: Sequence[Path]
+    times: StepTimes
+    lane_rate: float
+    nvlink: bool
+    usd_per_gpu_hour: float
+    gateways: int | None
+    leaping: bool
+    audit_every: int
+    seed: int
+    objective: Objective
+    sessions: Sequence[Session]
+    faults: Sequence[Fault]
+    num_faults: int
+
+    def config(self, choice: Choice) -> SimulationConfig:
+        """Raises Misconfigured."""
+        pools = PoolsConfig(
+            prefill=choice.prefill, decode=choice.decode, prefill_tp=choice.prefill_tp, decode_tp=choice.decode_tp
+        )
+        if not choice.prefill:
+            pools = PoolsConfig(colocated=choice.decode)
+        own = {WorkerRole.PREFILL: choice.prefill_tp, WorkerRole.DECODE: choice.decode_tp}
+        specs = {
+            role: self._spec(pools.tp(role, choice.tp), "--tp" if own.get(role) is None else f"--{role}-tp")
+            for role in pools.counts()
+        }
+        config = SimulationConfig(
+            pools=pools,
+            spec=next(iter(specs.values())),
+            specs=specs,
+            router=replace(self.settings.router, policy=choice.policy),
+            supervision=self.settings.supervision,
+            num_gateways=self.num_gateways,
+            siblings=self.siblings,
+            shared_index=self.settings.index != MEMORY,
+            request_s=self.latency.request_s if self.latency is not None else 0.0,
+            num_gpus=choice.tp,
+            usd_per_gpu_hour=self.usd_per_gpu_hour,
+            audit_every=self.audit_every,
+            seed=self.seed,
+        )
+        return replace(config, cards=self._cards(config))
+
+    def _spec(self, tp: int, flag: str) -> Spec:
+        return hardware_spec(
+            gpu=self.gpu,
+            model=self.model,
+            tp=tp,
+            dtype=self.dtype,
+            spread=self.expert_parallel,
+            settings=self.settings,
+            latency=self.latency,
+            times=self.times,
+            leaping=self.leaping,
+            flag=flag,
+        )
+
+    def _cards(self, config: SimulationConfig) -> Cards:
+        """Each GPU of a worker has one."""
+        num_gpus = config.gpus_by_worker()
+        cards = replace(config.cards, rates={worker: num * self.lane_rate for worker, num in num_gpus.items()})
+        if not self.nvlink:
+            return cards
+        link_rate = gpu_of(self.gpu).link_rate
+        links = {worker: num * link_rate for worker, num in num_gpus.items()}
+        return replace(cards, links=links, hosts=hosts_of(num_gpus))
+
+    def check_hosts(self, every: Iterable[Choice]) -> None:
+        """Warns of mixtures on workers of several hosts that share every layer."""
+        most = max(max(one.tp, one.prefill_tp or 0, one.decode_tp or 0) for one in every)
+        if most > HOST_GPUS and not self.expert_parallel and model_of(self.model).experts is not None:
+            warn(
+                f"{most} GPUs on several hosts share every layer of {self.model}, which is slow: --expert-parallel "
+                "shares its experts alone, as such models are served"
+            )
+
+    def fitting(self, config: SimulationConfig) -> tuple[list[Session], list[Session]]:
+        """The sessions that its workers hold, and the others. Raises Misconfigured if there are none of the first."""
+        return fitting(self.sessions, self.room(config))
+
+    def room(self, config: SimulationConfig) -> Room:
+        """In the workers with the least."""
+        specs = config.specs.values() or (config.spec,)
+        return min((room_of(spec, self.settings.worker) for spec in specs), key=lambda room: room.num_tokens)
+
+    def cluster(self, choice: Choice) -> dict[str, Any]:
+        given = {name: value for name, value in asdict(choice).items() if value is not None}
+        more: dict[str, Any] = {} if self.dtype is None else {"dtype": self.dtype}
+        if self.expert_parallel:
+            more["expert_parallel"] = True
+        return {**given, "gateways": self.num_gateways, "gpu": self.gpu, "model": self.model, **more}
+
+    @property
+    def num_gateways(self) -> int:
+        return self.gateways or self.settings.processes
+
+    @property
+    def siblings(self) -> bool:
+        return self.gateways is None and self.num_gateways > 1
+
+    def in_force(self) -> Table:
+        settings = in_force(self.settings)
+        if self.gateways is not None:
+            del settings["processes"]  # of one gateway, which there is none of
+        return settings
+
+    def summary(self, choice: Choice, outcome: Outcome, left_out: Sequence[Session]) -> Summary:
+        return summarise(outcome, self.objective, cluster=f"{choice}, {self.hardware}", left_out=left_out)
+
+    @property
+    def hardware(self) -> str:
+        """Whose times are simulated, and whose sizes and prices; and how many gateways there are."""
+        model = f"{Path(self.model).name}{'' if self.dtype is None else f' in {self.dtype}'}"
+        model += ", experts in parallel" if self.expert_parallel else ""
+        sheet = f"GPU {Path(self.gpu).name}, model {model}{gateways_told(self.num_gateways, siblings=self.siblings)}"
+        if self.latency is not None:
+            files = ", ".join(path.name for path in self.calibration)
+            return f"times calibrated on {files}; sizes and prices of {sheet}"
+        return sheet if self.times.source == ROOFLINE else f"{sheet}, times of {self.times.source}"
+
+    def step_times(self) -> dict[str, Any] | None:
+        """Of `--json`: what was calibrated."""
+        if self.latency is None:
+            return None
+        return {"files": [str(path) for path in self.calibration], **asdict(self.latency)}
+
+    def schedule(self, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
+        """The faults written down, and those that are drawn."""
+        workers = config.pools.worker_ids()
+        until_s = max(session.due_s for session in sessions)
+        random = drawn(
+            self.num_faults, seed=self.seed, workers=workers, num_gateways=config.num_gateways, until_s=until_s,
+            with_store=config.shared_index,
+        )  # fmt: skip
+        return sorted([*self.faults, *random], key=lambda fault: fault.at_s)
+
+
+def make_scene(given: Mapping[str, Any]) -> Scene:
+    """From the values of `baton simulate`'s flags. Raises Misconfigured."""
+    gpu, calibration = given["gpu"], given["calibration"] or ()
+    return Scene(
+        gpu=gpu,
+        model=given["model"],
+        dtype=given["dtype"],
+        expert_parallel=given["expert_parallel"],
+        settings=_settings(given),
+        latency=_latency(calibration),
+        calibration=calibration,
+        times=StepTimes(given["latency"]),
+        lane_rate=_lane_rate(gpu, given["lane_gbps"]),
+        nvlink=given["nvlink"],
+        usd_per_gpu_hour=_price(gpu, given["usd_per_gpu_hour"]),
+        gateways=given["gateways"],
+        leaping=not given["single_step"],
+        audit_every=given["audit_every"],
+        seed=given["seed"],
+        objective=Objective(ttft_s=_seconds(given["ttft_ms"]), tpot_s=_seconds(given["tpot_ms"])),
+        sessions=_sessions(given),
+        faults=[Fault.parse(text) for text in given["fault"] or ()],
+        num_faults=given["faults"],
+    )
+
+
+def _sessions(given: Mapping[str, Any]) -> list[Session]:
+    """Recorded or generated ones. Raises Misconfigured."""
+    if given["trace"] is not None:
+        limit, speed, scale = given["num_requests"], given["trace_speed"], given["trace_scale"]
+        sessions = recorded(given["trace"], limit=limit, speed=speed, scale=scale)
+        if limit is not None and len(sessions) < limit:
+            warn(f"--requests {limit}: {given['trace']} has only {len(sessions):,}")
+        return sessions
+    load = Load(
+        num_requests=given["num_requests"] or DEFAULT_REQUESTS,
+        rate=given["rate"],
+        seed=given["seed"],
+        prompts=Lengths.parse(given["input_len"], param="input-len"),
+        outputs=Lengths.parse(given["output_len"], param="output-len"),
+    )
+    return generated(given["workload"], load)
+
+
+def _price(gpu: str, usd_per_gpu_hour: float | None) -> float:
+    """Raises Misconfigured."""
+    usual = gpu_of(gpu).usd_per_hour
+    if usd_per_gpu_hour == math.inf:
+        raise Misconfigured("--usd-per-gpu-hour inf: give a price, 0 or more", param="usd-per-gpu-hour")
+    return usual if usd_per_gpu_hour is None else usd_per_gpu_hour
+
+
+def _latency(files: Sequence[Path]) -> Calibrated | None:
+    """Raises Misconfigured."""
+    return calibrate([one for path in files for one in read_points(path)]) if files else None
+
+
+def _lane_rate(gpu: str, gbps: float | None) -> float:
+    """Bytes a second. Raises Misconfigured."""
+    if gbps is None:
+        return gpu_of(gpu).network_rate
+    if not 0 < gbps <= MAX_LANE_GBPS:
+        raise Misconfigured(
+            f"--lane-gbps {gbps:g}: give the gigabits a second of one GPU's network card, such as 400: above 0, at "
+            f"most {MAX_LANE_GBPS:,.0f}",
+            param="lane-gbps",
+        )
+    return gbps * 1e9 / 8
+
+
+def _settings(given: Mapping[str, Any]) -> ClusterConfig:
+    """Of `--set`, what changes nothing is told: nobody shall wait for it. Raises Misconfigured."""
+    further, host_kv_gib = given["further"] or (), given["host_kv_gib"]
+    above = () if host_kv_gib is None else (f"worker.host_kv_gib={host_kv_gib!r}",)
+    if given["policy"] is not None:
+        above = (*above, f"router.policy={NAMES[0]}")  # the flag's are each cluster's own
+    settings = read_settings(given["file"], (*further, *above))
+    if names := without_effect(further):
+        warn(f"no effect in a simulation: --set {', '.join(names)}")
+    return settings
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

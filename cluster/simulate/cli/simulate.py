@@ -1,0 +1,369 @@
+"""`baton simulate`: a cluster that does not exist, under a load that has not come yet, in trouble if need be."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.text import Text
+
+from cluster.bench.verb import write_json
+from cluster.cli import options
+from cluster.cli.status import PIPED_COLUMNS
+from cluster.config.config import ClusterConfig
+from cluster.simulate.cli.scenario import Scene, make_scene
+from cluster.simulate.cli.soak import replay_one, soak_clusters, tell_interrupted, told
+from cluster.simulate.latency.registry import ROOFLINE, SOURCES
+from cluster.simulate.latency.shapes import DTYPES, GPUS, MODELS
+from cluster.simulate.results.files import Log, keep, tell_lost, write
+from cluster.simulate.results.files import check as check_files
+from cluster.simulate.results.html import page
+from cluster.simulate.results.report import Summary, figures, summary_table
+from cluster.simulate.results.sweep import Choice, Trial, asked, cheapest, front, sweep_table, verdict, within
+from cluster.simulate.results.sweep_html import sweep_page
+from cluster.simulate.results.targets import Target, targets_of
+from cluster.simulate.run.config import SimulationConfig
+from cluster.simulate.run.fault_injector import check
+from cluster.simulate.run.progress import Watch, bars, warn
+from cluster.simulate.run.simulation import Outcome
+from cluster.simulate.run.simulation import simulate as run_simulation
+from cluster.simulate.world.workload import GENERATED, OF_OWN_LENGTHS, Room, Session, fitting
+from protos.errors import Misconfigured
+from protos.hints import counted
+from router.policies.names import NAMES
+
+FORMAT = "baton-simulation/1"
+MAX_REQUESTS, MAX_GATEWAYS, MAX_FAULTS, MAX_GPUS = 10_000_000, 1_000, 100_000, 1_024
+Requests = Annotated[
+    int | None, typer.Option("--requests", min=1, max=MAX_REQUESTS, help="Default: 1000, or all of a trace.")
+]
+Tp = Annotated[str | None, typer.Option(help="GPUs of a worker; several, such as 1,2,4, with --sweep. Default: 1.")]
+Prefill = Annotated[
+    str | None, typer.Option(help="Prefill workers; 0: colocated ones alone. 0:8 to sweep. Default: 1.")
+]
+Gateways = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MAX_GATEWAYS,
+        help="Gateways, which share the requests. Default: one, of as many processes as are set.",
+    ),
+]
+ExpertParallel = Annotated[
+    bool, typer.Option("--expert-parallel", help="A worker's GPUs share experts alone; each has requests of its own.")
+]
+PrefillTp = Annotated[str | None, typer.Option(help="GPUs of a prefill worker. Default: --tp.")]
+DecodeTp = Annotated[str | None, typer.Option(help="GPUs of a decode worker. Default: --tp.")]
+LaneGbps = Annotated[
+    float | None,
+    typer.Option(help="Gigabits a second of a GPU's network card, for KV. Default: of the GPU's usual host."),
+]
+NvLink = Annotated[
+    bool, typer.Option("--nvlink", help="KV between workers of one host of 8 GPUs goes over its NVLink.")
+]
+Workers = Annotated[
+    str | None, typer.Option(help="Colocated workers: --colocated goes without saying; 1:8 to sweep. Default: 1.")
+]
+Targets = Annotated[list[str] | None, typer.Option(help="Percentile to sweep for, 'ttft p90 < 2 s'. Repeatable.")]
+Gpus = Annotated[int | None, typer.Option(min=1, max=MAX_GPUS, help="Sweep every cluster of at most so many GPUs.")]
+
+
+def simulate(
+    context: typer.Context,
+    trace: Annotated[Path | None, typer.Option(help="Requests to replay, in Mooncake's format.")] = None,
+    workload: Annotated[str, typer.Option(help=f"Without a trace: {', '.join(GENERATED)}.")] = "poisson",
+    num_requests: Requests = None,
+    rate: Annotated[float, typer.Option(help="Generated requests a second, on average.")] = 4.0,
+    trace_scale: Annotated[float, typer.Option(help="Multiplies the trace's lengths.")] = 1.0,
+    trace_speed: Annotated[float, typer.Option(help="Run the trace's time this many times as fast.")] = 1.0,
+    input_len: Annotated[str, typer.Option(help="Tokens of a generated prompt: 256 or 100:200.")] = "200:4000",
+    output_len: Annotated[str, typer.Option(help="Tokens of a generated answer.")] = "20:400",
+    gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}, or a TOML file of your own.")] = "h100",
+    model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or a config.json.")] = "llama-3-8b",
+    dtype: Annotated[str | None, typer.Option(help=f"Of weights: {', '.join(DTYPES)}. Default: the model's.")] = None,
+    latency: Annotated[str, typer.Option(help=f"Source of step times: {', '.join(SOURCES)}.")] = ROOFLINE,
+    lane_gbps: LaneGbps = None,
+    nvlink: NvLink = False,
+    expert_parallel: ExpertParallel = False,
+    tp: Tp = None,
+    prefill_tp: PrefillTp = None,
+    decode_tp: DecodeTp = None,
+    prefill: Prefill = None,
+    decode: Annotated[str | None, typer.Option(help="Decode workers; 1:8 to sweep. Default: 1.")] = None,
+    colocated: options.Colocated = False,
+    workers: Workers = None,
+    policy: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}; several, with commas, to sweep.")] = None,
+    host_kv_gib: options.HostKv = None,
+    gateways: Gateways = None,
+    file: options.ConfigFile = None,
+    further: options.Set = None,
+    calibration: Annotated[list[Path] | None, typer.Option(help="Bench profile, figures or steps. Repeatable.")] = None,
+    ttft_ms: Annotated[float | None, typer.Option(help="Objective: first token within; above 0.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token; above 0.")] = None,
+    attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
+    target: Targets = None,
+    gpus: Gpus = None,
+    usd_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="Default: an example price of the GPU.")] = None,
+    fault: Annotated[list[str] | None, typer.Option(help=r"'AT KIND TARGET \[for S] \[by N]'. Repeatable.")] = None,
+    faults: Annotated[int, typer.Option(min=0, max=MAX_FAULTS, help="So many random faults.")] = 0,
+    audit_every: Annotated[int, typer.Option(min=0, help="Events between looks at all invariants; 0: at the end.")] = 0,
+    single_step: Annotated[bool, typer.Option("--single-step", help="Without leaps: the same, slower.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of load, faults and the order of ties.")] = 0,
+    sweep_all: Annotated[bool, typer.Option("--sweep", help="Every combination; the cheapest that is good.")] = False,
+    soak: Annotated[int | None, typer.Option(min=1, help="So many random clusters in random trouble.")] = None,
+    replay: Annotated[int | None, typer.Option(min=0, help="Run one of them again, by its seed.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this file.")] = None,
+    events: Annotated[Path | None, typer.Option(help="Write the event log to this file.")] = None,
+) -> None:
+    """Run the production code in virtual time: size a cluster, tune a policy, look for faults."""
+    logging.getLogger("baton").setLevel(logging.ERROR)  # a simulated worker's end is no news to a terminal
+    _check(context, {"json": json_file, "html": html_file, "events": events})
+    if replay is not None:
+        return replay_one(replay, events)
+    if soak is not None:
+        return soak_clusters(range(seed, seed + soak))
+    scene = make_scene(context.params)
+    every = _clusters(scene.settings, context.params)
+    scene.check_hosts(every)
+    if sweep_all:
+        return _sweep(scene, every, targets_of(scene.objective, attainment, target or ()), json_file, html_file)
+    _once(scene, every[0], json_file, html_file, events)
+
+
+def _clusters(settings: ClusterConfig, given: Mapping[str, Any]) -> list[Choice]:
+    """Raises Misconfigured."""
+    if given["gpus"] is not None:
+        chosen = {name: given[name] for name in ("gpus", "tp", "policy", "colocated")}
+        return within(settings, **chosen)
+    workers = "1" if given["colocated"] and given["workers"] is None else given["workers"]
+    names = ("prefill", "decode", "tp", "prefill_tp", "decode_tp", "policy")
+    return asked(settings, workers=workers, to_sweep=given["sweep_all"], **{name: given[name] for name in names})
+
+
+def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
+    """Raises Misconfigured for flags that would be dropped, and for files that could not be written at the end."""
+    every = [one.name for one in context.command.params if one.name is not None]
+    if context.params["replay"] is not None:
+        why = "--replay SEED runs one of --soak's clusters, as its seed made it"
+        options.refuse_others(context, "--replay SEED writes an event log alone", {*every} - {"json_file", "html_file"})
+        options.refuse_others(context, why, {"replay", "events"})
+    elif context.params["soak"] is not None:
+        files = {"json_file", "html_file", "events"}
+        options.refuse_others(context, "--soak N writes no files; --replay SEED has --events", {*every} - files)
+        options.refuse_others(context, "--soak N looks at all invariants every few events", {*every} - {"audit_every"})
+        options.refuse_others(context, "--soak N makes its clusters, loads and faults itself", {"soak", "seed"})
+    elif context.params["sweep_all"]:
+        options.refuse_others(context, "--sweep runs many clusters", {*every} - {"events"})
+    else:
+        options.refuse_others(context, "without --sweep", {*every} - {"attainment", "target", "gpus"})
+    if context.params["gpus"] is not None:
+        counts = {"prefill", "decode", "workers", "prefill_tp", "decode_tp"}
+        options.refuse_others(context, "--gpus N tries every number of workers", {*every} - counts)
+    if context.params["trace"] is not None:
+        made = {"workload", "rate", "input_len", "output_len"}
+        options.refuse_others(context, "--trace FILE says what is asked, and when", {*every} - made)
+    else:
+        options.refuse_others(context, "without --trace FILE", {*every} - {"trace_scale", "trace_speed"})
+    if (name := context.params["workload"]) in OF_OWN_LENGTHS:
+        options.refuse_others(context, f"--workload {name} has its own lengths", {*every} - {"input_len", "output_len"})
+    if context.params["colocated"] or context.params["workers"] is not None:
+        asked_by = "--workers N asks" if context.params["workers"] is not None else "--colocated asks"
+        why = f"{asked_by} for colocated workers, instead of two pools"
+        options.refuse_others(context, why, {*every} - {"prefill", "decode", "prefill_tp", "decode_tp"})
+    if context.params["calibration"]:
+        options.refuse_others(
+            context, "--calibration FILE has the times of steps", {*every} - {"latency", "dtype", "expert_parallel"}
+        )
+    read = {"trace": [context.params["trace"]], "config": [context.params["file"]]}
+    check_files(written, read | {"calibration": context.params["calibration"] or ()})
+
+
+def _once(scene: Scene, choice: Choice, json_file: Path | None, html_file: Path | None, events: Path | None) -> None:
+    config = scene.config(choice)
+    sessions, left_out = scene.fitting(config)
+    errors = Console(stderr=True)
+    if scene.latency is not None:
+        errors.print(str(scene.latency), soft_wrap=True)
+    _tell_left_out(left_out, scene.room(config))
+    start_s = time.perf_counter()
+    with Log(events) as log, told(events, json_file, html_file):
+        outcome = _run(scene, config, sessions, errors, write=log.write)
+    took_s = time.perf_counter() - start_s
+    summary = scene.summary(choice, outcome, left_out)
+    command, trials = shlex.join(["baton", *sys.argv[1:]]), [_only(scene, choice, summary)]
+
+    def write_page() -> None:
+        if html_file is not None:
+            made = page(outcome, summary, command=command, latency=str(scene.latency or ""), objective=scene.objective)
+            write(html_file, made, "html")
+
+    # Files first: nobody may read the table to its end, such as `| head`.
+    lost = keep(log.check, partial(_write_json, json_file, _document(scene, command, trials)), write_page)
+    Console().print(summary_table(summary))
+    errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim", soft_wrap=True)
+    tell_lost(lost)
+
+
+def _only(scene: Scene, choice: Choice, summary: Summary) -> Trial:
+    """One that nothing is asked of."""
+    return Trial(choice=choice, summary=summary, usd_per_hour=choice.num_gpus * scene.usd_per_gpu_hour)
+
+
+def _sweep(
+    scene: Scene, every: Sequence[Choice], targets: Sequence[Target], json_file: Path | None, html_file: Path | None
+) -> None:
+    """Raises Exit(1) where no cluster is good enough, Exit(130) after Ctrl-C."""
+    errors = Console(stderr=True)
+    possible, impossible = _possible(scene, every)
+    room = max((scene.room(config) for config in possible.values()), key=lambda one: one.num_tokens)
+    _, left_out = fitting(scene.sessions, room)
+    _tell_left_out(left_out, room)
+    trials = _try_all(scene, possible, targets, errors)
+    if not trials:
+        tell_interrupted(0, len(possible))
+    best, command = cheapest(trials), shlex.join(["baton", *sys.argv[1:]])
+    document = _document(scene, command, trials)
+    marks = {
+        "num_done": len(trials),
+        "num_possible": len(possible),
+        "left_out": [{"cluster": scene.cluster(one), "reason": reason} for one, reason in impossible.items()],
+        "front": [scene.cluster(one.choice) for one in front(trials)],
+        "cheapest": best and scene.cluster(best.choice),
+        "targets": [asdict(target) for target in targets],
+        "attainment": targets[0].share if targets[0].objective is not None else None,
+        "verdict": verdict(trials, targets),
+    }
+
+    def write_page() -> None:
+        if html_file is not None:
+            write(html_file, sweep_page(trials, verdict(trials, targets), command=command), "html")
+
+    lost = keep(partial(_write_json, json_file, {**document, **marks}), write_page)
+    console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
+    console.print(sweep_table(trials))
+    console.print(Text(scene.hardware))
+    if impossible:
+        those = f"{len(impossible):,} of {counted(len(every), 'cluster')} left out"
+        console.print(f"{those}: stderr and --json say why", style="yellow", highlight=False)
+    if left_out:
+        console.print(f"{room.left_out(left_out)}: all clusters miss them", style="yellow", highlight=False)
+    is_whole = len(trials) == len(possible)
+    of_those = "" if is_whole else f"of the {len(trials):,} of {counted(len(possible), 'cluster')} done, "
+    style = "yellow" if best is None else ""
+    console.print(f"{of_those}{verdict(trials, targets)}", style=style, highlight=False, soft_wrap=True)
+    tell_lost(lost)
+    if not is_whole:
+        tell_interrupted(len(trials), len(possible))
+    if best is None:
+        raise typer.Exit(1)
+
+
+def _possible(scene: Scene, every: Sequence[Choice]) -> tuple[dict[Choice, SimulationConfig], dict[Choice, str]]:
+    """Those that can be, hold some of the sessions and have whom faults name; and why others are left out, which is
+    told. Raises Misconfigured if none is left."""
+    possible: dict[Choice, SimulationConfig] = {}
+    reasons: dict[str, Misconfigured] = {}
+    left_out: dict[str, list[Choice]] = {}
+    for choice in every:
+        try:
+            config = scene.config(choice)
+            scene.fitting(config)
+            check(scene.faults, config)
+            possible[choice] = config
+        except Misconfigured as error:
+            reasons.setdefault(error.message, error)
+            left_out.setdefault(error.message, []).append(choice)
+    if not possible:
+        raise next(iter(reasons.values()))
+    for reason, like in left_out.items():
+        others = f" and {counted(len(like) - 1, 'other')}" if len(like) > 1 else ""
+        warn(f"left out: {reason} ({like[0]}{others})")
+    return possible, {choice: reason for reason, like in left_out.items() for choice in like}
+
+
+def _try_all(
+    scene: Scene, possible: Mapping[Choice, SimulationConfig], targets: Sequence[Target], errors: Console
+) -> list[Trial]:
+    """One after the other, until Ctrl-C: fewer trials than there are clusters."""
+    trials: list[Trial] = []
+    with bars(errors) as bar, suppress(KeyboardInterrupt):
+        row = bar.add_task("", total=len(possible))
+        for choice, config in possible.items():
+            bar.update(row, description=str(choice))
+            trials.append(_try_out(scene, choice, config, targets, bar))
+            bar.update(row, advance=1)
+            if not bar.console.is_interactive:
+                bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False, soft_wrap=True)
+    return trials
+
+
+def _try_out(scene: Scene, choice: Choice, config: SimulationConfig, targets: Sequence[Target], bar: Progress) -> Trial:
+    """What this cluster cannot hold it has missed."""
+    kept, left_out = scene.fitting(config)
+    outcome = _run(scene, config, kept, bar.console, above=bar)
+    summary = scene.summary(choice, outcome, left_out)
+    num_missed = summary.num_left_out_requests + summary.num_not_asked
+    return Trial(
+        choice=choice,
+        summary=summary,
+        usd_per_hour=choice.num_gpus * scene.usd_per_gpu_hour,
+        reached=[target.reached(outcome.records, num_missed) for target in targets],
+    )
+
+
+def _run(
+    scene: Scene,
+    config: SimulationConfig,
+    sessions: Sequence[Session],
+    errors: Console,
+    *,
+    write: Callable[[str], object] | None = None,
+    above: Progress | None = None,
+) -> Outcome:
+    num_requests = sum(len(session.turns) for session in sessions)
+    until_s = max(session.due_s for session in sessions)
+    with Watch(errors, num_requests=num_requests, until_s=until_s, above=above) as watch:
+        return run_simulation(config, sessions, scene.schedule(config, sessions), write=write, watch=watch.begin)
+
+
+def _tell_left_out(left_out: Sequence[Session], room: Room) -> None:
+    if left_out:
+        warn(room.left_out(left_out))
+
+
+def _write_json(path: Path | None, content: Mapping[str, Any]) -> None:
+    if path is not None:
+        write_json(path, content)
+
+
+def _document(scene: Scene, command: str, trials: Sequence[Trial]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "command": command,
+        "latency": scene.times.source if scene.latency is None else "calibration",
+        "calibration": scene.step_times(),
+        "settings": scene.in_force(),
+        "runs": [
+            {
+                "cluster": scene.cluster(trial.choice),
+                "usd_per_hour": trial.usd_per_hour,
+                "targets": [
+                    {"target": str(one.target), "share": one.share, "is_met": one.is_met} for one in trial.reached
+                ],
+                "figures": figures(trial.summary),
+            }
+            for trial in trials
+        ],
+    }

@@ -1,0 +1,1 @@
+"""How long a step takes: rooflines, measured kernels, fitted steps."""

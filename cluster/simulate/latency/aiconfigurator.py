@@ -1,0 +1,198 @@
+"""How long a step takes by kernels that NVIDIA measured: the tables of `aiconfigurator`, looked up and interpolated.
+
+A step is the products of all its tokens, attention of the rows that compute several tokens, and attention of those that
+compute one. The tables are asked for each size once; of attention, for sizes on a grid.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
+
+from cluster.simulate.latency.base import Step
+from cluster.simulate.latency.shapes import BFLOAT16, FP8_BLOCK
+from protos.errors import Misconfigured
+
+INSTALL = "pip install 'baton[aiconfigurator]' (or pip install aiconfigurator-core)"
+BACKEND = "trtllm"
+"""Whose kernels: aiconfigurator's default."""
+SYSTEMS = {"a100": "a100_sxm", "h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm"}
+CHECKPOINTS = {
+    "llama-3-8b": "meta-llama/Meta-Llama-3.1-8B",
+    "llama-3-70b": "meta-llama/Meta-Llama-3.1-70B",
+    "llama-3-405b": "meta-llama/Meta-Llama-3.1-405B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+}
+MAX_TP = 8
+"""All-reduce between hosts is nowhere in the tables: aiconfigurator computes it."""
+ATTENTION = ("context_attention", "context_mla_block", "generation_attention", "generation_mla_block")
+LOGITS = ("context_logits_gemm", "generation_logits_gemm")
+POINTS = sorted({round(2 ** (number / 4)) for number in range(4 * 25)})
+"""Of the grid: four for each doubling."""
+
+
+class Tables:
+    """Measured kernels of a model on `tp` GPUs: of prefill (`context`), and of decode (`generation`). Raises
+    Misconfigured for what was not measured, and where the package is missing."""
+
+    def __init__(self, *, gpu: str, model: str, tp: int = 1, dtype: str = BFLOAT16, backend: str = BACKEND) -> None:
+        self._engine = _compile(gpu, model, tp, dtype, backend)
+        self.context = _Phase(self._engine.evaluate_context_ops)
+        self.generation = _Phase(self._engine.evaluate_generation_ops)
+
+
+class _Phase:
+    """The operations of prefill, or of decode. Times are in seconds."""
+
+    def __init__(self, evaluate: Callable[..., list[tuple[Any, ...]]]) -> None:
+        self._evaluate = evaluate
+        names = self._names()
+        self._attention = [number for number, name in enumerate(names) if name in ATTENTION]
+        self._logits = [number for number, name in enumerate(names) if name in LOGITS]
+        attended = {*self._attention, *self._logits}
+        self._others = [number for number in range(len(names)) if number not in attended]
+
+    def by_name(self, num_tokens: int, num_rows: int) -> dict[str, float]:
+        """Of everything but attention."""
+        found = self._evaluate(self._others, batch_size=num_rows, s=1, x=num_tokens)
+        found += self._evaluate(self._logits, batch_size=num_rows, s=1, x=num_rows)
+        return {name: milliseconds / 1000 for name, milliseconds, *_ in found}
+
+    def others_s(self, num_tokens: int, num_rows: int) -> float:
+        return sum(self.by_name(num_tokens, num_rows).values())
+
+    def attention_s(self, num_rows: int, num_tokens: int, num_before: int = 0) -> float:
+        """Of so many rows, each of so many tokens after `num_before`; in decode `num_tokens` are the context."""
+        found = self._evaluate(self._attention, batch_size=num_rows, s=num_tokens, prefix=num_before)
+        return float(sum(milliseconds for _, milliseconds, *_ in found)) / 1000
+
+    def _names(self) -> list[str]:
+        names: list[str] = []
+        while True:
+            try:
+                ((name, *_),) = self._evaluate([len(names)], batch_size=1, s=128)
+            except ValueError:  # beyond the last one
+                return names
+            names.append(name)
+
+
+class Aiconfigurator:
+    """A `Latency` of the tables: each size of the products is looked up once, attention interpolated between the points
+    of a grid."""
+
+    def __init__(self, tables: Tables, *, host_s: float = 0.0) -> None:
+        self._tables = tables
+        self._host_s = host_s
+        self._others: dict[tuple[float, float, bool], float] = {}
+        self._decode = _Grid(lambda rows, context: tables.generation.attention_s(rows, context))
+        self._prefill = _Grid(lambda rows, tokens, before: tables.context.attention_s(rows, tokens, before - 1))
+
+    def step_s(self, step: Step) -> float:
+        num_prompts = step.num_rows - step.num_single
+        sizes = (step.num_tokens, step.num_rows, num_prompts > 0)
+        taken_s = self._others.get(sizes)
+        if taken_s is None:
+            phase = self._tables.context if num_prompts else self._tables.generation
+            others_s = phase.others_s(_whole(step.num_tokens), _whole(step.num_rows))
+            taken_s = self._others[sizes] = self._host_s + others_s
+        if step.num_single:
+            taken_s += self._decode.at(step.num_single, step.num_single_read / step.num_single)
+        if num_prompts:
+            tokens = (step.num_tokens - step.num_single) / num_prompts
+            attended = (step.num_attended - step.num_single_read) / num_prompts
+            before = max(0.0, attended / tokens - (tokens + 1) / 2)
+            taken_s += self._prefill.at(num_prompts, tokens, before + 1)
+        return taken_s
+
+    def chance(self, key: str) -> None:
+        """All steps of a shape are alike."""
+
+
+class _Grid:
+    """Interpolates `exact` linearly between points that lie as far from one another as they are large. What it has been
+    asked for is kept."""
+
+    def __init__(self, exact: Callable[..., float]) -> None:
+        self._exact = exact
+        self._known: dict[tuple[int, ...], float] = {}
+
+    def at(self, *sizes: float) -> float:
+        ends = [_between(max(1.0, size)) for size in sizes]
+        found = 0.0
+        for corner in range(2 ** len(ends)):
+            weight, point = 1.0, []
+            for number, (low, high, share) in enumerate(ends):
+                is_high = corner >> number & 1
+                weight *= share if is_high else 1 - share
+                point.append(high if is_high else low)
+            if weight:
+                found += weight * self._look_up(tuple(point))
+        return found
+
+    def _look_up(self, point: tuple[int, ...]) -> float:
+        known = self._known.get(point)
+        if known is None:
+            known = self._known[point] = self._exact(*point)
+        return known
+
+
+def _between(size: float) -> tuple[int, int, float]:
+    """The grid's points around a size, and how far it is from the first to the second."""
+    number = min(bisect_right(POINTS, size), len(POINTS) - 1)
+    low, high = POINTS[number - 1], POINTS[number]
+    return low, high, (size - low) / (high - low)
+
+
+def _whole(number: float) -> int:
+    return max(1, round(number))
+
+
+def _compile(gpu: str, model: str, tp: int, dtype: str, backend: str) -> Any:
+    """Raises Misconfigured."""
+    try:
+        sdk = import_module("aiconfigurator_core.sdk")
+    except ImportError as error:
+        raise Misconfigured(
+            f"--latency aiconfigurator: NVIDIA's package of measured kernels is not installed: {INSTALL}, or leave "
+            "out --latency: the built-in roofline is fitted to it",
+            param="latency",
+        ) from error
+    _check("--gpu", gpu, SYSTEMS)
+    _check("--model", model, CHECKPOINTS)
+    if tp > MAX_TP:
+        raise Misconfigured(
+            f"--tp {tp}: --latency aiconfigurator has no measured all-reduce between hosts: give at most {MAX_TP}, or "
+            "--latency roofline",
+            param="tp",
+        )
+    weights = None if dtype == FP8_BLOCK else dtype
+    experts = {"moe_tp_size": tp, "moe_ep_size": 1, "moe_quant_mode": weights} if model == "deepseek-v3" else {}
+    logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
+    try:
+        engine = sdk.EngineHandle.compile(
+            CHECKPOINTS[model], SYSTEMS[gpu], backend, tp_size=tp, gemm_quant_mode=weights,
+            kvcache_quant_mode=BFLOAT16, fmha_quant_mode=BFLOAT16, **experts,
+        )  # fmt: skip
+        engine.predict_prefill_latency(1, 1024)
+        engine.predict_decode_latency(1, 1024)
+    except Exception as error:  # of many types of its own
+        why = str(error).partition(" at /")[0]
+        raise Misconfigured(
+            f"--latency aiconfigurator: it has no figures of {model} ({dtype}) on {tp} x {gpu}: {why}: give another "
+            "--gpu, --tp or --dtype, or --latency roofline",
+            param="latency",
+        ) from error
+    return engine
+
+
+def _check(flag: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise Misconfigured(
+            f"{flag} {name}: --latency aiconfigurator has figures of {', '.join(known)}: give one of them, or "
+            "--latency roofline",
+            param=flag.removeprefix("--"),
+        )

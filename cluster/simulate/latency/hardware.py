@@ -1,0 +1,216 @@
+"""GPUs and models by name, or from one's own files: a TOML file for a GPU, a checkpoint's config.json for a model."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster.simulate.latency.shapes import BFLOAT16, DTYPES, FP8, FP8_BLOCK, GPUS, MODELS, Experts, Gpu, Latent, Model
+from protos.errors import Misconfigured
+from protos.hints import unusable
+
+GPU_SUFFIX, MODEL_SUFFIX = ".toml", ".json"
+UNITS = {
+    "tflops": ("flops", 1e12),
+    "fp8_tflops": ("fp8_flops", 1e12),
+    "memory_gb": ("memory_bytes", 1e9),
+    "memory_gb_per_s": ("memory_rate", 1e9),
+    "link_gb_per_s": ("link_rate", 1e9),
+    "network_gbit_per_s": ("network_rate", 1e9 / 8),
+    "host_gb_per_s": ("host_rate", 1e9),
+    "usd_per_hour": ("usd_per_hour", 1.0),
+}
+"""Keys of a GPU's file, beside `like`."""
+MAX_GPU_FIGURE, MAX_MODEL_FIGURE = 1e9, 10**9
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+"""What checkpoints call the number of routed experts: DeepSeek, Mixtral, Qwen."""
+
+
+def gpu_of(name: str) -> Gpu:
+    """Raises Misconfigured for a GPU that is not described here, nor in a file."""
+    if name.endswith(GPU_SUFFIX):
+        return read_gpu(Path(name))
+    if name not in GPUS:
+        raise Misconfigured(
+            f"--gpu {shlex.quote(name)}: choose one of {', '.join(GPUS)}, or give a {GPU_SUFFIX} file of your own",
+            param="gpu",
+        )
+    return GPUS[name]
+
+
+def model_of(name: str, dtype: str | None = None, *, spread: bool = False) -> Model:
+    """With weights of `dtype`, or of the type that its checkpoint has. Raises Misconfigured for a model that is not
+    described here, nor in a file, and for one without experts that is to be `spread`."""
+    path = Path(name)
+    if name.endswith(MODEL_SUFFIX) or (name not in MODELS and path.is_dir()):
+        model = read_model(path / "config.json" if path.is_dir() else path)
+    elif name in MODELS:
+        model = MODELS[name]
+    else:
+        raise Misconfigured(
+            f"--model {shlex.quote(name)}: choose one of {', '.join(MODELS)}, or give a checkpoint's config.json",
+            param="model",
+        )
+    if spread and model.experts is None:
+        raise Misconfigured(
+            f"--expert-parallel with --model {shlex.quote(name)}: it has no experts to share: leave it out, or "
+            "choose a mixture of experts",
+            param="expert-parallel",
+        )
+    if dtype is not None and dtype not in DTYPES:
+        raise Misconfigured(f"--dtype {shlex.quote(dtype)}: choose one of {', '.join(DTYPES)}", param="dtype")
+    return replace(model, dtype=dtype or model.dtype, spread=spread)
+
+
+def read_gpu(path: Path) -> Gpu:
+    """`like` names the GPU whose figures hold where the file has none, and whose measured shares apply. Raises
+    Misconfigured."""
+    given = f"--gpu {shlex.quote(str(path))}"
+    try:
+        said = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Misconfigured(f"{given}: {unusable(error)}", param="gpu") from error
+    except ValueError as error:
+        raise Misconfigured(f"{given}: it is not TOML: {error}", param="gpu") from error
+    like = said.pop("like", None)
+    if like not in GPUS:
+        raise Misconfigured(
+            f"{given}: like = {like!r}: name the GPU of {', '.join(GPUS)} that is most like it: its kernels reach the "
+            "same share of their rates",
+            param="gpu",
+        )
+    figures: dict[str, float | None] = {}
+    for key, value in said.items():
+        if key not in UNITS:
+            raise Misconfigured(f"{given}: {key}: there are like, {', '.join(UNITS)}", param="gpu")
+        least = 0 if key in ("fp8_tflops", "usd_per_hour") else 1e-3
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= MAX_GPU_FIGURE:
+            limits = f"a number from {least:g} to {MAX_GPU_FIGURE:,.0f}"
+            raise Misconfigured(f"{given}: {key} = {value!r}: give {limits}", param="gpu")
+        name, unit = UNITS[key]
+        figures[name] = value * unit or (None if name == "fp8_flops" else 0.0)
+    return replace(GPUS[like], **figures)  # type: ignore[arg-type]  # names and numbers are checked above
+
+
+def read_model(path: Path) -> Model:
+    """From the config.json of a checkpoint: dense models and mixtures of experts, with attention in groups or latent
+    attention. Raises Misconfigured."""
+    given = f"--model {shlex.quote(str(path))}"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Misconfigured(f"{given}: {unusable(error)}", param="model") from error
+    except ValueError as error:
+        raise Misconfigured(f"{given}: it is not JSON: {error}", param="model") from error
+    if not isinstance(config, dict):
+        raise Misconfigured(f"{given}: it is not a checkpoint's config.json", param="model")
+    text = config.get("text_config")  # of a model that sees
+    return _Checkpoint(given, {**config, **text} if isinstance(text, dict) else config).model()
+
+
+class _Checkpoint:
+    """A config.json's figures. Raises Misconfigured for those that are missing or make no sense."""
+
+    def __init__(self, given: str, config: Mapping[str, Any]) -> None:
+        self._given = given
+        self._config = config
+
+    def model(self) -> Model:
+        heads, hidden, latent = self._number("num_attention_heads"), self._number("hidden_size"), self._latent()
+        head_dim = self._number("head_dim", hidden // heads)
+        kv_heads, kv_width = self._number("num_key_value_heads", heads), head_dim
+        if latent is not None:
+            head_dim = latent.nope_dim + latent.rope_dim
+            kv_heads, kv_width = 1, (latent.kv_rank + latent.rope_dim) // 2
+        model = Model(
+            params=1.0,
+            layers=self._number("num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            head_dim=head_dim,
+            kv_heads=kv_heads,
+            kv_width=kv_width,
+            width=self._number("intermediate_size"),
+            vocab=self._number("vocab_size"),
+            max_len=self._number("max_position_embeddings"),
+            dtype=self._dtype(),
+            experts=self._experts(),
+            latent=latent,
+        )
+        return replace(model, params=_num_params(model, tied=bool(self._config.get("tie_word_embeddings"))))
+
+    def _number(self, name: str, otherwise: int | None = None, least: int = 1) -> int:
+        value = self._config.get(name)
+        if value is None and otherwise is not None:
+            return otherwise
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_MODEL_FIGURE:
+            found = "is missing" if value is None else f"= {value!r}"
+            raise Misconfigured(
+                f"{self._given}: {name} {found}: give a checkpoint's config.json, in which it is a whole number from "
+                f"{least} to {MAX_MODEL_FIGURE:,}",
+                param="model",
+            )
+        return value
+
+    def _latent(self) -> Latent | None:
+        if self._config.get("kv_lora_rank") is None:
+            return None
+        return Latent(
+            query_rank=self._number("q_lora_rank", 0, least=0),
+            kv_rank=self._number("kv_lora_rank"),
+            nope_dim=self._number("qk_nope_head_dim"),
+            rope_dim=self._number("qk_rope_head_dim"),
+            value_dim=self._number("v_head_dim"),
+        )
+
+    def _experts(self) -> Experts | None:
+        name = next((one for one in EXPERTS if self._config.get(one)), None)
+        if name is None:
+            return None
+        shared = self._number("n_shared_experts", 0, least=0)
+        return Experts(
+            num=self._number(name),
+            num_active=self._number("num_experts_per_tok"),
+            width=self._number("moe_intermediate_size", self._number("intermediate_size")),
+            num_shared=shared,
+            num_dense_layers=self._number("first_k_dense_replace", 0, least=0),
+        )
+
+    def _dtype(self) -> str:
+        quantization = self._config.get("quantization_config")
+        if not quantization:
+            return BFLOAT16
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        if method == "fp8":
+            return FP8_BLOCK if quantization.get("weight_block_size") else FP8
+        raise Misconfigured(
+            f"{self._given}: quantization_config of {method!r}: simulated weights are {', '.join(DTYPES)}: take "
+            "quantization_config out, and give the nearest as --dtype",
+            param="model",
+        )
+
+
+def _num_params(model: Model, *, tied: bool) -> float:
+    """Of all matrices; norms and biases are left out."""
+    experts, latent, heads = model.experts, model.latent, model.heads
+    if latent is None:
+        attention = (2 * heads + 2 * model.kv_heads) * model.head_dim * model.hidden
+    else:
+        queries = heads * model.head_dim
+        attention = queries * model.hidden
+        if latent.query_rank:
+            attention = latent.query_rank * (model.hidden + queries)
+        attention += (latent.kv_rank + latent.rope_dim) * model.hidden
+        attention += heads * (latent.nope_dim + latent.value_dim) * latent.kv_rank
+        attention += heads * latent.value_dim * model.hidden
+    num_dense = model.layers if experts is None else experts.num_dense_layers
+    found = attention * model.layers + 3.0 * model.width * model.hidden * num_dense
+    if experts is not None:
+        shared = 3.0 * experts.num_shared * experts.width * model.hidden + experts.num * model.hidden
+        found += model.expert_params + shared * (model.layers - num_dense)
+    return found + model.vocab * model.hidden * (1 if tied else 2)

@@ -1,0 +1,94 @@
+"""How long the kernels of one GPU take, by kind: a few coefficients a GPU, fitted to measured kernels.
+
+products    ((arithmetic / (rate x share))^s + (bytes / (memory rate x share))^s)^(1/s) + fixed: a roofline (Williams,
+            Waterman, Patterson, 2009) whose ridge is as sharp as `s`
+prefill     arithmetic / (rate x share) + elements x what one costs + fixed
+decode      bytes / (memory rate x share) + rows and heads x what one costs + fixed
+all-reduce  bytes / (link rate x share) + fixed
+
+`cluster.simulate.latency.fitted` has the coefficients; `python -m benchmarks.simulation.step_fit` fits them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cluster.simulate.latency.shapes import HOST_GPUS, Gpu
+
+ELEMENTWISE_SHARE = 0.8  # of the memory's rate: what NVIDIA's aiconfigurator takes for norms and activations
+ELEMENTWISE_S = 3e-6  # of one such kernel, besides; same source
+HOP_S = 10e-6  # of one message between hosts; same source (`p2p_latency`)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """Of a GPU's matrix products with weights of one type."""
+
+    compute_share: float
+    memory_share: float
+    sharpness: float
+    fixed_s: float
+
+    def seconds(self, flops: float, num_bytes: float, rate: float, memory_rate: float) -> float:
+        sharpness = self.sharpness
+        compute_s = flops / (rate * self.compute_share)
+        memory_s = num_bytes / (memory_rate * self.memory_share)
+        return float((compute_s**sharpness + memory_s**sharpness) ** (1 / sharpness)) + self.fixed_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Of one layer. `element_s`: of one number of a query, whose key, value and output are written and read besides;
+    `row_s`: of one head of one sequence that decodes."""
+
+    compute_share: float
+    memory_share: float
+    prefill_fixed_s: float
+    decode_fixed_s: float
+    element_s: float
+    row_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce:
+    """All-reduce among the GPUs of a host, by the faster of two ways: `small`, each reads what all others have; or
+    `large`, each reduces its part and all gather the parts."""
+
+    small_fixed_s: float
+    small_share: float
+    large_fixed_s: float
+    large_share: float
+
+    def seconds(self, gpu: Gpu, num_gpus: int, num_bytes: float) -> float:
+        """Of `num_bytes` on each of `num_gpus`. Beyond a host: reduced and scattered within each, all-reduced
+        between them by every GPU's own network card, gathered within each."""
+        if num_gpus == 1:
+            return 0.0
+        within = min(num_gpus, HOST_GPUS)
+        of_others = num_bytes * (within - 1) / gpu.link_rate
+        taken_s = self.large_fixed_s + 2 * of_others / within / self.large_share
+        if (num_hosts := math.ceil(num_gpus / HOST_GPUS)) == 1:
+            return min(taken_s, self.small_fixed_s + of_others / self.small_share)
+        return taken_s + _between_hosts_s(gpu, num_hosts, num_bytes / within)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Of one GPU. `products` and `experts` by the weights' type (`shapes.DTYPES`)."""
+
+    products: dict[str, Products]
+    experts: dict[str, Products]
+    attention: Attention
+    latent: Attention
+    reduce: Reduce
+
+
+def elementwise_s(gpu: Gpu, num_bytes: float, num_kernels: int) -> float:
+    return num_bytes / (gpu.memory_rate * ELEMENTWISE_SHARE) + num_kernels * ELEMENTWISE_S
+
+
+def _between_hosts_s(gpu: Gpu, num_hosts: int, num_bytes: float) -> float:
+    """All-reduce of what each card has of its host's: a ring's bytes, a tree's messages."""
+    messages_s = 2 * math.ceil(math.log2(num_hosts)) * HOP_S
+    return messages_s + num_bytes * 2 * (num_hosts - 1) / num_hosts / gpu.network_rate

@@ -1,0 +1,45 @@
+"""Where the times of steps come from, by name: `--latency`."""
+
+from __future__ import annotations
+
+import shlex
+from functools import partial
+
+from cluster.simulate.latency.aiconfigurator import Aiconfigurator, Tables
+from cluster.simulate.latency.base import Latency
+from cluster.simulate.latency.roofline import Roofline
+from cluster.simulate.latency.shapes import Gpu, Model
+from cluster.simulate.latency.spread import Spread
+from protos.errors import Misconfigured
+
+ROOFLINE, AICONFIGURATOR = "roofline", "aiconfigurator"
+SOURCES = (ROOFLINE, AICONFIGURATOR)
+
+
+class StepTimes:
+    """The latency models of one source, each made once: they keep what they have computed or looked up."""
+
+    def __init__(self, source: str = ROOFLINE) -> None:
+        if source not in SOURCES:
+            raise Misconfigured(f"--latency {shlex.quote(source)}: choose one of {', '.join(SOURCES)}", param="latency")
+        self.source = source
+        self._made: dict[tuple[str, str, Gpu, Model, int, float], Latency] = {}
+
+    def of(self, gpu: str, model: str, card: Gpu, shape: Model, *, tp: int, host_s: float) -> Latency:
+        """Of workers of `tp` GPUs, whose steps take `host_s` of host work that nothing hides; with the names of GPU and
+        model. Raises Misconfigured."""
+        key = (gpu, model, card, shape, tp, host_s)
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(self, gpu: str, model: str, card: Gpu, shape: Model, tp: int, host_s: float) -> Latency:
+        if self.source == ROOFLINE:
+            make = partial(Spread, num_gpus=tp) if shape.spread else partial(Roofline, tp=tp)
+            return make(gpu=card, model=shape, host_s=host_s)
+        if shape.spread:
+            raise Misconfigured(
+                "--expert-parallel: --latency aiconfigurator is of layers that all GPUs share: leave one of both out",
+                param="expert-parallel",
+            )
+        return Aiconfigurator(Tables(gpu=gpu, model=model, tp=tp, dtype=shape.dtype), host_s=host_s)

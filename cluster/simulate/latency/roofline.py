@@ -1,0 +1,212 @@
+"""How long a step takes on GPUs that were never run: a roofline of each kind of kernel, added up over the layers.
+
+Host work is not in it: the engine plans and packs while the device computes (ADR 10).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from cluster.simulate.latency.base import Step
+from cluster.simulate.latency.fitted import FITTED
+from cluster.simulate.latency.kernels import Kernels, elementwise_s
+from cluster.simulate.latency.shapes import BFLOAT16, GPUS, Gpu, Model
+from protos.errors import Misconfigured
+
+ACTIVATION_BYTES = 2.0
+HOST_S = 0.002
+"""A step's host work where no step is in flight (`worker.steps_in_flight = 0`), so that nothing hides it: a guess."""
+
+
+def check_fitted(gpu_name: str, gpu: Gpu, model_name: str, model: Model) -> None:
+    """Raises Misconfigured for weights of a type that the GPU has no products of, or whose products nobody measured."""
+    given = f"--gpu {shlex.quote(gpu_name)} with --model {shlex.quote(model_name)}, whose weights are {model.dtype}"
+    if model.dtype != BFLOAT16 and gpu.fp8_flops is None:
+        able = ", ".join(name for name, one in GPUS.items() if one.fp8_flops is not None)
+        raise Misconfigured(f"{given}: its tensor cores have no FP8: give one of {able}", param="gpu")
+    kernels = FITTED[gpu.like]
+    if model.dtype not in (kernels.products if model.experts is None else kernels.experts):
+        raise Misconfigured(f"{given}: no such kernels were measured: choose another --gpu or model", param="gpu")
+
+
+class Product(NamedTuple):
+    """Of activations of `depth` numbers a token with weights of `depth` x `width`, `repeats` times a step."""
+
+    width: float
+    depth: float
+    repeats: int
+
+
+class Parts(NamedTuple):
+    """Seconds of a step, by kind."""
+
+    products: float = 0.0
+    experts: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    reduce: float = 0.0
+
+    def total(self) -> float:
+        return self.products + self.experts + self.attention + self.elementwise + self.reduce
+
+
+class Roofline:
+    """On the `tp` GPUs of one worker, which share heads, experts and the hidden layers of MLPs. `slowness` multiplies
+    the time of arithmetic."""
+
+    def __init__(
+        self, *, gpu: Gpu, model: Model, tp: int = 1, host_s: float = 0.0, slowness: float = 1.0,
+        kernels: Kernels | None = None,
+    ) -> None:  # fmt: skip
+        self.gpu = gpu
+        self.model = model
+        self.tp = tp
+        self._kernels = kernels or FITTED[gpu.like]
+        self._host_s = host_s
+        self._rate = gpu.flops / slowness
+        self._weights_rate = (gpu.flops if model.dtype == BFLOAT16 else gpu.fp8_flops or gpu.flops) / slowness
+        self._by_tokens: dict[tuple[float, float], float] = {}
+        self._decode_s = self._make_decode_s()
+        self._prefill_s = self._make_prefill_s()
+
+    def step_s(self, step: Step) -> float:
+        sizes = (step.num_tokens, step.num_rows)
+        taken_s = self._by_tokens.get(sizes)
+        if taken_s is None:
+            taken_s = self._by_tokens[sizes] = self._host_s + self._without_attention(*sizes).total()
+        return taken_s + self.attention_s(step)
+
+    def parts(self, step: Step) -> Parts:
+        return self._without_attention(step.num_tokens, step.num_rows)._replace(attention=self.attention_s(step))
+
+    def chance(self, key: str) -> None:
+        """All steps of a shape are alike."""
+
+    def attention_s(self, step: Step) -> float:
+        taken_s = 0.0
+        if single := step.num_single:
+            fixed_s, row_s, read_s = self._decode_s
+            taken_s = fixed_s + single * row_s + step.num_single_read * read_s
+        if step.num_rows > single:
+            fixed_s, token_s, attended_s, read_s = self._prefill_s
+            read = step.num_read - step.num_single_read
+            attended = step.num_attended - step.num_single_read
+            taken_s += fixed_s + (step.num_tokens - single) * token_s + max(attended * attended_s, read * read_s)
+        return taken_s
+
+    def _make_decode_s(self) -> tuple[float, float, float]:
+        """Of all layers: fixed, of a sequence, of a position that is read. The heads that share a key read it once;
+        absorbed latent attention may be bound by arithmetic, as 128 heads share one."""
+        model, gpu, layers, latent = self.model, self.gpu, self.model.layers, self.model.latent
+        heads, kept = model.heads / self.tp, model.kept_bytes(self.tp) / self.tp / layers
+        fitted = self._kernels.attention if latent is None else self._kernels.latent
+        read_s = kept / (gpu.memory_rate * fitted.memory_share)
+        if latent is not None:
+            flops = 2 * heads * (2 * latent.kv_rank + latent.rope_dim)
+            read_s = max(read_s, flops / (self._rate * fitted.compute_share))
+        return fitted.decode_fixed_s * layers, fitted.row_s * heads * layers, read_s * layers
+
+    def _make_prefill_s(self) -> tuple[float, float, float, float]:
+        """Of all layers: fixed, of a token, of a pair of a token and one it attends to, of a position that is read."""
+        model, layers, latent = self.model, self.model.layers, self.model.latent
+        heads = model.heads / self.tp
+        fitted = self._kernels.attention if latent is None else self._kernels.latent
+        dims = 2 * model.head_dim if latent is None else latent.nope_dim + latent.rope_dim + latent.value_dim
+        attended_s = 2 * heads * dims / (self._rate * fitted.compute_share)
+        kept = model.kept_bytes(self.tp) / self.tp / layers
+        read_s = kept / (self.gpu.memory_rate * fitted.memory_share)
+        token_s = fitted.element_s * heads * model.head_dim
+        return fitted.prefill_fixed_s * layers, token_s * layers, attended_s * layers, read_s * layers
+
+    def projections(self) -> list[Product]:
+        """Around attention, of all layers."""
+        return self._latent_projections() if self.model.latent is not None else self._grouped_projections()
+
+    def mlps(self) -> list[Product]:
+        """Of all layers, with shared experts but without routed ones."""
+        model, experts = self.model, self.model.experts
+        num_routed = self._num_routed_layers()
+        widths = [(model.width, model.layers - num_routed)]
+        if experts is not None and experts.num_shared:
+            widths.append((experts.width * experts.num_shared, num_routed))
+        found = []
+        for width, count in widths:
+            found += [Product(2 * width / self.tp, model.hidden, count), Product(model.hidden, width / self.tp, count)]
+        return found
+
+    def products_s(self, products: Iterable[Product], num_tokens: float, dtype: str) -> float:
+        weight_bytes = 2.0 if dtype == BFLOAT16 else 1.0
+        rate = self._rate if dtype == BFLOAT16 else self._weights_rate
+        fitted, memory_rate = self._kernels.products[dtype], self.gpu.memory_rate
+        taken_s = 0.0
+        for width, depth, repeats in products:
+            num_bytes = width * depth * weight_bytes
+            num_bytes += num_tokens * (depth * weight_bytes + width * ACTIVATION_BYTES)
+            taken_s += repeats * fitted.seconds(2 * width * depth * num_tokens, num_bytes, rate, memory_rate)
+        return taken_s
+
+    def _without_attention(self, num_tokens: float, num_rows: float) -> Parts:
+        """Of `num_tokens`, of which `num_rows` are sampled."""
+        model, gpu, tp = self.model, self.gpu, self.tp
+        products_s = self.products_s([*self.projections(), *self.mlps()], num_tokens, model.dtype)
+        products_s += self.products_s([Product(model.vocab / tp, model.hidden, 1)], num_rows, BFLOAT16)
+        if model.experts is not None:
+            router = Product(model.experts.num, model.hidden, self._num_routed_layers())
+            products_s += self.products_s([router], num_tokens, BFLOAT16)
+        num_bytes = num_tokens * model.hidden * ACTIVATION_BYTES
+        return Parts(
+            products=products_s,
+            experts=self.experts_s(num_tokens),
+            elementwise=elementwise_s(gpu, self._elementwise_bytes(num_tokens), 3 * model.layers),
+            reduce=(2 * model.layers + 1) * self._kernels.reduce.seconds(gpu, tp, num_bytes),
+        )
+
+    def _grouped_projections(self) -> list[Product]:
+        """Queries, keys and values at once; and the output."""
+        model, tp = self.model, self.tp
+        heads, kv_heads = model.heads / tp, max(1.0, model.kv_heads / tp)
+        return [
+            Product((heads + 2 * kv_heads) * model.head_dim, model.hidden, model.layers),
+            Product(model.hidden, heads * model.head_dim, model.layers),
+        ]
+
+    def _latent_projections(self) -> list[Product]:
+        """Queries and keys are compressed (each rank does all of it); queries come from their latents; what expands the
+        keys and values of prompts is absorbed into queries and output while decoding, and is as large; the output."""
+        model, latent = self.model, self.model.latent
+        assert latent is not None
+        heads, layers = model.heads / self.tp, model.layers
+        per_head = latent.nope_dim + latent.rope_dim
+        down = (latent.query_rank or heads * per_head) + latent.kv_rank + latent.rope_dim
+        found = [Product(down, model.hidden, layers)]
+        if latent.query_rank:
+            found.append(Product(heads * per_head, latent.query_rank, layers))
+        found.append(Product(heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, layers))
+        return [*found, Product(model.hidden, heads * latent.value_dim, layers)]
+
+    def _num_routed_layers(self) -> int:
+        experts = self.model.experts
+        return 0 if experts is None else self.model.layers - experts.num_dense_layers
+
+    def experts_s(self, num_tokens: float) -> float:
+        """Each GPU has its share of every expert."""
+        if (experts := self.model.experts) is None:
+            return 0.0
+        params = 3.0 * experts.width * self.model.hidden
+        flops = 2 * params * experts.num_active * num_tokens / self.tp
+        num_bytes = params * experts.touched(num_tokens) / self.tp * self.model.weight_bytes
+        fitted = self._kernels.experts[self.model.dtype]
+        taken_s = fitted.seconds(flops, num_bytes, self._weights_rate, self.gpu.memory_rate)
+        return self._num_routed_layers() * taken_s
+
+    def _elementwise_bytes(self, num_tokens: float) -> float:
+        """Two norms, with what is added, on every GPU; the activation on its share: two numbers in, one out."""
+        model, experts = self.model, self.model.experts
+        hidden = 2 * 4 * model.hidden * model.layers
+        width = float(model.width * model.layers)
+        if experts is not None:
+            num = experts.num_active + experts.num_shared
+            width = model.width * experts.num_dense_layers + experts.width * num * self._num_routed_layers()
+        return num_tokens * ACTIVATION_BYTES * (hidden + 3 * width / self.tp)

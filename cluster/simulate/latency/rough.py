@@ -1,0 +1,28 @@
+"""Step times that never change: a seed of the soak names the same cluster after the roofline has been fitted anew, and
+figures of one version of the router compare with those of another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.simulate.latency.base import Step
+
+FLOPS, MEMORY_RATE = 989e12, 0.75 * 3.35e12  # a second, about those of an H100
+PARAMS, ATTENTION_FLOPS, KV_BYTES = 8.03e9, 4 * 32 * 32 * 128, 131_072  # a token, about those of an 8B model
+LAUNCH_S = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rough:
+    """A `Latency`: the larger of arithmetic and bytes, and what a launch takes."""
+
+    compute_share: float = 0.6
+
+    def step_s(self, step: Step) -> float:
+        flops = 2 * PARAMS * step.num_tokens + ATTENTION_FLOPS * step.num_attended
+        moved = 2 * PARAMS + step.num_read * KV_BYTES
+        return max(flops / (FLOPS * self.compute_share), moved / MEMORY_RATE) + LAUNCH_S
+
+    def chance(self, key: str) -> None:
+        """All steps of a shape are alike."""

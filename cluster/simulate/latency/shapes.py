@@ -1,0 +1,241 @@
+"""What simulated hardware can do and what simulated models need: public figures, each with its source.
+
+Rates are the makers' dense figures. `cluster.simulate.latency.kernels` holds the share of them that kernels reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos.errors import Misconfigured
+from protos.values import KVLayout
+from workers.models.config import splits_heads
+
+HOST_GPUS = 8
+BFLOAT16, FP8, FP8_BLOCK = "bfloat16", "fp8", "fp8_block"
+DTYPES = (BFLOAT16, FP8, FP8_BLOCK)
+"""Of weights. `fp8` has one scale a tensor, `fp8_block` one for each block of 128 x 128, as DeepSeek-V3 has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A worker of more than the `HOST_GPUS` of one host reduces over its network cards, one a GPU."""
+
+    flops: float  # a second, dense, bfloat16
+    fp8_flops: float | None  # a second, dense; None: its tensor cores have no fp8
+    memory_bytes: float
+    memory_rate: float  # bytes a second
+    link_rate: float  # bytes a second to the other GPUs of its host, one way
+    network_rate: float  # bytes a second of its network card, one way
+    host_rate: float  # bytes a second to its host's memory, one way
+    usd_per_hour: float  # an example
+    like: str  # whose fitted shares apply (`kernels.FITTED`)
+
+
+# Data sheets of NVIDIA's SXM modules; network cards as in NVIDIA's DGX systems of them (200 Gb/s a GPU in a DGX A100,
+# 400 Gb/s since); prices are round figures of the on-demand market, to be replaced by one's own.
+GPUS: dict[str, Gpu] = {
+    "a100": Gpu(
+        flops=312e12,
+        fp8_flops=None,
+        memory_bytes=80e9,
+        memory_rate=2.039e12,
+        link_rate=300e9,
+        network_rate=25e9,
+        host_rate=32e9,
+        usd_per_hour=1.8,
+        like="a100",
+    ),
+    "h100": Gpu(
+        flops=989e12,
+        fp8_flops=1979e12,
+        memory_bytes=80e9,
+        memory_rate=3.35e12,
+        link_rate=450e9,
+        network_rate=50e9,
+        host_rate=64e9,
+        usd_per_hour=2.8,
+        like="h100",
+    ),
+    "h200": Gpu(
+        flops=989e12,
+        fp8_flops=1979e12,
+        memory_bytes=141e9,
+        memory_rate=4.8e12,
+        link_rate=450e9,
+        network_rate=50e9,
+        host_rate=64e9,
+        usd_per_hour=3.5,
+        like="h200",
+    ),
+    "b200": Gpu(
+        flops=2250e12,
+        fp8_flops=4500e12,
+        memory_bytes=180e9,
+        memory_rate=7.7e12,
+        link_rate=900e9,
+        network_rate=50e9,
+        host_rate=64e9,
+        usd_per_hour=5.5,
+        like="b200",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A token visits `num_active` of the `num` routed experts of a layer, and all `num_shared`. The first
+    `num_dense_layers` layers have none."""
+
+    num: int
+    num_active: int
+    width: int  # of an expert's hidden layer
+    num_shared: int = 0
+    num_dense_layers: int = 0
+
+    def touched(self, num_tokens: float) -> float:
+        """How many routed experts of a layer so many tokens visit, each of which draws its own at random."""
+        return self.num * (1 - float((1 - self.num_active / self.num) ** num_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `kv_rank + rope_dim` numbers are cached a token and
+    layer. A prompt attends over heads of `nope_dim + rope_dim`, with values of `value_dim`; a decode step attends over
+    what is cached, so that a head compares `kv_rank + rope_dim` numbers and sums up `kv_rank`."""
+
+    query_rank: int  # 0: queries are not compressed
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """`kv_heads` x `kv_width` numbers are cached as keys, as many as values, a layer and token. The GPUs of a worker
+    share all layers (tensor parallelism), or, if it is `spread`, only the routed experts: each GPU has requests of its
+    own, and all other weights."""
+
+    params: float
+    layers: int
+    hidden: int
+    heads: int
+    head_dim: int
+    kv_heads: int
+    kv_width: int
+    width: int  # of the hidden layer of a dense layer's MLP
+    vocab: int
+    max_len: int
+    dtype: str = BFLOAT16  # of the weights: one of `DTYPES`
+    experts: Experts | None = None
+    latent: Latent | None = None
+    spread: bool = False
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of one parameter."""
+        return 2.0 if self.dtype == BFLOAT16 else 1.0
+
+    @property
+    def expert_params(self) -> float:
+        """Of all routed experts."""
+        if (experts := self.experts) is None:
+            return 0.0
+        return 3.0 * experts.num * experts.width * self.hidden * (self.layers - experts.num_dense_layers)
+
+    @property
+    def active_params(self) -> float:
+        """That one token is multiplied with."""
+        if self.experts is None:
+            return self.params
+        return self.params - self.expert_params * (1 - self.experts.num_active / self.experts.num)
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of one token, all layers."""
+        return 2.0 * 2 * self.layers * self.kv_heads * self.kv_width
+
+    def kept_bytes(self, tp: int) -> float:
+        """Of one token on all of `tp` ranks. A head cannot be split: where there are more ranks than key/value heads,
+        several keep the same one, and with MLA, which has one, all do. Where requests are spread, one rank has it."""
+        return self.kv_bytes if self.spread else self.kv_bytes * max(1.0, tp / self.kv_heads)
+
+    def held_bytes(self, tp: int) -> float:
+        """Of weights, on all of `tp` GPUs."""
+        params = (self.params - self.expert_params) * tp + self.expert_params if self.spread else self.params
+        return params * self.weight_bytes
+
+    def splits(self, tp: int) -> bool:
+        """Can so many ranks share its heads evenly, or its experts?"""
+        if self.spread and self.experts is not None:
+            return self.experts.num % tp == 0
+        return splits_heads(self.heads, self.kv_heads, tp)
+
+    def layout(self, block_size: int) -> KVLayout:
+        """Of all ranks together: a simulated worker is one rank, however many GPUs its device stands for."""
+        return KVLayout(
+            num_layers=self.layers,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.kv_width,
+            block_size=block_size,
+            dtype="bfloat16",
+        )
+
+
+# The checkpoints' config.json (Llama: 3.1). DeepSeek-V3 caches 512 + 64 numbers a token and layer (MLA): as one head of
+# 2 x 288.
+MODELS: dict[str, Model] = {
+    "llama-3-8b": Model(
+        params=8.03e9, layers=32, hidden=4096, heads=32, head_dim=128, kv_heads=8, kv_width=128, width=14_336,
+        vocab=128_256, max_len=131_072,
+    ),
+    "llama-3-70b": Model(
+        params=70.6e9, layers=80, hidden=8192, heads=64, head_dim=128, kv_heads=8, kv_width=128, width=28_672,
+        vocab=128_256, max_len=131_072,
+    ),
+    "llama-3-405b": Model(
+        params=405.9e9, layers=126, hidden=16_384, heads=128, head_dim=128, kv_heads=8, kv_width=128, width=53_248,
+        vocab=128_256, max_len=131_072,
+    ),
+    "qwen3-32b": Model(
+        params=32.8e9, layers=64, hidden=5120, heads=64, head_dim=128, kv_heads=8, kv_width=128, width=25_600,
+        vocab=151_936, max_len=40_960,
+    ),
+    "deepseek-v3": Model(
+        params=671e9, layers=61, hidden=7168, heads=128, head_dim=192, kv_heads=1, kv_width=288, width=18_432,
+        vocab=129_280, max_len=163_840, dtype=FP8_BLOCK,
+        experts=Experts(num=256, num_active=8, width=2048, num_shared=1, num_dense_layers=3),
+        latent=Latent(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+    ),
+}  # fmt: skip
+
+
+def num_blocks(gpu: Gpu, model: Model, *, tp: int, block_size: int, memory_share: float = 0.9) -> int:
+    """KV blocks that fit beside the weights, in `memory_share` of all GPUs of a worker. Raises Misconfigured."""
+    weights = model.held_bytes(tp)
+
+    def fitting(tp: int, share: float) -> int:
+        return int((gpu.memory_bytes * tp * share - model.held_bytes(tp)) / (model.kept_bytes(tp) * block_size))
+
+    if (num := fitting(tp, memory_share)) >= 1:
+        return num
+    larger = (
+        one for one in range(tp + 1, max_ranks(model) + 1) if model.splits(one) and fitting(one, memory_share) >= 1
+    )
+    least = next(larger, None)
+    fix = f"use {least} GPUs or more" if least is not None else "use GPUs with more memory"
+    shares = (hundredths / 100 for hundredths in range(101))
+    enough = next((share for share in shares if share > memory_share and fitting(tp, share) >= 1), None)
+    if enough is None:
+        raise Misconfigured(f"--tp {tp}: the weights alone need {weights / 1e9:.0f} GB: {fix}", param="tp")
+    raise Misconfigured(
+        f"worker.memory_fraction = {memory_share:g}: it leaves {gpu.memory_bytes * tp * memory_share / 1e9:.1f} GB of "
+        f"--tp {tp}, and the weights alone need {weights / 1e9:.1f} GB: give {enough:g} or more, or {fix}",
+        param="worker.memory_fraction",
+    )
+
+
+def max_ranks(model: Model) -> int:
+    """Beyond which there is no head, or no expert, for each."""
+    return model.experts.num if model.spread and model.experts is not None else model.heads

@@ -1,0 +1,101 @@
+"""How long a step takes on GPUs that share a mixture's experts, and nothing else: each attends for requests of its own
+(data-parallel attention), and tokens travel to the GPUs of their experts and back (expert parallelism).
+
+Two halves of a batch take turns, so that the tokens of one travel while the other is computed, where that is faster:
+DeepSeek's inference system and SGLang's do so.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cluster.simulate.latency.base import Step
+from cluster.simulate.latency.kernels import HOP_S, Products
+from cluster.simulate.latency.roofline import Roofline
+from cluster.simulate.latency.shapes import HOST_GPUS, Gpu, Model
+
+EXPERTS = Products(compute_share=0.42, memory_share=0.83, sharpness=1.0, fixed_s=25e-6)
+"""Whole experts with as many tokens for each: those of SGLang with DeepEP on an H100, measured for aiconfigurator
+0.12.0."""
+NETWORK_SHARE, LINK_SHARE = 0.77, 0.6
+"""DeepEP's low-latency kernels on 4 hosts, and its normal ones on one, from the same tables."""
+MAX_HOSTS = 4
+"""Of a prompt's token: it travels once to each host that has experts for it, of which DeepSeek-V3 picks so many."""
+MANY_TOKENS = 1024
+"""On one GPU, from which on tokens travel once to a host; fewer go to each of their experts by themselves."""
+SENT_BYTES = 1.0 + 2.0  # of one number of a token: fp8 there, bfloat16 back
+
+
+class Spread:
+    """A `Latency` of workers of `num_gpus`. Requests are spread evenly, each whole on one GPU."""
+
+    def __init__(self, *, gpu: Gpu, model: Model, num_gpus: int, host_s: float = 0.0) -> None:
+        assert model.experts is not None
+        self.gpu = gpu
+        self.model = model
+        self.num_gpus = num_gpus
+        self._experts = model.experts
+        self._host_s = host_s
+        self._one = Roofline(gpu=gpu, model=model)
+        self._by_tokens: dict[tuple[float, float], float] = {}
+
+    def step_s(self, step: Step) -> float:
+        own = self._busiest(step)
+        travel_s = self.travel_s(own)
+        apart_s = self.compute_s(own) + travel_s
+        if own.num_rows < 2 and own.num_tokens < MANY_TOKENS:
+            return self._host_s + apart_s
+        half = Step(*(part / 2 for part in own))
+        return self._host_s + min(apart_s, max(2 * self.compute_s(half), travel_s))
+
+    def chance(self, key: str) -> None:
+        """All steps of a shape are alike."""
+
+    def compute_s(self, own: Step) -> float:
+        """On one GPU."""
+        sizes = (own.num_tokens, own.num_rows)
+        taken_s = self._by_tokens.get(sizes)
+        if taken_s is None:
+            others_s = self._one.parts(own)._replace(experts=0.0, attention=0.0).total()
+            taken_s = self._by_tokens[sizes] = others_s + self._experts_s(own.num_tokens)
+        return taken_s + self._one.attention_s(own)
+
+    def _experts_s(self, num_tokens: float) -> float:
+        """As many tokens come to a GPU's experts as it has itself."""
+        model, experts, gpu = self.model, self._experts, self.gpu
+        params = 3.0 * experts.width * model.hidden
+        touched = experts.touched(num_tokens * self.num_gpus) / self.num_gpus
+        flops = 2 * params * experts.num_active * num_tokens
+        rate = gpu.fp8_flops if model.weight_bytes == 1 and gpu.fp8_flops else gpu.flops
+        seconds = EXPERTS.seconds(flops, params * touched * model.weight_bytes, rate, gpu.memory_rate)
+        return (model.layers - experts.num_dense_layers) * seconds
+
+    def travel_s(self, own: Step) -> float:
+        """To the experts and back: what leaves the host by the GPU's network card, the rest by its links."""
+        experts, gpu, num_hosts = self._experts, self.gpu, math.ceil(self.num_gpus / HOST_GPUS)
+        is_many = own.num_tokens >= MANY_TOKENS
+        copies = min(experts.num_active, num_hosts, MAX_HOSTS) if is_many else experts.num_active
+        num_bytes = own.num_tokens * self.model.hidden * SENT_BYTES
+        away_s = num_bytes * copies * (1 - 1 / num_hosts) / (gpu.network_rate * NETWORK_SHARE)
+        within = min(self.num_gpus, HOST_GPUS)
+        near = experts.num_active / (1 if is_many else num_hosts)
+        near_s = num_bytes * near * (1 - 1 / within) / (gpu.link_rate * LINK_SHARE)
+        num_layers = self.model.layers - experts.num_dense_layers
+        return num_layers * (2 * HOP_S + max(away_s, near_s))
+
+    def _busiest(self, step: Step) -> Step:
+        """What the GPU with the most requests computes."""
+        num_prompts = step.num_rows - step.num_single
+        singles = self._largest_share(step.num_single)
+        prompts = self._largest_share(num_prompts)
+        return Step(
+            num_rows=num_prompts * prompts + step.num_single * singles,
+            num_tokens=(step.num_tokens - step.num_single) * prompts + step.num_single * singles,
+            num_read=(step.num_read - step.num_single_read) * prompts + step.num_single_read * singles,
+            num_attended=(step.num_attended - step.num_single_read) * prompts + step.num_single_read * singles,
+            num_single=step.num_single * singles,
+            num_single_read=step.num_single_read * singles,
+        )
+
+    def _largest_share(self, num_rows: float) -> float:
+        return math.ceil(num_rows / self.num_gpus) / num_rows if num_rows else 0.0

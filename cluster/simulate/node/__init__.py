@@ -1,0 +1,1 @@
+"""A simulated worker: the real engine on a modelled device."""

@@ -1,0 +1,439 @@
+"""An engine's turns in simulated time: what `workers.rpc.loop.EngineLoop` does on a thread, done by timers.
+
+    wake ─▶ inbox ─▶ Engine.step ─▶ (the device's time passes) ─▶ publish, inbox ─▶ Engine.step ─▶ ...
+
+A leap: plain steps (`workers.scheduling.alike`), of which nobody but their clients would hear before the last, are
+not taken one by one. When they would be over is foreseen; they are taken at once, and told in one message, when the
+last of them is over, or when something comes from outside. Nothing that a gateway decides by can change meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from itertools import chain
+from operator import attrgetter
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from cluster.simulate.node.device import Device
+from cluster.simulate.node.itl import Gaps
+from cluster.simulate.world.clock import Timer, running_loop
+from protos.values import Health, KVEvents, SequenceUpdate, StepMessage, WorkerLoad
+from workers.engine.engine import Engine
+from workers.rpc.loop import IDLE_TICK_S
+from workers.rpc.progress import Progress
+
+Result = TypeVar("Result")
+
+LEAST_CALM = 3
+"""Steps told one by one after anything has happened: by then every gateway has forgotten what it sent here
+(`router.fleet.worker.STEPS_TO_SHOW`), and has heard of all that began."""
+
+
+_BUT_STEP = attrgetter(*(field.name for field in fields(WorkerLoad) if field.name != "step"))
+
+
+class EngineTurns:
+    """`workers.rpc.loop.Turns`. `publish` is called with each step's message when the step is over.
+
+    `move` lands the KV that has come and sends what can be sent: may a request begin, or end, by it? `go_on` does so as
+    an engine does that waits for its device. Frozen, it takes no turn and no call. The engine's clock is `skew_s`
+    ahead. `quiet_until` says until when, by the engine's clock, its role certainly does nothing unless something comes
+    from outside; without it there are no leaps. `gaps` hears of all tokens that are told of, and when the steps that
+    made them were over. `num_turns` grows with whatever changes the engine. One that leaps and `withholds` tells of an
+    answer's first tokens, and of the others with its end: nobody decides by them. A message takes half of
+    `round_trip_s` to a gateway.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        device: Device,
+        *,
+        publish: Callable[[StepMessage], None],
+        move: Callable[[float], bool],
+        go_on: Callable[[float], None],
+        stall_s: float = 60.0,
+        skew_s: float = 0.0,
+        quiet_until: Callable[[], float] | None = None,
+        gaps: Gaps | None = None,
+        withholds: bool = False,
+        round_trip_s: float = 0.0,
+    ) -> None:
+        self._engine = engine
+        self._device = device
+        self._publish = publish
+        self._move = move
+        self._go_on = go_on
+        self._turning = False
+        self.skew_s = skew_s
+        self._quiet_until = quiet_until
+        self._loop = running_loop()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._timer: Timer | None = None
+        self._updates: list[SequenceUpdate] = []  # of steps that nobody was told of
+        self._withholds = withholds and quiet_until is not None
+        self._round_trip_s = round_trip_s
+        self._withheld: dict[str, list[SequenceUpdate]] = {}  # by requests that were told of
+        self._made: list[tuple[list[str], Sequence[float]]] = []  # whose tokens they brought, and when they were over
+        self._gaps = gaps
+        self._busy = False
+        self._reads = False  # does the step that is waited for read a prompt?
+        self._ahead_s: Sequence[float] = ()  # when the steps of a leap are over
+        self._num_calm = 0
+        self._num_rows = 0
+        self._progress = Progress(stall_s=stall_s, now=self._loop.time())
+        self._told = engine.load()
+        self._stopped = False
+        self._frozen = False
+        self.num_turns = 0
+        self.ticked_s = -math.inf  # when the engine's role was last told the time, by the engine's clock
+
+    # -- as a service sees it ------------------------------------------------------------------------------------------
+
+    async def call(self, fn: Callable[[], Result]) -> Result:
+        future: asyncio.Future[Result] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = fn()
+            except Exception as error:  # belongs to the caller: the engine itself is intact
+                failure = error
+                self._loop.call_soon(lambda: None if future.done() else future.set_exception(failure))
+            else:
+                self._loop.call_soon(lambda: None if future.done() else future.set_result(result))
+
+        self.post(run)
+        return await future
+
+    def post(self, fn: Callable[[], None]) -> None:
+        self._inbox.append(fn)
+        self.wake()
+
+    def tell(self, fn: Callable[[StepMessage], None], message: StepMessage) -> None:
+        self._loop.call_soon(fn, message)
+
+    def wake(self) -> None:
+        """Something outside the engine happened. Between two steps the next turn begins at once."""
+        if self._stopped or self._frozen:
+            return
+        self._rouse()
+        self._num_calm = 0
+
+    def attend(self) -> None:
+        """KV has come or has left. During a step that only decodes it waits for the next turn. Otherwise it is moved on
+        at once: there is a turn, or a leap ends, only if a request may begin, or end, by it: of the rest no gateway is
+        told."""
+        if self._stopped or self._frozen or (self._busy and not self._reads):
+            return
+        if self._turning:
+            self._loop.call_soon(self.attend)
+            return
+        self.num_turns += 1
+        now = self._loop.time()
+        if self._busy:
+            self._go_on(now + self.skew_s)
+        elif self._move(now + self.skew_s):
+            self._rouse()
+        elif not self._ahead_s and self._timer is None:
+            self._rest()
+
+    def _rouse(self) -> None:
+        if self._cut():
+            return
+        self.settle()
+        if not self._busy:
+            self._arm(self._loop.time())
+
+    def health(self, now: float) -> Health:
+        over = bisect_right(self._ahead_s, now - self.skew_s)
+        if over:
+            self._progress.turned(self._engine, stepped=True, now=self._ahead_s[over - 1])
+        return self._progress.health(now - self.skew_s)
+
+    @property
+    def is_due(self) -> bool:
+        """Has something been asked of the engine that it has not done yet?"""
+        return bool(self._inbox)
+
+    # -- its process ---------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """The process has ended: nothing is published any more."""
+        self._stopped = True
+        self._disarm()
+
+    def freeze(self) -> None:
+        self.settle()
+        self._frozen = True
+
+    def thaw(self) -> None:
+        self._frozen = False
+        if not self._busy:
+            self._arm(self._loop.time())
+        elif self._timer is None:
+            self._finish()
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def _arm(self, when: float) -> None:
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._due)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _due(self) -> None:
+        self._timer = None
+        if self._frozen:
+            return
+        if self._ahead_s:
+            self.settle()
+            self._finish()
+        elif self._busy:
+            self._finish()
+        else:
+            self._turn()
+
+    def _finish(self) -> None:
+        """The step in flight is over."""
+        self._busy = False
+        self._progress.turned(self._engine, stepped=True, now=self._loop.time())
+        self._tell()
+        self._turn()
+
+    def _turn(self) -> None:
+        self.num_turns += 1
+        self._turning = True
+        try:
+            self._take_turn()
+        finally:
+            self._turning = False
+
+    def _take_turn(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+        if not self._engine.has_work():
+            self._progress.resting()
+            self._say_idle()
+            return
+        self._progress.working(self._loop.time())
+        if self._leap():
+            return
+        end_s = self._step(self._loop.time())
+        if end_s is not None:
+            self._busy = True
+            self._arm(end_s)
+            return
+        self._progress.turned(self._engine, stepped=False, now=self._loop.time())
+        self._tell()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Nothing can be computed: looks again when the role may have something to do, in whole ticks from now."""
+        quiet_s = self._quiet_until() - self._loop.time() - self.skew_s if self._quiet_until is not None else 0.0
+        num_ticks = max(1, math.ceil(quiet_s / IDLE_TICK_S)) if math.isfinite(quiet_s) else 1
+        if self._timer is None:
+            self._timer = self._loop.call_first(self._loop.time() + num_ticks * IDLE_TICK_S, self._due)
+
+    def _step(self, start_s: float) -> float | None:
+        """One step of the engine from `start_s` on; when it is over, or None if there was nothing to compute. Its
+        state is the one after the step; until that is over nobody looks."""
+        engine, device = self._engine, self._device
+        device.now_s = start_s
+        num_steps, before = engine.num_steps, device.last if engine.num_in_flight else None
+        self.ticked_s = start_s + self.skew_s
+        updates = engine.step(self.ticked_s)
+        self._reads = (before or device.last).reads_prompts
+        self._note(updates, (device.now_s,))
+        return device.now_s if engine.num_steps != num_steps or engine.num_in_flight else None
+
+    def _tell(self, *, shows: bool | None = None) -> None:
+        """What the steps since the last message have to say, as one message. With its load it `shows` that another step
+        is over, which a gateway may wait for; not needed where nobody does."""
+        updates, self._updates = self._updates, []
+        self._count_gaps()
+        self._num_calm += 1
+        if not self._withholds:  # then whoever is told of an answer may still be told of its end
+            num_rows, self._num_rows = self._num_rows, len(self._device.last.rows)
+            ended = any(update.finish_reason is not None or update.error is not None for update in updates)
+            self._num_calm = 0 if ended or num_rows != self._num_rows else self._num_calm
+        events = self._engine.drain_events()
+        if not updates and not events:
+            return
+        if self._is_withholding:
+            updates = self._sifted(updates)
+            if not updates and shows is None and self._num_calm > LEAST_CALM:
+                return self._say(events)
+        if shows is not False:
+            self._told = self._engine.load()
+        elif not updates and not events:
+            return
+        told = self._told if shows is not False else None
+        self._publish(StepMessage(updates=merged(updates), events=(events,) if events else (), load=told))
+
+    @property
+    def _is_withholding(self) -> bool:
+        """A worker that drains tells all: its answers move on with what was told of them."""
+        return self._withholds and not self._engine.draining
+
+    def _sifted(self, updates: Sequence[SequenceUpdate]) -> list[SequenceUpdate]:
+        """Without further tokens of answers that are told of already: they come with the end of the answer, or with
+        whatever else there is to say of it."""
+        told: list[SequenceUpdate] = []
+        withheld = self._withheld
+        for update in updates:
+            known = withheld.get(update.request_id)
+            if known is not None and update.is_plain:
+                known.append(update)
+                continue
+            told += known or ()
+            told.append(update)
+            if update.finish_reason is None:
+                withheld[update.request_id] = []
+            else:
+                withheld.pop(update.request_id, None)
+        scheduler = self._engine.scheduler
+        if len(withheld) > 2 * scheduler.num_running + 64:  # some were aborted
+            self._withheld = {one: kept for one, kept in withheld.items() if one in scheduler}
+        return told
+
+    def _say(self, events: KVEvents | None) -> None:
+        """What gateways decide by, if it is another than they know."""
+        load = self._engine.load()
+        if events or _BUT_STEP(load) != _BUT_STEP(self._told):
+            self._told = load
+            self._publish(StepMessage(events=(events,) if events else (), load=load))
+
+    def _note(self, updates: Sequence[SequenceUpdate], ends_s: Sequence[float]) -> None:
+        """Keeps what steps that were over at these times brought, until it is told."""
+        self._updates += updates
+        told = [update.request_id for update in updates if update.token_ids]
+        if told and self._gaps is not None:
+            self._made.append((told, ends_s))
+
+    def _count_gaps(self) -> None:
+        made, self._made = self._made, []
+        if self._gaps is not None:
+            for request_ids, ends_s in made:
+                self._gaps.made(request_ids, ends_s)
+
+    def _say_idle(self) -> None:
+        load = self._engine.load()
+        if load != self._told:
+            self._told = load
+            self._publish(StepMessage(load=load))
+
+    # -- leaps ---------------------------------------------------------------------------------------------------------
+
+    def _foreseen(self) -> list[float]:
+        """When the plain steps that come next are over, up to the first after which there is something to tell.
+
+        Empty while what happened last may still be felt: a gateway forgets what it has sent here, and knows that KV has
+        arrived, by messages of the steps that follow.
+        """
+        engine, device = self._engine, self._device
+        num_steps = engine.num_alike(device.last)
+        if not num_steps:
+            return []
+        if self._num_calm < LEAST_CALM:
+            num_steps = 1
+        now = self._loop.time()
+        quiet_until_s = self._quiet_until() - self.skew_s if self._quiet_until is not None else now
+        device.now_s = now
+        ends_s = device.foresee(num_steps, in_flight=bool(engine.num_in_flight))
+        starts_s = [now, *ends_s[:-1]]
+        num_steps = bisect_left(starts_s, quiet_until_s)
+        num_steps = engine.num_steady(
+            [end_s - start_s for start_s, end_s in zip(starts_s, ends_s[:num_steps], strict=False)]
+        )
+        return ends_s[:num_steps]
+
+    def _leap(self) -> bool:
+        if self._quiet_until is None:
+            return False
+        self._ahead_s = self._foreseen()
+        if self._ahead_s:
+            self._arm(self._ahead_s[-1])
+        return bool(self._ahead_s)
+
+    def _cut(self) -> bool:
+        """The leap ends with the step under way, and is taken at once when that is over, as if it had been taken now
+        and that step begun; unless somebody must hear of the steps before it. True also of a leap that is cut already.
+        """
+        ahead_s = self._ahead_s
+        if not ahead_s or self._busy:
+            return bool(ahead_s)
+        num_over = bisect_right(ahead_s, self._loop.time())
+        if not self._is_withholding or num_over == len(ahead_s) or self._shows(num_over):
+            return False
+        self._ahead_s = ahead_s[: num_over + 1]
+        self._go_on_until(ahead_s[num_over])
+        return True
+
+    def _go_on_until(self, end_s: float) -> None:
+        """The plain step under way ends then, as any other."""
+        self._busy, self._reads = True, False
+        self._disarm()
+        self._arm(end_s)
+
+    def _shows(self, num_over: int) -> bool:
+        """Does a gateway hear of the last of so many steps after it has sent what ends the leap?"""
+        return num_over > 0 and self._ahead_s[num_over - 1] > self._loop.time() - self._round_trip_s
+
+    def settle(self) -> None:
+        """Takes the steps of a leap that are over by now, and begins the one under way, which ends as any other."""
+        ahead_s = self._ahead_s
+        if not ahead_s:
+            return
+        self.num_turns += 1
+        if self._busy:  # it was cut to these
+            self._ahead_s = []
+            self._take(ahead_s)
+            if len(ahead_s) > 1:
+                self._progress.turned(self._engine, stepped=True, now=ahead_s[-2])
+            return
+        num_over = bisect_right(ahead_s, self._loop.time())
+        shows = self._shows(num_over)
+        self._ahead_s = []
+        if num_over:
+            self._take(ahead_s[:num_over])
+            self._progress.turned(self._engine, stepped=True, now=ahead_s[num_over - 1])
+        if num_over < len(ahead_s):
+            self._tell(shows=shows)
+            self._take(ahead_s[num_over : num_over + 1])
+            self._go_on_until(ahead_s[num_over])
+
+    def _take(self, ends_s: Sequence[float]) -> None:
+        """Plain steps that are over then."""
+        self._note(self._engine.repeat(len(ends_s)), ends_s)
+
+
+def merged(updates: Sequence[SequenceUpdate]) -> tuple[SequenceUpdate, ...]:
+    """One update a request, that says what its updates say one after the other."""
+    by_request: dict[str, list[SequenceUpdate]] = {}
+    for update in updates:
+        by_request.setdefault(update.request_id, []).append(update)
+    if len(by_request) == len(updates):
+        return tuple(updates)
+    return tuple([rows[0] if len(rows) == 1 else _joined(rows) for rows in by_request.values()])
+
+
+def _joined(updates: Sequence[SequenceUpdate]) -> SequenceUpdate:
+    first, last = updates[0], updates[-1]
+    return replace(
+        last,
+        token_ids=tuple(chain.from_iterable([update.token_ids for update in updates])),
+        num_cached_tokens=first.num_cached_tokens,
+    )

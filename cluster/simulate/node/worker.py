@@ -1,0 +1,329 @@
+"""One simulated worker: the real engine, role and service; its device, lanes and network are models."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from cluster.simulate.latency.base import Latency
+from cluster.simulate.node.device import Device
+from cluster.simulate.node.engine_loop import EngineTurns
+from cluster.simulate.node.host_tier import HostMemory
+from cluster.simulate.node.itl import Gaps
+from cluster.simulate.node.watched import TicketWatch, WatchedEngine, WatchedPool
+from cluster.simulate.world.lanes import Lanes
+from cluster.simulate.world.network import VALUES, Network, Port
+from decode_pool.config import DecodeConfig
+from decode_pool.role import DecodeRole
+from kvtransfer.events import EventLog
+from kvtransfer.ledger import TicketState
+from kvtransfer.transports.inproc import InprocSender
+from prefill_pool.config import PrefillConfig
+from prefill_pool.role import PrefillRole
+from protos.values import KVLayout, LaneAddress, WorkerInfo, WorkerRole, WorkerStats
+from workers.config import SchedulerConfig
+from workers.engine.engine import Engine
+from workers.kv.blocks import BlockPool
+from workers.kv.host import HostPool
+from workers.rpc.server import WorkerServicer
+from workers.scheduling.scheduler import Scheduler
+from workers.transfer.mover import Dock, Mover
+from workers.transfer.receive import reservations
+
+LEAVE_LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What every worker of a simulated cluster has in common. `depth` as `workers.engine.engine.Engine` has it; blocks
+    of the host tier, if there are `host_blocks`, come at `host_bytes_per_s`. A gateway that missed more than
+    `kept_events` is told everything."""
+
+    model: str
+    layout: KVLayout
+    num_blocks: int
+    scheduler: SchedulerConfig
+    latency: Latency
+    prefill: PrefillConfig
+    decode: DecodeConfig
+    depth: int = 1
+    stall_s: float = 60.0
+    leaping: bool = False
+    thorough: bool = False
+    kept_events: int = 4096
+    host_blocks: int = 0
+    host_bytes_per_s: float = 25e9
+
+
+class SimulatedWorker:
+    """One life of a worker, from `start` to `kill` or `close`. Lives on one event loop."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        *,
+        worker_id: str,
+        role: WorkerRole,
+        incarnation: int,
+        network: Network,
+        lanes: Lanes,
+        skew_s: float = 0.0,
+        gaps: Gaps | None = None,
+        withholds: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.worker_id = worker_id
+        self._spec = spec
+        self._network = network
+        self._loop = asyncio.get_running_loop()
+        self._skew_s = skew_s
+        self._lane = LaneAddress(worker_id=worker_id, incarnation=incarnation, host=worker_id, port=incarnation)
+        self.info = self._make_info(role)
+        self.device = Device(
+            spec.latency,
+            layout=spec.layout,
+            num_blocks=spec.num_blocks,
+            vocab_size=spec.scheduler.vocab_size,
+            thorough=spec.thorough,
+            chance=spec.latency.chance(f"{seed} {worker_id} {incarnation}"),
+        )
+        self.log = EventLog(incarnation, spec.kept_events)
+        pool = self._make_pool()
+        sender = lanes.exchange.sender(self._lane, spec.layout, wake=self._ring)
+        receiver = lanes.exchange.receiver(self._lane, spec.layout, wake=self._ring)
+        self._mover = Mover(Dock(self.device, spec.layout, sender=sender, receiver=receiver), _nobody_follows)
+        self.role = self._make_role(pool)
+        self._tickets = TicketWatch(self.role, sender, receiver)
+        scheduler = Scheduler(spec.scheduler, pool, self.role)
+        self.engine = self._make_engine(scheduler, sender)
+        self.servicer = self._make_servicer()
+        self.turns = EngineTurns(
+            self.engine,
+            self.device,
+            publish=self.servicer.publish,
+            move=self._move,
+            go_on=self._go_on,
+            stall_s=spec.stall_s,
+            skew_s=skew_s,
+            quiet_until=self._quiet_until if spec.leaping else None,
+            gaps=gaps,
+            withholds=withholds,
+            round_trip_s=2 * network.wire.delay_s,
+        )
+        self.servicer.attach(self.turns)
+        self._num_changes = 0
+        self._changes_turn = 0  # when tickets last came or ended
+        self.port: Port | None = None
+        self.has_left = False  # as it was told to
+        self._was_held_up = False  # frozen, or slowed
+        self._leaving: asyncio.Task[None] | None = None
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+
+    def clock(self) -> float:
+        """This host's own: no two clocks agree."""
+        return self._loop.time() + self._skew_s
+
+    @property
+    def alive(self) -> bool:
+        return self.port is not None and not self.port.closed
+
+    @property
+    def frozen(self) -> bool:
+        return self.port is not None and self.port.frozen
+
+    @property
+    def busy(self) -> bool:
+        return self.frozen or self.engine.has_work()
+
+    @property
+    def held_up(self) -> bool:
+        """Is there a reason for which it may make no progress? Whatever holds up KV is its source's, or a lane's."""
+        waits = any(ticket.state != TicketState.ARRIVED for ticket in self.role.ledger.stats(0.0))
+        return self._was_held_up or waits
+
+    def start(self) -> WorkerInfo:
+        self.port = self._network.listen(self.info.address, self.servicer)
+        return self.info
+
+    def kill(self) -> None:
+        """The process ends between two instructions: peers hear of it from the kernel, nobody cleans up."""
+        if self.port is None or self.port.closed:
+            return
+        if self._leaving is not None and self._leaving is not asyncio.current_task():
+            self._leaving.cancel()
+        self.turns.stop()
+        self.port.close()
+        self._loop.call_later(0.02, self._mover.close)
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _leave_soon(self) -> None:
+        if self._leaving is None:
+            self._leaving = self._loop.create_task(self._leave(), name=f"leaving of {self.worker_id}")
+
+    async def _leave(self) -> None:
+        """As `workers.rpc.worker.Worker` does."""
+        await self.turns.call(self.engine.drain)
+        while self.alive and self.busy:  # noqa: ASYNC110 - it may be frozen, and tells nobody
+            await asyncio.sleep(LEAVE_LOOK_S)
+        await self.servicer.disowned()
+        self.has_left = True
+        self.kill()
+
+    def freeze(self) -> None:
+        """The process is stopped by a signal: sockets stay open, nothing moves."""
+        assert self.port is not None
+        self._was_held_up = True
+        self.turns.freeze()
+        self.port.freeze()
+
+    def thaw(self) -> None:
+        if self.port is not None and self.port.frozen:
+            self.port.thaw()
+            self.turns.thaw()
+
+    def reset(self) -> None:
+        """Its connections to gateways break; it lives on."""
+        assert self.port is not None
+        self.port.reset()
+
+    def spoil(self, change: Callable[[Any], Any] | None) -> None:
+        """What happens to messages on their way to gateways, from now on."""
+        assert self.port is not None
+        self.port.change = change
+
+    def slow(self, factor: float) -> None:
+        """Steps take `factor` times as long from now on."""
+        self._was_held_up = True
+        self.turns.settle()
+        self.device.slowness = factor
+
+    def jump(self, seconds: float) -> None:
+        """Its host's clock goes so much ahead at once."""
+        self.turns.settle()
+        self._skew_s += seconds
+        self.turns.skew_s += seconds
+        self.turns.attend()
+
+    def check_balance(self) -> None:
+        """The cheap part of `check`."""
+        ledger, shared = self.role.ledger.reserved_ids(), self.role.outgoing.shared_ids()
+        self.engine.scheduler.check_balance(len(ledger) + len(list(shared)))
+        self._tickets.check(self.turns.ticked_s)
+
+    def check(self) -> None:
+        """Between two steps: every block has the owners that are known of, and no others."""
+        self.role.ledger.check_integrity()
+        self.engine.check_integrity([*self.role.ledger.reserved_ids(), *self.role.outgoing.shared_ids()])
+        if not self.turns.is_due:
+            held = [
+                *(request.request_id for request in self.engine.scheduler.requests()),
+                *self.role.ledger.ticket_ids(),
+            ]
+            unowned = self.servicer.unowned(held)
+            assert not unowned, f"{self.worker_id} holds {unowned[0]}, and no gateway counts on it"
+
+    def assert_idle(self) -> None:
+        """Nobody uses this worker: nothing is held, nothing moves."""
+        self.role.ledger.assert_idle()
+        self.engine.assert_idle()
+
+    def _make_info(self, role: WorkerRole) -> WorkerInfo:
+        spec, lane = self._spec, self._lane
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=lane.incarnation,
+            role=role,
+            model=spec.model,
+            address=f"{lane.host}:{lane.port}",
+            layout=spec.layout,
+            lane=lane,
+            max_model_len=spec.scheduler.max_model_len,
+            vocab_size=spec.scheduler.vocab_size,
+            device="simulated",
+            num_blocks=spec.num_blocks,
+        )
+
+    def _make_servicer(self) -> WorkerServicer:
+        return WorkerServicer(
+            info=self.info,
+            engine=self.engine,
+            clock=self.clock,
+            stats=self._stats,
+            reserve=reservations(self.role.incoming, self.engine),
+            leave=self._leave_soon,
+            encoding=VALUES,
+        )
+
+    def _make_pool(self) -> BlockPool:
+        spec, log = self._spec, self.log
+        num_blocks, block_size, host = spec.num_blocks, spec.layout.block_size, self._make_host(log)
+        if not spec.thorough:
+            return BlockPool(num_blocks, block_size, log.record, host=host)
+        return WatchedPool(num_blocks, block_size, log.record, host=host, written_ids=lambda: self.engine.written_ids())
+
+    def _make_engine(self, scheduler: Scheduler, sender: InprocSender) -> Engine:
+        make = partial(WatchedEngine, sender=sender) if self._spec.thorough else Engine
+        return make(scheduler, self.device, events=self.log, clock=self.device.clock, depth=self._spec.depth)
+
+    def _make_host(self, log: EventLog) -> HostPool | None:
+        spec = self._spec
+        if not spec.host_blocks:
+            return None
+        block_bytes = spec.layout.block_bytes
+        memory = HostMemory(self.device, block_s=block_bytes / spec.host_bytes_per_s)
+        return HostPool(spec.host_blocks, memory, log.record, block_bytes=block_bytes)
+
+    def _make_role(self, pool: BlockPool) -> PrefillRole | DecodeRole:
+        spec = self._spec
+        if self.info.role is WorkerRole.PREFILL:
+            return PrefillRole(self._mover, pool, spec.layout, spec.prefill)
+        return DecodeRole(self._mover, pool, spec.layout, spec.decode)
+
+    def _quiet_until(self) -> float:
+        """Tickets whose KV has not come are left alone until their leases end; whatever moves wants every turn. So does
+        what follows from a ticket's end: whoever waited for it is told in the turn after."""
+        role = self.role
+        if role.outgoing.busy() or role.incoming.has_failures() or self._mover.is_moving():  # its lanes never idle
+            return -math.inf
+        num_changes = self.role.ledger.num_changes
+        if num_changes != self._num_changes:
+            self._num_changes, self._changes_turn = num_changes, self.turns.num_turns
+        return -math.inf if self._changes_turn == self.turns.num_turns else self.role.ledger.next_deadline_s()
+
+    def _move(self, now: float) -> bool:
+        """Lands what has come, and offers what there is room for again. May a request begin, or end, by it?"""
+        incoming = self.role.incoming
+        before = incoming.num_settled
+        incoming.receive(now)
+        settled = incoming.num_settled != before
+        if not self._mover.is_sending():
+            return settled
+        return self.role.outgoing.send(now) or settled
+
+    def _go_on(self, now: float) -> None:
+        if self.role.is_behind():
+            self.role.go_on(now, self.engine.num_in_flight)
+
+    def _ring(self) -> None:
+        self.turns.attend()
+
+    def _stats(self) -> WorkerStats:
+        return WorkerStats(
+            info=self.info,
+            load=self.engine.load(),
+            tickets=tuple(self.role.tickets(self.clock())),
+            lanes=tuple(self._mover.lanes()),
+        )
+
+
+def _nobody_follows(name: str, *arguments: object) -> None:
+    """A simulated worker is one rank, whatever its device stands for."""
+
+
+MakeWorker = Callable[[str, WorkerRole, int], SimulatedWorker]
+"""From worker id, role and incarnation."""

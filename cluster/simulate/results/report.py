@@ -1,0 +1,258 @@
+"""From an outcome to what an operator asks: how fast, how full, how even, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.bench.report import Objective, Record, Report, make_report
+from cluster.bench.table import report_table
+from cluster.simulate.latency.base import Latency, step_of
+from cluster.simulate.run.deployment import Served
+from cluster.simulate.run.fault_injector import Happened
+from cluster.simulate.run.simulation import Outcome
+from cluster.simulate.world.workload import Session
+from protos.hints import counted
+from protos.values import WorkerRole
+
+MAX_FAULTS = 12
+"""The table shows so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """`busy`: the share of its GPUs' time that devices computed. `imbalance`: tokens of its busiest worker over the
+    mean of all."""
+
+    role: str
+    num_workers: int
+    busy: float
+    imbalance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """USD a million tokens of whole answers, which pay for failed ones too: prices times tokens are the USD. All that
+    the GPUs cost, also while they idle, is shared out by the device time each kind of token took: prompts that were
+    computed, prompts found in a cache (which still are looked at), answers."""
+
+    gpu_hours: float
+    usd: float
+    per_million_input: float
+    per_million_cached: float
+    per_million_output: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hits:
+    """Shares of whole answers' prompt tokens: found on the reader's device, loaded from its host, pulled from another
+    worker."""
+
+    device: float
+    host: float
+    pulled: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """`handed_over`: the share of whole answers that went on at another worker after their first token. Of the time,
+    end to end, of answers whose KV travelled: `transfer_share` it was on its way, `transfer_waited` clients saw.
+    `num_not_asked` requests are not in the report: an earlier one of their conversation had failed. Nor are the
+    `num_left_out` sessions, of `num_left_out_requests`: no worker holds their length. `cluster` says in a line what was
+    simulated, empty where nobody chose it."""
+
+    cluster: str
+    report: Report
+    num_left_out: int
+    num_left_out_requests: int
+    num_not_asked: int
+    hits: Hits
+    pools: Sequence[Pool]
+    costs: Costs
+    handed_over: float
+    transfer_bytes: int
+    transfer_share: float
+    transfer_waited: float
+    fingerprint: str
+    num_events: int
+    faults: Sequence[Happened] = ()
+
+
+def summarise(
+    outcome: Outcome, objective: Objective, *, cluster: str = "", left_out: Sequence[Session] = ()
+) -> Summary:
+    """`left_out`: the sessions of the load that the simulation was not given, for they are too long."""
+    # Between the first and the last token one message may tell of many: gaps are the workers'.
+    transfers = outcome.transfers
+    report = replace(make_report(outcome.records, objective), itl_s=outcome.itl_s, late_s=None)
+    return Summary(
+        cluster=cluster,
+        report=report,
+        num_left_out=len(left_out),
+        num_left_out_requests=sum(len(session.turns) for session in left_out),
+        num_not_asked=outcome.num_not_asked,
+        hits=_hits(outcome, report),
+        pools=[_pool(role, lives) for role, lives in _by_role(outcome.served).items()],
+        costs=_costs(outcome, report),
+        handed_over=outcome.num_handed_over / max(1, report.num_completed),
+        transfer_bytes=outcome.transfer_bytes,
+        transfer_share=transfers.travelled_s / (transfers.answers_s or 1.0),
+        transfer_waited=transfers.waited_s / (transfers.answers_s or 1.0),
+        fingerprint=outcome.fingerprint,
+        num_events=outcome.num_events,
+        faults=outcome.faults,
+    )
+
+
+def figures(summary: Summary) -> dict[str, Any]:
+    """For a file: times in whole microseconds, without the noise of floats."""
+    told: dict[str, Any] = _rounded(asdict(summary))
+    return told
+
+
+def _rounded(told: Any, *, is_time: bool = False) -> Any:
+    if isinstance(told, Mapping):
+        return {name: _rounded(one, is_time=is_time or _is_time(name)) for name, one in told.items()}
+    if isinstance(told, list | tuple):
+        return [_rounded(one, is_time=is_time) for one in told]
+    return round(told, 6) if is_time and isinstance(told, float) else told
+
+
+def usd_figure(usd: float) -> str:
+    """To the cent, and to three significant digits where that is finer: small loads differ by less than a cent."""
+    if usd >= 1:
+        return f"{usd:,.2f}"
+    exponent = int(f"{usd:.2e}".partition("e")[2])
+    return f"{usd:,.{max(2, 2 - exponent)}f}"
+
+
+def _is_time(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("_per_s")
+
+
+def _hits(outcome: Outcome, report: Report) -> Hits:
+    """What was cached of whole answers, shared out as workers counted host and pulled tokens among all they told of."""
+    host = sum(life.load.host.num_hit_tokens for life in outcome.served if life.load.host is not None)
+    pulled = sum(life.load.num_pulled_tokens for life in outcome.served)
+    num_cached = max(1, host + pulled, sum(record.num_cached or 0 for record in outcome.records))
+    share = report.cached_share or 0.0
+    return Hits(
+        device=share * (num_cached - host - pulled) / num_cached,
+        host=share * host / num_cached,
+        pulled=share * pulled / num_cached,
+    )
+
+
+def _by_role(served: Sequence[Served]) -> Mapping[str, list[Served]]:
+    roles: dict[str, list[Served]] = {}
+    for life in sorted(served, key=lambda life: life.worker_id):
+        roles.setdefault(str(life.role), []).append(life)
+    return dict(sorted(roles.items()))
+
+
+def _pool(role: str, lives: Sequence[Served]) -> Pool:
+    tokens: dict[str, int] = {}
+    for life in lives:
+        done = life.tally.num_prompt_tokens + life.tally.num_answer_tokens
+        tokens[life.worker_id] = tokens.get(life.worker_id, 0) + done
+    mean = sum(tokens.values()) / len(tokens)
+    return Pool(
+        role=role,
+        num_workers=len(tokens),
+        busy=sum(life.tally.busy_s for life in lives) / sum(life.lived_s for life in lives),
+        imbalance=max(tokens.values()) / mean if mean else 1.0,
+    )
+
+
+def _costs(outcome: Outcome, report: Report) -> Costs:
+    config = outcome.config
+    gpu_hours = sum(life.lived_s * config.gpus_of(life.role) for life in outcome.served) / 3600
+    usd = gpu_hours * config.usd_per_gpu_hour
+    prompt_s = sum(life.tally.prompt_s for life in outcome.served)
+    answer_s = sum(life.tally.answer_s for life in outcome.served)
+    whole = [record for record in outcome.records if not record.error]
+    latency = config.spec_of(WorkerRole.PREFILL).latency
+    cached_s = min(prompt_s, sum(_looking_s(latency, record) for record in whole))
+    num_cached = sum(record.num_cached or 0 for record in whole)
+
+    def per_million(device_s: float, num_tokens: int) -> float:
+        if not num_tokens or not prompt_s + answer_s:
+            return 0.0
+        return usd * device_s / (prompt_s + answer_s) / num_tokens * 1e6
+
+    return Costs(
+        gpu_hours=gpu_hours,
+        usd=usd,
+        per_million_input=per_million(prompt_s - cached_s, report.num_prompt_tokens - num_cached),
+        per_million_cached=per_million(cached_s, num_cached),
+        per_million_output=per_million(answer_s, report.num_output_tokens),
+    )
+
+
+def _looking_s(latency: Latency, record: Record) -> float:
+    """How much longer a prompt takes because its computed part also attends to the cached one."""
+    cached = record.num_cached or 0
+    computed = record.num_prompt - cached
+    if not cached or computed < 1:
+        return 0.0
+    return latency.step_s(step_of([(computed, record.num_prompt)])) - latency.step_s(step_of([(computed, computed)]))
+
+
+def summary_table(summary: Summary) -> RenderableType:
+    pools = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("pool", "workers", "GPUs busy", "busiest worker / mean"):
+        pools.add_column(name, justify="left" if name == "pool" else "right")
+    for pool in summary.pools:
+        pools.add_row(pool.role, f"{pool.num_workers:,}", f"{pool.busy:.1%}", f"{pool.imbalance:.2f}")
+    costs = summary.costs
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="dim")
+    facts.add_column()
+    if summary.cluster:
+        facts.add_row("cluster", Text(summary.cluster))
+    if summary.num_left_out:
+        told = counted(summary.num_left_out, "session"), counted(summary.num_left_out_requests, "request")
+        facts.add_row("left out", Text(f"{told[0]} ({told[1]}): no worker holds them", "red"))
+    if summary.num_not_asked:
+        facts.add_row("not asked", Text(f"{summary.num_not_asked:,}: their conversation had failed before", "red"))
+    facts.add_row("prompt tokens cached by tier", _tiers(summary.hits))
+    facts.add_row("answers handed over", f"{summary.handed_over:.1%}")
+    facts.add_row("KV moved", f"{summary.transfer_bytes / 1e9:,.2f} GB")
+    facts.add_row(
+        "their KV on its way",
+        f"{summary.transfer_share:.1%} of their time, {summary.transfer_waited:.1%} seen by clients",
+    )
+    facts.add_row("GPU hours", f"{costs.gpu_hours:,.2f} (USD {usd_figure(costs.usd)})")
+    facts.add_row(
+        "USD a million tokens",
+        f"input {costs.per_million_input:.3f}, cached {costs.per_million_cached:.3f}, "
+        f"output {costs.per_million_output:.3f}",
+    )
+    facts.add_row("event log", f"{summary.num_events:,} events, {summary.fingerprint}")
+    parts: list[RenderableType] = [report_table(summary.report), Text(), pools, Text(), facts]
+    return Group(*parts, Text(), _fault_table(summary.faults)) if summary.faults else Group(*parts)
+
+
+def _fault_table(faults: Sequence[Happened]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("s", justify="right")
+    num_passed = sum(fault.passed_over for fault in faults)
+    passed = f", {num_passed} passed over" if num_passed else ""
+    table.add_column(counted(len(faults), "fault") + passed)
+    for fault in faults[:MAX_FAULTS]:
+        table.add_row(
+            f"{fault.at_s:,.2f}", f"{fault.what}{f' (passed over: {fault.why})' if fault.passed_over else ''}"
+        )
+    if len(faults) > MAX_FAULTS:
+        table.add_row("", f"and {len(faults) - MAX_FAULTS:,} more: --json FILE has them all")
+    return table
+
+
+def _tiers(hits: Hits) -> str:
+    pulled = f", pulled {hits.pulled:.1%}" if hits.pulled else ""
+    return f"device {hits.device:.1%}, host {hits.host:.1%}{pulled}"

@@ -1,0 +1,312 @@
+"""Which cluster is the cheapest that meets an objective: every combination is simulated, the best are told apart."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from rich.table import Table
+from rich.text import Text
+
+from cluster.config.config import MAX_WORKERS, ClusterConfig, PoolsConfig
+from cluster.simulate.results.report import Summary, usd_figure
+from cluster.simulate.results.targets import Reached, Target
+from protos.errors import Misconfigured
+from router.policies.names import NAMES
+
+MAX_CLUSTERS = 10_000
+"""That one sweep tries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One cluster. `prefill` 0: `decode` colocated workers read their prompts themselves. Workers have `tp` GPUs, those
+    of a pool its own number if it is given."""
+
+    prefill: int
+    decode: int
+    tp: int
+    policy: str
+    prefill_tp: int | None = None
+    decode_tp: int | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        return self.prefill * (self.prefill_tp or self.tp) + self.decode * (self.decode_tp or self.tp)
+
+    def __str__(self) -> str:
+        if self.prefill_tp is not None or self.decode_tp is not None:
+            prefill = f"{self.prefill}P tp{self.prefill_tp or self.tp}"
+            return f"{prefill} + {self.decode}D tp{self.decode_tp or self.tp} {self.policy}"
+        pools = f"{self.prefill}P+{self.decode}D" if self.prefill else f"{self.decode} colocated"
+        return f"{pools} tp{self.tp} {self.policy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What one cluster reached of each target, and what it costs while it is there."""
+
+    choice: Choice
+    summary: Summary
+    usd_per_hour: float
+    reached: Sequence[Reached] = ()
+
+    @property
+    def is_good(self) -> bool:
+        return all(one.is_met for one in self.reached)
+
+    @property
+    def binding(self) -> Reached:
+        """The target that it is farthest from, or reached with the least to spare."""
+        return min(self.reached, key=lambda one: one.ratio)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """What `source`, a flag or a setting, says of one of a cluster's traits. Numbers are `least` or more."""
+
+    name: str
+    source: str
+    text: str
+    least: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source} {shlex.quote(self.text)}"
+
+    def numbers(self) -> list[int]:
+        """From "2", "1,2,4" or "1:4". Raises Misconfigured."""
+        low, colon, high = self.text.partition(":")
+        try:
+            found = [int(one) for one in ((low, high) if colon else self.text.split(","))]
+        except ValueError:
+            found = []
+        if not found or min(found) < self.least or max(found) > MAX_WORKERS:
+            raise Misconfigured(
+                f"{self}: give numbers from {self.least} to {MAX_WORKERS}, such as 2, 1,2,4 or 1:4", param=self.name
+            )
+        if colon and found[0] > found[1]:
+            raise Misconfigured(f"{self}: it ends before it begins: give {found[1]}:{found[0]}", param=self.name)
+        return list(range(found[0], found[1] + 1)) if colon else list(dict.fromkeys(found))
+
+    def policies(self) -> list[str]:
+        """Names with commas between them. Raises Misconfigured."""
+        found = list(dict.fromkeys(self.text.split(",")))
+        for name in found:
+            if name not in NAMES:
+                raise Misconfigured(
+                    f"{self}: there is no policy {name!r}: choose of {', '.join(NAMES)}", param=self.name
+                )
+        return found
+
+
+def asked(
+    settings: ClusterConfig,
+    *,
+    prefill: str | None,
+    decode: str | None,
+    tp: str | None,
+    prefill_tp: str | None,
+    decode_tp: str | None,
+    workers: str | None,
+    policy: str | None,
+    to_sweep: bool,
+) -> list[Choice]:
+    """The clusters that flags ask for, and settings where there is no flag: `workers` colocated ones, or two pools.
+    Raises Misconfigured for none, for several unless they are `to_sweep`, and for more than anybody waits for."""
+    pools = settings.pools
+    is_colocated = workers is not None or (prefill is None and decode is None and bool(pools.colocated))
+    if is_colocated:
+        readers = _Said(name="prefill", source="--prefill", text="0")
+        writers = _said("workers", workers, "pools.colocated", pools.colocated, least=1)
+    else:
+        readers = _said("prefill", prefill, "pools.prefill", pools.prefill)
+        writers = _said("decode", decode, "pools.decode", pools.decode)
+    ranks = _said("tp", tp, "worker.tp", settings.worker.tp, least=1)
+    own = [] if is_colocated else _own_ranks(pools, prefill_tp=prefill_tp, decode_tp=decode_tp)
+    chosen = _said("policy", policy, "router.policy", settings.router.policy)
+    counts = {said: said.numbers() for said in (readers, writers, ranks, *own)}
+    names = chosen.policies()
+    nums = {said: len(values) for said, values in counts.items()} | {chosen: len(names)}
+    several = ", ".join(str(said) for said, each in nums.items() if each > 1)
+    num = math.prod(nums.values())
+    if num > 1 and not to_sweep:
+        raise Misconfigured(
+            f"{several}: {num:,} clusters are asked for: give one of each, or --sweep to compare them", param="sweep"
+        )
+    if num > MAX_CLUSTERS:
+        raise Misconfigured(
+            f"{several}: --sweep would try {num:,} clusters: give at most {MAX_CLUSTERS:,}", param="sweep"
+        )
+    by_pool = {said.name: counts[said] for said in own}
+    every = choices(prefill=counts[readers], decode=counts[writers], tp=counts[ranks], policies=names, **by_pool)
+    if not every:
+        raise Misconfigured(
+            f"{writers}: somebody must write the answers, so give at least 1; --workers N is N colocated workers, "
+            "which read and write",
+            param="decode",
+        )
+    return every
+
+
+def _said(name: str, flag: str | None, path: str, setting: object, *, least: int = 0) -> _Said:
+    """By the flag, or by the setting of that path where there is none. What neither says is 1."""
+    if flag is not None:
+        return _Said(name=name, source=f"--{name.replace('_', '-')}", text=flag, least=least)
+    return _Said(name=name, source=path, text="1" if setting is None else str(setting), least=least)
+
+
+def _own_ranks(pools: PoolsConfig, **flags: str | None) -> list[_Said]:
+    """Of the pools whose workers have a number of GPUs of their own."""
+    found = []
+    for name, flag in flags.items():
+        setting = getattr(pools, name)
+        if flag is not None or setting is not None:
+            found.append(_said(name, flag, f"pools.{name}", setting, least=1))
+    return found
+
+
+def choices(
+    *,
+    prefill: Sequence[int],
+    decode: Sequence[int],
+    tp: Sequence[int],
+    policies: Sequence[str],
+    prefill_tp: Sequence[int | None] = (None,),
+    decode_tp: Sequence[int | None] = (None,),
+) -> list[Choice]:
+    """The smallest clusters first. Colocated workers have `tp` GPUs."""
+    every = dict.fromkeys(
+        Choice(
+            prefill=one[0],
+            decode=one[1],
+            tp=one[2],
+            policy=one[3],
+            prefill_tp=one[4] if one[0] else None,
+            decode_tp=one[5] if one[0] else None,
+        )
+        for one in product(prefill, decode, tp, policies, prefill_tp, decode_tp)
+        if one[1] > 0
+    )
+    return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
+
+
+def within(settings: ClusterConfig, *, gpus: int, tp: str | None, policy: str | None, colocated: bool) -> list[Choice]:
+    """Every cluster of at most so many GPUs: all splits into two pools, and as many colocated workers as fit. Raises
+    Misconfigured."""
+    ranks, chosen = (
+        _said("tp", tp, "worker.tp", settings.worker.tp, least=1),
+        _said("policy", policy, "router.policy", settings.router.policy),
+    )
+    every: list[Choice] = []
+    for num_ranks in ranks.numbers():
+        most = gpus // num_ranks
+        prefill = range(1) if colocated else range(most)
+        some = choices(prefill=prefill, decode=range(1, most + 1), tp=(num_ranks,), policies=chosen.policies())
+        every += [choice for choice in some if choice.num_gpus <= gpus]
+        if len(every) > MAX_CLUSTERS:
+            raise Misconfigured(
+                f"--gpus {gpus}: --sweep would try more than {MAX_CLUSTERS:,} clusters: give fewer GPUs", param="gpus"
+            )
+    if not every:
+        raise Misconfigured(f"--gpus {gpus}: {ranks} needs more for one worker", param="gpus")
+    return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
+
+
+def front(trials: Sequence[Trial]) -> list[Trial]:
+    """Those for which nothing else is both cheaper and better: Pareto's front, the cheapest first."""
+    best: list[Trial] = []
+    for trial in sorted(trials, key=lambda one: (one.usd_per_hour, -one.binding.ratio)):
+        if not best or trial.binding.ratio > best[-1].binding.ratio:
+            best.append(trial)
+    return best
+
+
+def cheapest(trials: Sequence[Trial]) -> Trial | None:
+    """By USD an hour; of equals the one with the most to spare."""
+    good = [trial for trial in trials if trial.is_good]
+    return min(good, key=lambda trial: (trial.usd_per_hour, -trial.binding.ratio), default=None)
+
+
+def closest(trials: Sequence[Trial]) -> Trial | None:
+    """The best, of equals the cheapest; None if none reaches any target for any request."""
+    best = max(trials, key=lambda trial: (trial.binding.ratio, -trial.usd_per_hour))
+    return best if best.binding.ratio else None
+
+
+def verdict(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
+    """The cheapest cluster, what binds, and where to look further."""
+    best = cheapest(trials)
+    if best is None:
+        nearest = closest(trials)
+        wanted = " and ".join(map(str, targets))
+        if nearest is None:
+            return f"no cluster reaches {wanted}; none for a single request"
+        near = f"the closest is {nearest.choice}: {_misses(nearest)}"
+        return f"no cluster reaches {wanted}; {near}; {_wider(nearest, trials)}"
+    found = f"the cheapest that reaches {' and '.join(map(str, targets))}: {best.choice}, "
+    found += f"USD {usd_figure(best.usd_per_hour)} an hour"
+    cheaper = [trial for trial in trials if trial.usd_per_hour < best.usd_per_hour]
+    if not cheaper:
+        return f"{found}. No cheaper one was tried"
+    missed = max(cheaper, key=lambda trial: trial.binding.ratio)
+    return f"{found}. Of the cheaper ones the best is {missed.choice}: {_misses(missed)}"
+
+
+def _misses(trial: Trial) -> str:
+    binding, target = trial.binding, trial.binding.target
+    if target.objective is not None:
+        return f"{binding.share:.1%} of its requests meet the objective"
+    return f"its {target.name} is {binding.figure} ms, {binding.share:.1%} are within {target.bound_s * 1000:g} ms"
+
+
+def _wider(trial: Trial, trials: Sequence[Trial]) -> str:
+    """Which number of workers, or of their GPUs, would have to grow beyond those tried."""
+    choice, binding = trial.choice, trial.binding.target
+    if not choice.prefill:
+        return _beyond("workers", choice.decode, [one.choice.decode for one in trials if not one.choice.prefill])
+    slow = _slow(binding, trial)
+    name, num = ("prefill", choice.prefill) if slow == "ttft" else ("decode", choice.decode)
+    return _beyond(name, num, [getattr(one.choice, name) for one in trials if one.choice.prefill])
+
+
+def _slow(target: Target, trial: Trial) -> str:
+    """Which metric of a trial misses an objective by more."""
+    if target.objective is None:
+        return target.metric
+    report, objective = trial.summary.report, target.objective
+    ttft = report.ttft_s.p90 / objective.ttft_s if report.ttft_s and objective.ttft_s else 0.0
+    tpot = report.tpot_s.p90 / objective.tpot_s if report.tpot_s and objective.tpot_s else 0.0
+    return "ttft" if ttft >= tpot else "tpot"
+
+
+def _beyond(name: str, num: int, tried: Sequence[int]) -> str:
+    if num < max(tried):
+        return f"more --{name} than {num} did not help as tried: give a larger --tp or a faster --gpu"
+    return f"give more --{name} than {num}, or a larger --tp"
+
+
+def sweep_table(trials: Sequence[Trial]) -> Table:
+    """All trials by cost, times in ms; those on the front are marked, the cheapest that is good enough stands out."""
+    on_front, best = front(trials), cheapest(trials)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("cluster", no_wrap=True)
+    targets = [one.target.name for one in trials[0].reached] if trials else []
+    goodput = ["goodput"] if any(trial.summary.report.goodput is not None for trial in trials) else []
+    for name in ("GPUs", "USD/h", *targets, *goodput, "TTFT p99", "TPOT p99", "front"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for trial in sorted(trials, key=lambda one: (one.usd_per_hour, str(one.choice))):
+        report = trial.summary.report
+        table.add_row(
+            Text(str(trial.choice), "bold green" if trial is best else ""),
+            f"{trial.choice.num_gpus}",
+            usd_figure(trial.usd_per_hour),
+            *(Text(one.figure, "" if one.is_met else "red") for one in trial.reached),
+            *([f"{report.goodput or 0:,.2f}"] if goodput else []),
+            f"{report.ttft_s.p99 * 1000:,.0f}" if report.ttft_s else "",
+            f"{report.tpot_s.p99 * 1000:,.1f}" if report.tpot_s else "",
+            "*" if trial in on_front else "",
+        )
+    return table

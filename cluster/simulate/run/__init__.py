@@ -1,0 +1,1 @@
+"""One run: its deployment, clients, faults and invariants."""

@@ -1,0 +1,319 @@
+"""Simulated clients: they ask, check every token that comes against the one that must come, and keep a record.
+
+The toy model's answers are known in advance: a token that is lost, doubled or wrong is seen when it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from cluster.bench.prompts import Prompts
+from cluster.bench.report import Record
+from cluster.simulate.node.device import WEIGHT, weighed
+from cluster.simulate.run.config import VOCAB_SIZE
+from cluster.simulate.run.deployment import Deployment, Gateway
+from cluster.simulate.world.event_log import Chronicle
+from cluster.simulate.world.lanes import Travel
+from cluster.simulate.world.workload import Session, Turn
+from kvtransfer.hashing import Remembering, chain_hashes
+from protos.errors import BatonError
+from protos.values import BlockHash, SamplingParams
+from router.jobs import Job, TokenDelta
+from router.traces.request_trace import What
+from workers.toy import MODULUS, STRIDE
+
+PULL = "/pull"
+ABORTED = "aborted"
+GATEWAY_LOST = "gateway_lost"
+ALONE = "alone"
+
+PROMPT_IDS = 256
+"""So many ids simulated prompts are made of: few enough to stay in the processor's cache, and a block of 16 of them
+never equals another by chance."""
+
+
+class Answer:
+    """The tokens that must follow a prompt, one by one."""
+
+    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        self._total = int(weighed(prompt_ids, 0).sum())
+        self._position = len(prompt_ids)
+        self._params = params
+
+    def next(self, count: int) -> list[int]:
+        """The next ones, so many."""
+        assert self._params.temperature == 0.0
+        total, position, token_ids = self._total, self._position, []
+        for _ in range(count):
+            token_id = (WEIGHT * STRIDE + total) % MODULUS % VOCAB_SIZE
+            kv = (token_id + 1) * 7919 + position  # `toy_kv`, without a call for each token
+            position += 1
+            total += position * kv
+            token_ids.append(token_id)
+        self._total, self._position = total, position
+        return token_ids
+
+
+@dataclass(slots=True, eq=False)
+class Transfers:
+    """Of answers whose KV went from one worker to another: `travelled_s` it was on its way, from its first part's offer
+    to its last one's arrival; of that their clients saw `waited_s`, before the first token of a prompt whose beginning
+    was pulled, or after the first token of an answer that was handed over. `answers_s` they took from end to end."""
+
+    travelled_s: float = 0.0
+    waited_s: float = 0.0
+    answers_s: float = 0.0
+
+    def count(self, travels: Mapping[str, Travel], first_s: float, e2e_s: float) -> None:
+        for ticket_id, travel in travels.items():
+            self.travelled_s += travel.over_s - travel.begun_s
+            self.waited_s += travel.waited_s(0.0 if ticket_id.endswith(PULL) else first_s)
+        self.answers_s += e2e_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An attempt of a request that came to nothing, so many seconds after the load began."""
+
+    request_id: str
+    at_s: float
+    code: str
+    message: str
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request under way. `heard_s` is when something last came of it; it is `handed_over` when tokens come of another
+    worker than the one that read the prompt."""
+
+    request_id: str
+    heard_s: float
+    task: asyncio.Task[None] | None = None
+    handed_over: bool = False
+    times: list[float] = field(default_factory=list)
+
+
+class Clients:
+    """Runs sessions against a deployment. `records` are of requests that have ended, `asked` of those that have not;
+    `num_handed_over` whole answers were begun by the worker that read the prompt, and written on by another. `failures`
+    are attempts of requests that have ended."""
+
+    def __init__(self, deployment: Deployment, chronicle: Chronicle, *, seed: int) -> None:
+        self.records: list[Record] = []
+        self.asked: dict[str, Asked] = {}
+        self.num_handed_over = 0
+        self.failures: list[Failure] = []
+        self.transfers = Transfers()
+        self._deployment = deployment
+        self._chronicle = chronicle
+        self._prompts = Prompts(seed=seed, vocab_size=VOCAB_SIZE, num_ids=PROMPT_IDS)
+        self._loop = asyncio.get_running_loop()
+        self._start_s = 0.0
+        self._num_asked = 0
+        config = deployment.config
+        self._prefixes = Prefixes(config.spec.layout.block_size) if config.audit_every else None
+
+    async def run(self, sessions: Sequence[Session]) -> None:
+        """Returns when every session has ended."""
+        self._start_s = self._loop.time()
+        async with asyncio.TaskGroup() as group:
+            for session in sorted(sessions, key=lambda one: (one.due_s, one.number)):
+                await asyncio.sleep(max(0.0, self._start_s + session.due_s - self._loop.time()))
+                group.create_task(self._session(session), name=f"session {session.number}")
+
+    def abort(self, request_id: str) -> None:
+        """Its client leaves."""
+        asked = self.asked[request_id]
+        if asked.task is not None:
+            asked.task.cancel()
+
+    async def _session(self, session: Session) -> None:
+        said: tuple[int, ...] = ()
+        for number, turn in enumerate(session.turns):
+            if number:
+                await asyncio.sleep(turn.pause_s)
+            prompt_ids = Remembering((*said, *self._prompts.ids(turn.spans)))
+            answer = await self._ask(_name(session, number), turn, prompt_ids, session.tenant)
+            if answer is None:
+                return
+            said = prompt_ids + answer
+
+    async def _ask(
+        self, request_id: str, turn: Turn, prompt_ids: tuple[int, ...], tenant: str
+    ) -> tuple[int, ...] | None:
+        """The answer, or None if it did not come to its end."""
+        gateway = self._deployment.gateway_for(self._num_asked)
+        index, self._num_asked = self._num_asked, self._num_asked + 1
+        sent_s = self._loop.time()
+        asked = self.asked[request_id] = Asked(request_id=request_id, heard_s=sent_s)
+        self._deployment.gaps.begun(request_id)
+        self._chronicle.note("asked", request_id, tokens=len(prompt_ids), gateway=gateway.name)
+        tokens: list[int] = []
+        cached: list[int] = []
+        job = self._job(request_id, turn, prompt_ids, tenant)
+        if self._prefixes is not None:
+            self._prefixes.asked(job)
+        asked.task = asyncio.create_task(
+            self._listen(gateway, job, asked, tokens, cached, turn.read_s), name=f"request {request_id}"
+        )
+        gateway.requests[asked.task] = None
+        error, retry_after_s = "", None
+        try:
+            await asked.task
+        except BatonError as failed:
+            error, retry_after_s = failed.code, failed.retry_after_s
+        except asyncio.CancelledError:
+            error = ABORTED if gateway.alive else GATEWAY_LOST
+        del self.asked[request_id], gateway.requests[asked.task]
+        if self._prefixes is not None:
+            self._prefixes.answered(job, tokens)
+        self._deployment.gaps.ended(request_id)
+        self.num_handed_over += asked.handed_over and not error
+        if (travels := self._deployment.lanes.take(request_id)) and asked.times and not error:
+            self.transfers.count(travels, asked.times[0], asked.times[-1] - sent_s)
+        self._note_failures(gateway, request_id)
+        by = self._deciders(gateway, request_id)
+        self._chronicle.note("ended", request_id, tokens=len(tokens), error=error or "none", by=by)
+        self.records.append(
+            Record(
+                index=index,
+                due_s=sent_s - self._start_s,
+                sent_s=sent_s - self._start_s,
+                arrivals_s=tuple(at_s - self._start_s for at_s in asked.times),
+                num_prompt=len(prompt_ids),
+                num_output=len(tokens),
+                num_cached=cached[0] if cached else None,
+                error=error,
+                retry_after_s=retry_after_s,
+            )
+        )
+        return tuple(tokens) if not error else None
+
+    def _job(self, request_id: str, turn: Turn, prompt_ids: tuple[int, ...], tenant: str) -> Job:
+        return Job(
+            request_id=request_id,
+            group_id=request_id,
+            prompt_ids=prompt_ids,
+            sampling=SamplingParams(
+                temperature=0.0,
+                max_tokens=turn.num_output,
+                ignore_eos=True,
+                prompt_logprobs=0 if turn.prompt_logprobs else None,
+            ),
+            cache_salt=tenant.encode(),
+            tenant=tenant,
+            max_ttft_s=self._deployment.config.max_ttft_s,
+        )
+
+    async def _listen(
+        self, gateway: Gateway, job: Job, asked: Asked, tokens: list[int], cached: list[int], read_s: float
+    ) -> None:
+        answer = Answer(job.prompt_ids, job.sampling)
+        ended, num_logprobs = False, 0
+        if self._deployment.config.request_s:
+            await gateway.receive()
+        async with aclosing(gateway.admission(job)) as deltas:
+            async for delta in deltas:
+                assert not ended, f"{job.request_id} went on after its end"
+                num_logprobs = _check_prompt_logprobs(job, delta, num_logprobs)
+                must = answer.next(len(delta.token_ids))
+                assert list(delta.token_ids) == must, (
+                    f"tokens {len(tokens)} and on of {job.request_id} are {delta.token_ids}, it must be {must}: "
+                    f"{self._deciders(gateway, job.request_id)}"
+                )
+                tokens += must
+                now = asked.heard_s = self._loop.time()
+                if delta.token_ids:
+                    if not asked.times:
+                        self._check_cached(gateway, job, delta.num_cached_tokens)
+                        cached.append(delta.num_cached_tokens)
+                        asked.times.append(now)
+                        self._chronicle.note("first token", job.request_id, by=self._deciders(gateway, job.request_id))
+                    else:
+                        if len(asked.times) == 1:  # the first token may have been the last: then nobody takes over
+                            by = self._deciders(gateway, job.request_id)
+                            asked.handed_over = not by.rpartition(",")[2].startswith(ALONE)
+                        asked.times[1:] = [now]
+                ended = delta.finish_reason is not None
+                if read_s and not ended:
+                    await asyncio.sleep(read_s)
+        assert ended, f"{job.request_id} ended without saying so"
+        assert len(tokens) == job.sampling.max_tokens, f"{job.request_id} has {len(tokens)} tokens"
+        num_due = len(job.prompt_ids) - 1 if job.sampling.prompt_logprobs is not None else 0
+        assert num_logprobs == num_due, f"{job.request_id} has {num_logprobs} logprobs of its prompt, not {num_due}"
+
+    def _check_cached(self, gateway: Gateway, job: Job, num_cached: int) -> None:
+        """A prompt's cached tokens, as its client is told of them: no more than its tenant's earlier requests share
+        with it, and, unless an attempt failed, just those that its worker did not compute."""
+        if self._prefixes is None:
+            return
+        most = self._prefixes.num_shared(job)
+        assert num_cached <= most, (
+            f"{job.request_id} has {num_cached} cached tokens, it shares {most} with earlier requests of its tenant"
+        )
+        decisions = gateway.dispatcher.decision(job.request_id)
+        worker = self._deployment.workers.get(decisions[-1].prefill or decisions[-1].decode)
+        began = worker.device.began.get(f"{job.request_id}.1") if worker is not None else None
+        assert began in (None, num_cached) or len(decisions) > 1, (
+            f"{job.request_id} has {num_cached} cached tokens, its worker computed from {began} on"
+        )
+
+    def _note_failures(self, gateway: Gateway, request_id: str) -> None:
+        for record in gateway.records.find(request_id):
+            if record.num_failures:
+                self.failures += [
+                    Failure(
+                        request_id=request_id,
+                        at_s=event.at_s - self._start_s,
+                        code=str(event.told["code"]),
+                        message=str(event.told["message"]),
+                    )
+                    for event in record.events
+                    if event.what is What.FAILED
+                ]
+
+    def _deciders(self, gateway: Gateway, request_id: str) -> str:
+        decisions = gateway.dispatcher.decision(request_id)
+        return ",".join(f"{one.prefill or ALONE}>{one.decode}" for one in decisions)
+
+
+def _check_prompt_logprobs(job: Job, delta: TokenDelta, num_before: int) -> int:
+    """How many there are now. Entry i is of the prompt's token i + 1."""
+    ids = tuple(entry.chosen.token_id for entry in delta.prompt_logprobs)
+    num = num_before + len(ids)
+    assert ids == job.prompt_ids[num_before + 1 : num + 1], (
+        f"logprobs {num_before} and on of {job.request_id}'s prompt are of tokens {ids}"
+    )
+    return num
+
+
+class Prefixes:
+    """What each tenant's requests hold, by the hashes of their blocks: the most that a cache can have of a prompt."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._num_holders: Counter[BlockHash] = Counter()
+
+    def asked(self, job: Job) -> None:
+        self._num_holders.update(job.hashes(self._block_size))
+
+    def answered(self, job: Job, tokens: Sequence[int]) -> None:
+        """Its answer is as long as this, whether it came to its end or not."""
+        size, prompt = self._block_size, job.hashes(self._block_size)
+        rest = (*job.prompt_ids[len(prompt) * size :], *tokens)
+        parent = prompt[-1] if prompt else None
+        self._num_holders.update(chain_hashes(rest, size, salt=job.cache_salt, parent=parent))
+
+    def num_shared(self, job: Job) -> int:
+        """Tokens of the prompt that other requests of its tenant begin with, in full blocks."""
+        shared = takewhile(lambda block_hash: self._num_holders[block_hash] > 1, job.hashes(self._block_size))
+        return self._block_size * sum(1 for _ in shared)
+
+
+def _name(session: Session, turn: int) -> str:
+    return f"r{session.number}.{turn}"

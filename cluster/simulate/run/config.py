@@ -1,0 +1,277 @@
+"""A simulated deployment as one frozen value. What cannot work raises Misconfigured, naming the flag."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.config.config import ClusterConfig, PoolsConfig, SupervisionConfig
+from cluster.config.settings import Table, make_blaming, make_config, merge, read_file, setting, to_toml
+from cluster.simulate.latency.base import Latency
+from cluster.simulate.latency.hardware import gpu_of, model_of
+from cluster.simulate.latency.registry import StepTimes
+from cluster.simulate.latency.roofline import HOST_S, check_fitted
+from cluster.simulate.latency.shapes import MODELS, Gpu, Model, max_ranks, num_blocks
+from cluster.simulate.node.worker import Spec
+from cluster.simulate.world.lanes import Cards
+from cluster.simulate.world.network import Wire
+from cluster.simulate.world.workload import Room
+from protos.errors import Misconfigured
+from protos.hints import counted
+from protos.values import WorkerRole
+from router.config import RouterConfig
+from router.policies.names import check_name
+from workers.config import SchedulerConfig, WorkerConfig
+
+VOCAB_SIZE = 32_768
+MEMORY_SHARE = 0.9
+MAX_HOST_GIB = 16_384  # of one worker
+MAX_BLOCKS = 4_000_000  # of one worker: 400 MB and three seconds
+SIMULATED_DTYPES = ("auto", "bfloat16")
+HOST_SHARE = 0.8  # of what PCIe carries by its data sheet, in copies of whole blocks
+GPU_WORKERS: Table = {
+    "model": "simulated",
+    "worker": {"block_size": 64, "max_num_batched_tokens": 8192, "max_num_seqs": 256, "prefill_chunk": 8192},
+    "prefill": {"chunk_bytes": 128 * 2**20},  # copied in a tenth of a millisecond; fewer events than smaller ones
+}
+"""Settings that suit large models on GPUs; those of the file and of `--set` are put over them."""
+WITHOUT_EFFECT = frozenset({
+    "host", "port", "grpc_port", "served_name", "discovery", "lanes", "ray", "tls", "peers", "supervision.grace_s",
+    "worker.device", "worker.cuda_graphs", "worker.bind_cores", "worker.collective_timeout_s", "prefill.group_bytes",
+    "router.shadow_policy", "router.max_body_bytes", "router.body_timeout_s", "router.keep_alive_s", "router.tenants",
+    "router.cors_origins", "router.canary_every", "router.tool_parser", "router.disable_any_whitespace",
+})  # fmt: skip
+"""Settings, and whole tables of them, that change no result of a simulation."""
+OF_A_CLUSTER = frozenset({"model", "pools", "worker.tp", "router.policy"})
+"""Settings, and whole tables, that each cluster of a sweep has its own of, or flags alone say."""
+
+
+def simulated_router(policy: str = "prefix_aware", **settings: float) -> RouterConfig:
+    """A gateway's settings, with no checkpoint behind them: prompts come as token ids."""
+    return RouterConfig(model_path=Path("simulated"), model_name="simulated", policy=policy, **settings)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """Workers of a role are of `specs`, of `spec` where that has none for it, and have as many GPUs as `pools` says, or
+    else `num_gpus`; `load_s` from a worker's launch until it serves. `audit_every` events all invariants are
+    looked at, 0: only at the end. A request that gets nothing for `patience_s` is stuck. All want their first token
+    within `max_ttft_s`, if given. With `siblings` the gateways are processes of one, and tell each other what they give
+    to workers and which of them fail; with a `shared_index` they have a Redis. `request_s`: what a gateway does for a
+    request besides routing it, for one after the other."""
+
+    pools: PoolsConfig
+    spec: Spec
+    specs: Mapping[WorkerRole, Spec] = field(default_factory=dict)
+    router: RouterConfig = field(default_factory=simulated_router)
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+    wire: Wire = field(default_factory=Wire)
+    cards: Cards = field(default_factory=Cards)
+    num_gateways: int = 1
+    siblings: bool = False
+    shared_index: bool = False
+    num_gpus: int = 1
+    usd_per_gpu_hour: float = 0.0
+    load_s: float = 5.0
+    max_skew_s: float = 0.0
+    audit_every: int = 0
+    patience_s: float = 600.0
+    max_ttft_s: float | None = None
+    request_s: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_gateways < 1:
+            raise Misconfigured(f"--gateways {self.num_gateways}: give at least 1", param="gateways")
+
+    def spec_of(self, role: WorkerRole) -> Spec:
+        return self.specs.get(role, self.spec)
+
+    def gpus_of(self, role: WorkerRole) -> int:
+        return self.pools.tp(role, self.num_gpus)
+
+    def gpus_by_worker(self) -> dict[str, int]:
+        """By worker id, in the order of their pools."""
+        return {worker: self.gpus_of(WorkerRole(worker.rpartition("-")[0])) for worker in self.pools.worker_ids()}
+
+
+def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
+    """What `baton serve` would read, over the defaults of a GPU's worker. Raises Misconfigured, also for a type of
+    numbers that would need room which simulated models do not take."""
+    said: Table = read_file(file) if file is not None else {}
+    over: Table = {}
+    for one in further:
+        if "model" in (table := setting(one)):
+            raise Misconfigured(
+                f"--set {one}: no checkpoint is read: give --model one of {', '.join(MODELS)}", param="model"
+            )
+        over = merge(over, table)
+    return make_blaming(file, said, over, _make)
+
+
+def _make(tables: Table) -> ClusterConfig:
+    config = make_config(merge(GPU_WORKERS, tables))
+    for name in config.router.policy.split(","):  # of a sweep, which tries them all
+        check_name(name)
+    if config.worker.dtype not in SIMULATED_DTYPES:
+        raise Misconfigured(
+            f"worker.dtype = {config.worker.dtype!r}: simulated KV is bfloat16, and weights are no larger, so "
+            "sizes would not be yours: leave it out",
+            param="worker.dtype",
+        )
+    return config
+
+
+def without_effect(further: Sequence[str]) -> list[str]:
+    """Which settings of `--set` change nothing in a simulation."""
+    given = (name for one in further for name in _names(setting(one)))
+    return [name for name in dict.fromkeys(given) if not WITHOUT_EFFECT.isdisjoint({name, name.partition(".")[0]})]
+
+
+def gateways_told(num: int, *, siblings: bool) -> str:
+    """Of a report's cluster; nothing of a single one."""
+    if num == 1:
+        return ""
+    return f", {num:,} processes of one gateway" if siblings else f", {num:,} gateways"
+
+
+def in_force(settings: ClusterConfig) -> Table:
+    """The settings, table by table, that decide a simulation whatever its cluster: those of files and flags, and the
+    defaults of the others. What is left to be found out is not there."""
+    elsewhere = WITHOUT_EFFECT | OF_A_CLUSTER
+    kept: Table = {}
+    for name, value in tomllib.loads(to_toml(settings)).items():
+        if name in elsewhere:
+            continue
+        is_table = isinstance(value, dict)
+        kept[name] = {one: value[one] for one in value if f"{name}.{one}" not in elsewhere} if is_table else value
+    return kept
+
+
+def _names(table: Table, above: str = "") -> Iterator[str]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _names(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}"
+
+
+def hardware_spec(
+    *,
+    gpu: str,
+    model: str,
+    tp: int,
+    dtype: str | None = None,
+    spread: bool = False,
+    settings: ClusterConfig | None = None,
+    latency: Latency | None = None,
+    times: StepTimes | None = None,
+    leaping: bool = True,
+    flag: str = "--tp",
+) -> Spec:
+    """Workers of `tp` GPUs each, with the KV cache that fits beside weights of `dtype`. Steps take the time that was
+    calibrated (`latency`), or that of `times`: the roofline's where there are none. `flag` set `tp`. Raises
+    Misconfigured."""
+    card, shape = gpu_of(gpu), model_of(model, dtype, spread=spread)
+    if latency is None:
+        check_fitted(gpu, card, model, shape)
+    if tp < 1:
+        raise Misconfigured(f"{flag} {tp}: give at least 1", param="tp")
+    _check_ranks(model, shape, tp, flag)
+    settings = settings or read_settings(None, ())
+    worker = settings.worker
+    if worker.host_kv_gib > MAX_HOST_GIB:
+        raise Misconfigured(
+            f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give at most {MAX_HOST_GIB:,}",
+            param="host-kv-gib",
+        )
+    depth = 1 if worker.steps_in_flight is None else worker.steps_in_flight
+    blocks = _num_blocks(worker, card, shape, tp, measured=latency is not None)
+    if latency is None:
+        host_s = 0.0 if depth else HOST_S
+        latency = (times or StepTimes()).of(gpu, model, card, shape, tp=tp, host_s=host_s)
+    layout = shape.layout(worker.block_size)
+    host_blocks = int(worker.host_kv_gib * 2**30) // layout.block_bytes
+    if worker.host_kv_gib and not host_blocks:
+        raise Misconfigured(
+            f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give 0, or at least the "
+            f"{layout.block_bytes / 2**30:.4f} GiB of a block",
+            param="host-kv-gib",
+        )
+    return Spec(
+        model=model,
+        layout=layout,
+        num_blocks=blocks,
+        scheduler=SchedulerConfig(
+            max_model_len=worker.max_model_len or shape.max_len,
+            vocab_size=VOCAB_SIZE,
+            max_num_batched_tokens=worker.max_num_batched_tokens,
+            max_num_seqs=worker.max_num_seqs,
+            prefill_chunk=worker.prefill_chunk,
+            max_waiting=worker.max_waiting,
+            turn_s=worker.turn_s,
+        ),
+        latency=latency,
+        prefill=settings.prefill,
+        decode=settings.decode,
+        depth=depth,
+        leaping=leaping,
+        host_blocks=host_blocks,
+        host_bytes_per_s=card.host_rate * tp * HOST_SHARE,
+    )
+
+
+def _check_ranks(model: str, shape: Model, tp: int, flag: str) -> None:
+    """Raises Misconfigured for a number of GPUs that cannot share heads, or experts, evenly."""
+    if shape.splits(tp):
+        return
+    possible = f"give one of {', '.join(str(one) for one in range(1, max_ranks(shape) + 1) if shape.splits(one))}"
+    if shape.spread and shape.experts is not None:
+        why = f"--expert-parallel shares the {shape.experts.num} experts of {model}"
+        raise Misconfigured(f"{flag} {tp}: {why}: {possible}", param="tp")
+    raise Misconfigured(
+        f"{flag} {tp}: it must divide the {shape.heads} heads of {model}, and divide its {shape.kv_heads} key/value "
+        f"heads or be a multiple of them: {possible}",
+        param="tp",
+    )
+
+
+def _num_blocks(worker: WorkerConfig, card: Gpu, shape: Model, tp: int, *, measured: bool) -> int:
+    """What is set must fit beside the weights, unless times were `measured`: on a machine whose memory nobody told.
+    Raises Misconfigured."""
+    num, share = worker.num_blocks, worker.memory_fraction or MEMORY_SHARE
+    if num is not None and measured:
+        if num > MAX_BLOCKS:
+            raise Misconfigured(
+                f"worker.num_blocks = {num:,}: give as many as the calibrated workers had, at most {MAX_BLOCKS:,}",
+                param="worker.num_blocks",
+            )
+        return num
+    most = num_blocks(card, shape, tp=tp, block_size=worker.block_size, memory_share=share)
+    if num is None:
+        return most
+    if num > most:
+        need = shape.kept_bytes(tp) * worker.block_size * num / 1e9
+        raise Misconfigured(
+            f"worker.num_blocks = {num:,}: they need {need:,.0f} GB, and beside the weights is room for "
+            f"{counted(most, 'block')} in {share:g} (worker.memory_fraction) of the memory of --tp {tp}: give at most "
+            f"{most:,}, give more GPUs, or leave it out",
+            param="worker.num_blocks",
+        )
+    return num
+
+
+def room_of(spec: Spec, worker: WorkerConfig) -> Room:
+    """For one session, in a worker that `hardware_spec` made of these settings."""
+    blocks, longest = spec.num_blocks * spec.layout.block_size, spec.scheduler.max_model_len
+    if blocks < longest and worker.num_blocks is not None:
+        return Room(num_tokens=blocks, limit="worker.num_blocks", more="raise worker.num_blocks")
+    if blocks < longest:
+        more = "give workers more GPUs or memory (--tp, --gpu, worker.memory_fraction)"
+        return Room(num_tokens=blocks, limit="the memory of its GPUs", more=more)
+    if worker.max_model_len is not None:
+        return Room(num_tokens=longest, limit="worker.max_model_len", more="raise worker.max_model_len")
+    limit = f"worker.max_model_len, of {spec.model}"
+    return Room(num_tokens=longest, limit=limit, more="choose a --model that was made for more")

@@ -1,0 +1,322 @@
+"""The simulated cluster: supervised workers, and gateways that know them. Everything but its surroundings is real.
+
+Supervisor ─ launch ─▶ SimulatedWorker ... ─ Serving ─▶ announce ─▶ Fleet of every Gateway ─▶ Dispatcher, Admission
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from cluster.simulate.node.device import Tally
+from cluster.simulate.node.itl import Gaps
+from cluster.simulate.node.worker import SimulatedWorker
+from cluster.simulate.run.config import SimulationConfig
+from cluster.simulate.world.event_log import Chronicle
+from cluster.simulate.world.fake_redis import Client, Server
+from cluster.simulate.world.lanes import Lanes
+from cluster.simulate.world.network import VALUES, Network
+from cluster.supervision.placement import Node, WorkerPlan, plan
+from cluster.supervision.rank import Event, Loading, Serving
+from cluster.supervision.supervisor import Supervisor
+from protos.errors import BatonError, WorkerLost
+from protos.values import WorkerLoad, WorkerRole
+from router.admission.admission import Admission
+from router.dispatch.chooser import routing_of
+from router.dispatch.dispatcher import Dispatcher
+from router.fleet.fleet import Fleet
+from router.fleet.successors import Successor
+from router.fleet.worker_client import WorkerClient
+from router.policies.registry import policy_of
+from router.prefix.index import NO_MATCH
+from router.prefix.redis import RedisPrefixIndex
+from router.prefix.redis_store import Store
+from router.prefix.registry import local_index
+from router.traces.request_trace import Records
+
+HEALTH_TIMEOUT_S = 2.0
+DATAGRAM_S = 0.0001  # from process to process on one machine
+
+
+class Gateway:
+    """One life of a gateway: the router without its faces."""
+
+    def __init__(self, name: str, config: SimulationConfig, network: Network, store: Server | None) -> None:
+        self.name = name
+        self.local = local_index()
+        self.shared: RedisPrefixIndex | None = None
+        self._client: Client | None = None
+        if store is not None:
+            self._client = Client(store)
+            kept = Store(self._client, model=config.router.model_name, gateway_id=name)
+            self.shared = RedisPrefixIndex(self.local, kept)
+        self.fleet = Fleet(
+            index=self.shared or self.local,
+            config=config.router,
+            gateway_id=name,
+            open_channel=network.open_channel,
+            encoding=VALUES,
+            peers=self.shared,
+        )
+        policy = policy_of(config.router)
+        self.records = Records(config.router.num_decisions)
+        routing = replace(routing_of(config.router), records=self.records)
+        self.dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config.router, routing=routing)
+        self.admission = Admission(self.dispatcher, fleet=self.fleet, config=config.router)
+        self.requests: dict[asyncio.Task[None], None] = {}
+        self.alive = True
+        self._request_s = config.request_s
+        self._free_s = 0.0
+
+    async def start(self) -> None:
+        """Returns when it knows what others do."""
+        if self.shared is not None:
+            await self.shared.start()
+
+    async def stop(self) -> None:
+        await self.fleet.close()
+        if self.shared is not None:
+            await self.shared.close()
+
+    async def kill(self) -> None:
+        """Its process ends, and with it every answer under way: nobody is told."""
+        self.alive = False
+        if self._client is not None:
+            self._client.dead = True
+        for task in tuple(self.requests):
+            task.cancel()
+        await self.stop()
+
+    def assert_no_faults(self) -> None:
+        assert self.fleet.num_faults == 0, f"{self.name} met a fault of our own: see its log"
+        assert self.shared is None or self.shared.num_faults == 0, (
+            f"{self.name} met one of its shared index: see its log"
+        )
+
+    async def receive(self) -> None:
+        """Reads a request, and later writes its answer: one process does it for all of them."""
+        now = asyncio.get_running_loop().time()
+        self._free_s = max(self._free_s, now) + self._request_s
+        await asyncio.sleep(self._free_s - now)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """One life of a worker: `lived_s` from its launch to its end, `load` as it was then."""
+
+    worker_id: str
+    role: WorkerRole
+    lived_s: float
+    tally: Tally
+    load: WorkerLoad
+
+
+class Deployment:
+    """Create on the loop, `start`, `stop`. Nothing will fail if it is `untroubled`. `workers` are those that live,
+    `served` those that have ended, `stuck` says which made no progress though nothing held them up. `num_made` counts
+    all workers there ever were."""
+
+    def __init__(self, config: SimulationConfig, chronicle: Chronicle, *, untroubled: bool = False) -> None:
+        self.config = config
+        self._untroubled = untroubled
+        self.chronicle = chronicle
+        self.network = Network(config.wire, random.Random(f"{config.seed} network"))
+        self.lanes = Lanes(config.cards)
+        self.store = Server() if config.shared_index else None
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.gateways: list[Gateway] = []
+        self.plans: Sequence[WorkerPlan] = ()
+        self.served: list[Served] = []
+        self.stuck: list[str] = []
+        self.num_made = 0
+        self.gaps = Gaps()
+        self._skews = random.Random(f"{config.seed} clocks")
+        self._num_gateways = 0
+        self._loop = asyncio.get_running_loop()
+        self._supervisor: Supervisor | None = None
+        self._supervising: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when every worker serves and is known to every gateway."""
+        config = self.config
+        num_gpus = sum(config.pools.counts().values())
+        pools = replace(config.pools, prefill_tp=None, decode_tp=None)  # a simulated worker is one rank
+        self.plans = plan(pools, [Node(cpus=1.0, gpus=num_gpus)], tp=1, device="cuda")
+        for _ in range(config.num_gateways):
+            await self._open_gateway().start()
+        self._supervisor = Supervisor(
+            self.plans,
+            launcher=self,
+            announcer=self,
+            check_health=self._check_health,
+            config=config.supervision,
+            first_incarnation=0,
+        )
+        self._supervising = asyncio.create_task(self._supervisor.run(), name="supervisor")
+        await self._supervisor.ready()
+        for gateway in self.gateways:
+            while len(gateway.fleet.candidates(NO_MATCH, 1)) < len(self.plans):
+                await gateway.fleet.wait(until=self._loop.time() + 60.0)
+
+    async def stop(self) -> None:
+        assert self._supervisor is not None
+        assert self._supervising is not None
+        for gateway in self.gateways:
+            await gateway.stop()
+        self._supervising.cancel()
+        await self._supervisor.stop()
+        await asyncio.wait([self._supervising])
+
+    def gateway_for(self, number: int) -> Gateway:
+        return self.gateways[number % len(self.gateways)]
+
+    def settle(self) -> None:
+        """Ends every leap: somebody looks."""
+        for worker in self.workers.values():
+            worker.turns.settle()
+
+    def assert_no_faults(self) -> None:
+        """The loops that must survive our own bugs have survived none."""
+        num_faults = self._supervisor.num_faults if self._supervisor is not None else 0
+        assert num_faults == 0, "the supervisor met a fault of our own: see its log"
+        for gateway in self.gateways:
+            gateway.assert_no_faults()
+
+    def forget_index(self, place: int) -> None:
+        """What a gateway has in its memory is lost: it knows of nothing that is cached anywhere."""
+        for planned in self.plans:
+            self.gateways[place].local.drop(planned.worker_id)
+
+    # -- gateways ------------------------------------------------------------------------------------------------------
+
+    def _open_gateway(self) -> Gateway:
+        self._num_gateways += 1
+        gateway = Gateway(f"gateway-{self._num_gateways}", self.config, self.network, self.store)
+        self.gateways.append(gateway)
+        if self.config.siblings:
+            gateway.fleet.tell_siblings = partial(self._tell_siblings, gateway)
+            gateway.fleet.tell_failure = partial(self._tell_failure, gateway)
+        for worker in self.workers.values():
+            gateway.fleet.join(worker.info.address, worker_id=worker.worker_id)
+        return gateway
+
+    def _tell_siblings(self, gateway: Gateway, worker_id: str, num_tokens: int, num_blocks: int) -> None:
+        for other in self._siblings(gateway):
+            self._loop.call_later(DATAGRAM_S, other.fleet.given_elsewhere, worker_id, num_tokens, num_blocks)
+
+    def _tell_failure(self, gateway: Gateway, worker_id: str, in_row: int) -> None:
+        place = self.gateways.index(gateway)
+        for other in self._siblings(gateway):
+            self._loop.call_later(DATAGRAM_S, other.fleet.blame_elsewhere, worker_id, place, in_row)
+
+    def _siblings(self, gateway: Gateway) -> list[Gateway]:
+        assert gateway.alive
+        return [other for other in self.gateways if other is not gateway and other.alive]
+
+    async def restart_gateway(self, place: int) -> None:
+        """Its process ends, and with it every answer under way; another one takes its place."""
+        old = self.gateways[place]
+        self.chronicle.note("gateway lost", old.name)
+        await old.kill()
+        fresh = self._open_gateway()
+        self.gateways.pop()
+        self.gateways[place] = fresh
+        await fresh.start()
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    async def drain(self, worker: SimulatedWorker) -> None:
+        """As at a rollout: it has been told, and ends by itself; its supervisor starts it again."""
+        client = self._client(worker.info.address)
+        try:
+            await client.drain(exit=True)
+        except BatonError as error:
+            self.chronicle.note("drain not confirmed", worker.worker_id, error=error.code)
+        finally:
+            await client.close()
+
+    # -- what the supervisor needs -------------------------------------------------------------------------------------
+
+    async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
+        """`cluster.supervision.supervisor.Launcher`."""
+        worker_id, launched_s = plan.worker_id, self._loop.time()
+        try:
+            worker = self._make_worker(plan, incarnation)
+        except Exception as error:  # there will never be one: the simulation ends with it
+            self._loop.call_exception_handler({"message": f"{worker_id} cannot be made", "exception": error})
+            raise
+        self.num_made += 1
+        try:
+            yield Loading(share=0.0)
+            await asyncio.sleep(self.config.load_s)
+            info = worker.start()
+            self.workers[worker_id] = worker
+            self.chronicle.note("worker serves", worker_id, incarnation=incarnation)
+            yield Serving(info=info)
+            await worker.ended
+            if not worker.has_left:
+                raise WorkerLost("its process ended")
+        finally:
+            self.workers.pop(worker_id, None)
+            worker.kill()
+            self.chronicle.note("worker ended", worker_id, incarnation=incarnation)
+            lived_s = self._loop.time() - launched_s
+            self.served.append(
+                Served(
+                    worker_id=worker_id, role=plan.role, lived_s=lived_s, tally=worker.device.tally,
+                    load=worker.engine.load(),
+                )
+            )  # fmt: skip
+
+    def _make_worker(self, plan: WorkerPlan, incarnation: int) -> SimulatedWorker:
+        config = self.config
+        return SimulatedWorker(
+            config.spec_of(plan.role),
+            worker_id=plan.worker_id,
+            role=plan.role,
+            incarnation=incarnation,
+            network=self.network,
+            lanes=self.lanes,
+            skew_s=self._skews.random() * config.max_skew_s,
+            gaps=self.gaps,
+            withholds=self._untroubled and config.num_gateways == 1,
+            seed=config.seed,
+        )
+
+    async def starting(self, worker_id: str, successor: Successor) -> None:
+        """`cluster.discovery.base.Announcer`."""
+        for gateway in self.gateways:
+            gateway.fleet.starting(worker_id, successor)
+
+    async def announce(self, worker_id: str, address: str) -> None:
+        for gateway in self.gateways:
+            gateway.fleet.join(address, worker_id=worker_id)
+
+    async def withdraw(self, worker_id: str) -> None:
+        for gateway in self.gateways:
+            await gateway.fleet.leave(worker_id)
+
+    async def close(self) -> None:
+        """There is nothing to be closed."""
+
+    async def _check_health(self, address: str) -> None:
+        client = self._client(address)
+        try:
+            health = await client.health()
+        finally:
+            await client.close()
+        if not health.healthy:
+            stuck = [worker for worker in self.workers.values() if worker.info.address == address]
+            self.stuck += [f"{worker.worker_id}: {health.reason}" for worker in stuck if not worker.held_up]
+            raise WorkerLost(health.reason)
+
+    def _client(self, address: str) -> WorkerClient:
+        return WorkerClient(
+            address,
+            connect_timeout_s=HEALTH_TIMEOUT_S,
+            control_timeout_s=HEALTH_TIMEOUT_S,
+            open_channel=self.network.open_channel,
+        )

@@ -1,0 +1,270 @@
+"""Makes faults happen to a deployment, and ends them when their time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from cluster.simulate.node.worker import SimulatedWorker
+from cluster.simulate.run.clients import Clients
+from cluster.simulate.run.config import SimulationConfig
+from cluster.simulate.run.deployment import Deployment
+from cluster.simulate.world.faults import CLIENTS, OF_EVENTS, OF_WORKERS, STORE, Fault, Kind
+from cluster.simulate.world.lanes import STALL_S
+from protos.errors import Misconfigured
+from protos.hints import listed
+from protos.values import KVEvents, StepMessage
+
+Events = tuple[KVEvents, ...]
+LATEST_S = 60.0
+TOO_LATE = "it begins after the load was over"
+NOBODY = "nobody was there"
+PAUSED = "it was paused already"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happened:
+    """`passed_over`: there was nobody whom it could have befallen; `why` is empty otherwise."""
+
+    at_s: float
+    kind: Kind
+    target: str
+    what: str
+    passed_over: bool
+    why: str
+
+
+def check(faults: Sequence[Fault], config: SimulationConfig) -> None:
+    """Raises Misconfigured for a target that cannot exist, with the kind of target the fault takes."""
+    known = config.pools.worker_ids()
+    for fault in faults:
+        takes = _wrong(fault, config, sorted(known))
+        if takes:
+            raise Misconfigured(f"--fault {fault}: {fault.kind} takes {takes}", param="fault")
+
+
+def _wrong(fault: Fault, config: SimulationConfig, known: Sequence[str]) -> str:
+    """What the fault takes and which of them there are; empty where its target is one."""
+    none = f"and {fault.target} is none. There"
+    workers = f"{none} {'are the workers' if len(known) > 1 else 'is only the worker'} {listed(known)}"
+    match fault.kind:
+        case Kind.GATEWAY_RESTART | Kind.INDEX_LOST:
+            if fault.target.isdigit() and int(fault.target) < config.num_gateways:
+                return ""
+            places = f"are 0 to {config.num_gateways - 1}" if config.num_gateways > 1 else "is only 0"
+            return f"a gateway by its place, {none} {places}"
+        case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
+            ends = fault.target.split(">")
+            if len(ends) == 2 and ends[0] != ends[1] and set(ends) <= set(known):
+                return ""
+            such = f"such as {known[-1]}>{known[0]}, " if len(known) > 1 else ""
+            return f"a lane from one worker to another, {such}{workers}"
+        case Kind.STORE_AWAY | Kind.STORE_LOST:
+            if not config.shared_index:
+                return f"{STORE}, and there is none: give --set index={STORE}://any"
+            return "" if fault.target == STORE else f"{STORE}, not {fault.target}"
+        case Kind.ABORTS:
+            return "" if fault.target == CLIENTS else f"{CLIENTS}, not {fault.target}: a share of them, 'by 0.5'"
+        case _:
+            return "" if fault.target in known else f"a worker, {workers}"
+
+
+class Trouble:
+    """`run` until every fault has begun and ended. A fault of a worker that is not there at the time is passed over, as
+    is one that would begin more than `LATEST_S` after the load is `over`. `happened` lists them all, with seconds since
+    `run`."""
+
+    def __init__(self, deployment: Deployment, clients: Clients, *, seed: int) -> None:
+        self._deployment = deployment
+        self._clients = clients
+        self.happened: list[Happened] = []
+        self._start_s = 0.0
+        self._over = asyncio.Event()
+        self._over_s = math.inf
+        self._rng = random.Random(f"{seed} trouble")
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self, faults: Sequence[Fault]) -> None:
+        self._start_s = self._loop.time()
+        async with asyncio.TaskGroup() as group:
+            for fault in faults:
+                if await self._until(self._start_s + fault.at_s):
+                    group.create_task(self._happen(fault), name=f"fault {fault}")
+                else:
+                    self._pass_over(fault, fault.at_s, TOO_LATE)
+
+    def over(self) -> None:
+        """Nobody asks anything any more."""
+        self._over_s = self._loop.time()
+        self._over.set()
+
+    async def _until(self, due_s: float) -> bool:
+        """Workers that leap must have been heard of by then: what is lost later would not have been lost. False for
+        what nobody waits for."""
+        ahead_s = self._deployment.network.wire.delay_s + 1e-9
+        if due_s - ahead_s > self._loop.time() + LATEST_S:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due_s - ahead_s):
+                    await self._over.wait()
+        if due_s > self._over_s + LATEST_S:
+            return False
+        await asyncio.sleep(max(0.0, due_s - ahead_s - self._loop.time()))
+        self._deployment.settle()
+        await asyncio.sleep(max(0.0, due_s - self._loop.time()))
+        return True
+
+    async def _while_it_lasts(self, fault: Fault) -> None:
+        """A long one ends soon after the load: nobody waits for what happens then."""
+        if fault.duration_s <= LATEST_S:
+            return await asyncio.sleep(fault.duration_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(fault.duration_s):
+                await self._over.wait()
+                await asyncio.sleep(LATEST_S)
+
+    def _why_not(self, fault: Fault) -> str:
+        """Empty where somebody is there whom it befalls."""
+        workers = self._deployment.workers
+        if fault.kind is Kind.LANE_CUT:
+            return "" if all(worker_id in workers for worker_id in fault.target.split(">")) else NOBODY
+        if fault.kind not in (*OF_WORKERS, *OF_EVENTS):
+            return ""
+        worker = workers.get(fault.target)
+        if worker is None or not worker.alive:
+            return NOBODY
+        return PAUSED if fault.kind is Kind.PAUSE and worker.frozen else ""
+
+    async def _happen(self, fault: Fault) -> None:
+        at_s = self._loop.time() - self._start_s
+        if why := self._why_not(fault):
+            return self._pass_over(fault, at_s, why)
+        self._note(fault, at_s)
+        self._deployment.chronicle.note("fault", fault.target, what=fault.kind)
+        match fault.kind:
+            case Kind.GATEWAY_RESTART:
+                await self._deployment.restart_gateway(int(fault.target))
+            case Kind.INDEX_LOST:
+                self._deployment.forget_index(int(fault.target))
+            case Kind.STORE_AWAY | Kind.STORE_LOST:
+                await self._store(fault)
+            case Kind.ABORTS:
+                self._abort(fault.amount)
+            case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
+                await self._lane(fault, *fault.target.split(">"))
+            case _:
+                await self._worker(fault, self._deployment.workers[fault.target])
+
+    def _pass_over(self, fault: Fault, at_s: float, why: str) -> None:
+        self._note(fault, at_s, why=why)
+        self._deployment.chronicle.note("fault passed over", fault.target, what=fault.kind)
+
+    def _note(self, fault: Fault, at_s: float, *, why: str = "") -> None:
+        self.happened.append(
+            Happened(at_s=at_s, kind=fault.kind, target=fault.target, what=fault.what, passed_over=bool(why), why=why)
+        )
+
+    async def _worker(self, fault: Fault, worker: SimulatedWorker) -> None:
+        match fault.kind:
+            case Kind.KILL:
+                worker.kill()
+            case Kind.RESET:
+                worker.reset()
+            case Kind.DRAIN:
+                await self._deployment.drain(worker)
+            case Kind.CLOCK_SKEW:
+                worker.jump(fault.amount)
+            case Kind.PAUSE:
+                worker.freeze()
+                await self._while_it_lasts(fault)
+                worker.thaw()
+            case Kind.SLOW:
+                worker.slow(fault.amount)
+                await self._while_it_lasts(fault)
+                worker.slow(1.0)
+            case _:
+                assert fault.kind in OF_EVENTS
+                worker.spoil(EventTrouble(fault.kind))
+                await self._while_it_lasts(fault)
+                worker.spoil(None)
+
+    async def _lane(self, fault: Fault, source: str, destination: str) -> None:
+        lanes = self._deployment.lanes
+        match fault.kind:
+            case Kind.LANE_STALL:
+                lanes.hold(source, destination)
+                left_s = fault.duration_s
+                while left_s > STALL_S:
+                    await asyncio.sleep(STALL_S)
+                    left_s = left_s - STALL_S if self._loop.time() < self._over_s + LATEST_S else 0.0
+                    self._cut(source, destination)
+                await asyncio.sleep(left_s)
+                lanes.let_go(source, destination)
+            case Kind.LANE_SLOW:
+                lanes.condition(source, destination).slowness = fault.amount
+                await self._while_it_lasts(fault)
+                lanes.condition(source, destination).slowness = 1.0
+            case _:
+                self._cut(source, destination)
+
+    def _cut(self, source: str, destination: str) -> None:
+        workers = self._deployment.workers
+        if source in workers and destination in workers:
+            self._deployment.lanes.cut(workers[source].info.lane, workers[destination].info.lane)
+
+    async def _store(self, fault: Fault) -> None:
+        store = self._deployment.store
+        assert store is not None
+        store.part()
+        if fault.kind is Kind.STORE_LOST:
+            store.forget()
+        await self._while_it_lasts(fault)
+        store.meet()
+
+    def _abort(self, share: float) -> None:
+        for request_id in tuple(self._clients.asked):
+            if self._rng.random() < share:
+                self._clients.abort(request_id)
+
+
+class EventTrouble:
+    """What happens to the KV events in a worker's messages to one gateway and the next: lost, late, twice, swapped.
+
+    Updates and load pass as they are: one stream carries them, and a stream loses nothing.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self._spoil: Callable[[Events], Events] = {
+            Kind.EVENTS_DROP: self._drop,
+            Kind.EVENTS_DOUBLE: self._double,
+            Kind.EVENTS_DELAY: self._delay,
+            Kind.EVENTS_SWAP: self._swap,
+        }[kind]
+        self._kept: Events = ()
+
+    def __call__(self, message: StepMessage) -> StepMessage:
+        return replace(message, events=self._spoil(message.events))
+
+    def _drop(self, events: Events) -> Events:
+        return ()
+
+    def _double(self, events: Events) -> Events:
+        return events + events
+
+    def _delay(self, events: Events) -> Events:
+        """Each message's events come with the next message."""
+        events, self._kept = self._kept, events
+        return events
+
+    def _swap(self, events: Events) -> Events:
+        """Every second message's events come before those of the first; messages without any are none."""
+        if not events:
+            return ()
+        if not self._kept:
+            self._kept = events
+            return ()
+        kept, self._kept = self._kept, ()
+        return events + kept

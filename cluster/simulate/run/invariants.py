@@ -1,0 +1,181 @@
+"""What must hold whatever happens: looked at after every event in part, and in full every so often and at the end.
+
+each request ends exactly once, with exactly its tokens    by its client, with every token (`client`)
+no block leaks, is freed early or has two owners           here, from engine, ledger and pool: numbers, of workers that
+                                                           did something; block by block every so often
+tickets end with their leases and their lanes              by the worker (`watched`), when it did something
+whoever is aborted leaves nothing on its worker            by the worker (`watched`), at once
+workers hold what some gateway counts on, and no more      here, by the worker's service, every so often
+who is not held up gets on                                 here, by what the supervisor is told
+two seconds after its end a request holds nothing          here, a few times a second
+queues stay bounded, and count who waits                   here, every so often
+whoever waits hears something                              here, every few seconds
+gateways know what workers cache, and no more              here, when all is over
+whoever was lost is back, nobody counts what has ended     here, when all is over
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from cluster.simulate.node.worker import SimulatedWorker
+from cluster.simulate.run.clients import Clients
+from cluster.simulate.run.deployment import Deployment, Gateway
+from protos.values import BlockHash, BlockStored, Tier
+from router.fleet.fleet import ELSEWHERE_S
+from router.fleet.worker import WorkerState
+from workers.scheduling.request import State
+
+SETTLING_S = 60.0
+"""How long after the last request a cluster may take until nothing is held any more: leases end, lanes give up."""
+
+
+LOOK_S = 0.25
+WAITING_LOOK_S = 5.0
+ORPHANED_S = 2.0
+CALM_S = 6.0
+"""By then whoever the last fault hurt has ended. Who ends later makes no progress, though there is nothing to do."""
+
+
+class Invariants:
+    """`after_event` is for the loop; `when_idle` for the end. Both raise AssertionError. Gateways are `forgetful` if
+    somebody took away what they knew: then they may know less than there is."""
+
+    def __init__(self, deployment: Deployment, clients: Clients, *, forgetful: bool = False) -> None:
+        self._deployment = deployment
+        self._clients = clients
+        self._every = deployment.config.audit_every
+        self._patience_s = deployment.config.patience_s
+        self._forgetful = forgetful
+        self._look_s = self._orphans_look_s = 0.0
+        self._orphans: dict[tuple[SimulatedWorker, str], float] = {}  # requests nobody waits for, and since when
+        self._num_events = 0
+        self._seen: dict[SimulatedWorker, int] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def after_event(self) -> None:
+        self._num_events += 1
+        self._deployment.assert_no_faults()
+        if self._loop.time() >= self._look_s:
+            self._look_s = self._loop.time() + WAITING_LOOK_S
+            self._check_progress()
+        if not self._every:
+            return
+        if self._loop.time() >= self._orphans_look_s:
+            self._orphans_look_s = self._loop.time() + LOOK_S
+            self._check_orphans()
+        assert not self._deployment.stuck, f"{self._deployment.stuck[0]}, and nothing held it up"
+        for worker in self._deployment.workers.values():
+            if worker.turns.num_turns != self._seen.get(worker):
+                self._seen[worker] = worker.turns.num_turns
+                worker.check_balance()
+        if self._num_events % self._every == 0:
+            self.audit()
+
+    def audit(self) -> None:
+        for gateway in self._deployment.gateways:
+            num_waiting, limit = gateway.admission.num_waiting, self._deployment.config.router.max_queued
+            assert num_waiting <= limit, f"{num_waiting} wait in line at {gateway.name}, {limit} may"
+            gateway.admission.check_integrity()
+        for worker in self._deployment.workers.values():
+            worker.turns.settle()
+            worker.check()
+            _check_queues(worker)
+
+    async def when_idle(self) -> None:
+        """Nobody asks any more: soon nothing is held, moved or waited for, and everybody is there."""
+        lives: dict[str, int] = {}
+        for look in range(int(SETTLING_S / LOOK_S)):
+            if not self._is_busy() and not self._missing():
+                break
+            if look == int(CALM_S / LOOK_S):
+                lives = self._lives()
+            await asyncio.sleep(LOOK_S)
+        lost = [worker_id for worker_id, life in lives.items() if self._lives().get(worker_id, life) != life]
+        assert not lost, f"{lost[0]} ended {CALM_S:.0f} s after the last fault and request, or later: what did it hold?"
+        if self._deployment.config.siblings:
+            await asyncio.sleep(ELSEWHERE_S)  # what they told one another of counts for so long
+        self.audit()
+        assert not self._clients.asked
+        assert not (missing := self._missing()), f"{missing[0]} {SETTLING_S:.0f} s after the last request"
+        for worker in self._deployment.workers.values():
+            worker.assert_idle()
+        self._deployment.gaps.assert_idle()
+        for gateway in self._deployment.gateways:
+            self._check_idle(gateway)
+
+    def _check_progress(self) -> None:
+        now = self._loop.time()
+        for asked in self._clients.asked.values():
+            silent_s = now - asked.heard_s
+            assert silent_s < self._patience_s, f"{asked.request_id} has heard nothing for {silent_s:.1f} s"
+
+    def _check_orphans(self) -> None:
+        """What a worker computes for a request that has ended goes when the step under way has."""
+        now, seen = self._loop.time(), self._orphans
+        self._orphans = {}
+        for worker in self._deployment.workers.values():
+            if worker.held_up:
+                continue
+            for request in worker.engine.scheduler.requests():
+                if request.request_id.rpartition(".")[0] not in self._clients.asked:
+                    since_s = self._orphans[worker, request.request_id] = seen.get((worker, request.request_id), now)
+                    bound_s = ORPHANED_S + 2 * max(worker.device.last_s, worker.device.before_s)
+                    assert now - since_s < bound_s, (
+                        f"{worker.worker_id} has {request.request_id} still, which ended {now - since_s:.1f} s ago"
+                    )
+
+    def _is_busy(self) -> bool:
+        return any(worker.busy for worker in self._deployment.workers.values())
+
+    def _lives(self) -> dict[str, int]:
+        """Of workers that have no reason to end."""
+        workers = self._deployment.workers.values()
+        return {one.worker_id: one.info.incarnation for one in workers if not one.engine.draining}
+
+    def _missing(self) -> list[str]:
+        """Who does not serve."""
+        deployment = self._deployment
+        gone = [plan.worker_id for plan in deployment.plans if plan.worker_id not in deployment.workers]
+        return [f"{worker_id} was not started again" for worker_id in gone] + [
+            f"{gateway.name} takes {known.worker_id} for {known.state}"
+            for gateway in deployment.gateways
+            for known in gateway.fleet.status()
+            if known.state is not WorkerState.READY
+        ]
+
+    def _check_idle(self, gateway: Gateway) -> None:
+        assert not gateway.fleet.num_turned_away, f"{gateway.name} believes that somebody waits for room"
+        gateway.admission.assert_idle()
+        gateway.dispatcher.assert_idle()
+        members = gateway.fleet.status()
+        assert {known.worker_id for known in members} == self._deployment.workers.keys()
+        for known in members:
+            assert not known.num_routed, f"{gateway.name} counts {known.num_routed} on their way to {known.worker_id}"
+            self._check_index(gateway, self._deployment.workers[known.worker_id])
+
+    def _check_index(self, gateway: Gateway, worker: SimulatedWorker) -> None:
+        """One that has heard of all events knows all blocks that are cached, and no others."""
+        log, heard = worker.log, gateway.fleet.position(worker.worker_id)
+        said = (log.incarnation, log.next_seq)
+        assert heard <= said, f"{gateway.name} has heard of {heard}, {worker.worker_id} has said {said}"
+        if heard < said:  # the last of them were lost: what comes next tells it so
+            return
+        known, cached = _blocks(gateway.local.blocks(worker.worker_id)), _blocks(worker.engine.pool.snapshot())
+        stale, unknown = len(known - cached), len(cached - known)
+        assert not stale, f"{gateway.name} knows of {stale} blocks that {worker.worker_id} does not have any more"
+        assert self._forgetful or not unknown, f"{gateway.name} knows nothing of {unknown} blocks of {worker.worker_id}"
+
+
+def _blocks(chains: Iterable[BlockStored]) -> set[tuple[Tier, BlockHash]]:
+    return {(chain.tier, block_hash) for chain in chains for block_hash in chain.hashes}
+
+
+def _check_queues(worker: SimulatedWorker) -> None:
+    """`max_waiting` bounds those that came without a ticket, and have not begun."""
+    scheduler = worker.engine.scheduler
+    waiting = [request for request in scheduler.requests() if request.state is State.WAITING]
+    num_waiting = sum(request.ticket is None and not request.num_preemptions for request in waiting)
+    limit = scheduler.config.max_waiting
+    assert num_waiting <= limit, f"{num_waiting} wait on {worker.worker_id}, {limit} may"

@@ -1,0 +1,394 @@
+"""Random clusters in random trouble, each a pure function of its seed: found faults are replayed by giving the seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cluster.bench.workload import Lengths
+from cluster.config.config import PoolsConfig, SupervisionConfig
+from cluster.simulate.latency.hardware import gpu_of
+from cluster.simulate.latency.rough import Rough
+from cluster.simulate.run.clients import ABORTED, GATEWAY_LOST, Failure
+from cluster.simulate.run.config import SimulationConfig, gateways_told, hardware_spec, read_settings, simulated_router
+from cluster.simulate.run.simulation import Outcome, simulate
+from cluster.simulate.world.faults import CLIENTS, OF_LANES, OF_WORKERS, Fault, Kind, drawn
+from cluster.simulate.world.faults import LASTING as LASTING_FAULTS
+from cluster.simulate.world.lanes import Cards
+from cluster.simulate.world.network import Wire
+from cluster.simulate.world.workload import GENERATED, Load, Room, Session, agents, fitting
+from protos.errors import InvalidRequest, NoWorkers, Overloaded, RequestKillsWorkers
+from protos.values import WorkerRole
+from router.policies.names import NAMES
+
+GPU, MODEL = "h100", "llama-3-8b"
+AUDIT_EVERY = 64
+MAX_PROMPT = 400
+CROWDED_EVERY = 4
+RARER = 8
+BRIMFUL, TORN, LASTING = 4, 1, 5
+"""Of `RARER` clusters, which are."""
+RAREST, SLOW_LANE = 32, 30
+TENANTS = ("", "a", "b")
+AFTERMATH_S = 30.0
+"""Attempts fail by a fault no longer than so after its end."""
+TEARING = (*2 * (*OF_LANES, Kind.ABORTS), Kind.KILL, Kind.PAUSE, Kind.RESET)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Everything a run depends on."""
+
+    seed: int
+    config: SimulationConfig
+    sessions: Sequence[Session]
+    faults: Sequence[Fault]
+
+    @property
+    def replay(self) -> str:
+        return f"baton simulate --replay {self.seed}"
+
+    @property
+    def cluster(self) -> str:
+        """What is simulated, in a line."""
+        config, spec = self.config, self.config.spec
+        numbers = config.pools.counts()
+        if config.pools.colocated:
+            pools = f"{config.pools.colocated} colocated"
+        else:
+            pools = f"{numbers[WorkerRole.PREFILL]}P+{numbers[WorkerRole.DECODE]}D"
+        gateways = gateways_told(config.num_gateways, siblings=config.siblings)
+        memory = f"{spec.num_blocks:,} blocks of {spec.layout.block_size} tokens"
+        return f"{pools} tp{config.num_gpus} {config.router.policy}, GPU {GPU}, model {MODEL}{gateways}, {memory}"
+
+
+def trial(seed: int) -> Trial:
+    """Small memories, few workers, short leases and impatient supervisors: what is rare elsewhere happens here. A third
+    of the clusters serve several tenants, who say the same; in a third, prompts' logprobs are asked for, too."""
+    made = _trial(seed)
+    rng = random.Random(f"{seed} tenants")
+    tenants = rng.choice((("",), ("",), TENANTS))
+    share = rng.choice((0.0, 0.0, 0.3))
+    sessions = [_owned(session, rng.choice(tenants), share, rng) for session in made.sessions]
+    return replace(made, sessions=sessions)
+
+
+def _owned(session: Session, tenant: str, share: float, rng: random.Random) -> Session:
+    """A tenant's, a `share` of its turns with logprobs of the prompt."""
+    turns = tuple(replace(turn, prompt_logprobs=rng.random() < share) for turn in session.turns)
+    return replace(session, tenant=tenant, turns=turns)
+
+
+def _trial(seed: int) -> Trial:
+    rng = random.Random(f"{seed} trial")
+    config = _config(seed, rng)
+    if seed % CROWDED_EVERY == CROWDED_EVERY - 1:
+        return _crowded(seed, config)
+    if seed % RARER == BRIMFUL:
+        return _brimful(seed, config)
+    if seed % RARER == TORN:
+        return _torn(seed, config)
+    if seed % RARER == LASTING:
+        return _lasting(seed, config)
+    if seed % RAREST == SLOW_LANE:
+        return _slow_lane(seed, config)
+    name = rng.choice(("poisson", "bursts", "conversations", "agents", "agents"))
+    many_turns = name in ("conversations", "agents")
+    load = Load(
+        num_requests=rng.choice((6, 12, 24)),
+        rate=rng.choice((3.0, 10.0, 40.0)),
+        prompts=Lengths(low=1, high=rng.choice((40, MAX_PROMPT // 5 if many_turns else MAX_PROMPT))),
+        outputs=Lengths(low=1, high=rng.choice((4, 40))),
+        seed=seed,
+    )
+    num_tokens = config.spec.num_blocks * config.spec.layout.block_size
+    room = Room(num_tokens=num_tokens, limit="worker.num_blocks", more="raise worker.num_blocks")
+    made = agents(load, num_systems=2, system_tokens=rng.choice((8, 64))) if name == "agents" else GENERATED[name](load)
+    sessions = [_hurried(session) for session in made]
+    sessions, _ = fitting(sessions, room)
+    faults = _faults(seed, rng, config, sessions)
+    return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
+
+
+def _crowded(seed: int, config: SimulationConfig) -> Trial:
+    """More than there is room for: memories that two or three conversations fill, short lines before workers and
+    gateways, devices so slow that KV is worth fetching from a host or another worker, and lanes as slow."""
+    rng = random.Random(f"{seed} crowded")
+    block_size = config.spec.layout.block_size
+    num_systems, system_tokens = rng.choice((1, 3)), rng.choice((16, 96))
+    load = Load(
+        num_requests=rng.choice((16, 32)),
+        rate=rng.choice((20.0, 100.0)),
+        prompts=Lengths(low=1, high=rng.choice((16, 48))),
+        outputs=Lengths(low=1, high=rng.choice((16, 48))),
+        seed=seed,
+    )
+    made = agents(load, num_systems=num_systems, system_tokens=system_tokens, num_turns=rng.choice((1, 2, 4)))
+    sessions = [_hurried(session) for session in made]
+    longest = max(session.num_tokens for session in sessions)
+    spec = replace(
+        config.spec,
+        num_blocks=int(-(-longest // block_size) * rng.choice((1.1, 1.5, 2.5))) + 1,
+        scheduler=replace(
+            config.spec.scheduler,
+            max_num_seqs=random.Random(f"{seed} seats").choice((3, 16)),
+            max_waiting=rng.choice((1, 4, 256)),
+        ),
+        latency=Rough(compute_share=rng.choice((0.6, 0.002))),
+        decode=replace(config.spec.decode, headroom=rng.choice((0.0, 0.0, 0.1))),
+        host_blocks=rng.choice((0, 16, 300)),
+        host_bytes_per_s=50e9,
+        kept_events=rng.choice((2, 4096)),
+    )
+    router = replace(
+        config.router, max_queued=rng.choice((1, 4, 1024)), max_backlog=rng.choice((1, 64)), max_backlog_s=10.0
+    )
+    cards = replace(config.cards, rate=rng.choice((50e9, 2e8)))
+    config = replace(config, spec=spec, router=router, cards=cards, max_ttft_s=rng.choice((None, None, None, 1.0)))
+    faults = _faults(seed, rng, config, sessions)
+    for at_s in rng.choice(((), (0.1, 0.4, 1.0))):  # while KV is on its way, too
+        faults.append(Fault(at_s=round(at_s * rng.uniform(0.5, 1.5), 3), kind=Kind.ABORTS, target=CLIENTS, amount=0.2))
+    faults.sort(key=lambda fault: (fault.at_s, str(fault)))
+    return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
+
+
+def _brimful(seed: int, config: SimulationConfig) -> Trial:
+    """Prompts that fill their blocks to the last token, and decode workers that two or three prompts fill to the last
+    block: each answer lacks one more, all have come at once, and nobody is there to give one back."""
+    rng = random.Random(f"{seed} brimful")
+    block_size, num_blocks = config.spec.layout.block_size, rng.choice((2, 5))
+    length = Lengths(low=num_blocks * block_size, high=num_blocks * block_size)
+    load = Load(
+        num_requests=rng.choice((6, 12)),
+        rate=rng.choice((40.0, 200.0)),
+        prompts=length,
+        outputs=Lengths(low=1, high=rng.choice((4, num_blocks * block_size))),
+        seed=seed,
+    )
+    sessions = GENERATED["poisson"](load)
+    spec = replace(
+        config.spec,
+        num_blocks=num_blocks * rng.choice((2, 3)),
+        decode=replace(config.spec.decode, headroom=0.0),
+        host_blocks=0,
+    )
+    router = replace(config.router, local_prefill_tokens=0)
+    pools = PoolsConfig(prefill=rng.choice((1, 2)), decode=rng.choice((1, 2)))
+    config = replace(config, spec=spec, router=router, pools=pools)
+    return Trial(seed=seed, config=config, sessions=sessions, faults=_faults(seed, rng, config, sessions))
+
+
+def _torn(seed: int, config: SimulationConfig) -> Trial:
+    """KV that is long under way, prefixes that are fetched from others since reading takes longer still, and lanes
+    that are held up, cut or lose an end meanwhile."""
+    rng = random.Random(f"{seed} torn")
+    is_slow = random.Random(f"{seed} slow").random() < 0.5
+    load = Load(
+        num_requests=rng.choice((16, 48)),
+        rate=rng.choice((10.0, 40.0)),
+        prompts=Lengths(low=1, high=64),
+        outputs=Lengths(low=1, high=16),
+        seed=seed,
+    )
+    num_systems = 8 if is_slow else 2
+    made = agents(load, num_systems=num_systems, system_tokens=rng.choice((64, 192)), num_turns=rng.choice((1, 4)))
+    sessions = [_hurried(session) for session in made]
+    spec = replace(
+        config.spec,
+        num_blocks=(4 * MAX_PROMPT) // config.spec.layout.block_size,
+        latency=Rough(compute_share=0.002),
+        prefill=replace(config.spec.prefill, chunk_bytes=2**22),
+    )
+    router = replace(config.router, policy=rng.choice(("round_robin", "least_loaded")))
+    pools = rng.choice((PoolsConfig(prefill=2, decode=2), PoolsConfig(prefill=1, decode=2), PoolsConfig(colocated=2)))
+    rate = rng.choice((1e8, 2e8)) / (3 if is_slow else 1)
+    config = replace(config, spec=spec, router=router, pools=pools, cards=replace(config.cards, rate=rate))
+    workers = config.pools.worker_ids()
+    last_s = max(session.due_s for session in sessions) + 0.5
+    faults = drawn(
+        rng.choice((8, 24)), seed=seed, workers=workers, num_gateways=config.num_gateways, until_s=last_s, of=TEARING
+    )
+    return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
+
+
+def _lasting(seed: int, config: SimulationConfig) -> Trial:
+    """Answers so long that workers are lost, stopped and drained in the middle of them, several times in one."""
+    rng = random.Random(f"{seed} lasting")
+    load = Load(
+        num_requests=rng.choice((4, 8)),
+        rate=rng.choice((3.0, 20.0)),
+        prompts=Lengths(low=1, high=rng.choice((16, 64))),
+        outputs=Lengths(low=64, high=rng.choice((128, 256))),
+        seed=seed,
+    )
+    made = agents(load, num_systems=1, system_tokens=32, num_turns=rng.choice((1, 2)))
+    read_s = rng.choice((0.0, 0.0, 0.5))
+    sessions = [_hurried(session, read_s=read_s) for session in made]
+    spec = replace(
+        config.spec,
+        num_blocks=4096 // config.spec.layout.block_size,
+        latency=Rough(compute_share=0.01),
+        scheduler=replace(config.spec.scheduler, max_num_seqs=16),
+    )
+    pools = rng.choice((PoolsConfig(prefill=1, decode=2), PoolsConfig(prefill=2, decode=2), PoolsConfig(colocated=2)))
+    config = replace(config, spec=spec, pools=pools)
+    until_s = max(session.due_s for session in sessions) + 4.0
+    faults = drawn(
+        rng.choice((3, 8, 16)), seed=seed, workers=config.pools.worker_ids(), num_gateways=config.num_gateways,
+        until_s=until_s, of=(*2 * OF_WORKERS, Kind.DRAIN, Kind.ABORTS),
+    )  # fmt: skip
+    return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
+
+
+def _slow_lane(seed: int, config: SimulationConfig) -> Trial:
+    """One conversation without a fault, over a lane so slow that KV takes longer than a lease."""
+    rng = random.Random(f"{seed} slow lane")
+    num_turns, length = rng.choice((2, 4)), rng.choice((200, MAX_PROMPT))
+    load = Load(
+        num_requests=num_turns,
+        rate=1.0,
+        prompts=Lengths(low=length, high=length),
+        outputs=Lengths(low=4, high=16),
+        seed=seed,
+    )
+    made = agents(load, num_systems=1, system_tokens=16, num_turns=num_turns)
+    spec = replace(
+        config.spec,
+        num_blocks=4096 // config.spec.layout.block_size,
+        prefill=replace(config.spec.prefill, chunk_bytes=2**22),
+    )
+    router = replace(config.router, local_prefill_tokens=0, ticket_lease_s=1.0)
+    cards = replace(config.cards, rate=rng.choice((1e7, 2e7)), max_staged_bytes=rng.choice((2**24, 2**28)))
+    config = replace(config, spec=spec, router=router, pools=PoolsConfig(prefill=1, decode=1), cards=cards)
+    return Trial(seed=seed, config=config, sessions=[_hurried(session) for session in made], faults=[])
+
+
+def _faults(seed: int, rng: random.Random, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
+    until_s = max(session.due_s for session in sessions) + 2.0
+    workers = config.pools.worker_ids()
+    return drawn(
+        rng.choice((0, 2, 5, 10)), seed=seed, workers=workers, num_gateways=config.num_gateways, until_s=until_s,
+        with_store=config.shared_index,
+    )  # fmt: skip
+
+
+def run(made: Trial, *, write: Callable[[str], object] | None = None) -> Outcome:
+    """Raises AssertionError for a broken invariant, as `simulate` does, and for an error that nothing here explains."""
+    outcome = simulate(made.config, made.sessions, made.faults, write=write)
+    excuses = _excuses(made)
+    for record in outcome.records:
+        assert not record.error or record.error in excuses, (
+            f"request {record.index} ended with {record.error}: nothing that happens here is a reason for it"
+        )
+    for failure in outcome.failures:
+        assert any(_hurts(fault, failure) for fault in made.faults) or failure.code == Overloaded.code, (
+            f"an attempt of {failure.request_id} failed {failure.at_s:.3f} s after the load began with {failure.code} "
+            f"({failure.message}): nothing that happened until then is a reason for it"
+        )
+    return outcome
+
+
+def _hurts(fault: Fault, failure: Failure) -> bool:
+    """May an attempt have failed by the fault? Its consequences are over when leases have ended and a worker that was
+    lost has been found out and started again. What a slow lane was given keeps its card busy, also once it is given up
+    (`cluster.simulate.world.lanes`): nobody knows how long."""
+    if failure.at_s < fault.at_s:
+        return False
+    if fault.kind is Kind.GATEWAY_RESTART:
+        return failure.code == NoWorkers.code
+    if fault.kind not in (*OF_WORKERS, *OF_LANES):
+        return False
+    lasts_s = fault.duration_s if fault.kind in LASTING_FAULTS else 0.0
+    return fault.kind is Kind.LANE_SLOW or failure.at_s <= fault.at_s + lasts_s + AFTERMATH_S
+
+
+def _excuses(made: Trial) -> set[str]:
+    """Errors that clients may meet."""
+    kinds, router = [fault.kind for fault in made.faults], made.config.router
+    num_asked = sum(len(session.turns) for session in made.sessions)
+    told = {ABORTED: Kind.ABORTS in kinds, GATEWAY_LOST: Kind.GATEWAY_RESTART in kinds}
+    told[RequestKillsWorkers.code] = sum(kind in OF_WORKERS for kind in kinds) >= router.max_kills
+    told[Overloaded.code] = router.max_queued < num_asked or made.config.max_ttft_s is not None
+    told[InvalidRequest.code] = made.config.max_ttft_s is not None
+    return {code for code, may_be in told.items() if may_be}
+
+
+def is_broken_invariant(error: BaseException) -> bool:
+    """And nothing else, such as a fault of the simulator itself, whose traceback is wanted."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(AssertionError)[1] is None
+    return isinstance(error, AssertionError)
+
+
+def reason(error: BaseException) -> str:
+    """What broke, without the groups that tasks wrap it in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
+def _config(seed: int, rng: random.Random) -> SimulationConfig:
+    block_size = rng.choice((4, 16))
+    settings = read_settings(None, [f"worker.block_size={block_size}"])
+    leaping = random.Random(f"{seed} leaps").random() < 0.5
+    spec = hardware_spec(gpu=GPU, model=MODEL, tp=1, settings=settings, leaping=leaping)
+    spec = replace(
+        spec,
+        latency=Rough(),
+        num_blocks=rng.choice((1, 2, 8)) * (2 * MAX_PROMPT) // block_size,
+        scheduler=replace(
+            spec.scheduler,
+            max_num_seqs=rng.choice((2, 16)),
+            max_num_batched_tokens=rng.choice((32, 512)),
+            prefill_chunk=rng.choice((16, 512)),
+        ),
+        prefill=replace(spec.prefill, chunk_bytes=rng.choice((1, 2**28))),
+        decode=replace(spec.decode, headroom=rng.choice((0.0, 0.1))),
+        depth=rng.choice((0, 1)),
+        stall_s=10.0,
+        thorough=True,
+        **_host(random.Random(f"{seed} host")),
+    )
+    router = simulated_router(
+        policy=rng.choice(sorted(NAMES)),
+        local_prefill_tokens=rng.choice((0, 32)),
+        ticket_lease_s=rng.choice((1.0, 10.0)),
+        max_queue_s=120.0,
+        max_attempts=20,
+    )
+    return SimulationConfig(
+        pools=_pools(rng),
+        spec=spec,
+        router=router,
+        supervision=SupervisionConfig(health_period_s=1.0, max_misses=2),
+        cards=Cards(max_staged_bytes=random.Random(f"{seed} staged").choice((1, 2**28))),
+        wire=Wire(jitter_s=rng.choice((0.0, 0.005)), loss=rng.choice((0.0, 0.02))),
+        num_gateways=rng.choice((1, 1, 2)),
+        siblings=random.Random(f"{seed} siblings").random() < 0.5,
+        shared_index=random.Random(f"{seed} store").random() < 0.25,
+        load_s=rng.choice((0.2, 2.0)),
+        max_skew_s=1e5,
+        usd_per_gpu_hour=gpu_of(GPU).usd_per_hour,
+        audit_every=AUDIT_EVERY,
+        patience_s=400.0,
+        seed=seed,
+    )
+
+
+def _host(rng: random.Random) -> dict[str, Any]:
+    """Half of the clusters keep what they evict, over links that are worth it or are not."""
+    return {"host_blocks": rng.choice((0, 0, 8, 300)), "host_bytes_per_s": rng.choice((1e9, 50e9))}
+
+
+def _pools(rng: random.Random) -> PoolsConfig:
+    if rng.random() < 0.2:
+        return PoolsConfig(colocated=rng.choice((1, 2)))
+    return PoolsConfig(prefill=rng.choice((0, 1, 1, 2)), decode=rng.choice((1, 2, 3)))
+
+
+def _hurried(session: Session, *, read_s: float = 0.0) -> Session:
+    """Nobody thinks for long: what happens between turns is not what is looked for."""
+    turns = tuple(replace(turn, pause_s=turn.pause_s / 20, read_s=read_s) for turn in session.turns)
+    return replace(session, turns=turns)

@@ -1,0 +1,75 @@
+"""How full the pools were over a run: a sample every so often."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from cluster.simulate.run.deployment import Deployment
+from protos.values import WorkerRole
+
+MAX_LINES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Of one pool at one time: sums over its workers. `num_queued` wait at the gateways, for any pool, and
+    `num_moved_bytes` of KV have gone from worker to worker so far."""
+
+    at_s: float
+    role: WorkerRole
+    num_workers: int
+    num_running: int
+    num_waiting: int
+    num_queued: int
+    num_moved_bytes: int
+    blocks_used: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSample:
+    at_s: float
+    worker_id: str
+    num_running: int
+
+
+class Timeline:
+    """`run` until cancelled. Clusters of more than `MAX_LINES` workers have no samples of each."""
+
+    def __init__(self, deployment: Deployment, *, period_s: float) -> None:
+        self.samples: list[Sample] = []
+        self.worker_samples: list[WorkerSample] = []
+        self._deployment = deployment
+        self._period_s = period_s
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        start_s = self._loop.time()
+        while True:
+            self._take(self._loop.time() - start_s)
+            await asyncio.sleep(self._period_s)
+
+    def _take(self, at_s: float) -> None:
+        deployment = self._deployment
+        num_queued = sum(gateway.admission.num_waiting for gateway in deployment.gateways)
+        for role in sorted({plan.role for plan in deployment.plans}):
+            engines = [worker.engine for worker in deployment.workers.values() if worker.info.role is role]
+            pools = [engine.pool for engine in engines]
+            num_used = sum(pool.num_blocks - pool.num_free for pool in pools)
+            self.samples.append(
+                Sample(
+                    at_s=at_s,
+                    role=role,
+                    num_workers=len(engines),
+                    num_running=sum(engine.scheduler.num_running for engine in engines),
+                    num_waiting=sum(engine.scheduler.num_waiting for engine in engines),
+                    num_queued=num_queued,
+                    num_moved_bytes=deployment.lanes.num_bytes,
+                    blocks_used=num_used / max(1, sum(pool.num_blocks for pool in pools)),
+                )
+            )
+        if len(deployment.plans) <= MAX_LINES:
+            self.worker_samples += [
+                WorkerSample(at_s=at_s, worker_id=worker.worker_id, num_running=worker.engine.scheduler.num_running)
+                for worker in sorted(deployment.workers.values(), key=lambda one: one.worker_id)
+            ]

@@ -1,0 +1,1 @@
+"""The world around the simulated code: time, network, lanes, Redis, faults, load."""

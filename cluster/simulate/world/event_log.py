@@ -1,0 +1,58 @@
+"""What happened, in order, as lines of text whose hash is the run's fingerprint: same seed, same lines, same hash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+from cluster.simulate.world.clock import VirtualLoop
+
+
+class Chronicle:
+    """`write` gets every line, if given. Facts are numbers and words: no address of memory, no real time. Seconds are
+    since `begin`, when the load and the faults' times begin; what came before waits for it, and has negative ones. It
+    ends when the run is over: what is cleaned up after that has not happened."""
+
+    def __init__(self, loop: VirtualLoop, write: Callable[[str], object] | None = None) -> None:
+        self.num_events = 0
+        self._write = write
+        self._hash = blake2b(digest_size=16)
+        self._loop = loop
+        self._start_s: float | None = None
+        self._before: list[tuple[float, str]] = []
+
+    def begin(self) -> None:
+        """Of a run that was over before, what it did is written all the same."""
+        self._start_s = self._loop.time()
+        for at_s, text in self._before:
+            self._put(at_s - self._start_s, text)
+        self._before.clear()
+
+    @property
+    def over_s(self) -> float | None:
+        """When the run was over; None if that was before the load."""
+        if self._start_s is None or self._loop.over_s is None or self._loop.over_s <= self._start_s:
+            return None
+        return self._loop.over_s - self._start_s
+
+    def note(self, kind: str, subject: str, **facts: Any) -> None:
+        if self._loop.over_s is not None:
+            return
+        told = "".join(f" {name}={value}" for name, value in facts.items())
+        text = f"{kind} {subject}{told}\n"
+        if self._start_s is None:
+            self._before.append((self._loop.time(), text))
+        else:
+            self._put(self._loop.time() - self._start_s, text)
+
+    def _put(self, at_s: float, text: str) -> None:
+        line = f"{at_s:.9f} {text}"
+        self.num_events += 1
+        self._hash.update(line.encode())
+        if self._write is not None:
+            self._write(line)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._hash.hexdigest()

@@ -1,0 +1,176 @@
+"""What goes wrong in a simulated cluster, and when: written down by somebody, or drawn from a seed.
+
+A fault is text: `AT KIND TARGET [for SECONDS] [by AMOUNT]`, such as `12.5 kill decode-0`, `3 pause prefill-1 for 4` or
+`5 lane-slow prefill-0>decode-1 for 10 by 50`. A schedule that broke something can be typed in again.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import product
+
+from cluster.simulate.world.clock import MAX_SPAN_S
+from protos.errors import Misconfigured
+
+
+class Kind(StrEnum):
+    """Of a worker, of a lane (`source>destination`), of a worker's KV events, of a gateway (by place), of what gateways
+    share (`redis`), of clients."""
+
+    KILL = "kill"
+    PAUSE = "pause"
+    SLOW = "slow"
+    RESET = "reset"  # its connections to gateways
+    DRAIN = "drain"  # takes nothing new, ends when all has ended or moved, and is started again
+    CLOCK_SKEW = "clock-skew"  # its clock jumps so many seconds ahead
+    LANE_STALL = "lane-stall"
+    LANE_CUT = "lane-cut"
+    LANE_SLOW = "lane-slow"
+    EVENTS_DROP = "events-drop"
+    EVENTS_DELAY = "events-delay"
+    EVENTS_DOUBLE = "events-double"
+    EVENTS_SWAP = "events-swap"
+    INDEX_LOST = "index-lost"
+    GATEWAY_RESTART = "gateway-restart"
+    STORE_AWAY = "store-away"  # no gateway reaches the Redis of the shared index
+    STORE_LOST = "store-lost"  # it ends, and is empty when it comes back
+    ABORTS = "aborts"
+
+
+OF_WORKERS = (Kind.KILL, Kind.PAUSE, Kind.SLOW, Kind.RESET, Kind.DRAIN, Kind.CLOCK_SKEW)
+OF_LANES = (Kind.LANE_STALL, Kind.LANE_CUT, Kind.LANE_SLOW)
+OF_STORES = (Kind.STORE_AWAY, Kind.STORE_LOST)
+OF_EVENTS = (Kind.EVENTS_DROP, Kind.EVENTS_DELAY, Kind.EVENTS_DOUBLE, Kind.EVENTS_SWAP)
+LASTING = (Kind.PAUSE, Kind.SLOW, Kind.LANE_STALL, Kind.LANE_SLOW, *OF_EVENTS, *OF_STORES)
+MEASURED = (Kind.SLOW, Kind.LANE_SLOW, Kind.ABORTS, Kind.CLOCK_SKEW)
+STORE = "redis"
+CLIENTS = "clients"
+DURATION_S, AMOUNT = 1.0, 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """`amount`: how many times slower, the share of clients that leave, or the seconds that a clock jumps."""
+
+    at_s: float
+    kind: Kind
+    target: str
+    duration_s: float = DURATION_S
+    amount: float = AMOUNT
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Raises Misconfigured, which says at which word it went wrong."""
+        words = text.split()
+        for place, (name, is_right, wanted) in enumerate(_WORDS):
+            if place >= len(words):
+                raise _unread(text, f"{name} is missing at its end: {wanted}")
+            if not is_right(words[place]):
+                raise _unread(text, f"its word {place + 1}, {words[place]!r}, is no {name}: {wanted}")
+        numbers: dict[str, float] = {}
+        for place in range(len(_WORDS), len(words), 2):
+            name, number = words[place], words[place + 1] if place + 1 < len(words) else ""
+            if name not in _NUMBERS or name in numbers:
+                raise _unread(text, f"its word {place + 1}, {name!r}, is not expected there: 'for' or 'by', each once")
+            if not _is_number(number):
+                said = f"is followed by {number!r}" if number else "is its last word"
+                raise _unread(text, f"its word {place + 1}, {name!r}, {said}: give {_NUMBERS[name]}")
+            numbers[name] = float(number)
+        if numbers.get("for", 0.0) > MAX_SPAN_S:
+            raise _unread(text, f"'for {numbers['for']:.10g}' is too long: give at most {MAX_SPAN_S:,.0f} seconds")
+        kind = Kind(words[1])
+        for name, kinds in (("for", LASTING), ("by", MEASURED)):
+            if name in numbers and kind not in kinds:
+                raise _unread(text, f"{kind} has no {name!r}, leave it out: those that have are {', '.join(kinds)}")
+        if numbers.get("for") == 0:
+            raise _unread(text, "'for 0' is no time at all: give more than 0 seconds")
+        amount = numbers.get("by", 1.0 if kind is Kind.ABORTS else AMOUNT)
+        if kind in _AMOUNTS and not _AMOUNTS[kind][0](amount):
+            raise _unread(text, f"{kind} by {amount:.10g} means nothing: give {_AMOUNTS[kind][1]}")
+        return cls(
+            at_s=float(words[0]),
+            kind=kind,
+            target=words[2],
+            duration_s=numbers.get("for", DURATION_S),
+            amount=amount,
+        )
+
+    @property
+    def what(self) -> str:
+        """All but its time, without what means nothing to its kind."""
+        lasts = f" for {self.duration_s:.10g}" if self.kind in LASTING else ""
+        return f"{self.kind} {self.target}{lasts}{f' by {self.amount:.10g}' if self.kind in MEASURED else ''}"
+
+    def __str__(self) -> str:
+        return f"{self.at_s:.10g} {self.what}"
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"\d+(\.\d*)?", word) is not None
+
+
+_WORDS = (
+    ("AT", _is_number, "seconds since the load began, such as 12.5"),
+    ("KIND", set(Kind).__contains__, f"one of {', '.join(Kind)}"),
+    ("TARGET", bool, "decode-0, a lane prefill-0>decode-0, the place of a gateway, redis or clients"),
+)
+_SLOWER = (lambda amount: amount >= 1, "how many times slower, at least 1")
+_AMOUNTS: dict[Kind, tuple[Callable[[float], bool], str]] = {
+    Kind.SLOW: _SLOWER,
+    Kind.LANE_SLOW: _SLOWER,
+    Kind.ABORTS: (lambda amount: 0 < amount <= 1, "the share of clients that leave, above 0 and at most 1"),
+}
+_NUMBERS = {"for": "a number of seconds", "by": "a number"}
+
+
+def _unread(text: str, why: str) -> Misconfigured:
+    return Misconfigured(
+        f"--fault {text!r}: {why}. Write 'AT KIND TARGET [for SECONDS] [by AMOUNT]', such as '12.5 kill decode-0'",
+        param="fault",
+    )
+
+
+def drawn(
+    num: int,
+    *,
+    seed: int,
+    workers: Sequence[str],
+    num_gateways: int,
+    until_s: float,
+    with_store: bool = False,
+    of: Collection[Kind] = tuple(Kind),
+) -> list[Fault]:
+    """`num` faults of these kinds at any time before `until_s`."""
+    rng = random.Random(f"{seed} faults")
+    kinds = [kind for kind in of if with_store or kind not in OF_STORES]
+    lanes = [f"{source}>{destination}" for source, destination in product(workers, workers) if source != destination]
+    faults = []
+    for _ in range(num):
+        kind = rng.choice(kinds)
+        if kind in OF_WORKERS or kind in OF_EVENTS:
+            target = rng.choice(workers)
+        elif kind in OF_LANES and lanes:
+            target = rng.choice(lanes)
+        elif kind in (Kind.GATEWAY_RESTART, Kind.INDEX_LOST):
+            target = str(rng.randrange(num_gateways))
+        elif kind in OF_STORES:
+            target = STORE
+        else:
+            kind, target = Kind.ABORTS, CLIENTS
+        at_s = round(rng.uniform(0.0, until_s), 3)
+        duration_s = round(rng.choice((0.05, 0.5, 2.0, 8.0)) * rng.uniform(0.5, 1.5), 3)
+        amount = round(rng.uniform(0.1, 1.0) if kind is Kind.ABORTS else rng.uniform(2.0, 50.0), 2)
+        faults.append(
+            Fault(
+                at_s=at_s,
+                kind=kind,
+                target=target,
+                duration_s=duration_s if kind in LASTING else DURATION_S,
+                amount=amount if kind in MEASURED else AMOUNT,
+            )
+        )
+    return sorted(faults, key=lambda fault: (fault.at_s, str(fault)))

@@ -1,0 +1,352 @@
+"""What simulated clients ask, and when: sessions of one turn or several, recorded or generated from a seed.
+
+A turn's prompt is everything said so far, answers included, and then what the turn adds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from cluster.bench.workload import Item, Lengths, Span, read_trace
+from cluster.simulate.world.clock import MAX_SPAN_S
+from protos.errors import Misconfigured
+from protos.hints import counted
+
+_OWN, _SYSTEM, _DOCUMENT, _ANSWERED = 10, 11, 12, 13  # kinds of spans; the bench has 0 and 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """`pause_s` goes by between the answer before it and this turn, and `read_s` whenever its client
+    has read what came. `prompt_logprobs`: asked for, one a position."""
+
+    spans: tuple[Span, ...]
+    num_output: int
+    pause_s: float = 0.0
+    read_s: float = 0.0
+    prompt_logprobs: bool = False
+
+    @property
+    def num_added(self) -> int:
+        return sum(span.num_tokens for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """`due_s` after the start its first turn is asked. Sessions of different tenants share no cached block."""
+
+    number: int
+    due_s: float
+    turns: tuple[Turn, ...]
+    tenant: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its last turn's prompt and answer: what a worker must be able to hold."""
+        return sum(turn.num_added + turn.num_output for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What generated workloads are made from: so many requests, `rate` a second on average, of such lengths."""
+
+    num_requests: int
+    rate: float
+    prompts: Lengths
+    outputs: Lengths
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_requests < 1:
+            raise Misconfigured(f"--requests {self.num_requests}: give at least 1", param="requests")
+        if not 0 < self.rate < math.inf:
+            raise Misconfigured(f"--rate {self.rate}: give requests a second, above 0 and finite", param="rate")
+        if (span_s := self.num_requests / self.rate) > MAX_SPAN_S:
+            raise Misconfigured(
+                f"--rate {self.rate:g}: the last of {counted(self.num_requests, 'request')} comes after "
+                f"{_days(span_s)}; {_NOT_SKIPPED}. Give {_rounded_up(self.num_requests / MAX_SPAN_S)} or more"
+                f"{', or fewer --requests' if self.num_requests > 1 else ''}",
+                param="rate",
+            )
+
+
+def recorded(path: Path, *, limit: int | None = None, speed: float = 1.0, scale: float = 1.0) -> list[Session]:
+    """A trace in Mooncake's format; its time runs `speed` times as fast. Raises Misconfigured."""
+    sessions = [_alone(item) for item in read_trace(path, limit=limit, scale=scale, speed=speed)]
+    if (span_s := sessions[-1].due_s) > MAX_SPAN_S:
+        num_before = sum(session.due_s <= MAX_SPAN_S for session in sessions)
+        raise Misconfigured(
+            f"--trace {path}: its last request comes after {_days(span_s)}; {_NOT_SKIPPED}. Give --requests "
+            f"{num_before} for those before, or --trace-speed {_rounded_up(speed * span_s / MAX_SPAN_S)} or more",
+            param="trace",
+        )
+    return sessions
+
+
+_NOT_SKIPPED = f"idle time is simulated second by second, and {MAX_SPAN_S / 86_400:.0f} days are the most"
+
+
+def _days(seconds: float) -> str:
+    return f"{seconds / 86_400:,.0f} days of virtual time" if seconds < 1e15 else f"{seconds:.3g} s of virtual time"
+
+
+def _rounded_up(value: float) -> str:
+    """To two digits, none of which makes it too small."""
+    return f"{float(f'{value * 1.05:.2g}'):g}"
+
+
+def _alone(item: Item) -> Session:
+    return Session(
+        number=item.index, due_s=item.due_s or 0.0, turns=(Turn(spans=item.spans, num_output=item.num_output),)
+    )
+
+
+# -- arrivals ----------------------------------------------------------------------------------------------------------
+
+Pace = Callable[[float], float]
+"""How many times the mean rate requests arrive at a time, never above its own maximum of `_PEAK`."""
+
+_PEAK = 4.0
+
+
+def steady(at_s: float) -> float:
+    return 1.0
+
+
+def bursty(at_s: float) -> float:
+    """Ten seconds of every minute at four times the rate, the others at 0.4 times."""
+    return _PEAK if at_s % 60 < 10 else 0.4
+
+
+def diurnal(at_s: float) -> float:
+    """A day in ten minutes: from nearly nothing at night to twice the mean at noon."""
+    return 1.0 - 0.95 * math.cos(2 * math.pi * at_s / 600)
+
+
+def arrivals(rate: float, pace: Pace, rng: random.Random) -> Iterator[float]:
+    """An inhomogeneous Poisson process, by thinning: Lewis and Shedler (1979)."""
+    at_s = 0.0
+    while True:
+        at_s += rng.expovariate(rate * _PEAK)
+        if rng.random() * _PEAK < pace(at_s):
+            yield at_s
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+def independent(load: Load, pace: Pace) -> list[Session]:
+    """Prompts that share nothing."""
+    rng = random.Random(f"{load.seed} independent")
+    due = arrivals(load.rate, pace, rng)
+    return [
+        Session(number=number, due_s=next(due), turns=(_turn(_OWN, number, load, rng),))
+        for number in range(load.num_requests)
+    ]
+
+
+def conversations(load: Load, *, num_turns: int = 5, pause_s: float = 8.0) -> list[Session]:
+    """Each turn adds a fifth of a prompt's length to all that was said; people think `pause_s` on average."""
+    rng = random.Random(f"{load.seed} conversations")
+    due = arrivals(load.rate / num_turns, steady, rng)
+    sessions = []
+    for number in range(-(-load.num_requests // num_turns)):
+        first = _turn(_OWN, number * 1000, load, rng)
+        short = replace(load, prompts=_part(load.prompts, 5))
+        later = [
+            replace(_turn(_OWN, number * 1000 + k, short, rng), pause_s=rng.expovariate(1 / pause_s))
+            for k in range(1, num_turns)
+        ]
+        sessions.append(Session(number=number, due_s=next(due), turns=(first, *later)))
+    return sessions
+
+
+def agents(load: Load, *, num_systems: int = 8, system_tokens: int = 4096, num_turns: int = 4) -> list[Session]:
+    """Agents of a few kinds, each kind with a long system prompt of its own; tools answer within a second."""
+    rng = random.Random(f"{load.seed} agents")
+    due = arrivals(load.rate / num_turns, steady, rng)
+    sessions = []
+    for number in range(-(-load.num_requests // num_turns)):
+        system = Span(key=(_SYSTEM, rng.randrange(num_systems)), num_tokens=system_tokens)
+        turns = [
+            replace(_turn(_OWN, number * 1000 + k, load, rng), pause_s=rng.expovariate(1.0) if k else 0.0)
+            for k in range(num_turns)
+        ]
+        turns[0] = replace(turns[0], spans=(system, *turns[0].spans))
+        sessions.append(Session(number=number, due_s=next(due), turns=tuple(turns)))
+    return sessions
+
+
+def documents(load: Load, *, num_documents: int = 20, document_tokens: int = 32_768) -> list[Session]:
+    """Questions about a few long documents."""
+    rng = random.Random(f"{load.seed} documents")
+    due = arrivals(load.rate, steady, rng)
+    sessions = []
+    for number in range(load.num_requests):
+        document = Span(key=(_DOCUMENT, rng.randrange(num_documents)), num_tokens=document_tokens)
+        turn = _turn(_OWN, number, load, rng)
+        turn = replace(turn, spans=(document, *turn.spans))
+        sessions.append(Session(number=number, due_s=next(due), turns=(turn,)))
+    return sessions
+
+
+ASSISTANT_RATE = 3.4  # requests a second of Mooncake's conversation trace
+SYSTEM_TOKENS = 880  # its shortest prompt has 891
+MORE_TURNS = 2.6
+MAX_TALK = 124_000  # tokens of a conversation: its longest prompt has 126,195
+Quantiles = tuple[tuple[float, float], ...]
+"""(share of all, value): between two of them the value grows by the same factor for each share. Those below are the
+trace's (`python -m benchmarks.routing.workload_shape`)."""
+_FIRST: Quantiles = (
+    (0.0, 10), (0.1, 25), (0.25, 440), (0.5, 4350), (0.75, 12_100), (0.9, 24_600), (0.99, 89_000), (1.0, 121_000)
+)  # fmt: skip
+_ADDED: Quantiles = ((0.0, 4), (0.25, 9), (0.5, 26), (0.75, 371), (0.9, 4250), (0.99, 16_700), (1.0, 91_000))
+_ANSWER: Quantiles = ((0.0, 1), (0.1, 24), (0.25, 156), (0.5, 350), (0.75, 472), (0.9, 597), (0.99, 1120), (1.0, 2000))
+_PAUSE_S: Quantiles = ((0.0, 6), (0.1, 42), (0.25, 66), (0.5, 123), (0.75, 267), (0.9, 474), (0.99, 1458), (1.0, 3030))
+
+
+def assistant(load: Load) -> list[Session]:
+    """One product's assistant: every prompt begins with the same system prompt, prompts have 12,000 tokens on average
+    and at most ten times as many, and two in five conversations go on, some for many turns.
+
+    Lengths, turns and pauses are distributed as in Mooncake's conversation trace, whose pace is `ASSISTANT_RATE`: at
+    another rate all of it runs as many times faster, as a trace does with `--trace-speed`. The load has gone on for
+    long: conversations that began before it have their earlier turns in their first prompt.
+    After turn k a conversation goes on with the probability k / (k + MORE_TURNS - 1), as in a Yule-Simon distribution
+    (Simon, "On a class of skew distribution functions", 1955).
+    """
+    rng = random.Random(f"{load.seed} assistant")
+    speed, turns_each = load.rate / ASSISTANT_RATE, MORE_TURNS / (MORE_TURNS - 1)
+    earliest_s = -_PAUSE_S[-1][1] / speed
+    talks: list[Sequence[tuple[float, Turn]]] = []
+    ahead: list[float] = []  # when turns are asked that do not count among the first yet
+    num_due = 0
+    for after_s in arrivals(load.rate / turns_each, steady, rng):
+        begin_s = earliest_s + after_s
+        while ahead and ahead[0] <= begin_s:
+            last_s = heapq.heappop(ahead)
+            num_due += 1
+            if num_due == load.num_requests:
+                return _asked_until(talks, last_s)
+        talk = _talk(len(talks), begin_s, speed, rng)
+        talks.append(talk)
+        for at_s, _ in talk:
+            if at_s >= 0:
+                heapq.heappush(ahead, at_s)
+    raise AssertionError("arrivals do not end")
+
+
+def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list[tuple[float, Turn]]:
+    """A conversation's turns, and when each is asked if answers take no time."""
+    own = Span(key=(_OWN, number * 1000), num_tokens=_tokens(_FIRST, rng))
+    turn = Turn(spans=(Span(key=(_SYSTEM, 0), num_tokens=SYSTEM_TOKENS), own), num_output=_tokens(_ANSWER, rng))
+    talk, at_s, num_tokens = [(begin_s, turn)], begin_s, turn.num_added + turn.num_output
+    while len(talk) < 1000 and rng.random() * (len(talk) + MORE_TURNS) < len(talk):
+        pause_s = _quantile(_PAUSE_S, rng.random()) / speed
+        span = Span(key=(_OWN, number * 1000 + len(talk)), num_tokens=_tokens(_ADDED, rng))
+        turn = Turn(spans=(span,), num_output=_tokens(_ANSWER, rng), pause_s=pause_s)
+        num_tokens += turn.num_added + turn.num_output
+        if num_tokens > MAX_TALK:
+            break
+        at_s += pause_s
+        talk.append((at_s, turn))
+    return talk
+
+
+def _asked_until(talks: Sequence[Sequence[tuple[float, Turn]]], last_s: float) -> list[Session]:
+    """The turns from 0 until then. What was said before is the beginning of a conversation's first prompt."""
+    sessions = []
+    for number, talk in enumerate(talks):
+        asked = [(at_s, turn) for at_s, turn in talk if 0 <= at_s <= last_s]
+        if not asked:
+            continue
+        said = [
+            span
+            for place, (at_s, turn) in enumerate(talk)
+            if at_s < 0
+            for span in (*turn.spans, Span(key=(_ANSWERED, number * 1000 + place), num_tokens=turn.num_output))
+        ]
+        due_s, first = asked[0]
+        first = replace(first, spans=(*said, *first.spans), pause_s=0.0)
+        sessions.append(Session(number=number, due_s=due_s, turns=(first, *(turn for _, turn in asked[1:]))))
+    return sessions
+
+
+def _tokens(quantiles: Quantiles, rng: random.Random) -> int:
+    return round(_quantile(quantiles, rng.random()))
+
+
+def _quantile(quantiles: Quantiles, share: float) -> float:
+    (below, low), (above, high) = next(pair for pair in pairwise(quantiles) if share <= pair[1][0])
+    return float(low * (high / low) ** ((share - below) / (above - below)))
+
+
+# Of whole conversations: as many requests as were asked for, or a few more.
+GENERATED: dict[str, Callable[[Load], list[Session]]] = {
+    "poisson": lambda load: independent(load, steady),
+    "bursts": lambda load: independent(load, bursty),
+    "diurnal": lambda load: independent(load, diurnal),
+    "conversations": conversations,
+    "agents": agents,
+    "documents": documents,
+    "assistant": assistant,
+}
+OF_OWN_LENGTHS = frozenset({"assistant"})
+"""Workloads that take no lengths from a `Load`."""
+
+
+def generated(name: str, load: Load) -> list[Session]:
+    """Exactly `load.num_requests`: of the last conversation only its first turns may be left. Raises Misconfigured for
+    a workload nobody described."""
+    if name not in GENERATED:
+        given = shlex.quote(name)
+        raise Misconfigured(f"--workload {given}: choose one of {', '.join(GENERATED)}", param="workload")
+    sessions = GENERATED[name](load)
+    num_more = sum(len(session.turns) for session in sessions) - load.num_requests
+    last = sessions[-1]
+    return [*sessions[:-1], replace(last, turns=last.turns[: len(last.turns) - num_more])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """So many tokens of one session a worker holds. `limit` says what bounds them, `more` what would raise it."""
+
+    num_tokens: int
+    limit: str
+    more: str
+
+    def left_out(self, sessions: Sequence[Session]) -> str:
+        longest = max(session.num_tokens for session in sessions)
+        return (
+            f"{counted(len(sessions), 'session')} left out: longer (up to {longest:,} tokens) than the "
+            f"{self.num_tokens:,} that a worker holds ({self.limit})"
+        )
+
+
+def fitting(sessions: Sequence[Session], room: Room) -> tuple[list[Session], list[Session]]:
+    """The sessions whose last turn fits, and those whose does not. Raises Misconfigured if none does."""
+    kept = [session for session in sessions if session.num_tokens <= room.num_tokens]
+    if not kept:
+        shortest = min(session.num_tokens for session in sessions)
+        raise Misconfigured(
+            f"every session is longer (the shortest: {shortest:,} tokens, prompts and answers) than the "
+            f"{room.num_tokens:,} tokens that a worker holds ({room.limit}): lower --input-len, --output-len or "
+            f"--trace-scale, or {room.more}"
+        )
+    return kept, [session for session in sessions if session.num_tokens > room.num_tokens]
+
+
+def _turn(kind: int, number: int, load: Load, rng: random.Random) -> Turn:
+    span = Span(key=(kind, number), num_tokens=load.prompts.draw(rng))
+    return Turn(spans=(span,), num_output=load.outputs.draw(rng))
+
+
+def _part(lengths: Lengths, share: int) -> Lengths:
+    return Lengths(low=max(1, lengths.low // share), high=max(1, lengths.high // share))

@@ -1,0 +1,1 @@
+"""Workers' lives: planned, started as rank processes, watched, started again."""

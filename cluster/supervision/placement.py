@@ -1,0 +1,126 @@
+"""Which worker gets which part of the machines: a pure plan, which Ray then carries out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.config.config import PoolsConfig
+from protos.errors import Misconfigured
+from protos.values import WorkerRole
+from workers.config import Device
+
+MAX_CPUS_PER_RANK = 1.0  # what Ray sets aside; how many cores a rank uses is its number of threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What one machine of a Ray cluster offers."""
+
+    cpus: float
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """One worker: `num_ranks` processes on one node, each with these shares of it and `num_threads` torch threads.
+
+    `pool_resource` names a custom Ray resource of which each rank takes one.
+    """
+
+    worker_id: str
+    role: WorkerRole
+    device: Literal["cpu", "cuda"]
+    num_ranks: int
+    cpus_per_rank: float
+    gpus_per_rank: int
+    num_threads: int
+    pool_resource: str = ""
+
+    def bundles(self) -> list[dict[str, float]]:
+        """What each rank's bundle of the placement group holds, in rank order."""
+        bundle = {"CPU": self.cpus_per_rank}
+        if self.gpus_per_rank:
+            bundle["GPU"] = float(self.gpus_per_rank)
+        if self.pool_resource:
+            bundle[self.pool_resource] = 1.0
+        return [dict(bundle) for _ in range(self.num_ranks)]
+
+
+def plan(
+    pools: PoolsConfig, nodes: Sequence[Node], *, tp: int, device: Device, pool_resources: bool = False
+) -> tuple[WorkerPlan, ...]:
+    """One plan a worker. On CPU any number fits, each with its share; a rank on a GPU has one to itself.
+
+    `device` auto means GPUs where there is one for every rank, and CPUs where there are fewer.
+    Raises Misconfigured when the GPUs that were asked for are not there.
+    """
+    sizes = _sizes(pools, tp)
+    num_ranks = sum(sizes)
+    resolved = _device(device, nodes, sizes)
+    cpus = sum(node.cpus for node in nodes) or 1.0
+    # Rounded down: Ray counts in ten-thousandths, and the shares must not add up to more than there is.
+    share = max(0.0001, math.floor(min(MAX_CPUS_PER_RANK, cpus / num_ranks) * 10_000) / 10_000)
+    largest = max((node.cpus for node in nodes), default=1.0)
+    threads = max(1, int(min(largest, cpus / num_ranks)))
+    return tuple(
+        WorkerPlan(
+            worker_id=f"{role}-{number}",
+            role=role,
+            device=resolved,
+            num_ranks=pools.tp(role, tp),
+            cpus_per_rank=share,
+            gpus_per_rank=1 if resolved == "cuda" else 0,
+            num_threads=threads,
+            pool_resource=str(role) if pool_resources else "",
+        )
+        for role, count in pools.counts().items()
+        for number in range(count)
+    )
+
+
+def why_not_gpus(pools: PoolsConfig, nodes: Sequence[Node], *, tp: int) -> str:
+    """What is missing for every rank to have a GPU of its own; "" when nothing is."""
+    sizes = _sizes(pools, tp)
+    if (num_placed := _num_placed(sizes, nodes)) == len(sizes):
+        return ""
+    gpus, counts = sum(int(node.gpus) for node in nodes), pools.counts()
+    same = len(set(sizes)) == 1
+    workers = ", ".join(
+        f"{count} {role}" + ("" if same else f" with tp {pools.tp(role, tp)}")
+        for role, count in counts.items()
+        if count
+    )
+    spread = f", but on one machine each for {num_placed} of them only" if gpus >= sum(sizes) else ""
+    return f"{workers}{f' with tp {sizes[0]}' if same else ''} need {sum(sizes)} GPUs, and there are {gpus}{spread}"
+
+
+def _sizes(pools: PoolsConfig, tp: int) -> list[int]:
+    """The ranks of each worker."""
+    return [pools.tp(role, tp) for role, count in pools.counts().items() for _ in range(count)]
+
+
+def _num_placed(sizes: Sequence[int], nodes: Sequence[Node]) -> int:
+    """How many workers, the largest first, find a machine with a GPU for every rank: the one with the most left."""
+    left = sorted(int(node.gpus) for node in nodes)
+    for number, size in enumerate(sorted(sizes, reverse=True)):
+        if not left or left[-1] < size:
+            return number
+        left[-1] -= size
+        left.sort()
+    return len(sizes)
+
+
+def _device(device: Device, nodes: Sequence[Node], sizes: Sequence[int]) -> Literal["cpu", "cuda"]:
+    if device != "auto":
+        return device
+    return "cuda" if _num_placed(sizes, nodes) == len(sizes) else "cpu"
+
+
+def check_fits(pools: PoolsConfig, nodes: Sequence[Node], *, tp: int, device: Device) -> None:
+    """Raises Misconfigured when GPUs were asked for that these nodes, which will not grow, do not have."""
+    if device == "cuda" and (missing := why_not_gpus(pools, nodes, tp=tp)):
+        fits = "--colocated takes half of it, --device cpu none" if not pools.colocated else "--device cpu needs none"
+        raise Misconfigured(f"{missing}: {fits}", param="device")

@@ -1,0 +1,109 @@
+"""What no start can make true, said before anything starts: ranks that cannot share the model, workers that no memory
+holds."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.config.config import ClusterConfig
+from protos.errors import Misconfigured
+from protos.values import WorkerRole
+from router.auth.tenants import read_roster
+from workers.memory import free_ram_bytes
+from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config
+from workers.models.weights import check_weights
+
+log = logging.getLogger("baton.cluster")
+
+RANK_BYTES = 200 * 2**20
+"""A rank's process before it has read a weight, at the least: interpreter, torch, gRPC and Ray (240 MiB measured)."""
+_GIB = 2**30
+_WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
+_GPUS = Path("/dev")
+
+
+def check_feasible(
+    config: ClusterConfig, *, free_bytes: Callable[[], int] = free_ram_bytes, devices: Path = _GPUS
+) -> None:
+    """Raises Misconfigured, naming the setting and what would do; BadCheckpoint or UnsupportedModel for a model that
+    cannot be served. Machines of a Ray that runs elsewhere are not looked at: that is for its placement."""
+    model = read_config(config.worker.model)
+    if not config.pools.colocated and config.pools.prefill == 0:
+        log.warning(
+            "pools.prefill is 0: decode workers prefill their prompts themselves, which delays running answers. "
+            "Give 1 or more; if intended, use --workers %d",
+            config.pools.counts()[WorkerRole.DECODE],
+        )
+    for role, count in config.pools.counts().items():
+        tp = config.pools.tp(role, config.worker.tp)
+        if count:
+            check_parallel(model, tp, "worker.tp" if tp == config.worker.tp else f"pools.{role}_tp")
+    longest_sequence(model, config.worker.max_model_len)
+    if config.ray.address:
+        return
+    check_weights(Path(config.worker.model))
+    _check_host_tier(config, free_bytes())
+    has_gpu = any(devices.glob("nvidia[0-9]*"))
+    if config.worker.device == "cuda" and not has_gpu:
+        raise Misconfigured(
+            "worker.device is cuda: this machine has no NVIDIA GPU; --device cpu needs none", param="device"
+        )
+    if config.worker.device == "cpu" or not has_gpu:
+        _check_ram(config, model, free_bytes())
+
+
+def check_files(config: ClusterConfig) -> None:
+    """Raises Misconfigured for tenants or certificates that cannot be read, or are none."""
+    config.tls.check()
+    config.peers.check()
+    if config.router.tenants:
+        read_roster(Path(config.router.tenants))
+
+
+def _check_host_tier(config: ClusterConfig, free: int) -> None:
+    each, count = config.worker.host_kv_gib, sum(config.pools.counts().values())
+    if each * count * _GIB > free:
+        raise Misconfigured(
+            f"worker.host_kv_gib is {each:g} for each of {count} workers, {_floored(free):.1f} GiB of memory are free: "
+            f"give at most {_floored(free / count):.1f}",
+            param="host_kv_gib",
+        )
+
+
+def _floored(num_bytes: float) -> float:
+    """In GiB: what is given as a bound must be within it."""
+    return math.floor(10 * max(0.0, num_bytes) / _GIB) / 10
+
+
+def _check_ram(config: ClusterConfig, model: ModelConfig, free: int) -> None:
+    """By what is certain: processes, weights, and the blocks that were asked for."""
+    each = {
+        role: _worker_bytes(config, model, config.pools.tp(role, config.worker.tp)) for role in config.pools.counts()
+    }
+    needed = sum(each[role] * count for role, count in config.pools.counts().items())
+    if needed <= free:
+        return
+    counts = {role: count for role, count in config.pools.counts().items() if count}
+    role = max(counts, key=lambda role: each[role] * counts[role])
+    others = needed - each[role] * counts[role]
+    possible = max(0, free - others) // each[role]
+    told = f"at most {possible} {role}" if possible else "fewer or smaller workers"
+    asked = " + ".join(f"{count} {name}" for name, count in counts.items())
+    raise Misconfigured(
+        f"{asked} workers take {needed / _GIB:.1f} GiB of memory at the least ({each[role] / _GIB:.2f} GiB each), "
+        f"{free / _GIB:.1f} GiB are free: ask for {told}, a smaller model, or more machines (--ray-address)",
+        param=f"pools.{role}",
+    )
+
+
+def _worker_bytes(config: ClusterConfig, model: ModelConfig, tp: int) -> int:
+    """Over all its ranks, on a CPU."""
+    worker = config.worker
+    dtype = model.dtype if worker.dtype == "auto" else worker.dtype
+    saved = sum(file.stat().st_size for file in Path(worker.model).glob("*.safetensors"))
+    weights = saved if worker.dtype == "auto" else saved * _WIDTH[worker.dtype] // _WIDTH.get(model.dtype, 2)
+    layout = model.kv_layout(block_size=worker.block_size, dtype=dtype if dtype in _WIDTH else "bfloat16", tp=tp)
+    return tp * RANK_BYTES + weights + (worker.num_blocks or 0) * layout.block_bytes

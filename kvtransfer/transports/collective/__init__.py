@@ -1,0 +1,1 @@
+"""Lanes between workers: groups of links that span all ranks of both."""

@@ -1,0 +1,131 @@
+"""Which links a lane gets: the best that all of its ranks have proved to reach, found out anew whenever they meet.
+
+    destination rank   opens a door ── door/<rank> ──▶ board            admits, shows ─▶ verdict/<rank> ─▶ board
+    source rank                        board ──▶ knocks ── came/... ──▶ proves         ─▶ verdict/<rank> ─▶ board
+
+Names of hosts prove nothing, so none is compared: a source shares the destination's memory if it has changed it. All
+verdicts are read by all ranks, so all of them choose alike. What was asked for and cannot be had is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+
+from kvtransfer.transports.links.base import HEADER_TAG, Links, Meeting, open_collective
+from kvtransfer.transports.links.shm import MAX_SLOT_BYTES, Door, Link, LinkBroken, ShmGroup, close_all, knock, prove
+
+log = logging.getLogger("baton.kvtransfer")
+
+_YES = b"yes"
+_OPEN = b"\x01"
+_SHUT = b"\x00"
+
+
+class TransportRefused(RuntimeError):
+    """A transport is asked for by name and cannot be had. The message says which and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """What one rank has found, and what it was set to."""
+
+    preference: str
+    why_not: str
+
+    def pack(self) -> bytes:
+        return f"{self.preference} {self.why_not}".encode()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> _Verdict:
+        preference, _, why_not = packed.decode().partition(" ")
+        return cls(preference=preference, why_not=why_not)
+
+
+def open_links(meeting: Meeting) -> Links:
+    """Called by all ranks of a lane at the same time. Raises RuntimeError (TransportRefused among them) or OSError."""
+    links: dict[int, Link] = {}
+    why_not = _why_not_even_try(meeting)
+    try:
+        links = _send_side(meeting, why_not) if meeting.sends else _receive_side(meeting, why_not)
+    except LinkBroken as error:
+        why_not = why_not or str(error)
+    try:
+        reasons, insisting = _verdicts(meeting, why_not)
+    except BaseException:
+        close_all(links.values())
+        raise
+    if not reasons:
+        transport = "cuda-ipc" if meeting.on_gpu else "shm"
+        group = ShmGroup(links, header_tag=HEADER_TAG)
+        return Links(
+            control=group,
+            payloads=group,
+            transport=transport,
+            flush=group.flush,
+            sever=group.abort,
+            close=group.close,
+        )
+    close_all(links.values())
+    if insisting:
+        raise TransportRefused(f"transport is set to shm, which cannot be had here: {reasons[0]}")
+    return open_collective(meeting, why=reasons[0])
+
+
+def _why_not_even_try(meeting: Meeting) -> str:
+    if meeting.config.transport == "collective":
+        return "a worker's transport is set to collective"
+    return "" if sys.platform == "linux" else f"{sys.platform} has no memfd"
+
+
+def _receive_side(meeting: Meeting, why_not: str) -> dict[int, Link]:
+    store, epoch = meeting.store, meeting.epoch
+    if why_not:
+        store.set(f"{epoch}/door/{meeting.rank}", _SHUT + why_not.encode())
+        return {}
+    door = Door(meeting.device, min(MAX_SLOT_BYTES, meeting.config.message_bytes))
+    try:
+        store.set(f"{epoch}/door/{meeting.rank}", _OPEN + door.notice)
+        for source in meeting.peer_ranks:
+            if (came := store.get(f"{epoch}/came/{source}/{meeting.rank}")) != _YES:
+                raise LinkBroken(came.decode())
+        return door.admit(meeting.peer_ranks, meeting.config.stall_s)
+    finally:
+        door.close()
+
+
+def _send_side(meeting: Meeting, why_not: str) -> dict[int, Link]:
+    """Knocks at all doors before it waits behind one: no rank ever waits for another in a circle."""
+    store, epoch = meeting.store, meeting.epoch
+    connections = {}
+    links: dict[int, Link] = {}
+    try:
+        for rank in meeting.peer_ranks:
+            notice = store.get(f"{epoch}/door/{rank}")
+            said = why_not or ("" if notice.startswith(_OPEN) else notice.removeprefix(_SHUT).decode())
+            if not said:
+                try:
+                    connections[rank] = knock(notice.removeprefix(_OPEN), meeting.rank)
+                except OSError as error:
+                    said = f"no memory in common: {error.strerror or error}"
+            store.set(f"{epoch}/came/{meeting.rank}/{rank}", said.encode() or _YES)
+            why_not = why_not or said
+        if why_not:
+            raise LinkBroken(why_not)
+        for rank in meeting.peer_ranks:
+            links[rank] = prove(connections.pop(rank), meeting.config.stall_s)
+    except BaseException:
+        close_all(links.values())
+        raise
+    finally:
+        close_all(connections.values())
+    return links
+
+
+def _verdicts(meeting: Meeting, why_not: str) -> tuple[list[str], bool]:
+    """Why not, from every rank that has a reason, and whether anybody takes shared memory or nothing."""
+    store, epoch = meeting.store, meeting.epoch
+    store.set(f"{epoch}/verdict/{meeting.rank}", _Verdict(preference=meeting.config.transport, why_not=why_not).pack())
+    verdicts = [_Verdict.unpack(store.get(f"{epoch}/verdict/{rank}")) for rank in range(meeting.size)]
+    return [v.why_not for v in verdicts if v.why_not], any(v.preference == "shm" for v in verdicts)

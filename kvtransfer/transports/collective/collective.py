@@ -1,0 +1,398 @@
+"""Lanes between workers: one small group of links per pair, made on demand, that spans all ranks of both.
+
+    engine thread    stage, offer ─▶ queue     poll ◀─ events      take ◀─ staged ── give_back
+    lane threads                     └▶ send headers, pieces ══ wire ══▶ receive headers, pieces ─▶┘
+
+Each lane has a thread at the sending end, and one for each source rank at the receiving end: they alone wait for the
+network. An idle sender says so now and then: that is how its peer tells idle from hung, and how it finds out itself
+that nobody listens any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvtransfer.config import LaneConfig
+from kvtransfer.reshard import incoming, outgoing, require_compatible
+from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Sent, peer_name
+from kvtransfer.transports.collective.lane import Lane, end_all
+from kvtransfer.transports.collective.receiving import Inbox, Parcel
+from kvtransfer.transports.collective.sending import Load, Outbox
+from kvtransfer.transports.collective.tally import Tally
+from kvtransfer.transports.collective.wire import PayloadCorrupted, Rendezvous, Wire
+from kvtransfer.transports.links.nccl import keep_no_watchdog
+from kvtransfer.transports.links.staging import Staging
+from kvtransfer.transports.rendezvous.store import Board
+from protos.errors import TransferCorrupted, TransferFailed
+from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
+
+_cuda: Any = torch.cuda
+
+
+def _nothing() -> None:
+    """For an end that nobody waits for."""
+
+
+class CollectiveTransport:
+    """Makes one rank's ends. `rank` counts over the worker's own tensor-parallel ranks, whose group has been made;
+    `device` holds its payloads."""
+
+    def __init__(self, *, rank: int = 0, device: str = "cpu", config: LaneConfig | None = None) -> None:
+        self.rank = rank
+        self.device = device
+        self.config = config or LaneConfig()
+        if torch.device(device).type == "cuda":
+            keep_no_watchdog()
+
+    def sender(
+        self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = _nothing
+    ) -> CollectiveSender:
+        """`wake` is called from lane threads whenever `poll` has something to say."""
+        return CollectiveSender(self, address, layout, wake)
+
+    def receiver(
+        self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = _nothing
+    ) -> CollectiveReceiver:
+        """Rank 0 opens the meeting place if `address.port` is 0; the other ranks are given rank 0's address."""
+        return CollectiveReceiver(self, address, layout, wake)
+
+
+class CollectiveSender:
+    def __init__(
+        self, transport: CollectiveTransport, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]
+    ) -> None:
+        self.address = address
+        self._transport = transport
+        self._layout = layout
+        self._wake = wake
+        self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)
+        self._changed = threading.Condition(threading.RLock())
+        self._tally = Tally()
+        self._lanes: dict[str, Outbox] = {}
+        self._threads: list[Lane] = []  # of lost lanes too, until they have ended
+        self._events: deque[Sent | LaneLost] = deque()
+
+    def open(self, ticket: Ticket) -> None:
+        require_compatible(self.address.worker_id, self._layout, ticket.destination.worker_id, ticket.layout)
+        self._lane(ticket)
+
+    def can_offer(self, ticket: Ticket) -> bool:
+        with self._changed:
+            outbox = self._lanes.get(peer_name(ticket.destination))
+            return outbox is None or outbox.lane.num_staged_bytes < self._transport.config.max_staged_bytes
+
+    def stage(self, num_bytes: int) -> torch.Tensor:
+        return self._staging.take(num_bytes)
+
+    def offer(self, ticket: Ticket, chunk: Chunk, payload: torch.Tensor) -> None:
+        ready = None
+        if payload.is_cuda:
+            ready = _cuda.Event()
+            ready.record()
+        with self._changed:
+            self._lane(ticket).put(Load(chunk=chunk, payload=payload.reshape(-1), ready=ready))
+
+    def poll(self) -> Sequence[Sent | LaneLost]:
+        with self._changed:
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def cancel(self, ticket_id: str) -> None:
+        with self._changed:
+            for outbox in self._lanes.values():
+                outbox.remove(ticket_id)
+
+    def busy(self) -> bool:
+        with self._changed:
+            return bool(self._events) or any(outbox.queue or outbox.on_wire for outbox in self._lanes.values())
+
+    def lanes(self) -> Sequence[LaneStats]:
+        with self._changed:
+            return [outbox.lane.stats() for outbox in self._lanes.values()]
+
+    def close(self) -> None:
+        with self._changed:
+            ending = self._threads
+            for lane in ending:
+                lane.closing.set()
+            self._changed.notify_all()
+        end_all(ending)
+
+    def _lane(self, ticket: Ticket) -> Outbox:
+        peer = peer_name(ticket.destination)
+        with self._changed:
+            if peer in self._lanes:
+                self._lanes[peer].lane.still_wanted()
+                return self._lanes[peer]
+            transport, config, source_tp = self._transport, self._transport.config, self._layout.tp
+            slices = outgoing(self._layout, ticket.layout, transport.rank)
+            meeting = Rendezvous(
+                self.address,
+                ticket.destination,
+                rank=transport.rank,
+                size=source_tp + ticket.layout.tp,
+                peer_ranks=[source_tp + part.destination for part in slices],
+                sends=True,
+                bind_host=self.address.host,
+                device=transport.device,
+                config=config,
+            )
+            lane = Lane(peer, meeting, self._tally, config, wait_s=config.stall_s)
+            self._lanes[peer] = outbox = Outbox(
+                lane, slices, source_tp=source_tp, changed=self._changed, staging=self._staging, config=config
+            )
+            self._threads = [*(other for other in self._threads if not other.ended()), lane]
+            lane.start(
+                [lambda wire: self._work(outbox, wire)],
+                lost=partial(self._lost, outbox),
+                over=partial(self._over, outbox),
+            )
+            return outbox
+
+    def part(self, peer: str) -> None:
+        with self._changed:
+            if peer in self._lanes:
+                self._lanes[peer].lane.parting = True
+                self._changed.notify_all()
+
+    def loads(self) -> Sequence[LaneLoad]:
+        return self._tally.loads()
+
+    def _work(self, outbox: Outbox, wire: Wire) -> None:
+        sent = outbox.work(wire)
+        if sent is not None:
+            with self._changed:
+                self._events.append(sent)
+        if sent is not None or outbox.lane.idles():
+            self._wake()
+
+    def _lost(self, outbox: Outbox, reason: Exception, final: bool) -> None:
+        with self._changed:
+            outbox.clear()
+            if final:
+                self._forget(outbox)
+            self._events.append(_loss(outbox.lane.peer, reason))
+        self._wake()
+
+    def _over(self, outbox: Outbox) -> bool:
+        with self._changed:
+            ends = outbox.lane.closing.is_set() or outbox.lane.parting
+            if ends:
+                self._forget(outbox)
+            return ends
+
+    def _forget(self, outbox: Outbox) -> None:
+        if self._lanes.get(outbox.lane.peer) is outbox:
+            del self._lanes[outbox.lane.peer]
+
+
+class CollectiveReceiver:
+    def __init__(
+        self, transport: CollectiveTransport, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]
+    ) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._wake = wake
+        self._board = None
+        if transport.rank == 0 and address.port == 0:
+            self._board = Board(address.host, key=address.key.encode())
+            address = LaneAddress(
+                worker_id=address.worker_id,
+                incarnation=address.incarnation,
+                host=address.host,
+                port=self._board.port,
+                key=self._board.key.decode(),
+            )
+        self.address = address
+        self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)
+        self._changed = threading.Condition(threading.RLock())
+        self._tally = Tally()
+        self._lanes: dict[str, Inbox] = {}
+        self._threads: list[Lane] = []  # of lost lanes too, until they have ended
+        self._events: deque[Arrived | LaneLost] = deque()
+        self._staged: dict[Chunk, deque[Parcel]] = {}
+        self._unwanted: Counter[tuple[str, Chunk]] = Counter()  # by source: what is to come, and nobody takes
+
+    def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
+        require_compatible(source.worker_id, source_layout, self.address.worker_id, self._layout)
+        peer = peer_name(source)
+        with self._changed:
+            if peer in self._lanes:
+                self._lanes[peer].lane.still_wanted()
+                return
+            stale = [old for name, old in self._lanes.items() if name.rpartition("#")[0] == source.worker_id]
+            self._lanes[peer] = self._open(source, source_layout)
+            for old in stale:
+                self._forget(old)
+                self._events.append(LaneLost(peer=old.lane.peer, reason=f"{source.worker_id} has been restarted"))
+        for old in stale:
+            old.lane.end()
+            self._wake()
+
+    def poll(self) -> Sequence[Arrived | LaneLost]:
+        with self._changed:
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def look(self, chunk: Chunk) -> Presence:
+        with self._changed:
+            if chunk not in self._staged:
+                return Presence.COMING
+            return Presence.VOID if self._staged[chunk][0].void else Presence.HERE
+
+    def take(self, chunk: Chunk, timeout_s: float) -> torch.Tensor:
+        with self._changed:
+            if not self._changed.wait_for(lambda: chunk in self._staged, timeout_s):
+                raise TransferFailed(
+                    f"blocks from {chunk.first_block} of ticket {chunk.ticket_id} did not reach rank "
+                    f"{self._transport.rank} within {timeout_s:g} s"
+                )
+            payload = self._pop(chunk)
+        if payload is None:
+            raise TransferFailed(f"blocks from {chunk.first_block} of ticket {chunk.ticket_id} were cancelled")
+        return payload
+
+    def give_back(self, payload: torch.Tensor) -> None:
+        self._staging.give(payload)
+
+    def drop(self, chunk: Chunk, source: str) -> None:
+        with self._changed:
+            if chunk not in self._staged:
+                if source in self._lanes:
+                    self._unwanted[source, chunk] += 1
+            elif (payload := self._pop(chunk)) is not None:
+                self._staging.give(payload)
+
+    def forget(self, source: str, kept: Collection[Chunk]) -> None:
+        with self._changed:
+            for chunk, parcels in tuple(self._staged.items()):
+                if chunk not in kept and parcels[0].lane.peer == source:
+                    self.drop(chunk, source)
+
+    def busy(self) -> bool:
+        with self._changed:
+            return bool(self._events or self._staged)
+
+    def lanes(self) -> Sequence[LaneStats]:
+        with self._changed:
+            return [inbox.lane.stats() for inbox in self._lanes.values()]
+
+    def part(self, peer: str) -> None:
+        with self._changed:
+            if peer in self._lanes:
+                self._lanes[peer].lane.leave()
+
+    def loads(self) -> Sequence[LaneLoad]:
+        return self._tally.loads()
+
+    def close(self) -> None:
+        with self._changed:
+            ending = self._threads
+            for lane in ending:
+                lane.closing.set()
+            self._changed.notify_all()
+        end_all(ending)
+        self._staged.clear()
+        if self._board is not None:
+            self._board.close()
+
+    def _open(self, source: LaneAddress, source_layout: KVLayout) -> Inbox:
+        transport, config = self._transport, self._transport.config
+        slices = incoming(source_layout, self._layout, transport.rank)
+        meeting = Rendezvous(
+            source,
+            self.address,
+            rank=source_layout.tp + transport.rank,
+            size=source_layout.tp + self._layout.tp,
+            peer_ranks=[part.source for part in slices],
+            sends=False,
+            bind_host=self.address.host,
+            device=transport.device,
+            config=config,
+        )
+        lane = Lane(peer_name(source), meeting, self._tally, config, wait_s=config.expect_s)
+        inbox = Inbox(
+            lane,
+            slices,
+            self._layout,
+            changed=self._changed,
+            staging=self._staging,
+            max_staged_bytes=config.max_staged_bytes,
+            arrived=self._arrived,
+            wake=self._wake,
+        )
+        self._threads = [*(other for other in self._threads if not other.ended()), lane]
+        lane.start(inbox.works(), lost=partial(self._lost, inbox), over=partial(self._over, inbox))
+        return inbox
+
+    def _arrived(self, parcel: Parcel, elapsed_s: float) -> None:
+        chunk, inbox = parcel.chunk, self._lanes.get(parcel.lane.peer)
+        awaited = (parcel.lane.peer, chunk)
+        if inbox is None or inbox.lane is not parcel.lane or self._unwanted[awaited]:
+            self._unwanted -= Counter({awaited: 1})  # and forgets those at 0
+            self._settle(parcel)
+            if parcel.payload is not None:
+                self._staging.give(parcel.payload)
+            return
+        self._staged.setdefault(chunk, deque()).append(parcel)
+        self._events.append(
+            Arrived(
+                chunk=chunk, source=parcel.lane.peer, num_bytes=parcel.num_bytes,
+                elapsed_s=elapsed_s, ended_s=parcel.begun_s + elapsed_s,
+            )
+        )  # fmt: skip
+        self._changed.notify_all()
+
+    def _pop(self, chunk: Chunk) -> torch.Tensor | None:
+        waiting = self._staged[chunk]
+        parcel = waiting.popleft()
+        if not waiting:
+            del self._staged[chunk]
+        self._settle(parcel)
+        return parcel.payload
+
+    def _settle(self, parcel: Parcel) -> None:
+        parcel.lane.num_staged_bytes -= parcel.num_bytes
+        self._changed.notify_all()
+
+    def _lost(self, inbox: Inbox, reason: Exception, final: bool) -> None:
+        """What has arrived in full stays: it may still be landed."""
+        self._clear(inbox)
+        with self._changed:
+            if final:
+                self._forget(inbox)
+            self._events.append(_loss(inbox.lane.peer, reason))
+        self._wake()
+
+    def _over(self, inbox: Inbox) -> bool:
+        self._clear(inbox)
+        with self._changed:
+            ends = inbox.lane.closing.is_set() or inbox.lane.parting
+            if ends:
+                self._forget(inbox)
+            return ends
+
+    def _clear(self, inbox: Inbox) -> None:
+        """Its wire is gone: nothing comes of what was on its way, wanted or not."""
+        inbox.clear()
+        with self._changed:
+            if self._lanes.get(inbox.lane.peer, inbox) is inbox:
+                for awaited in [awaited for awaited in self._unwanted if awaited[0] == inbox.lane.peer]:
+                    del self._unwanted[awaited]
+
+    def _forget(self, inbox: Inbox) -> None:
+        if self._lanes.get(inbox.lane.peer) is inbox:
+            del self._lanes[inbox.lane.peer]
+
+
+def _loss(peer: str, reason: Exception) -> LaneLost:
+    cause = TransferCorrupted if isinstance(reason, PayloadCorrupted) else TransferFailed
+    return LaneLost(peer=peer, reason=str(reason), cause=cause)

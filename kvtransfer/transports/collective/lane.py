@@ -1,0 +1,243 @@
+"""One end of a lane: threads that meet the peer and move bytes, again and again if need be, until it is to end.
+
+opening ── all ranks meet ──▶ open ── closed, or the peer is gone ───────────────▶ ended
+   ▲  ▲                        │ │
+   │  └── nobody needs it: parted, and needed again before it had ended ─┘       (nothing is lost by this)
+   │                           │
+   └─────── quarantined ◀──────┘ nothing moved for `stall_s`: given up, and met anew; until then nobody may use it
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvtransfer.config import LaneConfig
+from kvtransfer.transports.collective.tally import Tally
+from kvtransfer.transports.collective.wire import PayloadCorrupted, Rendezvous, Wire, WireBroken, WireStuck
+from protos.values import LaneStats
+
+log = logging.getLogger("baton.kvtransfer")
+
+_RETRY_S = 0.2
+
+
+class Closing(Exception):
+    """The lane was asked to end."""
+
+
+class Parted(Exception):
+    """Nobody needs the lane now. What was sent has arrived."""
+
+
+Lost = Callable[[Exception, bool], None]
+"""Says why what is on its way will not arrive; True: the lane has ended, and its owner forgets it at once."""
+Over = Callable[[], bool]
+"""Asks whether a lane that is closing, or whose peer has parted, may end: its owner forgets it then, or keeps it."""
+
+
+class Lane:
+    """Its threads, its clock of progress, and how it ends. Works move bytes until one of them raises.
+
+    `wait_s` is how long the peer may take to come. The owner guards `parting`.
+    """
+
+    def __init__(self, peer: str, meeting: Rendezvous, tally: Tally, config: LaneConfig, *, wait_s: float) -> None:
+        self.peer = peer
+        self.meeting = meeting
+        self.num_staged_bytes = 0
+        self.closing = threading.Event()
+        self.parting = False
+        self._left = False  # severed by us, because it was not needed
+        self._tally = tally
+        self._config = config
+        self._wire: Wire | None = None
+        self._wire_lock = threading.Lock()
+        self._quarantine = ""  # why
+        self._wait_s = wait_s
+        self._deadline_s = 0.0
+        self._severed_s: float | None = None
+        self._num_bytes = 0
+        self._busy_s = 0.0
+        self._progress_s = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self.still_wanted()
+
+    def start(self, works: Sequence[Callable[[Wire], None]], *, lost: Lost, over: Over) -> None:
+        """Calls each of `works` again and again, on a thread of its own, as it does the other two."""
+        self._thread = self._make_thread(self._run, works, lost, over)
+        self._thread.start()
+
+    def still_wanted(self) -> None:
+        """Begins the wait for the peer anew, and stays if it was about to part."""
+        self.parting = False
+        self._deadline_s = time.monotonic() + self._wait_s
+
+    def moved(self, num_bytes: int, elapsed_s: float) -> None:
+        self._num_bytes += num_bytes
+        self._busy_s += elapsed_s
+        self._progress_s = time.monotonic()
+
+    def idles(self) -> bool:
+        """For so long that it should be given up, unless it is needed?"""
+        return time.monotonic() - self._progress_s > self._config.idle_s
+
+    def sever(self) -> None:
+        """Returns at once; whatever waits on the wire fails as soon as it notices."""
+        with self._wire_lock:
+            wire = self._wire
+            if wire is not None:
+                self._severed_s = self._severed_s or time.monotonic()
+        if wire is not None:
+            wire.sever()
+
+    @property
+    def severed(self) -> bool:
+        """Is the wire given up, so that whoever works on it had better end?"""
+        return self._severed_s is not None
+
+    def leave(self) -> None:
+        """Parts without a goodbye, as one does who only receives."""
+        self.parting = self._left = True
+        self.sever()
+
+    def end(self) -> None:
+        """Returns at once; the thread ends as soon as it notices."""
+        self.closing.set()
+        self.sever()
+
+    def ended(self) -> bool:
+        return self._thread is not None and not self._thread.is_alive()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join(2 * self._config.stall_s)
+            if self._thread.is_alive():
+                log.error("the thread of the lane to %s does not end", self.peer)
+
+    def stats(self) -> LaneStats:
+        with self._wire_lock:
+            wire = self._wire
+        return LaneStats(
+            peer=self.peer,
+            transport=wire.transport if wire else "none yet",
+            state=self._state(wire),
+            num_bytes=self._num_bytes,
+            busy_s=self._busy_s,
+            idle_s=time.monotonic() - self._progress_s,
+            reason=self._quarantine or (wire.why if wire else ""),
+        )
+
+    def _state(self, wire: Wire | None) -> str:
+        """Stuck is what has been severed and does not end: a thread that hangs within a library."""
+        if self._severed_s is not None and time.monotonic() - self._severed_s > 2 * self._config.stall_s:
+            return "stuck"
+        return "quarantined" if self._quarantine else "open" if wire else "opening"
+
+    # -- on the lane's threads -----------------------------------------------------------------------------------------
+
+    def _run(self, works: Sequence[Callable[[Wire], None]], lost: Lost, over: Over) -> None:
+        while True:
+            reason = self._live(works)
+            if self.closing.is_set() or reason is None:
+                if over():
+                    return
+                self._deadline_s = time.monotonic() + self._wait_s
+            elif isinstance(reason, WireStuck) and not self._quarantine:
+                self._enter_quarantine(str(reason))
+                lost(reason, False)
+            elif not isinstance(reason, WireStuck) or not self._may_try_again():
+                lost(reason, True)
+                return
+
+    def _live(self, works: Sequence[Callable[[Wire], None]]) -> Exception | None:
+        """From one meeting to the end of its wire. What ended it, unless that was wanted?"""
+        reasons: list[Exception] = []
+        wire = self._meet(reasons)
+        if wire is not None:
+            first, *others = works
+            beside = [self._make_thread(self._work, work, wire, reasons) for work in others]
+            for thread in beside:
+                thread.start()
+            self._work(first, wire, reasons)
+            for thread in beside:
+                thread.join()
+        wanted = not reasons or isinstance(reasons[0], Closing | Parted) or self._left
+        reason = None if wanted else reasons[0]
+        self._left = False
+        if wire is not None:
+            self._tally.ended(
+                wire.transport,
+                wire.why,
+                lost=reason is not None and not self.closing.is_set(),
+                stuck=isinstance(reason, WireStuck),
+                corrupt=isinstance(reason, PayloadCorrupted),
+            )
+        with self._wire_lock:
+            self._wire = None  # and with it go the connections, which the peer notices
+            self._severed_s = None
+        if wire is not None:
+            wire.close()
+        self.meeting.leave()
+        return reason
+
+    def _meet(self, reasons: list[Exception]) -> Wire | None:
+        try:
+            wire = self.meeting.meet(self._keep_waiting)
+        except Exception as error:  # as in `_work`
+            self._note(error, reasons)
+            return None
+        log.info(
+            "the lane to %s goes over %s%s", self.peer, wire.transport, f", no faster: {wire.why}" if wire.why else ""
+        )
+        self._tally.opened(wire.transport, wire.why)
+        with self._wire_lock:
+            self._wire = wire
+        self._quarantine = ""
+        self._progress_s = time.monotonic()
+        return wire
+
+    def _work(self, work: Callable[[Wire], None], wire: Wire, reasons: list[Exception]) -> None:
+        """Whichever ends first ends the others."""
+        try:
+            while not (self.closing.is_set() or reasons):
+                work(wire)
+        except Exception as error:  # the thread must always say how it ended, or tickets would hang until their lease
+            self._note(error, reasons)
+            if not isinstance(error, Parted):
+                self.sever()
+
+    def _note(self, error: Exception, reasons: list[Exception]) -> None:
+        if not isinstance(error, WireBroken | Closing | Parted):
+            log.error("the lane to %s failed", self.peer, exc_info=error)
+            error = WireBroken(f"{type(error).__name__}: {error}")
+        reasons.append(type(error)(*error.args))  # without the frames it came through: they would keep the wire alive
+
+    def _enter_quarantine(self, reason: str) -> None:
+        log.warning("the lane to %s is in quarantine until its ranks meet anew: %s", self.peer, reason)
+        self._quarantine = reason
+        self._deadline_s = time.monotonic() + self._config.expect_s
+
+    def _may_try_again(self) -> bool:
+        """A peer that does not answer may do so later; one whose board is closed is gone."""
+        return not self.closing.wait(_RETRY_S) and time.monotonic() < self._deadline_s
+
+    def _make_thread(self, target: Callable[..., None], *args: object) -> threading.Thread:
+        return threading.Thread(target=target, args=args, name=f"lane {self.peer}", daemon=True)
+
+    def _keep_waiting(self, seconds: float) -> None:
+        if self.closing.wait(seconds):
+            raise Closing
+        if self.parting and not self.num_staged_bytes:
+            raise Parted
+        if time.monotonic() > self._deadline_s:
+            raise WireBroken(f"{self.peer} did not come within {self._wait_s:g} s")
+
+
+def end_all(lanes: Sequence[Lane]) -> None:
+    for lane in lanes:
+        lane.end()
+    for lane in lanes:
+        lane.join()

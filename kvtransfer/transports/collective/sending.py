@@ -1,0 +1,152 @@
+"""The sending end of one rank's lanes: payloads wait in a queue for each lane, whose thread puts them on the wire.
+
+A payload is cut into the pieces of its plan, each for one or several ranks of the destination. Where the source has
+several ranks, what is cancelled is still announced, as void: so the streams of all source ranks tell of the same
+chunks in the same order, and a destination knows what it need not wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvtransfer.config import LaneConfig
+from kvtransfer.reshard import Slice, pieces
+from kvtransfer.transport import Chunk, Sent
+from kvtransfer.transports.collective.checksum import checksum
+from kvtransfer.transports.collective.lane import Closing, Lane, Parted
+from kvtransfer.transports.collective.wire import Header, Message, Wire, WireBroken
+from kvtransfer.transports.links.staging import Staging
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """`payload` is None for one that was cancelled. `ready` is the CUDA event after which it is complete."""
+
+    chunk: Chunk
+    payload: torch.Tensor | None
+    ready: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.payload is None else self.payload.nbytes
+
+
+class Outbox:
+    """One lane's queue, and the work of its thread. `changed` guards it, and tells of what is put into it."""
+
+    def __init__(
+        self, lane: Lane, slices: Sequence[Slice], *, source_tp: int, changed: threading.Condition, staging: Staging,
+        config: LaneConfig,
+    ) -> None:  # fmt: skip
+        self.lane = lane
+        self.queue: deque[Load] = deque()
+        self.on_wire: Load | None = None
+        self._ranks = [source_tp + part.destination for part in slices]
+        self._heads = [len(piece) for piece in pieces(slices)]
+        self._piece_of = [pieces(slices).index(part.heads) for part in slices]
+        self._announces_void = source_tp > 1
+        self._changed = changed
+        self._staging = staging
+        self._config = config
+        self._looked_s = time.monotonic()
+
+    def put(self, load: Load) -> None:
+        with self._changed:
+            self.queue.append(load)
+            self.lane.num_staged_bytes += load.num_bytes
+            self._changed.notify_all()
+
+    def remove(self, ticket_id: str) -> None:
+        with self._changed:
+            kept: list[Load] = []
+            for load in self.queue:
+                if load.chunk.ticket_id != ticket_id or load.payload is None:
+                    kept.append(load)
+                    continue
+                self.lane.num_staged_bytes -= load.num_bytes
+                self._staging.give(load.payload)
+                if self._announces_void:
+                    kept.append(Load(chunk=load.chunk, payload=None))
+            self.queue = deque(kept)
+
+    def clear(self) -> None:
+        """The lane is gone, and so is what it had."""
+        with self._changed:
+            for load in self.queue:
+                if load.payload is not None:
+                    self._staging.give(load.payload)
+            if self.on_wire is not None and self.on_wire.payload is not None:
+                self._staging.forget(self.on_wire.payload)
+            self.queue.clear()
+            self.on_wire = None
+            self.lane.num_staged_bytes = 0
+
+    def work(self, wire: Wire) -> Sent | None:
+        """Sends the next payload, or a beat if there is none for a while."""
+        if time.monotonic() - self._looked_s > self._config.beat_s and not self.lane.parting:
+            self._looked_s = time.monotonic()
+            if self.lane.meeting.moved_on():
+                raise WireBroken("another rank has left this lane")
+        with self._changed:
+            self._changed.wait_for(self._has_something_to_do, self._config.beat_s)
+            if self.lane.closing.is_set():
+                raise Closing
+            parting = self.lane.parting and not self.queue
+            self.on_wire = load = self.queue.popleft() if self.queue else None
+        if load is None:
+            wire.send([Message(rank=rank, header=Header(goodbye=parting)) for rank in self._ranks])
+            if parting:
+                raise Parted
+            return None
+        start_s = time.monotonic()
+        messages = self._messages(load)
+        wire.send(messages, load.ready)
+        if not self.queue:  # else the next payload is put beside it meanwhile
+            wire.flush()
+        ended_s = time.monotonic()
+        elapsed_s = ended_s - start_s
+        num_bytes = sum(message.header.num_bytes for message in messages)
+        self.lane.moved(num_bytes, elapsed_s)
+        with self._changed:
+            self.on_wire = None
+            self.lane.num_staged_bytes -= load.num_bytes
+        if load.payload is None:
+            return None
+        self._staging.give(load.payload)
+        return Sent(chunk=load.chunk, num_bytes=num_bytes, elapsed_s=elapsed_s, ended_s=ended_s)
+
+    def _has_something_to_do(self) -> bool:
+        return bool(self.queue) or self.lane.parting or self.lane.closing.is_set()
+
+    def _messages(self, load: Load) -> list[Message]:
+        if load.payload is None:
+            void = Header(chunk=load.chunk, void=True)
+            return [Message(rank=rank, header=void) for rank in self._ranks]
+        per_head, rest = divmod(load.payload.numel(), sum(self._heads))
+        assert rest == 0, f"{load.payload.numel()} elements cannot be {sum(self._heads)} heads"
+        cut = torch.split(load.payload, [per_head * count for count in self._heads])
+        sums = [0] * len(cut)
+        if self._config.checksum:
+            if load.ready is not None:
+                load.ready.synchronize()
+            sums = [checksum(piece) for piece in cut]
+        return [
+            Message(
+                rank=rank,
+                header=Header(
+                    chunk=load.chunk,
+                    dtype=load.payload.dtype,
+                    num_elements=cut[index].numel(),
+                    checksum=sums[index],
+                ),
+                piece=cut[index],
+            )
+            for rank, index in zip(self._ranks, self._piece_of, strict=True)
+        ]

@@ -1,0 +1,126 @@
+"""Payloads over NCCL, by a group that outlives its peers: whoever moves bytes finds out by itself what is wrong.
+
+torch gives each NCCL group a watchdog. When a peer dies in the middle of a transfer that ends the whole process, in a
+minute (TORCH_NCCL_ASYNC_ERROR_HANDLING) or some more (TORCH_NCCL_DUMP_ON_TIMEOUT): right for ranks of one model, wrong
+for a worker whose neighbour died. With TORCH_NCCL_BLOCKING_WAIT a group has neither of these threads (docs/adr/0020)::
+
+    operation ─▶ over? ── yes, and nobody has ended it ─────────────▶ the bytes are there
+                   │ ▲
+                   └─┴─ NCCL failed, a rank has gone, severed, too late ─▶ RuntimeError ─▶ close: aborted
+
+Kernels of a communicator that was aborted are over, too, and have moved nothing: so a group that was severed says of
+nothing that it has come.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import PrefixStore
+
+from kvtransfer.transports.rendezvous.store import BoardStore
+
+_POLL_S = 0.0002
+_LOOK_S = 0.1
+_GREETING_TAG = 4
+
+_backends: Any = distributed  # a CPU build of torch has no class for NCCL
+
+
+def keep_no_watchdog() -> None:
+    """Of groups that this process makes from now on. To be called before its threads start, and after the group of a
+    worker's own ranks has been made: that one is to end the process when a rank dies, and waits on streams only."""
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+
+
+def open_nccl(
+    store: BoardStore, epoch: int, rank: int, size: int, *, peer_ranks: Sequence[int], sends: bool, device: str,
+    timeout: timedelta,
+) -> NcclGroup:  # fmt: skip
+    """All ranks of the lane call it at the same time. Each has greeted its peers when it returns: NCCL makes a
+    communicator for two ranks with the first thing that goes from one to the other. Raises RuntimeError or OSError."""
+    options = _backends.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    made = _backends.ProcessGroupNCCL(PrefixStore(f"{epoch}/nccl", store), rank, size, options)
+    group = NcclGroup(made, lambda: require_here(store, epoch))
+    greeting_B = torch.zeros(1, dtype=torch.uint8, device=device)
+    try:
+        for peer in peer_ranks:
+            (group.send if sends else group.recv)([greeting_B], peer, _GREETING_TAG).wait(timeout)
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
+def require_here(store: BoardStore, epoch: int) -> None:
+    """Raises RuntimeError when a rank of the lane has died, or has left it, or the board is gone with its worker."""
+    try:
+        if store.check([gone := f"{epoch}/gone"]):
+            raise RuntimeError(f"{store.get(gone).decode()} hung up")
+        if store.add("epoch", 0) != epoch:
+            raise RuntimeError("another rank has left this lane")
+    except OSError as error:
+        raise RuntimeError(f"the board of the destination is gone: {error}") from error
+
+
+class NcclGroup:
+    """Has the face of a process group. `look` is called now and then by whoever waits, and raises when that is in vain.
+
+    `sever` may be called from any thread, and makes all that waits fail; `close` from one that does not wait here.
+    """
+
+    def __init__(self, group: Any, look: Callable[[], None]) -> None:
+        self._group = group
+        self._severed = threading.Event()
+        self.look = look
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+        self.require_whole()
+        return Work(self, self._group.send(tensors, rank, tag))
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+        self.require_whole()
+        return Work(self, self._group.recv(tensors, rank, tag))
+
+    def require_whole(self) -> None:
+        if self._severed.is_set():
+            raise RuntimeError("the lane was severed")
+
+    def sever(self) -> None:
+        self._severed.set()
+
+    def close(self) -> None:
+        """Its kernels write into nothing from here on."""
+        self.sever()
+        self._group.abort()
+
+
+class Work:
+    """`wait` returns when the bytes have come, or have left; raises RuntimeError where they never will."""
+
+    def __init__(self, group: NcclGroup, work: Any) -> None:
+        self._group = group
+        self._work = work
+
+    def wait(self, timeout: timedelta) -> None:
+        now = time.monotonic()
+        deadline_s, next_look_s = now + timeout.total_seconds(), now + _LOOK_S
+        while not self._work.is_completed():
+            self._group.require_whole()
+            now = time.monotonic()
+            if now > deadline_s:
+                raise RuntimeError(f"the transfer did not end within {timeout.total_seconds():g} s")
+            if now > next_look_s:
+                self._group.look()
+                next_look_s = time.monotonic() + _LOOK_S
+            time.sleep(_POLL_S)
+        self._group.require_whole()
+        self._work.wait()  # over, also with an error: this raises it

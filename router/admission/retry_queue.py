@@ -1,0 +1,93 @@
+"""When those who are refused had better come again: each behind those refused before it, as fast as prompts are read.
+
+What is ahead of a request in the fleet and in line is known. What was sent away comes back as well, and would find
+the same line again if all were told the same moment: so it keeps its place in a line of its own, in the same fair
+order, which moves on by as many tokens as are really read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from router.admission.fair_queue import Entry, FairQueue
+
+HALF_LIFE_S = 3.0
+CALM_S = 10.0  # without a refusal: then the rate is measured anew, for it was not of a fleet that is busy
+LEAST_MEASURED_S = 1.0
+MAX_REMEMBERED = 512
+
+
+class Rate:
+    """Tokens a second of late, since `begin`."""
+
+    def __init__(self) -> None:
+        self._begun_s: float | None = None
+        self._num_tokens = 0.0
+        self._since_s = 0.0
+
+    def begin(self, now: float) -> None:
+        self._begun_s, self._num_tokens, self._since_s = now, 0.0, now
+
+    def observe(self, num_tokens: int, now: float) -> None:
+        self._num_tokens = self._num_tokens * _share(now - self._since_s) + num_tokens
+        self._since_s = now
+
+    def at(self, now: float) -> float | None:
+        """None while it has been measured for too short a time, and when there was nothing."""
+        if self._begun_s is None or now - self._begun_s < LEAST_MEASURED_S or not self._num_tokens:
+            return None
+        seconds = HALF_LIFE_S / math.log(2) * (1 - _share(now - self._begun_s))
+        return self._num_tokens * _share(now - self._since_s) / seconds
+
+
+class Returning:
+    """Those who were refused and have not had their turn yet. Time is an argument."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._line = FairQueue(weights)
+        self._rate = Rate()
+        self._credit = 0.0
+        self._moved_s = 0.0
+        self._refused_s = -math.inf
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """The tenants' weights from now on."""
+        self._line.weigh(weights)
+
+    def read(self, num_tokens: int, *, now: float) -> None:
+        """A prompt of so many tokens has been read."""
+        self._rate.observe(num_tokens, now)
+
+    def after_s(self, entry: Entry, *, speed: float, now: float) -> float:
+        """How long those who were refused before `entry` keep the fleet busy, which reads `speed` tokens a second as
+        far as nothing else has been seen. From now on the next ones come after this one, too."""
+        if now - self._refused_s > CALM_S:
+            self._rate.begin(now)
+        self._refused_s = now
+        rate = self._rate.at(now) or speed
+        self._move(rate, now)
+        due = replace(entry, deadline_s=math.inf)
+        num_ahead = self._line.tokens_ahead(due)
+        self._line.push(due)
+        if len(self._line) > MAX_REMEMBERED and (last := self._line.last()) is not None:
+            self._line.remove(last)
+        return num_ahead / rate if rate else 0.0
+
+    def check_integrity(self) -> None:
+        self._line.check_integrity()
+
+    def _move(self, rate: float, now: float) -> None:
+        self._credit += rate * (now - self._moved_s)
+        self._moved_s = now
+        while (head := self._line.peek()) is not None and head.num_tokens <= self._credit:
+            self._credit -= head.num_tokens
+            self._line.charge(head.tenant, num_input=head.num_tokens)
+            self._line.remove(head)
+        if not self._line:
+            self._credit = 0.0
+
+
+def _share(age_s: float) -> float:
+    return float(0.5 ** (age_s / HALF_LIFE_S))

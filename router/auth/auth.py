@@ -1,0 +1,140 @@
+"""Who is asking, and may it: keys become tenants, tenants' limits are kept, and what they used is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter
+
+from protos.errors import Forbidden, Misconfigured, RateLimited, Unauthenticated
+from protos.hints import counted
+from router.auth.limits import LocalLimits, TenantLimits
+from router.auth.tenants import NOBODY, Roster, Tenant, read_roster
+
+log = logging.getLogger("baton.router")
+
+LOOK_S = 2.0
+"""How often the file of tenants is looked at: a key that was taken back lets nobody in after that."""
+
+
+class Reception:
+    """One gateway's. `path` is the file of tenants; without one everybody may ask for everything.
+
+    Raises Misconfigured at the start for a file it cannot read. One that turns bad later changes nothing but a metric
+    and the log: the last good one counts.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        limits: TenantLimits | None = None,
+        registry: CollectorRegistry | None = None,
+        changed: Callable[[Roster], None] = lambda roster: None,
+    ) -> None:
+        self._path = path
+        self._limits = limits or LocalLimits()
+        self._changed = changed
+        self._seen = self._stamp()
+        self._looked_s = float("-inf")
+        self.roster = read_roster(path) if path is not None else Roster()
+        changed(self.roster)
+        registry = registry or CollectorRegistry()
+        self._tokens = Counter(
+            "baton_tenant_tokens", "Tokens by tenant and kind", ("tenant", "kind"), registry=registry
+        )
+        self._refused = Counter("baton_tenant_refused", "Requests over a limit", ("tenant",), registry=registry)
+        self._unknown = Counter("baton_unauthenticated", "Requests without a key that is known", registry=registry)
+        self._stale = Counter("baton_tenants_file_errors", "Readings of a bad file of tenants", registry=registry)
+
+    def identify(self, authorization: str | None) -> Tenant:
+        """The tenant of an `Authorization: Bearer KEY`. Raises Unauthenticated."""
+        self._look()
+        if self.roster.is_open:
+            return NOBODY
+        key = self._key(authorization)
+        tenant = self.roster.tenant_of(key)
+        if tenant is None:
+            self._unknown.inc()
+            if self.roster.admin_keys and self.roster.is_admin(key):
+                raise Unauthenticated("This is an admin key, which opens /admin only: send a tenant's key")
+            raise Unauthenticated("The API key is not known here: check it, or ask the operator for another one")
+        return tenant
+
+    def check_admin(self, authorization: str | None) -> None:
+        """Raises Unauthenticated without a key, Forbidden with one that is no administrator's."""
+        self._look()
+        if self.roster.admin_keys and not self.roster.is_admin(self._key(authorization)):
+            raise Forbidden("This key opens no /admin: use one of admin_keys")
+
+    @asynccontextmanager
+    async def present(self, tenant: Tenant, request_id: str, num_prompt_tokens: int) -> AsyncGenerator[None, None]:
+        """For as long as a request of the tenant is here. Raises RateLimited."""
+        now = asyncio.get_running_loop().time()
+        try:
+            await self._limits.enter(tenant, request_id, num_prompt_tokens, now)
+        except RateLimited:
+            self._refused.labels(tenant.name).inc()
+            raise
+        try:
+            yield
+        finally:
+            self._limits.leave(tenant, request_id)
+
+    def wrote(self, tenant: Tenant, num_tokens: int) -> None:
+        """The tenant was given so many tokens of an answer, which count against its limit from now on."""
+        if tenant.tokens_per_min is not None:
+            self._limits.spend(tenant, num_tokens, asyncio.get_running_loop().time())
+
+    def served(self, tenant: Tenant, *, num_prompt: int, num_cached: int, num_output: int) -> None:
+        """An answer to the tenant has ended. Of so many prompt tokens the KV was there before."""
+        for kind, count in (("input", num_prompt - num_cached), ("cached", num_cached), ("output", num_output)):
+            self._tokens.labels(tenant.name, kind).inc(count)
+
+    @property
+    def trouble(self) -> str:
+        return self._limits.trouble
+
+    async def close(self) -> None:
+        """The last call."""
+        await self._limits.close()
+
+    def _key(self, authorization: str | None) -> str:
+        scheme, _, key = (authorization or "").strip().partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            self._unknown.inc()
+            raise Unauthenticated("You didn't provide an API key: send it as 'Authorization: Bearer KEY'")
+        return key.strip()
+
+    def _look(self) -> None:
+        """Reads the file again when it has changed."""
+        now = asyncio.get_running_loop().time()
+        if self._path is None or now - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return
+        self._seen = stamp
+        try:
+            self.roster = read_roster(self._path)
+        except Misconfigured as error:
+            self._stale.inc()
+            log.error("the tenants stay as they were: %s", error.message)
+            return
+        log.info("read anew from %s: %s", self._path.name, counted(len(self.roster.tenants), "tenant"))
+        self._changed(self.roster)
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        """What changes when the file does, also when it is replaced by another of the same size."""
+        if self._path is None:
+            return None
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return (found.st_ino, found.st_mtime_ns, found.st_size)

@@ -1,0 +1,16 @@
+"""Where tenants' limits are kept, as `--index` says: in this gateway, or in the Redis that gateways share."""
+
+from __future__ import annotations
+
+from router.auth.limits import LocalLimits, TenantLimits
+from router.prefix.registry import MEMORY
+
+
+def open_limits(where: str, *, model: str) -> TenantLimits:
+    """To be made on the event loop it runs on. Raises Misconfigured."""
+    if where == MEMORY:
+        return LocalLimits()
+    from router.auth.redis_limits import RedisLimits  # redis-py, for those who use it
+    from router.prefix.redis_url import parse
+
+    return RedisLimits(parse(where, setting="index"), model=model)

@@ -1,0 +1,135 @@
+"""The parity canary: one in so many greedy requests is run again on one worker alone, and must say the same.
+
+    job ─▶ as always ─▶ client              prefill, transfer, decode, caches, moves
+      └──▶ afterwards ─▶ one worker         the whole prompt computed there, nothing cached, nothing moved
+                          └─▶ the first position that differs: logged, counted
+
+The second run comes after the first one, one at a time, at the lowest priority, under a salt of its own: no block of it
+is ever taken for another's. Nobody waits for it. In bfloat16 two tokens of nearly equal probability may come out either
+way, as batches differ: a difference is a reason to look, several at low positions are one to worry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from enum import StrEnum
+
+from protos.errors import BatonError
+from router.jobs import Generate, Job, Tap, TokenDelta
+from router.policies.base import Candidate, Decision, Policy, RequestView
+from router.policies.table import Candidates
+
+log = logging.getLogger("baton.router")
+
+SALT = b"canary"
+PRIORITY = -100
+
+
+class Outcome(StrEnum):
+    SAME = "same"
+    DIFFERENT = "different"
+    FAILED = "failed"  # the second run did not come to its end
+    SKIPPED = "skipped"  # it was due while another one ran
+
+
+def by_one_worker(policy: Policy) -> Policy:
+    """The policy's choice of a worker, which reads the prompt itself."""
+
+    def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
+        return replace(policy(view, Candidates.of(candidates).writers), prefill=None)
+
+    return decide
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first index at which two answers differ, be it that one of them ends there; None if they are the same."""
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+class Canary:
+    """A `Generate` around another one. `alone` runs the second time; `every` 0 never does. `close` it at the end."""
+
+    def __init__(self, generate: Generate, *, alone: Generate, every: int) -> None:
+        self._generate = generate
+        self._alone = alone
+        self._every = every
+        self._num_greedy = 0
+        self._running: asyncio.Task[None] | None = None
+        self.outcomes: Counter[str] = Counter()
+
+    def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
+        return self._twice(job) if self._is_due(job) else self._generate(job, tap)
+
+    async def settled(self) -> None:
+        """Returns when no second run is under way."""
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+
+    async def _twice(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+        said: list[int] = []
+        async with aclosing(self._generate(job)) as deltas:
+            async for delta in deltas:
+                said += delta.token_ids
+                if delta.finish_reason is not None:
+                    self._begin(job, said)
+                yield delta
+
+    def _is_due(self, job: Job) -> bool:
+        if not self._every or job.sampling.temperature > 0:
+            return False
+        self._num_greedy += 1
+        return self._num_greedy % self._every == 0
+
+    def _begin(self, job: Job, said: Sequence[int]) -> None:
+        if self._running is not None and not self._running.done():
+            self.outcomes[Outcome.SKIPPED] += 1
+            return
+        self._running = asyncio.create_task(self._compare(job, said), name=f"canary of {job.request_id}")
+
+    async def _compare(self, job: Job, said: Sequence[int]) -> None:
+        again = replace(
+            job,
+            request_id=f"{job.request_id}-canary",
+            cache_salt=SALT + job.cache_salt,
+            priority=PRIORITY,
+            sampling=replace(job.sampling, logprobs=None, prompt_logprobs=None),
+        )
+        told: list[int] = []
+        try:
+            async with aclosing(self._alone(again)) as deltas:
+                async for delta in deltas:
+                    told += delta.token_ids
+        except BatonError as error:
+            self.outcomes[Outcome.FAILED] += 1
+            log.info(
+                "the canary of %s could not be run: %s",
+                job.request_id,
+                error.message,
+                extra={"request": job.request_id},
+            )
+            return
+        except Exception:  # nobody waits for this task, and the next canary shall run whatever came of this one
+            self.outcomes[Outcome.FAILED] += 1
+            log.exception("the canary of %s broke", job.request_id, extra={"request": job.request_id})
+            return
+        index = first_difference(said, told)
+        self.outcomes[Outcome.SAME if index is None else Outcome.DIFFERENT] += 1
+        if index is not None:
+            log.warning(
+                "parity: %s differs from a run on one worker alone at token %d of %d: %s there, %s alone",
+                job.request_id, index, len(said), list(said[index : index + 4]), told[index : index + 4],
+                extra={"request": job.request_id},
+            )  # fmt: skip

@@ -1,0 +1,170 @@
+"""Decides where jobs go, keeps why, and learns from what came of it: the policy's memory, so that it needs none.
+
+Chooser.choose ─▶ policy ─▶ Decision ─▶ Record
+        ▲            └─ shadows: what others would have done
+        └── Predictor ◀── first token, KV arrived, ended: how long it really took
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from protos.chain import Chain
+from protos.values import KVEvent
+from router.config import RouterConfig
+from router.dispatch.job_state import Journal
+from router.dispatch.sessions import Sessions
+from router.fleet.fleet import Fleet
+from router.jobs import Job
+from router.policies.base import Decision, Policy, RequestView
+from router.policies.costs import num_off_device, num_uncached, outlook
+from router.policies.limits import avoiding
+from router.policies.names import check_names, shadow_names
+from router.policies.pair import told
+from router.policies.registry import policy_of
+from router.policies.table import Candidates, readers_of
+from router.traces.cache_misses import Losses
+from router.traces.request_trace import Choice, Record, Records
+from router.traces.shadow import Shadow
+
+LEAST_TOKENS = 4  # of an answer whose pace is worth learning from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """What is known of routing beyond the present: the records, what caches have lost, policies that only watch."""
+
+    records: Records = field(default_factory=Records)
+    losses: Losses = field(default_factory=Losses)
+    shadows: tuple[Shadow, ...] = ()
+
+    def observe(self, worker_id: str, events: Sequence[KVEvent]) -> None:
+        """For the feed of the index to call."""
+        self.losses.observe(worker_id, events, _now())
+
+
+def routing_of(config: RouterConfig) -> Routing:
+    """Raises Misconfigured for a policy that does not exist, in the shadow, too."""
+    check_names(config)
+    shadows = tuple(Shadow(name, policy_of(config, name)) for name in shadow_names(config))
+    return Routing(records=Records(config.num_decisions), shadows=shadows)
+
+
+class Chooser:
+    """One for a router, on its event loop."""
+
+    def __init__(self, *, fleet: Fleet, policy: Policy, routing: Routing) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._routing = routing
+        self._sessions = Sessions()
+        self._num_decided = 0
+
+    def record(self, job: Job) -> Record:
+        return self._routing.records.of(job)
+
+    def decisions(self, request_id: str) -> tuple[Decision, ...]:
+        """Of the job, or all jobs, of that name, oldest first; empty for an unknown one, or one of too long ago."""
+        records = self._routing.records.find(request_id)
+        return tuple(choice.decision for record in records for choice in record.choices)
+
+    def choose(self, journal: Journal, candidates: Candidates) -> Decision:
+        """Of candidates of which one at least can write."""
+        fleet, record, now = self._fleet, journal.record, _now()
+        block_size = fleet.block_size or 1
+        hashes = journal.hashes(block_size)
+        view = RequestView(
+            request_id=journal.job.request_id,
+            num_tokens=journal.num_tokens,
+            block_size=block_size,
+            num_decided=self._num_decided,
+            session=journal.job.session or self._session(journal, hashes, candidates),
+            answer_tokens=fleet.predictor.answer_tokens,
+            within_s=journal.first_due_s - now,
+            block_bytes=fleet.block_bytes,
+            lanes=fleet.predictor.lanes,
+        )
+        away = journal.failed | journal.full
+        decision = avoiding(self._policy, away)(view, candidates)
+        self._num_decided += 1
+        expected = outlook(view, candidates, decision)
+        shadows = tuple(one.consider(view, candidates, decision, expected) for one in self._routing.shadows)
+        if not record.choices:
+            self._routing.records.keep_chain(record, hashes, block_size)
+        record.chose(
+            Choice(
+                at_s=now,
+                view=view,
+                candidates=told(candidates, decision),
+                num_candidates=len(candidates),
+                decision=decision,
+                outlook=expected,
+                shadows=shadows,
+            )
+        )
+        return decision
+
+    def _session(self, journal: Journal, hashes: Chain, candidates: Candidates) -> str:
+        """Found once for a job: a prompt that is tried again is not asked more often."""
+        if journal.session is None:
+            journal.session = self._sessions.of(hashes, len(readers_of(candidates)))
+        return journal.session
+
+    # -- what came of it -----------------------------------------------------------------------------------------------
+
+    def took(self, record: Record, num_tokens: int, num_cached_tokens: int) -> None:
+        """Tokens went to the client; the first of them teach how fast prompts are read."""
+        now = _now()
+        first = record.marks.first_s is None
+        record.took(num_tokens, num_cached_tokens, now)
+        if first and record.choices:
+            choice = record.choices[-1]
+            reader = choice.reader
+            self._fleet.predictor.saw_first_token(
+                reader.worker_id,
+                reader.role,
+                num_tokens=reader.queued_prefill_tokens + num_uncached(choice.view, reader),
+                seconds=max(0.0, now - choice.at_s - choice.outlook.load_s),
+                now=now,
+                on_idle=reader.num_requests == 0,
+            )
+
+    def arrived(self, record: Record) -> None:
+        """A writer goes on with KV that a reader sent."""
+        now, marks = _now(), record.marks
+        record.arrived(now)
+        if marks.prefilled_s is None or not record.choices:
+            return
+        choice = record.choices[-1]
+        missing = num_off_device(choice.view, choice.writer)
+        self._fleet.predictor.saw_transfer(
+            choice.reader.worker_id,
+            choice.writer.worker_id,
+            num_bytes=missing / choice.view.block_size * choice.view.block_bytes,
+            seconds=max(0.0, now - marks.prefilled_s - choice.outlook.tpot_s),
+            now=now,
+        )
+
+    def ended(self, record: Record, outcome: str, message: str = "") -> None:
+        """The last word on a job. The pace of an answer teaches, unless it was written in several places."""
+        now, marks = _now(), record.marks
+        record.end(outcome, now, message)
+        since = marks.arrived_s if marks.arrived_s is not None else marks.first_s
+        num_tokens = marks.num_tokens - (marks.num_tokens_at_arrival or 1)
+        if len(record.choices) != 1 or since is None or marks.last_s is None or num_tokens < LEAST_TOKENS:
+            return
+        writer = record.choices[-1].writer
+        self._fleet.predictor.saw_answer(
+            writer.worker_id,
+            writer.role,
+            num_sequences=writer.num_requests + 1,
+            num_tokens=marks.num_tokens,
+            seconds=(marks.last_s - since) / num_tokens,
+            now=now,
+        )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

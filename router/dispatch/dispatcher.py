@@ -1,0 +1,438 @@
+"""The life of a job, from its token ids to its last token, whatever happens to workers meanwhile.
+
+    hash blocks ─▶ match ─▶ decide ─┬─ alone ───────▶ submit to d ──────────────────────────────▶ tokens of d
+        ▲                           │
+        │                           └─ handed over ─▶ d: reserve ─▶ ticket, renewed until the first token
+        │                                             p: submit(ticket) ─▶ first token ─────────▶ token of p
+        │                                             d: submit(ticket, first token) ───────────▶ tokens of d
+        │                                                 KV travels p ══▶ d meanwhile
+        │   d drains: its sequences go on elsewhere, with their KV (`router.dispatch.migration`)
+        └── worker lost, KV lost, draining: prompt + emitted tokens go to another pair; the client sees a pause
+            no worker, or no room: wait for the fleet to change, for `max_queue_s` at most; an answer that has begun
+            waits for up to `successor_s` while a worker is being started
+
+Whoever stops listening, for whatever reason, aborts on both workers (`finally`). A reservation under way when the
+client leaves is given back as soon as it is known (`WorkerClient.reserve`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
+
+from protos.errors import BatonError, Internal, NoWorkers, Overloaded, TransferFailed, WorkerDraining, WorkerLost
+from protos.values import FinishReason, ReserveRequest, SequenceUpdate, Ticket
+from router.config import RouterConfig
+from router.dispatch.chooser import Chooser, Routing, routing_of
+from router.dispatch.job_state import Journal
+from router.dispatch.migration import Moves, Place
+from router.dispatch.poison_requests import Life, Suspects
+from router.dispatch.prefix_pull import Pull, Pulls
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Member
+from router.fleet.worker_client import Updates
+from router.jobs import Job, Tap, TokenDelta
+from router.policies.base import Decision, Policy
+from router.policies.table import Candidates
+from router.prefix.index import NO_MATCH
+from router.traces.request_trace import What
+
+log = logging.getLogger("baton.router")
+
+RETRY_AFTER_S = 1.0  # what a client is told when the worker did not say
+RENEWALS_A_LEASE = 3
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt:
+    """One try of a job on one worker or one pair. `prefill` is None where `decode` works alone; `pull` is what
+    the reader had better fetch than compute. A sequence that has moved rests on other `members`. `is_reserved`: the
+    decode worker of a pair has blocks for it."""
+
+    request_id: str
+    generation: int
+    prefill: Member | None
+    decode: Member
+    pull: Pull | None = None
+    moved_to: Sequence[Member] = ()
+    is_reserved: bool = False
+
+    @property
+    def reader(self) -> Member:
+        return self.prefill or self.decode
+
+    @property
+    def members(self) -> Sequence[Member]:
+        if self.moved_to:
+            return self.moved_to
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        return tuple(member.worker_id for member in self.members)
+
+    @property
+    def refuser(self) -> Member:
+        """The worker that has no room, when the attempt is refused: of a pair the decode worker is asked first."""
+        return self.reader if self.is_reserved else self.decode
+
+    def end_pull(self) -> None:
+        """Once: whoever calls it again finds none."""
+        pull, self.pull = self.pull, None
+        if pull is not None:
+            pull.end()
+
+    def rest_on(self, members: Sequence[Member]) -> None:
+        self.moved_to = members
+
+    def lost(self) -> Life | None:
+        """Which of its workers is gone, as far as is known yet."""
+        gone = (member for member in self.members if member.client is None or member.client.lost)
+        return next(((member.worker_id, member.info.incarnation) for member in gone if member.info is not None), None)
+
+
+class Dispatcher:
+    """Runs jobs on a fleet: the router's `Generate`. Lives on one event loop, whose clock it uses.
+
+    `num_cached_tokens` of a job is what the worker that read its prompt found in its own cache, or pulled from another
+    one's: every other token of the prompt was computed. What the decode worker had cached as well saved a transfer, not
+    a computation.
+    """
+
+    def __init__(self, *, fleet: Fleet, policy: Policy, config: RouterConfig, routing: Routing | None = None) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._chooser = Chooser(fleet=fleet, policy=policy, routing=routing or routing_of(config))
+        self._line = asyncio.Lock()
+        self.moves = Moves(self._elsewhere, gateway_id=fleet.gateway_id, config=config)
+        self.pulls = Pulls(fleet, lease_s=config.ticket_lease_s)
+        self._suspects = Suspects(max_kills=config.max_kills, patience_s=config.max_queue_s)
+        self.num_resumed = 0
+
+    async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
+        """Deltas of one job. Raises BatonError when it cannot be run, or not to its end."""
+        record = self._chooser.record(job)
+        journal = Journal(job, now=_now(), record=record)
+        record.note(What.ADMITTED, _now())
+        through = _journaling(journal, tap)
+        try:
+            while True:
+                attempt: Attempt | None = None
+                try:
+                    if await self._suspects.turn(journal.suspicion):
+                        journal.blocked_since_s = None
+                    attempt = self._decide(journal)
+                    async with aclosing(self._run(journal, attempt, through)) as updates:
+                        async for update in updates:
+                            yield (delta := self._note(update, journal, attempt))
+                            if delta.finish_reason is not None:
+                                return
+                    raise Internal(f"{attempt.request_id} ended without a reason on {', '.join(attempt.worker_ids)}")
+                except BatonError as error:
+                    await self._recover(error, journal, attempt)
+        finally:
+            self._suspects.leave(journal.suspicion)
+
+    def _note(self, update: SequenceUpdate, journal: Journal, attempt: Attempt) -> TokenDelta:
+        """What is new in an update, which everything that learns from answers has noted."""
+        chooser, record = self._chooser, journal.record
+        first = not journal.output_ids
+        delta = journal.take(update)
+        if journal.suspicion.strikes:
+            self._suspects.progressed(journal.suspicion, len(journal.output_ids))
+        if first and delta.token_ids:
+            self._fleet.count_read(attempt.reader, len(journal.job.prompt_ids), delta.num_cached_tokens)
+        if delta.token_ids:
+            chooser.took(record, len(delta.token_ids), delta.num_cached_tokens)
+        if delta.finish_reason is not None:
+            chooser.ended(record, delta.finish_reason)
+            for member in attempt.members:
+                member.breaker.succeeded()
+        return delta
+
+    def decision(self, request_id: str) -> tuple[Decision, ...]:
+        """The decisions made for a job, oldest first; empty when it is unknown or too long ago."""
+        return self._chooser.decisions(request_id)
+
+    def assert_idle(self) -> None:
+        """No job is tried apart, and none waits in line for room."""
+        self._suspects.assert_idle()
+        assert not self._line.locked(), "somebody waits in line for room after all jobs have ended"
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    def _decide(self, journal: Journal) -> Attempt:
+        """Raises NoWorkers. The load the decision brings to its workers counts from now on."""
+        fleet = self._fleet
+        candidates = self._candidates(journal)
+        if not len(candidates.writers):
+            raise NoWorkers(": ".join(filter(None, ("no worker is ready", ", ".join(fleet.successors.of(None))))))
+        decision = self._chooser.choose(journal, candidates)
+        journal.know_cached(candidates.most_cached)
+        request_id, generation = journal.next_attempt()
+        reader = fleet.member(decision.prefill or decision.decode)
+        pull = self.pulls.choose(journal, request_id, generation, reader, candidates)
+        attempt = Attempt(
+            request_id=request_id,
+            generation=generation,
+            prefill=reader if decision.prefill is not None else None,
+            decode=fleet.member(decision.decode),
+            pull=pull,
+        )
+        known = candidates.named(reader.worker_id).num_cached_tokens
+        num_cached = pull.num_tokens if pull is not None else known
+        journal.unread.setdefault(reader.worker_id, known // (fleet.block_size or 1))
+        num_blocks = -(-journal.num_tokens // (fleet.block_size or 1))
+        attempt.decode.route(request_id, 0, num_blocks)
+        self._give(reader, request_id, journal.num_tokens - num_cached, num_blocks)
+        fleet.given(reader.worker_id, journal.num_tokens - num_cached, num_blocks)
+        if attempt.decode is not reader:
+            fleet.given(attempt.decode.worker_id, 0, num_blocks)
+        # The decode worker of a pair is not expected to hold anything yet: a sibling would stay there as a short
+        # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
+        hashes = journal.hashes(attempt.reader.block_size or 1)
+        fleet.index.expect(attempt.reader.worker_id, hashes, until=_now() + self._config.sibling_s)
+        return attempt
+
+    def _give(self, reader: Member, request_id: str, num_tokens: int, num_blocks: int) -> None:
+        """So many tokens to compute: they count as the reader's from now on."""
+        reader.route(request_id, num_tokens, num_blocks)
+        if reader.role is not None:
+            beside = reader.load.num_running + reader.load.num_waiting
+            self._fleet.predictor.routed(reader.worker_id, reader.role, num_tokens, beside=beside, now=_now())
+
+    def _elsewhere(self, journal: Journal, besides: Member) -> Member:
+        """Where a sequence that is written by a worker had better go on. Raises NoWorkers."""
+        writers = self._candidates(journal).writers
+        candidates = writers.besides((besides.worker_id,))
+        if besides.worker_id in candidates.crew.places or not len(candidates):
+            raise NoWorkers(f"no other worker than {besides.worker_id} can write")
+        return self._fleet.member(self._chooser.choose(journal, candidates).decode)
+
+    def _candidates(self, journal: Journal) -> Candidates:
+        fleet = self._fleet
+        matched = fleet.match(journal.hashes, now=_now()).at_most(journal.unread)
+        return fleet.candidates(matched, journal.num_tokens)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def _run(self, journal: Journal, attempt: Attempt, tap: Tap | None) -> AsyncGenerator[SequenceUpdate, None]:
+        """What the attempt's workers say, as one sequence of updates."""
+        if attempt.prefill is None:
+            return self._alone(journal, attempt, attempt.decode, tap)
+        return self._handed_over(journal, attempt, attempt.prefill, attempt.decode, tap)
+
+    async def _alone(
+        self, journal: Journal, attempt: Attempt, worker: Member, tap: Tap | None
+    ) -> AsyncGenerator[SequenceUpdate, None]:
+        """One worker reads the prompt and writes the answer."""
+        request_id = attempt.request_id
+        finished = False
+        try:
+            pull = await self._fetch(journal, attempt)
+            journal.read_since_s = _now()
+            answer = worker.submit(journal.request(request_id, pull=pull))
+            journal.record.note(What.SUBMITTED, _now(), worker=worker.worker_id)
+            place = Place(worker=worker, request_id=request_id, updates=answer)
+            async with aclosing(self.moves.follow(journal, place, attempt.rest_on, tap)) as updates:
+                async for update in updates:
+                    finished = update.finish_reason is not None
+                    yield update
+        finally:
+            (worker.release if finished else worker.abort)(request_id)
+            attempt.end_pull()
+
+    async def _handed_over(
+        self, journal: Journal, attempt: Attempt, prefill: Member, decode: Member, tap: Tap | None
+    ) -> AsyncGenerator[SequenceUpdate, None]:
+        """Prefill reads the prompt and makes the first token, decode the rest, with the KV that prefill pushes."""
+        request_id = attempt.request_id
+        answer: Updates | None = None
+        arrived = finished = False
+        try:
+            asked = self._reservation(journal, attempt, prefill)
+            ticket = await decode.reserve(asked)
+            attempt.is_reserved = True
+            with _renewing(asked, decode, ticket.lease_s) as renewals:
+                pull = await self._fetch(journal, attempt)
+                journal.read_since_s = _now()
+                journal.record.note(What.RESERVED, _now(), worker=decode.worker_id, blocks=len(ticket.block_ids))
+                reading = prefill.submit(journal.request(request_id, ticket=ticket, pull=pull))
+                renewals.concern(reading)
+                journal.record.note(What.SUBMITTED, _now(), worker=prefill.worker_id)
+                async for update in reading:
+                    if update.finish_reason is FinishReason.PREFILLED:
+                        renewals.end()  # from here on KV moves, or is lost
+                        journal.record.prefilled(_now())
+                        answer = decode.submit(journal.request(request_id, ticket=ticket, more=update.token_ids))
+                        reading.bequeath(answer)  # until KV has arrived, the loss of prefill is decode's as well
+                    else:
+                        finished = update.finish_reason is not None
+                    yield update
+            if answer is None:
+                return  # the first token was the last: `finally` gives the reservation back
+            place = Place(worker=decode, request_id=request_id, updates=answer)
+            async with aclosing(self.moves.follow(journal, place, attempt.rest_on, tap)) as updates:
+                async for update in updates:
+                    if not arrived:  # then prefill has nothing more to do, or to fail with
+                        arrived = True
+                        self._chooser.arrived(journal.record)
+                        prefill.abort(request_id)
+                    finished = update.finish_reason is not None
+                    yield update
+        finally:
+            (prefill.release if finished else prefill.abort)(request_id)
+            (decode.release if finished and answer is not None else decode.abort)(request_id)
+            attempt.end_pull()
+
+    async def _fetch(self, journal: Journal, attempt: Attempt) -> Ticket | None:
+        """What comes of the attempt's pull. The reservation of one that fails is given back at once: the request could
+        wait for the very blocks until the lease ends."""
+        ticket = await self.pulls.fetch(journal, attempt.pull) if attempt.pull is not None else None
+        if ticket is None:
+            attempt.end_pull()
+        return ticket
+
+    def _reservation(self, journal: Journal, attempt: Attempt, prefill: Member) -> ReserveRequest:
+        """Asks for blocks for all that prefill will read: after a failure that is the prompt and what was emitted."""
+        if prefill.info is None:
+            raise WorkerLost(f"worker {prefill.worker_id} was never met")
+        return ReserveRequest(
+            request_id=attempt.request_id,
+            prompt_ids=journal.token_ids,
+            cache_salt=journal.job.cache_salt,
+            generation=attempt.generation,
+            lease_s=self._config.ticket_lease_s,
+            source=prefill.info.lane,
+            source_layout=prefill.info.layout,
+            gateway_id=self._fleet.gateway_id,
+        )
+
+    # -- recovering ----------------------------------------------------------------------------------------------------
+
+    async def _recover(self, error: BatonError, journal: Journal, attempt: Attempt | None) -> None:
+        """Returns when the job is worth another attempt, after waiting for what was missing. Else raises `error`."""
+        now, config = _now(), self._config
+        journal.record.failed(error, now)
+        journal.failed_again()
+        is_explained = isinstance(error, WorkerLost) and self._suspects.are_tried
+        if journal.blocked_since_s is None or is_explained:
+            journal.blocked_since_s = now
+        deadline = journal.blocked_since_s + self._patience_s(journal)
+        if isinstance(error, Overloaded):
+            deadline = min(deadline, journal.first_due_s)
+        waits = isinstance(error, NoWorkers | Overloaded | WorkerDraining)
+        if not waits and not error.retryable:
+            raise error
+        journal.num_failures += 0 if waits or is_explained else 1
+        if now >= deadline or journal.num_failures >= config.max_attempts:
+            error.retry_after_s = error.retry_after_s or RETRY_AFTER_S
+            raise error
+        if attempt is None:
+            await self._fleet.wait(until=deadline)
+            return
+        if isinstance(error, WorkerLost) and (life := attempt.lost()) is not None:
+            await self._suspects.lost(journal.job.request_id, journal.suspicion, life, len(journal.output_ids))
+        log.info(
+            "%s goes on elsewhere, after %d tokens: %s", attempt.request_id, len(journal.output_ids), error,
+            extra={"request": attempt.request_id},
+        )  # fmt: skip
+        if isinstance(error, Overloaded):
+            await self._wait_for_room(journal, attempt, deadline)
+            return
+        journal.failed.update(attempt.worker_ids)
+        if isinstance(error, WorkerDraining):
+            await self._fleet.wait(until=min(deadline, now + config.retry_pause_s))
+            return
+        self.num_resumed += 1
+        self._fleet.blame(attempt.worker_ids)
+        if journal.num_failures > 1:  # the first time, others are there to try
+            await asyncio.sleep(config.retry_pause_s * 2 ** (journal.num_failures - 2))
+
+    def _patience_s(self, journal: Journal) -> float:
+        """How long a job waits for a worker. An answer that has begun would be lost with the pool that wrote it, while
+        the next process of a worker reads its weights."""
+        config = self._config
+        if journal.output_ids and len(self._fleet.successors):
+            return max(config.max_queue_s, config.successor_s)
+        return config.max_queue_s
+
+    async def _wait_for_room(self, journal: Journal, attempt: Attempt, deadline: float) -> None:
+        """Returns at once while each pool has a worker that has not refused yet; else jobs wait in line, and each
+        change of a load lets one of them ask again, so that a full pool is not drowned in questions."""
+        journal.full.add(attempt.refuser.worker_id)
+        offered = self._fleet.candidates(NO_MATCH, 1)
+        pools = [set(pool.crew.worker_ids) for pool in (offered.readers, offered.writers) if len(pool)]
+        if pools and all(pool - journal.full for pool in pools):
+            return
+        journal.full.clear()
+        self._fleet.num_turned_away += 1
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline), self._line:
+                    await self._fleet.wait(until=min(deadline, _now() + self._config.retry_pause_s))
+        finally:
+            self._fleet.num_turned_away -= 1
+
+
+class Renewals:
+    """Keeps a reservation while its prefix is fetched, and its prompt waits and is read, however long that takes, until
+    `end`. What the prompt is read with, as soon as there is that, fails with TransferFailed when a renewal does."""
+
+    def __init__(self, asked: ReserveRequest, decode: Member, lease_s: float) -> None:
+        self._reading: Updates | None = None
+        self._failure: TransferFailed | None = None
+        renewing = self._renew(asked, decode, lease_s)
+        self._task: asyncio.Task[None] | None = asyncio.create_task(renewing, name=f"renewals of {asked.request_id}")
+
+    def concern(self, reading: Updates) -> None:
+        self._reading = reading
+        if self._failure is not None:
+            reading.fail(self._failure)
+
+    def end(self) -> None:
+        """Forgets its task: what cancels that holds its frame, which holds us and the prompt, and no counting of
+        references would free such a circle."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _renew(self, asked: ReserveRequest, decode: Member, lease_s: float) -> None:
+        try:
+            while True:
+                await asyncio.sleep(lease_s / RENEWALS_A_LEASE)
+                await decode.renew(asked)
+        except BatonError as error:
+            self._failure = TransferFailed(
+                f"worker {decode.worker_id} did not renew the reservation of {asked.request_id}: {error.message}"
+            )
+            if self._reading is not None:
+                self._reading.fail(self._failure)
+
+
+@contextmanager
+def _renewing(asked: ReserveRequest, decode: Member, lease_s: float) -> Iterator[Renewals]:
+    renewals = Renewals(asked, decode, lease_s)
+    try:
+        yield renewals
+    finally:
+        renewals.end()
+
+
+def _journaling(journal: Journal, tap: Tap | None) -> Tap | None:
+    """The tap, with the journal below it. What a trial, the first token or a failure makes of tokens, deltas do."""
+    if tap is None:
+        return None
+
+    def note(token_ids: Sequence[int], now: float) -> None:
+        journal.output_ids += token_ids
+        journal.record.took(len(token_ids), 0, now)
+
+    return tap.under(note, lambda: bool(journal.output_ids) and not journal.suspicion.strikes)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

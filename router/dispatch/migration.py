@@ -1,0 +1,198 @@
+"""Moves running sequences away from workers that drain, with their KV, while their clients go on reading.
+
+    tokens of a ──▶ a drains: b reserves room, a pushes while it goes on ──▶ a: MOVED ──▶ b goes on ──▶ tokens of b
+                             └── nobody has room, or a lane fails: it stays on a, and is asked again after a pause
+
+Every token is said once: a stops at MOVED, and b is told of all tokens that were said before it. When a or b is lost,
+or the KV never comes, the job goes on as after any failure: its dispatcher sends prompt and tokens elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+from protos.errors import BatonError, TransferFailed
+from protos.values import FinishReason, MoveRequest, ReserveRequest, SequenceUpdate, Ticket
+from protos.wire import raised
+from router.config import RouterConfig
+from router.dispatch.job_state import Journal
+from router.fleet.worker import Member
+from router.fleet.worker_client import Updates
+from router.jobs import Tap
+from router.traces.request_trace import What
+
+log = logging.getLogger("baton.router")
+
+ROOM_TOKENS = 64  # that a sequence may write while its KV travels: it stops, and waits for the rest, where they end
+MAX_MOVES_AT_ONCE = 8  # from one worker: the fewer, the sooner each of them is over
+PAUSE_S = 0.5
+
+Choose = Callable[[Journal, Member], Member]
+"""Where a sequence that a worker writes had better go on. Raises NoWorkers when there is no other."""
+
+RestOn = Callable[[Sequence[Member]], None]
+"""Is told which workers a sequence needs, when it has moved: whatever it fails with from then on is theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a sequence runs, and what is said about it there."""
+
+    worker: Member
+    request_id: str
+    updates: Updates
+
+
+class _Move:
+    """One attempt to move a sequence. `ticket` is known once the next worker has made room."""
+
+    def __init__(self) -> None:
+        self.to: Member | None = None
+        self.request_id = ""
+        self.ticket: Ticket | None = None
+        self.over = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def end(self, *, adopted: bool = False) -> None:
+        """Whatever it has reserved is given back, unless the sequence has it."""
+        self.over.set()
+        if self.task is not None:
+            self.task.cancel()
+        if self.to is not None and not adopted:
+            self.to.abort(self.request_id)
+
+
+class Moves:
+    """One for a router. `num_moved` sequences went on elsewhere, `num_stayed` times one could not."""
+
+    def __init__(self, choose: Choose, *, gateway_id: str, config: RouterConfig) -> None:
+        self._choose = choose
+        self._gateway_id = gateway_id
+        self._config = config
+        self._gates: WeakKeyDictionary[Member, asyncio.Semaphore] = WeakKeyDictionary()
+        self.num_moved = 0
+        self.num_stayed = 0
+        self._told: set[tuple[str, type[BatonError]]] = set()  # why sequences stay, since the last that moved
+
+    async def follow(
+        self, journal: Journal, place: Place, rest_on: RestOn, tap: Tap | None = None
+    ) -> AsyncGenerator[SequenceUpdate, None]:
+        """All updates of a running sequence, wherever it goes; whoever takes one must have noted it in the journal
+        before the next. Closed early, or failing, it ends the sequence everywhere but at its first place. What a place
+        says first, and all while a move is due or under way, is never tapped."""
+        here, again_s = place, 0.0
+        left: Place | None = None
+        move: _Move | None = None
+
+        through = None if tap is None else tap.under(clear=lambda: move is None and not here.worker.drains)
+        try:
+            while True:
+                update = await anext(here.updates)
+                if left is not None:  # the KV has come: there is nothing more to do, or to fail with
+                    left.worker.abort(left.request_id)
+                    left = None
+                    rest_on((here.worker,))
+                if update.finish_reason is FinishReason.MOVED:
+                    if update.token_ids:  # a slow reader gets the last ones joined to the word that it has moved
+                        yield replace(update, finish_reason=None)
+                    here, left = self._take_over(journal, here, move), here
+                    rest_on((left.worker, here.worker))
+                    move = None
+                    continue
+                if update.error is not None and update.finish_reason is None:
+                    if move is not None:
+                        self._stays(here, move, raised(update.error))
+                    move, again_s = None, _now() + PAUSE_S
+                    continue
+                yield update
+                here.updates.tap = through
+                if update.finish_reason is not None:
+                    if here is not place:
+                        here.worker.release(here.request_id)
+                    return
+                if move is not None and move.over.is_set():
+                    move, again_s = None, _now() + PAUSE_S
+                if move is None and here.worker.drains and _now() >= again_s:
+                    move = self._begin(journal, here)
+        finally:
+            here.updates.tap = None  # it knows where the sequence is: no circle is left for the collector
+            if move is not None:
+                move.end()
+            if left is not None:
+                left.worker.abort(left.request_id)
+            if here is not place:
+                here.worker.abort(here.request_id)
+
+    def _begin(self, journal: Journal, here: Place) -> _Move:
+        move = _Move()
+        move.task = asyncio.create_task(self._arrange(journal, here, move), name=f"move of {here.request_id}")
+        return move
+
+    async def _arrange(self, journal: Journal, here: Place, move: _Move) -> None:
+        """Finds room elsewhere and tells the worker to go there; holds its place in the line until that is over."""
+        async with self._gates.setdefault(here.worker, asyncio.Semaphore(MAX_MOVES_AT_ONCE)):
+            try:
+                to = self._choose(journal, here.worker)
+                move.request_id, generation = journal.next_id()
+                to.route(move.request_id, 0)
+                move.to = to
+                move.ticket = await to.reserve(self._reservation(journal, here, to, move.request_id, generation))
+                here.worker.move(MoveRequest(request_id=here.request_id, ticket=move.ticket))
+            except BatonError as error:
+                self._stays(here, move, error)
+                return
+            await move.over.wait()
+
+    def _reservation(
+        self, journal: Journal, here: Place, to: Member, request_id: str, generation: int
+    ) -> ReserveRequest:
+        assert here.worker.info is not None
+        assert to.info is not None
+        known = journal.token_ids[:-1]  # of the last one there is no KV yet
+        most = len(journal.job.prompt_ids) + journal.job.sampling.max_tokens
+        return ReserveRequest(
+            request_id=request_id,
+            prompt_ids=known,
+            num_tokens=min(len(known) + ROOM_TOKENS, most, to.info.max_model_len),
+            cache_salt=journal.job.cache_salt,
+            generation=generation,
+            lease_s=self._config.ticket_lease_s,
+            source=here.worker.info.lane,
+            source_layout=here.worker.info.layout,
+            gateway_id=self._gateway_id,
+        )
+
+    def _take_over(self, journal: Journal, here: Place, move: _Move | None) -> Place:
+        """The worker has stopped: the next one goes on as soon as the rest of the KV is there."""
+        if move is None or move.to is None or move.ticket is None:
+            raise TransferFailed(f"worker {here.worker.worker_id} let go of {here.request_id}: nobody had asked it to")
+        updates = move.to.submit(journal.request(move.request_id, ticket=move.ticket))
+        here.updates.bequeath(updates)  # until the KV has come, the loss of the one is the other's as well
+        move.end(adopted=True)
+        self.num_moved += 1
+        self._told.clear()
+        journal.record.note(What.MOVED, _now(), source=here.worker.worker_id, worker=move.to.worker_id)
+        log.info(
+            "%s goes on at %s as %s",
+            here.request_id,
+            move.to.worker_id,
+            move.request_id,
+            extra={"request": here.request_id},
+        )
+        return Place(worker=move.to, request_id=move.request_id, updates=updates)
+
+    def _stays(self, here: Place, move: _Move, error: BatonError) -> None:
+        self.num_stayed += 1
+        why = (here.worker.worker_id, type(error))  # it is tried again and again, for each request
+        level = logging.DEBUG if why in self._told else logging.INFO
+        self._told.add(why)
+        log.log(level, "%s stays at %s for now: %s", here.request_id, here.worker.worker_id, error.message)
+        move.end()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,204 @@
+"""Fetches a prompt's first blocks from a worker that has them cached, when that takes less time than computing them.
+
+    decide: reader r has 2 blocks, h has 40 ── cheaper? ─▶ r: reserve 38 ─▶ h: share, says how many it still has
+                                                                         ─▶ r: submit(pull): waits, and reads the rest
+
+Whatever fails on the way costs a computation and nothing else: it is logged and counted with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from protos.errors import BatonError, WorkerLost
+from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
+from router.dispatch.job_state import Journal
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Member
+from router.policies.base import Candidate
+from router.policies.costs import load_s
+from router.policies.table import Candidates
+from router.traces.request_trace import What
+
+log = logging.getLogger("baton.router")
+
+OVERHEAD_S = 0.004  # two calls, and the steps that each end is in the middle of
+GAIN = 2.0  # a pull must be so much cheaper: it is a prediction, and one that fails costs both
+UNMEASURED_BYTES_PER_S = 1e9  # of a worker that has moved nothing yet: a network of ten gigabits
+
+EVICTED = "evicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A worker that has the first `num_tokens` of a sequence, and pushes so many bytes a second. Before that it takes
+    `load_s` to load those of them that only its host has."""
+
+    worker_id: str
+    num_tokens: int
+    bytes_per_s: float
+    load_s: float = 0.0
+
+
+def measured_bytes_per_s(load: WorkerLoad) -> float:
+    """What a worker's lanes have moved in the time that they were busy."""
+    return load.transfer_bytes / load.transfer_s if load.transfer_s > 0 else UNMEASURED_BYTES_PER_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Puller:
+    """A reader that has the first `num_cached` tokens of a sequence, all but `num_on_host` of them on its device:
+    loading those takes it `load_s`."""
+
+    num_cached: int
+    tokens_per_s: float
+    bytes_per_token: float
+    num_on_host: int = 0
+    load_s: float = 0.0
+
+
+def best_holder(holders: Sequence[Holder], reader: Puller) -> Holder | None:
+    """Whom a reader had best pull from; None if it had better load what its host has, and compute the rest.
+
+    A pull of n tokens takes OVERHEAD_S + load_s + n * bytes_per_token / bytes_per_s, computing them n / tokens_per_s.
+    It begins after what the reader's device has: its host's blocks are not loaded then. The largest gain wins; a reader
+    whose speed is not known yet computes, and it will be.
+    """
+    if reader.tokens_per_s <= 0:
+        return None
+    num_on_device = reader.num_cached - reader.num_on_host
+
+    def gain_s(holder: Holder) -> float:
+        num_moved = max(0, holder.num_tokens - num_on_device)
+        spared_s = reader.load_s + (holder.num_tokens - reader.num_cached) / reader.tokens_per_s
+        moved_s = num_moved * reader.bytes_per_token / holder.bytes_per_s
+        return spared_s - GAIN * (OVERHEAD_S + holder.load_s + moved_s)
+
+    best = max(holders, key=gain_s, default=None)
+    return best if best is not None and gain_s(best) > 0 else None
+
+
+def pull_id(request_id: str) -> str:
+    """What the reservation of a pull is called: its request may have one of its own on the same worker."""
+    return f"{request_id}/pull"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """The first `num_tokens` of an attempt's tokens are to go from the holder to the reader."""
+
+    request_id: str
+    generation: int
+    reader: Member
+    holder: Member
+    num_tokens: int
+
+    def end(self) -> None:
+        """Gives back what is left of it. What the request has taken over is its own."""
+        self.reader.abort(self.request_id)
+        self.holder.abort(self.request_id)
+
+
+class Pulls:
+    """One for a router. `num_blocks` have been pulled; `failures` counts, by error code, pulls that came to nothing."""
+
+    def __init__(self, fleet: Fleet, *, lease_s: float) -> None:
+        self._fleet = fleet
+        self._lease_s = lease_s
+        self.num_blocks = 0
+        self.failures: Counter[str] = Counter()
+
+    def choose(
+        self, journal: Journal, request_id: str, generation: int, reader: Member, candidates: Candidates
+    ) -> Pull | None:
+        """What the reader of an attempt, one of the candidates, had best fetch, and from whom. Nothing, when logprobs
+        of the prompt are asked for: these are computed."""
+        if reader.info is None or (journal.job.sampling.prompt_logprobs is not None and not journal.output_ids):
+            return None
+        if not candidates.most_cached:
+            return None
+        layout, most = reader.info.layout, journal.num_tokens - 1
+        holders = [
+            holder
+            for place in candidates.having()
+            if (worker_id := candidates.crew.worker_ids[place]) != reader.worker_id
+            for holder in self._holders(candidates.named(worker_id), most, layout.block_size)
+        ]
+        own = candidates.named(reader.worker_id)
+        puller = Puller(
+            num_cached=own.num_cached_tokens,
+            num_on_host=own.num_host_tokens,
+            load_s=load_s(own),
+            tokens_per_s=reader.load.prefill_tokens_per_s,
+            bytes_per_token=layout.block_bytes / layout.block_size,
+        )
+        best = best_holder(holders, puller)
+        if best is None:
+            return None
+        return Pull(
+            request_id=pull_id(request_id),
+            generation=generation,
+            reader=reader,
+            holder=self._fleet.member(best.worker_id),
+            num_tokens=best.num_tokens,
+        )
+
+    def _holders(self, one: Candidate, most: int, block_size: int) -> Iterator[Holder]:
+        """A worker with what its device has, and with what its host has besides."""
+        bytes_per_s = measured_bytes_per_s(self._fleet.member(one.worker_id).load)
+        on_device = one.num_cached_tokens - one.num_host_tokens
+        for num_tokens in dict.fromkeys((min(on_device, most), min(one.num_cached_tokens, most))):
+            if num_tokens:
+                yield Holder(
+                    worker_id=one.worker_id,
+                    num_tokens=num_tokens // block_size * block_size,
+                    bytes_per_s=bytes_per_s,
+                    load_s=float(one.loading(num_tokens - on_device)) if num_tokens > on_device else 0.0,
+                )
+
+    async def fetch(self, journal: Journal, pull: Pull) -> Ticket | None:
+        """A reservation on the reader into which the holder pushes; None when the reader had better begin to compute.
+        Whoever asks ends the pull in any case."""
+        try:
+            ticket = await pull.reader.reserve(self._reservation(journal, pull))
+            block_size = pull.holder.block_size or ticket.layout.block_size
+            hashes = tuple(journal.hashes(block_size)[: -(-pull.num_tokens // block_size)])
+            num_blocks = await pull.holder.connection().share(ShareRequest(ticket=ticket, hashes=hashes))
+        except BatonError as error:
+            self._failed(pull, error.code, error.message)
+            return None
+        if not num_blocks:
+            self._failed(pull, EVICTED, "it has not got them any more")
+            return None
+        self.num_blocks += num_blocks
+        now = asyncio.get_running_loop().time()
+        journal.record.note(What.PULLED, now, source=pull.holder.worker_id, blocks=num_blocks)
+        return replace(ticket, block_ids=ticket.block_ids[:num_blocks])
+
+    def _reservation(self, journal: Journal, pull: Pull) -> ReserveRequest:
+        if pull.holder.info is None:
+            raise WorkerLost(f"worker {pull.holder.worker_id} was never met")
+        return ReserveRequest(
+            request_id=pull.request_id,
+            prompt_ids=journal.token_ids[: pull.num_tokens],
+            cache_salt=journal.job.cache_salt,
+            generation=pull.generation,
+            lease_s=self._lease_s,
+            source=pull.holder.info.lane,
+            source_layout=pull.holder.info.layout,
+            gateway_id=self._fleet.gateway_id,
+        )
+
+    def _failed(self, pull: Pull, code: str, reason: str) -> None:
+        self.failures[code] += 1
+        log.info(
+            "%s computes what %s was to give: %s",
+            pull.request_id,
+            pull.holder.worker_id,
+            reason,
+            extra={"request": pull.request_id},
+        )

@@ -1,0 +1,1 @@
+"""The workers that the router knows: connections, state, load."""

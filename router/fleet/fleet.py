@@ -1,0 +1,460 @@
+"""All workers the router knows: met, kept in touch with, offered to policies, and met again after every loss.
+
+    join(address) ─▶ describe ─▶ compatible? ─▶ healthy? ─▶ stream: Hello ─▶ first load: READY
+                        ▲                                                       │
+                        └─────────── pause, doubling ◀── stream lost, no progress, ...
+
+How workers become known is not decided here: the cluster calls `join` and `leave`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvtransfer.reshard import require_compatible
+from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
+from protos.values import BlockHash, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
+from protos.wire import PROTOBUF, Encoding
+from router.config import RouterConfig
+from router.fleet.candidate_table import Offers
+from router.fleet.channels import OpenChannel, open_channel
+from router.fleet.host_metrics import HostTotals
+from router.fleet.lane_metrics import LaneTotals
+from router.fleet.successors import Successor, Successors
+from router.fleet.worker import Member, WorkerState, WorkerStatus
+from router.fleet.worker_client import WorkerClient
+from router.latency.predictor import Predictor
+from router.policies.table import Candidates, readers_of
+from router.prefix.feed import Feed, Observe, Peers
+from router.prefix.index import Match, PrefixIndex
+
+log = logging.getLogger("baton.router")
+
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 2.0
+STATE_LINE = "worker %s at %s is %s%s"
+"""What is logged of a worker's new state, by every process that hears it."""
+ELSEWHERE_S = 1.0  # that work of a sibling counts for, if the worker's load does not show it sooner
+
+
+@dataclass(slots=True)
+class PoolTotals:
+    """What a pool's workers, also those that have left, have done since the router's start. Only ever grows."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    transfer_bytes: int = 0
+    transfer_s: float = 0.0
+    transfer_hidden_s: float = 0.0
+    num_losses: int = 0
+    num_pauses: int = 0
+
+
+class Fleet:
+    """Lives on one event loop. `totals` are by pool; `num_faults` counts sessions that ended in a bug of ours."""
+
+    def __init__(
+        self,
+        *,
+        index: PrefixIndex,
+        config: RouterConfig,
+        gateway_id: str,
+        open_channel: OpenChannel = open_channel,
+        encoding: Encoding = PROTOBUF,
+        peers: Peers | None = None,
+        observe: Observe | None = None,
+    ) -> None:
+        self.index = index
+        self._config = config
+        self._open_channel = open_channel
+        self._encoding = encoding
+        self.gateway_id = gateway_id
+        self._peers = peers
+        self._feed = Feed(index, gateway_id=gateway_id, peers=peers, observe=observe)
+        self._members: dict[str, Member] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._again: dict[str, asyncio.Event] = {}
+        self._turn = asyncio.Event()
+        self.successors = Successors()
+        self.predictor = Predictor()
+        self._offers = Offers(self.predictor)
+        self.totals = {role: PoolTotals() for role in WorkerRole}
+        self.lane_totals = LaneTotals()
+        self.host_totals = HostTotals()
+        self.num_faults = 0
+        self.notices: list[Callable[[], str]] = []  # more of what `degraded` tells
+        self.tell_siblings: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work given to it
+        self.tell_failure: Callable[[str, int], None] | None = None  # (worker, its failures in a row), to the siblings
+        self._num_elsewhere = 0
+        self._behind = ""  # what is wrong with the cluster behind the workers
+        self.num_turned_away = 0  # jobs that wait because no worker had room for them, though it seemed so
+
+    # -- who belongs ---------------------------------------------------------------------------------------------------
+
+    def starting(self, worker_id: str, successor: Successor | None) -> None:
+        """A process of the worker is being started: running answers that no worker can take wait for it."""
+        if self.successors.starting(worker_id, successor):
+            self._changed()
+
+    def join(self, address: str, *, worker_id: str) -> None:
+        """A worker lives at this address. Known already: it is tried again at once, at its new address if it moved."""
+        member = self._members.get(worker_id)
+        if member is None or member.address != address or member.state is not WorkerState.READY:
+            self.successors.joined(worker_id)
+        else:
+            self.successors.arrived(worker_id)
+        if member is None:
+            member = self._members[worker_id] = Member(worker_id, address)
+            self._offers.add(member)
+            again = self._again[worker_id] = asyncio.Event()
+            self._keepers[worker_id] = asyncio.create_task(self._keep(member, again), name=f"keep {worker_id}")
+        elif member.address != address:
+            member.address = address
+            if member.client is not None:
+                member.client.lose(WorkerLost(f"worker {worker_id} has moved to {address}"))
+        self._again[worker_id].set()
+
+    async def leave(self, worker_id: str) -> None:
+        """A worker is no more: what runs on it fails with WorkerLost, and goes on elsewhere. An unknown one is fine."""
+        self.successors.arrived(worker_id)
+        if worker_id not in self._members:
+            return
+        self._offers.remove(self._members.pop(worker_id))
+        del self._again[worker_id]
+        self._feed.drop(worker_id)
+        self.predictor.forget(worker_id)
+        self._changed()
+        keeper = self._keepers.pop(worker_id)
+        keeper.cancel()
+        await asyncio.wait([keeper])
+
+    async def close(self) -> None:
+        for worker_id in tuple(self._members):
+            await self.leave(worker_id)
+
+    # -- what is offered -----------------------------------------------------------------------------------------------
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens in the blocks that prompts are hashed in: those of the first worker; None while nobody was met."""
+        reference = self._reference()
+        return reference.layout.block_size if reference is not None else None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's KV; 0 while nobody was met."""
+        reference = self._reference()
+        return reference.layout.block_bytes if reference is not None else 0
+
+    def member(self, worker_id: str) -> Member:
+        """Raises WorkerLost for one that has left."""
+        if worker_id not in self._members:
+            raise WorkerLost(f"worker {worker_id} has left")
+        return self._members[worker_id]
+
+    def given(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
+        """A worker is about to be given so many tokens to read and blocks to hold: the siblings hear of it."""
+        if self.tell_siblings is not None:
+            self.tell_siblings(worker_id, num_tokens, num_blocks)
+
+    def given_elsewhere(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
+        """A sibling says so. It counts until the worker's load shows it."""
+        member = self._members.get(worker_id)
+        if member is None or member.role is None or not member.takes_work:
+            return
+        self._num_elsewhere += 1
+        name = f"elsewhere {self._num_elsewhere}"
+        member.route_elsewhere(name, num_tokens, num_blocks)
+        loop = asyncio.get_running_loop()
+        loop.call_later(ELSEWHERE_S, member.forget, name)
+        if num_tokens:
+            beside = member.load.num_running + member.load.num_waiting
+            self.predictor.routed(worker_id, member.role, num_tokens, beside=beside, now=loop.time())
+
+    def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
+        """What each worker has of a sequence, in blocks of `block_size`; `hashes` gives its chain in blocks of any
+        size. Every worker is asked for in blocks of its own; smaller ones that fill none of ours do not count.
+        """
+        size = self.block_size or 1
+        matched = self.index.match(hashes(size), now=now)
+        for other in self._offers.block_sizes:
+            if other != size:
+                matched = matched.joined(self.index.match(hashes(other), now=now).scaled(other, size))
+        return matched
+
+    def candidates(self, matched: Match, num_tokens: int) -> Candidates:
+        """Workers that take new work, without those whose breaker gives them a pause. `matched` is an index's answer
+        for a sequence of `num_tokens` tokens, of which the last must always be computed."""
+        now = asyncio.get_running_loop().time()
+        return self._offers.candidates(matched, num_tokens, self.block_size or 1, now=now)
+
+    def loads(self) -> Candidates:
+        """Workers that take new work, for whoever looks at their load alone, and keeps nothing of it."""
+        return self._offers.loads()
+
+    def overhead_s(self) -> float:
+        """What lately came to every first token, besides the reading of its prompt; 0 while that is not known."""
+        now, roles = asyncio.get_running_loop().time(), dict.fromkeys(readers_of(self.loads()).crew.roles)
+        return min((self.predictor.overhead_s(role, now=now) for role in roles), default=0.0)
+
+    def ready(self) -> bool:
+        """Would a request be served?"""
+        return any(member.takes_work for member in self._members.values())
+
+    def set_degraded(self, reason: str) -> None:
+        """What is wrong with the cluster behind the workers; "" when nothing is."""
+        self._behind = reason
+
+    def degraded(self) -> str:
+        """What is wrong although requests are served: with the cluster behind the workers, or with what is known of
+        them; "" when nothing is."""
+        shared = (self._peers.trouble, self._peers.warning) if self._peers is not None else ()
+        return "; ".join(filter(None, (self._behind, *shared, *(notice() for notice in self.notices))))
+
+    @property
+    def shares_index(self) -> bool:
+        """False while other gateways should hear of its prefix index, and do not."""
+        return self._peers is None or not self._peers.trouble
+
+    async def wait(self, *, until: float) -> None:
+        """Returns when a worker's state or load has changed, at the latest at `until` by the loop's clock."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._turn.wait()
+
+    def status(self) -> tuple[WorkerStatus, ...]:
+        index = self.index
+        return tuple(
+            member.status(
+                index.num_blocks(member.worker_id),
+                index.num_on_host(member.worker_id),
+                successor=self.successors.reason(member.worker_id),
+            )
+            for member in self._members.values()
+        )
+
+    def position(self, worker_id: str) -> tuple[int, int]:
+        """Incarnation of a worker, and number of its KV event that is expected next."""
+        return self._feed.position(worker_id)
+
+    async def stats(self, worker_id: str) -> WorkerStats:
+        """Tickets and lanes, asked of the worker itself. Raises WorkerLost."""
+        return await self.member(worker_id).connection().stats()
+
+    async def profile(self, worker_id: str, recording: bool | None = None) -> Profile:
+        """What the worker has recorded of its steps; then it begins anew, ends, or goes on as before (None). Raises
+        WorkerLost."""
+        return await self.member(worker_id).connection().profile(recording)
+
+    async def drain(self, worker_id: str) -> int:
+        """The worker takes no new work from now on, and ends when nothing runs on it; how many requests do. Raises
+        NotFound for a worker that is not known here, WorkerLost for one that cannot be reached."""
+        member = self._members.get(worker_id)
+        if member is None:
+            raise NotFound(f"there is no worker {worker_id}: the fleet is {', '.join(self._members) or 'empty'}")
+        drained = member.state is not WorkerState.READY
+        try:
+            return await member.connection().drain(exit=True)
+        except WorkerLost as error:
+            if not drained:
+                raise
+            raise WorkerLost(
+                f"worker {worker_id} is already on its way out, or its successor on its way in: `baton status` shows "
+                "when it is ready"
+            ) from error
+
+    def blame(self, worker_ids: Iterable[str]) -> None:
+        """A request failed on these workers, for a reason that may be theirs. The siblings hear of it."""
+        for worker_id in worker_ids:
+            if (member := self._members.get(worker_id)) is not None:
+                self._doubt(member, member.breaker.failed(asyncio.get_running_loop().time()))
+                if self.tell_failure is not None:
+                    self.tell_failure(worker_id, member.breaker.failures)
+
+    def blame_elsewhere(self, worker_id: str, sibling: int, in_row: int) -> None:
+        """A request of that sibling failed there, its `in_row`-th without a success."""
+        if (member := self._members.get(worker_id)) is not None:
+            now = asyncio.get_running_loop().time()
+            self._doubt(member, member.breaker.failed_elsewhere(now, sibling=sibling, in_row=in_row))
+
+    def _doubt(self, member: Member, paused: bool) -> None:
+        self._offers.doubt(member)
+        if paused and member.role is not None:
+            log.warning(
+                "worker %s keeps failing what it is given: it gets no new requests for a while",
+                member.worker_id,
+                extra=_of(member),
+            )
+            self.totals[member.role].num_pauses += 1
+
+    def count_read(self, reader: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A prompt has been read: so much of it came from the reader's cache."""
+        if reader.role is not None:
+            self.totals[reader.role].num_prompt_tokens += num_prompt_tokens
+            self.totals[reader.role].num_cached_tokens += num_cached_tokens
+
+    # -- keeping in touch ----------------------------------------------------------------------------------------------
+
+    async def _keep(self, member: Member, again: asyncio.Event) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            again.clear()
+            try:
+                await self._session(member)
+            except IncompatibleWorkers as error:
+                self._enter(member, WorkerState.INCOMPATIBLE, error.message)
+            except BatonError as error:
+                if member.state in (WorkerState.READY, WorkerState.DRAINING):
+                    pause_s = FIRST_PAUSE_S
+                if member.role is not None and member.state is WorkerState.READY:  # one that drains is meant to go
+                    self.totals[member.role].num_losses += 1
+                self._enter(member, WorkerState.LOST, error.message)
+            except Exception as error:  # one worker's nonsense must not end the others' fleet
+                log.exception(
+                    "worker %s: its session failed for a reason of our own", member.worker_id, extra=_of(member)
+                )
+                self.num_faults += 1
+                self._enter(member, WorkerState.LOST, f"{type(error).__name__}: {error}")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await again.wait()
+            pause_s = FIRST_PAUSE_S if again.is_set() else min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _session(self, member: Member) -> None:
+        """One connection, from its handshake to its loss. Raises the BatonError that ended it."""
+        config = self._config
+        client = WorkerClient(
+            member.address,
+            connect_timeout_s=config.connect_timeout_s,
+            control_timeout_s=config.control_timeout_s,
+            open_channel=self._open_channel,
+            encoding=self._encoding,
+            on_loss=member.changed,
+        )
+        watch: asyncio.Task[None] | None = None
+        try:
+            info = await client.describe()
+            await _check(client, member.worker_id)
+            self._admit(member, info)
+            hello = self._feed.hello(member.worker_id, info.incarnation)
+            watch = asyncio.create_task(self._watch(member, client))
+            member.met(info, client)  # from here to `run`'s first statement nobody else has a turn
+            await client.run(hello, lambda step: self._receive(member, client, step))
+        finally:
+            member.parted()
+            self._feed.lost(member.worker_id)
+            if watch is not None:
+                watch.cancel()
+            await client.close()
+
+    def _admit(self, member: Member, info: WorkerInfo) -> None:
+        """Raises IncompatibleWorkers when the worker cannot share requests with those that are here."""
+        if info.worker_id != member.worker_id:
+            raise IncompatibleWorkers(
+                f"{member.address} answers as {info.worker_id}, not as {member.worker_id}: "
+                "stop the worker that has taken its port"
+            )
+        reference = self._reference(besides=member)
+        if reference is None:
+            return
+        for name, theirs, ours in (
+            ("model", info.model, reference.model),
+            ("vocab_size", info.vocab_size, reference.vocab_size),
+            ("device", info.device, reference.device),  # one lane's ranks are all on GPUs, or none is
+        ):
+            if theirs != ours:
+                raise IncompatibleWorkers(
+                    f"worker {info.worker_id} has {name} {theirs}, but {reference.worker_id} has {ours}: "
+                    "start both with the same setting",
+                    param=name,
+                )
+        # Two that fit the first need not fit one another: blocks of 4, 8 and 12. Those of one layout are asked once.
+        others = {other.layout: other.worker_id for other in self._here(besides=member)}
+        for layout, worker_id in others.items():
+            require_compatible(info.worker_id, info.layout, worker_id, layout)
+        if info.layout.block_size != reference.layout.block_size:
+            log.info(
+                "worker %s has blocks of %d tokens, %s of %d: prompts are hashed in both",
+                info.worker_id, info.layout.block_size, reference.worker_id, reference.layout.block_size,
+            )  # fmt: skip
+
+    def _reference(self, besides: Member | None = None) -> WorkerInfo | None:
+        """Who newcomers are compared with: the first that is here."""
+        for member in self._members.values():  # several times a request
+            if member.info is not None and member.client is not None and member is not besides:
+                return member.info
+        return None
+
+    def _here(self, besides: Member | None = None) -> Iterator[WorkerInfo]:
+        members = self._members.values()
+        return (m.info for m in members if m.info is not None and m.client is not None and m is not besides)
+
+    def _receive(self, member: Member, client: WorkerClient, step: StepMessage) -> None:
+        for events in step.events:
+            if (hello := self._feed.receive(member.worker_id, events)) is not None:
+                log.info(
+                    "worker %s: events are missing, asking from %d on",
+                    member.worker_id,
+                    hello.next_seq,
+                    extra=_of(member),
+                )
+                client.greet(hello)
+        before = member.load
+        if not member.hear(step) and member.state in (WorkerState.READY, WorkerState.DRAINING):
+            return  # nobody would decide otherwise than before
+        if step.load is None:
+            return
+        if member.role is not None:
+            totals = self.totals[member.role]
+            totals.transfer_bytes += max(0, step.load.transfer_bytes - before.transfer_bytes)
+            totals.transfer_s += max(0.0, step.load.transfer_s - before.transfer_s)
+            totals.transfer_hidden_s += max(0.0, step.load.transfer_hidden_s - before.transfer_hidden_s)
+            self.lane_totals.note(member.role, before, step.load)
+            self.host_totals.note(member.role, before, step.load)
+        self._enter(member, WorkerState.DRAINING if step.load.draining else WorkerState.READY)
+        self._changed()
+
+    async def _watch(self, member: Member, client: WorkerClient) -> None:
+        """Health means progress: a worker that makes none is lost, although its connection stands."""
+        while True:
+            await asyncio.sleep(self._config.health_period_s)
+            try:
+                await _check(client, member.worker_id)
+            except BatonError as error:
+                client.lose(WorkerLost(error.message))
+                return
+
+    def _enter(self, member: Member, state: WorkerState, reason: str = "") -> None:
+        was = member.state
+        if not member.enter(state, reason, now=asyncio.get_running_loop().time()):
+            return
+        if state in (WorkerState.READY, WorkerState.INCOMPATIBLE):
+            self.successors.arrived(member.worker_id)
+        if member.state is WorkerState.LEFT:
+            log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address, extra=_of(member))
+        elif not was is state is WorkerState.LOST:  # that it is not back yet either is no news
+            log.log(
+                logging.INFO if state in (WorkerState.READY, WorkerState.DRAINING) else logging.WARNING,
+                STATE_LINE, member.worker_id, member.address, state, f": {reason}" if reason else "",
+                extra=_of(member),
+            )  # fmt: skip
+        self._changed()
+
+    def _changed(self) -> None:
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+
+async def _check(client: WorkerClient, worker_id: str) -> None:
+    health = await client.health()
+    if not health.healthy:
+        raise WorkerLost(f"worker {worker_id} makes no progress: {health.reason}")
+
+
+def _of(member: Member) -> dict[str, str]:
+    """Fields of a record of the log."""
+    return {"worker": member.worker_id}

@@ -1,0 +1,262 @@
+"""One worker as the fleet sees it: its state, its load, and what was routed to it that its load does not show yet.
+
+joining ──▶ ready ⇄ draining          ready: takes new work; draining: finishes what it has
+   ▲          │
+   └── lost ◀─┘   incompatible: answers, but cannot work with the rest; never routed to
+                  left: gone as it was told to, after draining, until its successor is met, or has not come for long
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from msgspec.structs import replace
+
+from protos.errors import WorkerLost
+from protos.values import (
+    GenerateRequest,
+    MoveRequest,
+    ReserveRequest,
+    StepMessage,
+    Ticket,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerRole,
+)
+from router.fleet.circuit_breaker import Breaker
+from router.fleet.worker_client import Updates, WorkerClient
+from router.policies.table import Figures
+
+SUCCEEDED = "as it was told to; its successor is due"
+SUCCESSOR_S = 600.0  # as long as `baton drain` waits: large weights take minutes
+UNSUCCEEDED = f"it left as it was told to, and no successor has come for {SUCCESSOR_S / 60:g} minutes"
+STEPS_TO_SHOW = 2  # a step that was running when a request arrived says nothing of it; the one after that does
+
+
+class WorkerState(StrEnum):
+    JOINING = "joining"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+    LEFT = "left"
+    INCOMPATIBLE = "incompatible"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """What can be said about a worker. `reason` tells why it is lost, has left, is incompatible or still joining. Of
+    its cached blocks, `num_host_blocks` are in host memory, some of them on the device as well."""
+
+    worker_id: str
+    address: str
+    state: WorkerState
+    reason: str
+    info: WorkerInfo | None
+    load: WorkerLoad
+    num_routed: int
+    num_cached_blocks: int
+    num_host_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Routed:
+    """Work on its way to a worker: tokens to read, blocks to hold. `since_step` is how many steps the worker had
+    told of when it was told."""
+
+    num_tokens: int
+    num_blocks: int = 0
+    since_step: int | None = None
+
+
+class Member:
+    """Identity of a worker across its connections and lives. The fleet changes its state, the dispatcher adds work.
+
+    `on_change` is called with it and None whenever anything may have changed that candidates are made of.
+    """
+
+    def __init__(self, worker_id: str, address: str) -> None:
+        self.worker_id = worker_id
+        self.address = address
+        self.state = WorkerState.JOINING
+        self.reason = "not met yet"
+        self.info: WorkerInfo | None = None
+        self.load = WorkerLoad()
+        self.client: WorkerClient | None = None
+        self.breaker = Breaker()
+        self.on_change: Callable[[Member, None], None] | None = None
+        self._routed: dict[str, Routed] = {}
+        self._num_steps = 0  # that were told of
+        self._left_s: float | None = None
+
+    def changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change(self, None)
+
+    @property
+    def role(self) -> WorkerRole | None:
+        """Known once the worker has answered."""
+        return self.info.role if self.info is not None else None
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens of its blocks; None while it was never met."""
+        return self.info.layout.block_size if self.info is not None else None
+
+    @property
+    def takes_work(self) -> bool:
+        return self.state is WorkerState.READY and self.client is not None and not self.client.lost
+
+    @property
+    def drains(self) -> bool:
+        """Should what runs here go on elsewhere?"""
+        return self.state is WorkerState.DRAINING
+
+    def connection(self) -> WorkerClient:
+        """Raises WorkerLost when there is none."""
+        if self.client is None:
+            what = "has" if self.state is WorkerState.LEFT else "is"
+            raise WorkerLost(f"worker {self.worker_id} {what} {self.state}: {self.reason}")
+        return self.client
+
+    def met(self, info: WorkerInfo, client: WorkerClient) -> None:
+        """A handshake went well. A new life of the worker starts without load."""
+        if self.info is None or self.info.incarnation != info.incarnation:
+            self.load = WorkerLoad()
+            self.breaker.reset()
+        self.info, self.client = info, client
+        self.changed()
+
+    def parted(self) -> None:
+        """Its connection has ended."""
+        self.client = None
+        self.changed()
+
+    def enter(self, state: WorkerState, reason: str = "", *, now: float) -> bool:
+        """Whether anything changed. One that drained, and is not reached now, has left: so it was told. It is lost like
+        others once its successor has not come for `SUCCESSOR_S`."""
+        if state is not WorkerState.LOST:
+            self._left_s = None
+        elif self.state is WorkerState.DRAINING:
+            self._left_s = now
+        if self._left_s is not None:
+            is_due = now < self._left_s + SUCCESSOR_S
+            state, reason = (WorkerState.LEFT, SUCCEEDED) if is_due else (state, UNSUCCEEDED)
+        changed = (state, reason) != (self.state, self.reason)
+        self.state, self.reason = state, reason
+        self.changed()
+        return changed
+
+    # -- work under way ------------------------------------------------------------------------------------------------
+
+    def route(self, request_id: str, num_tokens: int, num_blocks: int = 0) -> None:
+        """A decision sent a request here, with so many tokens to read. Counted until the worker's load shows it."""
+        self._routed[request_id] = Routed(num_tokens, num_blocks)
+        self.changed()
+
+    def route_elsewhere(self, name: str, num_tokens: int, num_blocks: int) -> None:
+        """Another process of this gateway sent a request here; it is as good as told."""
+        self._routed[name] = Routed(num_tokens, num_blocks, since_step=self._num_steps)
+        self.changed()
+
+    def forget(self, name: str) -> None:
+        """What a decision sent here counts no more."""
+        if self._routed.pop(name, None) is not None:
+            self.changed()
+
+    async def reserve(self, request: ReserveRequest) -> Ticket:
+        """Raises what the worker says, or WorkerLost."""
+        ticket = await self.connection().reserve(request)
+        self._told(request.request_id)
+        return ticket
+
+    async def renew(self, request: ReserveRequest) -> None:
+        """Extends the lease of a reservation made here. Raises what the worker says, or WorkerLost."""
+        await self.connection().renew(request)
+
+    def submit(self, request: GenerateRequest) -> Updates:
+        """Raises WorkerLost when there is no connection; one that is lost later fails the updates."""
+        updates = self.connection().submit(request)
+        self._told(request.request_id)
+        return updates
+
+    def move(self, request: MoveRequest) -> None:
+        """Raises WorkerLost when there is no connection; what comes of it is told in the request's updates."""
+        self.connection().move(request)
+
+    def release(self, request_id: str) -> None:
+        """Nothing more is expected from a request, and nothing has to be ended."""
+        self.forget(request_id)
+        if self.client is not None:
+            self.client.release(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request here, whatever its state."""
+        self.forget(request_id)
+        if self.client is not None:
+            self.client.abort(request_id)
+
+    def _told(self, request_id: str) -> None:
+        """The worker knows of the request now: its load will show it."""
+        if (routed := self._routed.get(request_id)) is not None:
+            routed.since_step = self._num_steps
+
+    def hear(self, step: StepMessage) -> bool:
+        """Takes a step's load, and forgets routed work that it shows. Does anything but the step's number change?"""
+        num_routed = len(self._routed)
+        if num_routed:
+            for update in step.updates:
+                self._routed.pop(update.request_id, None)
+        if step.load is None:
+            return self._has_changed(num_routed != len(self._routed))
+        changed = replace(step.load, step=self.load.step) != self.load
+        self._num_steps += step.load.step != self.load.step
+        self.load = step.load
+        shown = [
+            request_id
+            for request_id, routed in self._routed.items()
+            if routed.since_step is not None and self._num_steps >= routed.since_step + STEPS_TO_SHOW
+        ]
+        for request_id in shown:
+            del self._routed[request_id]
+        return self._has_changed(changed or num_routed != len(self._routed))
+
+    def _has_changed(self, changed: bool) -> bool:
+        if changed:
+            self.changed()
+        return changed
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def figures(self) -> Figures:
+        """Its load with what was routed here."""
+        load, routed = self.load, self._routed.values()
+        return Figures(
+            load.num_running + load.num_waiting + load.num_tickets + len(routed),
+            load.num_waiting + sum(work.num_tokens > 0 for work in routed),
+            load.queued_prefill_tokens + sum(work.num_tokens for work in routed),
+            max(0, load.num_free_blocks - sum(work.num_blocks for work in routed)),
+            load.num_blocks,
+            load.prefill_tokens_per_s,
+            load.decode_step_s,
+        )
+
+    def status(self, num_cached_blocks: int, num_host_blocks: int, successor: str = "") -> WorkerStatus:
+        """`successor` tells of the process that is about to take its place; "" where there is none."""
+        return WorkerStatus(
+            worker_id=self.worker_id,
+            address=self.address,
+            state=self.state,
+            reason="; ".join(filter(None, (self.reason, successor))),
+            info=_without_key(self.info),
+            load=self.load,
+            num_routed=len(self._routed),
+            num_cached_blocks=num_cached_blocks,
+            num_host_blocks=num_host_blocks,
+        )
+
+
+def _without_key(info: WorkerInfo | None) -> WorkerInfo | None:
+    """What may be shown of a worker: not the key of its lanes' board."""
+    return info and replace(info, lane=replace(info.lane, key=""))

@@ -1,0 +1,439 @@
+"""One connection to one worker: a multiplexed token stream for all requests, and control calls.
+
+    submit(a) ─┐                                        ┌─▶ Updates of a
+    submit(b) ─┼─▶ outbox ══ Stream ══▶ worker ══▶ run ─┼─▶ Updates of b
+    abort(c)  ─┘            (Hello first)               └─▶ receive(step): events and load, for the fleet
+
+Everything lives on one event loop; `submit`, `abort` and `lose` return at once. A connection that is lost stays lost:
+every open request is told, and the fleet makes a new client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import chain, count
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from msgspec.structs import replace
+
+from protos import worker_pb2, worker_pb2_grpc
+from protos.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    Unauthenticated,
+    Unavailable,
+    WorkerLost,
+)
+from protos.status import error_of, in_words, peer_error
+from protos.tls import why_refused
+from protos.values import (
+    FinishReason,
+    GenerateRequest,
+    Health,
+    Hello,
+    MoveRequest,
+    Profile,
+    ReserveRequest,
+    SequenceUpdate,
+    ShareRequest,
+    StepMessage,
+    Ticket,
+    WorkerInfo,
+    WorkerStats,
+)
+from protos.wire import PROTOBUF, Encoding, from_proto, raised, to_proto
+from router.fleet.channels import OpenChannel, open_channel
+from router.jobs import Tap
+from router.streaming.shortcut import Board, Shortcut
+
+Value = TypeVar("Value")
+
+log = logging.getLogger("baton.router")
+
+MAX_TOGETHER_BYTES = 2**20
+
+
+class Updates:
+    """What one worker says about one request, in order. Raises what the worker, or its loss, ended it with.
+
+    Whoever reads slower than the worker writes gets several updates joined to one, and catches up. Plain tokens go to
+    the `tap`, if there is one and the reader waits: then it has done with all that came before. After one of them its
+    short cut opens on the `board`, and closes with the next thing that is no plain token, or when it takes one no more.
+    """
+
+    def __init__(self, request_id: str = "", number: int = 0, board: Board | None = None) -> None:
+        self.request_id = request_id
+        self.number = number
+        self.tap: Tap | None = None
+        self._board = board
+        self._open: Shortcut | None = None
+        self._is_plain = False  # the tap has taken a token, and nothing has happened since
+        self._waiting: deque[SequenceUpdate | BatonError] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._over = False
+        self._heir: Updates | None = None
+
+    def put(self, update: SequenceUpdate) -> None:
+        if update.finish_reason is not FinishReason.ERROR:
+            self._add(update)
+        elif update.error is None:
+            self.fail(WorkerLost(f"request {update.request_id} failed without a reason"))
+        else:
+            self.fail(raised(update.error))
+
+    def put_tokens(self, token_ids: Sequence[int], now: float) -> None:
+        """An update that says nothing else."""
+        tap, reader = self.tap, self._reader
+        if tap is not None and reader is not None and not reader.done():
+            try:
+                if self._by_shortcut(tap, token_ids, now):
+                    return
+                self._close()
+                if tap.take(token_ids, now):
+                    self._is_plain = True
+                    return
+            except Exception as bug:  # of one request: its worker's other ones go on
+                self._broken(bug)
+                return
+        self._add(SequenceUpdate(request_id=self.request_id, token_ids=tuple(token_ids)))
+
+    def settle(self) -> None:
+        """The layers above know what an open short cut has taken."""
+        try:
+            if self._open is not None:
+                self._open.settle()
+        except Exception as bug:
+            self._broken(bug)
+
+    def close(self) -> None:
+        """No short cut is open, and the layers above know what it has taken."""
+        try:
+            self._close()
+        except Exception as bug:
+            self._broken(bug)
+
+    def fail(self, error: BatonError) -> None:
+        if self._heir is not None:
+            self._heir.fail(error)
+        else:
+            self._add(error)
+
+    def bequeath(self, heir: Updates) -> None:
+        """Failures from here on, and one that waits to be read, concern `heir`: its work needs this worker still."""
+        self._heir = heir
+        for item in self._waiting:
+            if isinstance(item, BatonError):
+                heir.fail(item)
+        self._waiting.clear()
+
+    def __aiter__(self) -> Updates:
+        return self
+
+    async def __anext__(self) -> SequenceUpdate:
+        if self._over:
+            raise StopAsyncIteration
+        waiting = self._waiting
+        while not waiting:
+            # Asking for the running loop is a system call in Python 3.11, and every token passes here.
+            self._loop = self._loop or asyncio.get_running_loop()
+            self._reader = self._loop.create_future()
+            await self._reader
+        item = waiting.popleft()
+        if isinstance(item, BatonError):
+            self._over = True
+            raise item
+        if waiting:
+            item = self._joined(item)
+        self._over = item.finish_reason is not None
+        return item
+
+    def _by_shortcut(self, tap: Tap, token_ids: Sequence[int], now: float) -> bool:
+        """For tokens that the board has not taken: the short cut may not have been open, or not have known them."""
+        shortcut, board = tap.shortcut, self._board
+        if shortcut is None or board is None or len(token_ids) != 1:
+            return False
+        if self._open is not None:
+            return shortcut.learn(token_ids[0]) and board.retry(self.number, token_ids[0], now)
+        if not self._is_plain or board.is_shut or not shortcut.open(board, self.number, self, tap.note):
+            return False
+        self._open = shortcut
+        shortcut.learn(token_ids[0])
+        return board.retry(self.number, token_ids[0], now)
+
+    def _close(self) -> None:
+        self._is_plain = False
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close()
+
+    def _broken(self, bug: Exception) -> None:
+        log.error(
+            "request %s failed for a reason of our own",
+            self.request_id,
+            exc_info=bug,
+            extra={"request": self.request_id},
+        )
+        self.tap = None
+        self.fail(Internal(f"tokens could not be passed on: {type(bug).__name__}"))
+
+    def _add(self, item: SequenceUpdate | BatonError) -> None:
+        self.close()
+        self._waiting.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _joined(self, first: SequenceUpdate) -> SequenceUpdate:
+        """With all that waits up to an end, or to something that is no token."""
+        waiting, parts = self._waiting, [first]
+        while waiting and parts[-1].finish_reason is None and parts[-1].error is None:
+            following = waiting[0]
+            if isinstance(following, BatonError) or following.error is not None:
+                break
+            parts.append(following)
+            waiting.popleft()
+        if len(parts) == 1:
+            return first
+        return replace(
+            first,
+            token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+            logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+            prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
+            finish_reason=parts[-1].finish_reason,
+            num_cached_tokens=max(part.num_cached_tokens for part in parts),
+            num_prompt_computed=max(part.num_prompt_computed for part in parts),
+        )
+
+
+class WorkerClient:
+    """Talks to the worker at `address` (host:port). Control calls raise the worker's typed error, or WorkerLost.
+    `encoding` is that of messages that are many or large. `on_loss` is called when the connection is lost, or given up.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect_timeout_s: float,
+        control_timeout_s: float,
+        open_channel: OpenChannel = open_channel,
+        encoding: Encoding = PROTOBUF,
+        on_loss: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = address
+        self._encoding = encoding
+        self._on_loss = on_loss
+        self._connect_timeout_s = connect_timeout_s
+        self._control_timeout_s = control_timeout_s
+        self._channel = open_channel(address)
+        self._stub: Any = worker_pb2_grpc.WorkerStub(self._channel)
+        self._outbox: asyncio.Queue[worker_pb2.ToWorker | None] = asyncio.Queue()
+        self._open: dict[str, Updates] = {}
+        self._numbered: dict[int, Updates] = {}  # the same ones
+        self._numbers = count(1)
+        self._board = Board()
+        self._late: set[asyncio.Task[Ticket]] = set()
+        self._reads_further = False
+        self._stream: Any = None
+        self._lost: WorkerLost | None = None
+
+    async def describe(self) -> WorkerInfo:
+        """The handshake: who answers at this address."""
+        reply = await self._call(self._stub.Describe, worker_pb2.DescribeRequest(), self._connect_timeout_s)
+        info = from_proto(WorkerInfo, reply)
+        self._reads_further = info.reads_further
+        return info
+
+    async def run(self, hello: Hello, receive: Callable[[StepMessage], None]) -> NoReturn:
+        """Holds the token stream until it is lost, then raises WorkerLost. `receive` gets each message after its
+        updates have been handed out. Nothing is submitted before this runs: Hello comes first."""
+        self.greet(hello)
+        clock = asyncio.get_running_loop().time
+        self._stream = self._stub.Stream(self._outgoing())
+        error: BatonError = WorkerLost(f"the worker at {self.address} ended its stream")
+        try:
+            async for message in self._stream:
+                step = from_proto(StepMessage, message)
+                self._hand_out(step, clock())
+                receive(step)
+        except grpc.RpcError as failed:
+            error = self._typed(failed)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._lost is None or (task is not None and task.cancelling()):  # else `lose` cancelled the call only
+                error = WorkerLost(f"the connection to the worker at {self.address} was closed")
+                raise
+        finally:
+            self.lose(WorkerLost(error.message))
+        assert self._lost is not None
+        raise self._lost
+
+    @property
+    def lost(self) -> bool:
+        return self._lost is not None
+
+    # -- the token path ------------------------------------------------------------------------------------------------
+
+    def greet(self, hello: Hello) -> None:
+        """Says which KV events are wanted next: first of all, and again when some are missing."""
+        self._outbox.put_nowait(worker_pb2.ToWorker(hello=to_proto(hello)))
+
+    def submit(self, request: GenerateRequest) -> Updates:
+        """Hands over a request. `release` or `abort` it when its updates are no longer of interest."""
+        updates = Updates(request.request_id, next(self._numbers), self._board)
+        if self._lost is not None:
+            updates.fail(WorkerLost(self._lost.message))
+            return updates
+        self._open[request.request_id] = self._numbered[updates.number] = updates
+        self._outbox.put_nowait(self._encoding.submit(request, updates.number))
+        return updates
+
+    def release(self, request_id: str) -> None:
+        """Stops listening to a request that needs nothing more."""
+        if (updates := self._open.pop(request_id, None)) is not None:
+            del self._numbered[updates.number]
+            updates.close()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and its reservation on the worker, whatever their state. No error if there are none."""
+        self.release(request_id)
+        if self._lost is None:
+            self._outbox.put_nowait(worker_pb2.ToWorker(abort=worker_pb2.AbortRequest(request_ids=[request_id])))
+
+    def move(self, request: MoveRequest) -> None:
+        """A running request is to go on elsewhere: its updates will say that it has MOVED, or why it stays."""
+        if self._lost is None:
+            self._outbox.put_nowait(worker_pb2.ToWorker(move=to_proto(request)))
+
+    def lose(self, error: WorkerLost) -> None:
+        """Gives the connection up: every open request fails with this error at once."""
+        if self._lost is not None:
+            return
+        self._lost = error
+        self._on_loss()
+        for updates in self._open.values():
+            updates.fail(WorkerLost(error.message))
+        self._open.clear()
+        self._numbered.clear()
+        self._outbox.put_nowait(None)
+        if self._stream is not None:
+            self._stream.cancel()
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    async def reserve(self, request: ReserveRequest) -> Ticket:
+        """Blocks for one request. Cancelled while under way, it gives the blocks back as soon as they are known."""
+        call = asyncio.create_task(
+            self._call(self._stub.Reserve, self._encoding.value(request), self._control_timeout_s)
+        )
+        try:
+            return from_proto(Ticket, await asyncio.shield(call))
+        except asyncio.CancelledError:
+            self._late.add(call)
+            call.add_done_callback(lambda late: self._give_back(request.request_id, late))
+            raise
+
+    async def renew(self, request: ReserveRequest) -> None:
+        """Asks again for what `reserve` got, which renews its lease. Cancelled, it leaves the reservation alone."""
+        await self._call(self._stub.Reserve, self._encoding.value(request), self._control_timeout_s)
+
+    async def share(self, request: ShareRequest) -> int:
+        """Has cached blocks pushed to a ticket: how many of its blocks they are."""
+        reply = await self._call(self._stub.Share, to_proto(request), self._control_timeout_s)
+        return int(reply.num_blocks)
+
+    async def drain(self, *, exit: bool = False) -> int:
+        """No new work from now on; how many requests still run. With `exit` the worker ends after the last of them."""
+        reply = await self._call(self._stub.Drain, worker_pb2.DrainRequest(exit=exit), self._control_timeout_s)
+        return int(reply.num_running)
+
+    async def stats(self) -> WorkerStats:
+        reply = await self._call(self._stub.Stats, worker_pb2.StatsRequest(), self._control_timeout_s)
+        return from_proto(WorkerStats, reply)
+
+    async def profile(self, recording: bool | None = None) -> Profile:
+        """What was recorded of its steps; then it begins anew, ends, or goes on as before (None)."""
+        asked = worker_pb2.ProfileRequest(recording=recording)
+        return from_proto(Profile, await self._call(self._stub.Profile, asked, self._control_timeout_s))
+
+    async def health(self, *, from_supervisor: bool = False) -> Health:
+        asked = worker_pb2.HealthRequest(from_supervisor=from_supervisor)
+        reply = await self._call(self._stub.Health, asked, self._control_timeout_s)
+        return from_proto(Health, reply)
+
+    async def close(self) -> None:
+        self.lose(WorkerLost(f"the connection to the worker at {self.address} was closed"))
+        await self._channel.close(None)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _give_back(self, request_id: str, late: asyncio.Task[Ticket]) -> None:
+        self._late.discard(late)
+        if late.cancelled() or late.exception() is not None:
+            return
+        self.abort(request_id)
+
+    async def _outgoing(self) -> AsyncIterator[worker_pb2.ToWorker]:
+        """What was said while a message was on its way leaves with the next: a message costs more than its words."""
+        outbox = self._outbox
+        while (message := await outbox.get()) is not None:
+            num_bytes = message.ByteSize() if outbox.qsize() else 0
+            while self._reads_further and outbox.qsize() and num_bytes < MAX_TOGETHER_BYTES:
+                if (further := outbox.get_nowait()) is None:
+                    outbox.put_nowait(None)  # the end, after this message
+                    break
+                num_bytes += further.ByteSize()
+                message.further.append(further)
+            yield message
+
+    def _hand_out(self, step: StepMessage, now: float) -> None:
+        numbered, numbers, token_ids = self._numbered, step.numbers, step.token_ids
+        if step.load is not None:
+            self._board.shut(step.load.draining)  # sequences are to move: that is for deltas to begin
+        for place in self._board.deliver(numbers, token_ids, now):
+            if (updates := numbered.get(numbers[place])) is not None:  # else aborted meanwhile
+                updates.put_tokens((token_ids[place],), now)
+        for update in step.updates:
+            if (updates := self._open.get(update.request_id)) is None:
+                continue
+            if update.is_plain:
+                updates.put_tokens(update.token_ids, now)
+            else:
+                updates.put(update)
+            if update.finish_reason is not None and update.finish_reason.is_last:
+                self.release(update.request_id)
+
+    async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+        if self._lost is not None:
+            raise WorkerLost(self._lost.message)
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.RpcError as failed:
+            raise self._typed(failed) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._lost is None or (task is not None and task.cancelling()):
+                raise
+            raise WorkerLost(self._lost.message) from None  # closing a channel cancels its calls, not their callers
+
+    def _typed(self, failed: grpc.RpcError) -> BatonError:
+        """The worker's own word, or its loss: nobody but its end cancels our calls, and a crash cuts them off."""
+        if (said := peer_error(failed)) is not None:
+            if isinstance(said, Unauthenticated):  # which no client of ours is to hear as its own fault
+                return WorkerLost(f"the worker at {self.address} refuses this process: {said.message}")
+            return said
+        error = error_of(failed)
+        if isinstance(error, InvalidRequest):
+            return error
+        if isinstance(error, DeadlineExceeded):
+            return WorkerLost(f"the worker at {self.address} did not answer in time")
+        log.debug("worker at %s: %s", self.address, error.message)
+        told = in_words(error.message) if isinstance(error, Unavailable) else error.message
+        why = why_refused(error.message) or told
+        return WorkerLost(f"the worker at {self.address} cannot be reached: {why}")

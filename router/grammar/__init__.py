@@ -1,0 +1,1 @@
+"""Structured answers: a grammar from a request's schema, checked before a worker sees it."""

@@ -1,0 +1,220 @@
+"""Whether grammars can be compiled, found out in processes beside the gateway, which can be ended.
+
+    check ──▶ found before ──▶ said at once
+          └─▶ its turn, of `MAX_AT_ONCE` ── a process compiles, within `CPU_S` and its memory ──▶ found, or dead of it
+                └─▶ nobody waits any more: dropped
+
+The library counts most of the work and stops by itself. What it counts too little of is stopped by the CPU time that it
+takes, so that neither depends on how busy the machine is. A process (`checker_process`) is started when it is
+needed, and again when it has died. It may die of something else than its grammar, which is then compiled once more in
+a new one. What stays uncertain is told to come again, and is not remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from protos.errors import InvalidRequest, Overloaded
+from router.grammar import checker_process
+from router.grammar.json_schema_errors import explained
+
+log = logging.getLogger("baton.router")
+
+MAX_GRAMMAR_CHARS = 128 * 1024
+"""Of a grammar with all its schemas: one of this size compiles in about a tenth of a second."""
+
+MAX_CHECKED = 1024
+MAX_AT_ONCE = 4
+LARGE_CHARS, MAX_LARGE = 8192, 2
+"""Of a grammar that does not keep smaller ones waiting: so many of these at once."""
+CPU_S = 1.0
+WAIT_S = 10.0
+"""Whoever has waited so long is to come again. A process that has not answered for so long is ended."""
+
+
+class GrammarChecks:
+    """Of one event loop. What was found is remembered. `close` it at the end."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[bytes, str] = OrderedDict()
+        self._asked: dict[bytes, _Asked] = {}
+        self._turn, self._turn_of_large = asyncio.Semaphore(MAX_AT_ONCE), asyncio.Semaphore(MAX_LARGE)
+        self._threads = ThreadPoolExecutor(max_workers=MAX_AT_ONCE, thread_name_prefix="grammar-checks")
+        self._compilers = threading.local()
+
+    async def check(self, grammar: str, *, param: str) -> None:
+        """Raises InvalidRequest with what is wrong, Overloaded where that is not found out in `WAIT_S`."""
+        if len(grammar) > MAX_GRAMMAR_CHARS:
+            told = f"'{param}' makes a grammar of {len(grammar)} characters"
+            raise InvalidRequest(f"{told}: at most {MAX_GRAMMAR_CHARS} are read", param=param)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                wrong = await self._wrong(grammar)
+        except TimeoutError:
+            told = f"'{param}' was not compiled within {WAIT_S:g} s: come again"
+            raise Overloaded(told, param=param, retry_after_s=WAIT_S) from None
+        except _Ended as ended:
+            told = f"'{param}' was not compiled, for what compiles it was ended ({ended}): come again"
+            raise Overloaded(told, param=param, retry_after_s=WAIT_S) from None
+        if wrong:
+            raise InvalidRequest(f"'{param}' cannot be enforced: {wrong}", param=param)
+
+    def close(self) -> None:
+        """Its threads end with what they do, and their processes with them. Nobody may ask any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _wrong(self, grammar: str) -> str:
+        encoded = grammar.encode("utf-8", "surrogatepass")
+        name = hashlib.blake2b(encoded, digest_size=16).digest()
+        if (wrong := self._found.get(name)) is not None:
+            return wrong
+        asked = self._asked.get(name)
+        if asked is None:
+            asked = self._asked[name] = _Asked(asyncio.create_task(self._find(name, encoded)))
+        asked.num_waiting += 1
+        try:
+            return await asyncio.shield(asked.found)
+        finally:
+            asked.num_waiting -= 1
+            if not asked.num_waiting and not asked.has_turn:
+                asked.found.cancel()
+                self._asked.pop(name, None)
+
+    async def _find(self, name: bytes, encoded: bytes) -> str:
+        before = self._turn_of_large if len(encoded) > LARGE_CHARS else contextlib.nullcontext()
+        async with before, self._turn:
+            self._asked[name].has_turn = True
+            try:
+                wrong = await asyncio.get_running_loop().run_in_executor(self._threads, self._compiled, encoded)
+            finally:
+                del self._asked[name]
+        self._found[name] = wrong
+        if len(self._found) > MAX_CHECKED:
+            self._found.popitem(last=False)
+        return wrong
+
+    def _compiled(self, encoded: bytes) -> str:
+        """On a thread: what is wrong, "" if nothing is. Raises _Ended and TimeoutError where that is not certain."""
+        with contextlib.suppress(_Ended):
+            return self._ask(encoded)
+        try:
+            return self._ask(encoded)  # by a new process, which has died of nothing before
+        except _Ended as ended:
+            if ended.is_from_outside:
+                raise
+            return ended.blame()
+
+    def _ask(self, encoded: bytes) -> str:
+        compiler: _Compiler | None = getattr(self._compilers, "one", None)
+        if compiler is None:
+            compiler = self._compilers.one = _Compiler()
+        try:
+            told = compiler.ask(encoded)
+        except (_Ended, TimeoutError) as error:
+            del self._compilers.one
+            if isinstance(error, _Ended) and error.code == -signal.SIGPROF:
+                return error.blame()
+            raise
+        return explained(told, encoded.decode("utf-8", "surrogatepass"))
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A grammar that is being checked. It is dropped when nobody waits for it and it has not got its turn."""
+
+    found: asyncio.Task[str]
+    num_waiting: int = 0
+    has_turn: bool = False
+
+
+class _Ended(Exception):
+    """The process has, with this return code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"return code {code}")
+        self.code = code
+
+    @property
+    def is_from_outside(self) -> bool:
+        """By somebody who may end any process, such as the kernel that needs memory."""
+        return self.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+
+    def blame(self) -> str:
+        """What of the grammar did that."""
+        match -self.code:
+            case signal.SIGPROF:
+                return f"compiling it takes more than {CPU_S:g} s: intersect, nest or repeat fewer patterns"
+            case signal.SIGSEGV | signal.SIGBUS:
+                return "it is nested too deeply to be compiled: nest fewer patterns"
+            case signal.SIGABRT:
+                return "compiling it takes too much memory: intersect, nest or repeat fewer patterns"
+        return f"compiling it ended the process ({self}): make it simpler"
+
+
+class _Compiler:
+    """A process, which ends with this object. Raises RuntimeError if it cannot be started."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair()
+        self._ours.settimeout(WAIT_S)
+        with theirs:
+            command = [sys.executable, "-P", str(Path(checker_process.__file__))]
+            devnull = subprocess.DEVNULL
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=devnull, stderr=devnull)
+        weakref.finalize(self, _end, self._process, self._ours)
+        try:
+            self._read()
+        except OSError as error:
+            raise RuntimeError(f"the process that checks grammars does not start: {command}") from error
+
+    def ask(self, grammar: bytes) -> str:
+        """Raises _Ended; TimeoutError where it had to be, for it said nothing."""
+        try:
+            self._ours.sendall(checker_process.HEAD.pack(len(grammar), round(CPU_S * 1000)) + grammar)
+            return self._read().decode("utf-8", "replace")
+        except TimeoutError:
+            log.warning("a process has not compiled a grammar of %d bytes in %g s: it is ended", len(grammar), WAIT_S)
+            self._process.kill()
+            _end(self._process, self._ours)
+            raise
+        except OSError:
+            _end(self._process, self._ours)
+            code = self._process.returncode
+            log.warning("the process that compiled a grammar of %d bytes has ended: return code %d", len(grammar), code)
+            raise _Ended(code) from None
+
+    def _read(self) -> bytes:
+        """An answer. Raises OSError when it has died."""
+        parts = bytearray()
+        missing = checker_process.ANSWER.size
+        while len(parts) < missing:
+            part = self._ours.recv(missing - len(parts))
+            if not part:
+                raise ConnectionResetError
+            parts += part
+            if len(parts) == checker_process.ANSWER.size:
+                missing += checker_process.ANSWER.unpack(parts)[0]
+        return bytes(parts[checker_process.ANSWER.size :])
+
+
+def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:
+    ours.close()
+    if process.returncode is None:
+        try:
+            process.wait(timeout=0.5)  # what has died says of what
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

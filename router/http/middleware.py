@@ -1,0 +1,209 @@
+"""What happens to every HTTP request before its route: a name for client and log, limits on its head and its body, a
+tenant for its key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from protos.errors import HeadersTooLarge, PayloadTooLarge, RequestTimeout, Unauthenticated
+from router.auth.auth import Reception
+from router.auth.tenants import Tenant
+from router.http.access_log import CLIENT_LEFT, MAX_PATH, is_logged, log_access
+from router.http.errors import error_response, internal_error
+from router.http.response_writer import outlet_of
+
+log = logging.getLogger("baton.http")
+
+REQUEST_ID = "x-baton-request-id"
+_REQUEST_ID = REQUEST_ID.encode()
+_POLLED = {"/ready", "/health", "/metrics"}
+_ACCEPTABLE = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
+
+
+def request_name(given: str) -> str:
+    """What a request is called: the name its client gave it, if that can be kept, or a new one."""
+    return given if _ACCEPTABLE.fullmatch(given) else f"req-{secrets.token_hex(16)}"
+
+
+def header_of(scope: Scope, name: bytes) -> str:
+    """The first header of that name (in small letters), "" where there is none: Starlette's `Headers` looks five times
+    as long."""
+    for found, value in scope["headers"]:
+        if found == name:
+            return str(value.decode("latin-1"))
+    return ""
+
+
+def name_of(request: Request) -> str:
+    """As the answer's `x-baton-request-id` says it."""
+    return str(request.state.request_id)
+
+
+def tenant_of(request: Request) -> Tenant:
+    """Who asks, as its key says."""
+    tenant = request.state.tenant
+    assert isinstance(tenant, Tenant)
+    return tenant
+
+
+class RequestId:
+    """Answers carry `x-baton-request-id`: the client's (or `x-request-id`) if it is a short plain word, or a new one.
+
+    Under the same name (`name_of`) /admin/requests tells how the request was routed, and the log what failed for a
+    reason of our own.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = request_name(header_of(scope, _REQUEST_ID) or header_of(scope, b"x-request-id"))
+        scope.setdefault("state", {})["request_id"] = name
+        clock = asyncio.get_running_loop().time
+        begun_s, status = clock(), 0
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, name.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named)
+        except Exception:  # nothing below knew what to say of it, and the client is owed an answer
+            log.exception("request %s failed for a reason of our own", name, extra={"request": name})
+            if status:
+                raise
+            await error_response(internal_error())(scope, receive, named)
+        finally:
+            status = status or CLIENT_LEFT
+            if is_logged() and not scope["state"].get("sibling") and not is_routine(scope, status):
+                _log(scope, status, clock() - begun_s)
+
+
+def is_routine(scope: Scope, status: int) -> bool:
+    """An open page, probes and scrapers ask every few seconds: their lines would hide the others."""
+    path, method = scope["path"], scope["state"].get("method") or scope["method"]
+    return method == "GET" and status < 400 and (path in _POLLED or path.startswith("/admin/"))
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    state, client = scope["state"], scope.get("client")
+    tenant = state.get("tenant")
+    log_access(
+        state.get("method") or scope["method"],
+        scope["raw_path"].decode("latin-1")[:MAX_PATH],
+        status,
+        seconds,
+        client=client[0] if client else "",
+        request=state["request_id"],
+        tenant=tenant.name if tenant is not None else "",
+        track=state.get("track"),
+    )
+
+
+class HeadLimit:
+    """Refuses a head of more than `max_bytes` with 431: the server has read it, nobody else needs to."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
+            if size > self._max_bytes:
+                told = f"The headers and the path have {size} bytes: at most {self._max_bytes} are read"
+                await error_response(HeadersTooLarge(told))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class Authenticate:
+    """Gives the requests of the API their tenant (`tenant_of`), and refuses those whose key is not known with 401.
+
+    Health, metrics and the API's description are open; /admin has a door of its own.
+    """
+
+    def __init__(self, app: ASGIApp, *, reception: Reception) -> None:
+        self._app = app
+        self._reception = reception
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
+            try:
+                tenant = self._reception.identify(header_of(scope, b"authorization"))
+            except Unauthenticated as error:
+                await error_response(error)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["tenant"] = tenant
+        await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses a body of more than `max_bytes` with 413: at once where its length is announced, else when it is passed;
+    and one that is not whole `timeout_s` after its head with 408, and the end of its connection.
+
+    What the client goes on sending after a 413 is dropped by the server without being kept (`router.http.protocol`).
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = header_of(scope, b"content-length")
+        if announced.isdigit() and _is_more(announced, self._max_bytes):
+            await error_response(self._too_large(f"of {announced.lstrip('0')[:32]} bytes"))(scope, receive, send)
+            return
+        due_s = asyncio.get_running_loop().time() + self._timeout_s
+        seen, is_whole = 0, False
+        outlet = outlet_of(scope)
+
+        async def limited() -> Message:
+            nonlocal seen, is_whole
+            if is_whole:  # from here on the client is only waited for to go away
+                return await receive()
+            try:
+                if outlet is not None and outlet.has_all:  # as mostly: there is nothing to wait for
+                    message = await receive()
+                else:
+                    async with asyncio.timeout_at(due_s):
+                        message = await receive()
+            except TimeoutError:
+                raise self._too_slow(seen) from None
+            seen += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if seen > self._max_bytes:
+                raise self._too_large("sent")
+            return message
+
+        await self._app(scope, limited, send)
+
+    def _too_large(self, what: str) -> PayloadTooLarge:
+        return PayloadTooLarge(f"The body {what} is too large: at most {self._max_bytes} bytes are read")
+
+    def _too_slow(self, num_bytes: int) -> RequestTimeout:
+        return RequestTimeout(
+            f"The body had no end within {self._timeout_s:g} s of its headers ({num_bytes} bytes came): send it faster"
+        )
+
+
+def _is_more(digits: str, most: int) -> bool:
+    """Python reads no number of more than 4,300 digits."""
+    digits = digits.lstrip("0")
+    return len(digits) > len(str(most)) or int(digits or "0") > most

@@ -1,0 +1,302 @@
+"""What may arrive on a client's connection: how long it may take, how much it may be, and what is no HTTP request.
+
+    opened ──▶ head ──▶ body (`router.http.middleware.BodyLimit`) ──▶ answer ──▶ idle (uvicorn) ──▶ the next head
+      └─ HEAD_S ─┘                                            └─ LINGER_S for what is left of a body that was refused
+
+    not a request ──▶ answers to those before it ──▶ refusal, end of our side ──▶ LINGER_S: the rest is dropped
+
+No application sees what is not a request, so the refusal is written here, in the form of the API's errors. The socket
+stays open for reading after it: a socket that is closed with unread bytes is reset, and the client loses the refusal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from protos.errors import BatonError, HeadersTooLarge, InvalidRequest, RequestTimeout, UriTooLong
+from router.http.access_log import MAX_PATH, is_logged, log_access
+from router.http.errors import error_response
+
+HEAD_S = 30.0
+LINGER_S = 30.0
+MAX_UNENDED_HEAD_BYTES = 512 * 1024
+"""More than the largest head that is read, and what one read may bring beside it: `middleware.HeadLimit` counts
+exactly what has an end."""
+MAX_URI_BYTES = 16 * 1024
+MAX_FRAMING_BYTES = 64 * 1024
+"""Of chunk extensions and trailers, as much as of headers, beside `CHUNK_BYTES` for each chunk. What came in the same
+read as the end of the head is not counted: asyncio reads at most 256 KiB at a time."""
+CHUNK_BYTES = 24
+"""The size of a chunk and the ends of its lines: 5 to 22 bytes."""
+
+_VERSIONS = ("1.0", "1.1")
+_HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]{0,5})?", re.ASCII)
+
+
+class Intake(HttpToolsProtocol):
+    """uvicorn's protocol with an end to everything that a client sends before it is answered, and an answer to what is
+    not a request."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._num_head_bytes = 0
+        self._num_framing_bytes = 0  # of the body that is being read, less what its chunks allow
+        self._in_head = True
+        self._head_ended = False  # in the read that is being parsed
+        self._unanswered: deque[RequestResponseCycle] = deque()  # the first is being answered
+        self._has_upgrade = False  # in the head that was read last
+        self._fault: BatonError | None = None  # found by a callback of the parser
+        self._refusal: BatonError | None = None  # nothing more is parsed; written once its turn has come
+        self._lingers = False  # our side of the connection has ended
+        self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        if self._lingers:
+            self.transport.close()
+        super().shutdown()
+
+    # -- what arrives --------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        self._unset_keepalive_if_required()
+        self._parse(data)
+        if self._refusal is not None:
+            return
+        if self._patience is None and not (self._in_head or self._is_answering):
+            # Ends of lines, which begin no head: but for uvicorn's parser they are no silence any more.
+            self._in_head, self._num_head_bytes = True, 0
+            self._wait_for_head()
+        if self._in_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_UNENDED_HEAD_BYTES:
+                self._refuse(HeadersTooLarge(f"The headers have no end after {self._num_head_bytes} bytes"))
+            return
+        if self._head_ended:
+            self._head_ended, self._num_framing_bytes = False, 0
+            return
+        self._num_framing_bytes += len(data)
+        if self._num_framing_bytes > MAX_FRAMING_BYTES:
+            told = f"The body has more than {MAX_FRAMING_BYTES} bytes of chunk extensions and trailers: leave them out"
+            self._refuse(InvalidRequest(told))
+
+    def _parse(self, data: bytes) -> None:
+        while data and self._refusal is None:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._without_upgrade() + data[upgrade.args[0] :]
+            except httptools.HttpParserCallbackError:  # what `_check_head` did not find is a URL
+                self._refuse(self._fault or InvalidRequest("The request's target is not a path that can be read"))
+            except httptools.HttpParserError as error:
+                self._refuse(InvalidRequest(f"This is not an HTTP request that can be read: {error}"))
+
+    def _without_upgrade(self) -> bytes:
+        """The head that was read last, for a new parser: this one takes what follows for another protocol's. No other
+        protocol is offered here, and then a request is served as if it had not asked (RFC 9110, 7.8)."""
+        self._has_upgrade = False
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"http2-settings")]
+        lines = [b"%b: %b\r\n" % (name, _others(value) if name == b"connection" else value) for name, value in kept]
+        return b"%b %b HTTP/1.1\r\n%b\r\n" % (self.scope["method"].encode(), self.url, b"".join(lines))
+
+    # -- callbacks of the parser ---------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if not self._in_head:
+            self._in_head = True
+            self._num_head_bytes = 0
+            self._wait_for_head()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > MAX_URI_BYTES:
+            self._fail(UriTooLong(f"The path and query have more than {MAX_URI_BYTES} bytes: shorten them"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # trailers are dropped: they were not there when the request was judged
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            self._check_head()
+            self.scope["method"] = self.parser.get_method().decode()
+            self._has_upgrade = True
+            return
+        self._check_head()
+        self._in_head, self._head_ended = False, True
+        self._end_wait()
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not before:
+            self._unanswered.append(self.cycle)
+            if self.scope["http_version"] == "1.0":
+                self.cycle.__class__ = _Unchunked
+
+    def on_body(self, body: bytes) -> None:
+        self._num_framing_bytes -= len(body)
+        super().on_body(body)
+
+    def on_chunk_header(self) -> None:
+        self._num_framing_bytes -= CHUNK_BYTES
+
+    def on_message_complete(self) -> None:
+        if not self._has_upgrade:
+            super().on_message_complete()
+
+    def _check_head(self) -> None:
+        """Raises for a head that somebody else on its way may have read differently, or that is not ours to serve."""
+        version, hosts, codings = self.parser.get_http_version(), [], []
+        for name, value in self.headers:
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"transfer-encoding":
+                codings.append(value)
+        if version not in _VERSIONS:
+            self._fail(InvalidRequest(f"HTTP/{version} is not spoken here: use HTTP/1.1"))
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            self._fail(InvalidRequest(f"The request has {len(hosts)} Host headers: it must have exactly one"))
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            self._fail(InvalidRequest(f"The Host header is {_shown(hosts[0])}: it must be a host and, if any, a port"))
+        if codings and (version == "1.0" or len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
+            told = _shown(b", ".join(codings))
+            self._fail(InvalidRequest(f"The Transfer-Encoding is {told}: only 'chunked' is read, and only in HTTP/1.1"))
+        if self.parser.get_method() == b"CONNECT":
+            self._fail(InvalidRequest("CONNECT is for proxies: send the request itself"))
+
+    def _fail(self, fault: BatonError) -> None:
+        """Raises the fault; the parser wraps what its callbacks raise."""
+        self._fault = fault
+        raise fault
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        cycle = self.cycle
+        self._unanswered.popleft()
+        super().on_response_complete()
+        if self._refusal is not None:
+            if not (self._is_answering or self._lingers):
+                self._write_refusal(self._refusal)
+        elif cycle.response_complete and cycle.more_body and not self.transport.is_closing():
+            # It was refused before its end had come: the rest is read and dropped.
+            self._end_wait()
+            self._patience = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def linger(self) -> None:
+        """Ends our side of the connection; what the client still sends is dropped, for a while."""
+        if self._lingers or self.transport.is_closing():
+            return
+        self._lingers = True
+        self._unset_keepalive_if_required()
+        self._end_wait()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._patience = self.loop.call_later(LINGER_S, self.transport.close)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _wait_for_head(self) -> None:
+        self._end_wait()
+        self._patience = self.loop.call_later(HEAD_S, self._late)
+
+    def _end_wait(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _late(self) -> None:
+        if self._is_answering:
+            self._wait_for_head()  # the head of the next request, which is not its turn yet
+        elif self._num_head_bytes:
+            self._refuse(RequestTimeout(f"The headers had no end within {HEAD_S:g} s"))
+        else:  # it never said anything
+            self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        return bool(self._unanswered)
+
+    def _refuse(self, error: BatonError) -> None:
+        """The connection ends with it, after the answers to the requests before it."""
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        self._refusal = error
+        self._end_wait()
+        if not self._in_head and self.cycle is not None and self.cycle.more_body:
+            if self.cycle.response_complete:  # it has been refused already, and this was the rest of its body
+                self.linger()
+                return
+            if not self.cycle.response_started:
+                self._withdraw(self.cycle)
+        if not self._is_answering:
+            self._write_refusal(error)
+
+    def _withdraw(self, cycle: RequestResponseCycle) -> None:
+        """The last request, whose body cannot be read. To its application the client has gone."""
+        self._unanswered.remove(cycle)
+        if self.pipeline and self.pipeline[0][0] is cycle:
+            self.pipeline.popleft()
+        else:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def _write_refusal(self, error: BatonError) -> None:
+        if self.transport.is_closing():
+            return
+        if is_logged():
+            self._log(error.http_status)
+        response = error_response(error)
+        response.headers["connection"] = "close"
+        head = [STATUS_LINE[response.status_code], *(b"%b: %b\r\n" % one for one in response.raw_headers)]
+        self.transport.write(b"".join([*head, b"\r\n", bytes(response.body)]))
+        self.linger()
+
+    def _log(self, status: int) -> None:
+        """What was read of the request, if anything."""
+        path = self.url.partition(b"?")[0].decode("ascii", "backslashreplace") if self.headers is not None else ""
+        method = self.scope.get("method", "") if self.scope is not None else ""
+        client = self.client[0] if self.client else ""
+        log_access(method or "-", path[:MAX_PATH] or "-", status, 0.0, client=client, request="", tenant="", track=None)
+
+
+class _Unchunked(RequestResponseCycle):
+    """An answer over HTTP/1.0, which has no chunks: one without a length ends with its connection."""
+
+    _has_length = True
+
+    async def send(self, message: Any) -> None:
+        if not self.response_started:
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            self.chunked_encoding = None if self._has_length else False
+        elif not self._has_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
+def _others(connection: bytes) -> bytes:
+    """The options of a Connection header without those of an upgrade."""
+    options = [option.strip() for option in connection.split(b",")]
+    return b", ".join(option for option in options if option.lower() not in (b"upgrade", b"http2-settings"))
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:60].decode("latin-1"))

@@ -1,0 +1,1 @@
+"""What workers will take, learned from what they took."""

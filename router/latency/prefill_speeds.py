@@ -1,0 +1,99 @@
+"""How fast workers read prompts, by their own word, and which of them are slower than their pool by more than chance.
+
+What a worker tells is an average over its latest steps, with what any step costs in it: it seems slow to whoever reads
+the rest of prompts that it has cached, or has met a stall. So only what is far from the pool's mean is a difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from router.latency.worker_features import Numbers
+
+ALIKE = 2.0  # times as fast as another, within which workers are of one kind: the router learns what differs less
+
+
+class Speeds:
+    """Of one pool's workers, in tokens a second."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+        self._mean: float | None = 0.0
+        self._last_mean = 0.0
+        self._kinds: dict[str, int] = {}  # as of the last time that `slower` was asked
+        self._between = (0.0, math.inf)  # a mean that is neither at its ends nor beyond changes nobody's kind
+
+    def tell(self, worker_id: str, speed: float) -> None:
+        """0 is none yet."""
+        if speed and self._told.get(worker_id) != speed:
+            self._told[worker_id], self._mean = speed, None
+
+    def of(self, worker_id: str) -> float:
+        """What it told last, 0 if it never has."""
+        return self._told.get(worker_id, 0.0)
+
+    @property
+    def mean(self) -> float:
+        """Of those that have told theirs; 0 if nobody has."""
+        if self._mean is None:
+            self._mean = self._last_mean = sum(self._told.values()) / len(self._told) if self._told else 0.0
+        return self._mean
+
+    def slower(self, worker_id: str) -> float:
+        """How many times slower than the mean it is by its word; 1 if that is not known. By the mean that was asked for
+        last: told anew by each worker in turn, it would be computed for each."""
+        speed = self.of(worker_id)
+        slower = self._last_mean / speed if speed and self._last_mean else 1.0
+        if speed:
+            self._sort(worker_id, speed, _kind(slower))
+        return slower
+
+    def crossed(self) -> Sequence[str]:
+        """Those that were asked for and are of another kind by now, for what others have told; each is named once."""
+        mean, (low, high) = self.mean, self._between
+        if not mean or low < mean < high:
+            return ()
+        self._between = (0.0, math.inf)
+        found = []
+        for worker_id, before in self._kinds.items():
+            speed = self._told[worker_id]
+            if (kind := _kind(mean / speed)) != before:
+                found.append(worker_id)
+            self._sort(worker_id, speed, kind)
+        return found
+
+    def _sort(self, worker_id: str, speed: float, kind: int) -> None:
+        self._kinds[worker_id] = kind
+        low, high = self._between
+        fast, slow = speed / ALIKE, speed * ALIKE  # where the mean makes it so
+        self._between = (
+            max(low, (fast, slow, 0.0)[kind]),
+            min(high, (slow, math.inf, fast)[kind]),
+        )
+
+    def forget(self, worker_id: str) -> None:
+        self._kinds.pop(worker_id, None)
+        if self._told.pop(worker_id, None) is not None:
+            self._mean = None
+
+
+def slowness(speed: Numbers, mean: Numbers) -> Numbers:
+    """How many times slower than the mean, of numbers as of arrays: 1 of those like it, and of those unknown (0)."""
+    if isinstance(speed, np.ndarray):
+        known = speed > 0
+        times = np.where(known, mean, 1.0) / np.where(known, speed, 1.0)
+        return np.where((times >= ALIKE) | (times * ALIKE <= 1), times, 1.0)
+    return counted(mean / speed) if speed else 1.0
+
+
+def _kind(slower: float) -> int:
+    """Slow (1), fast (-1), or like the others (0)."""
+    return 1 if slower >= ALIKE else -1 if slower * ALIKE <= 1 else 0
+
+
+def counted(slower: float) -> float:
+    """As a difference; 1 is none."""
+    return slower if slower >= ALIKE or slower * ALIKE <= 1 else 1.0

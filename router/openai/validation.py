@@ -1,0 +1,84 @@
+"""What every body of a request, and every object in one, is checked by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+
+from router.openai.size_limits import check_parameters
+
+
+def at_most(num_entries: int) -> BeforeValidator:
+    """Refuses a larger object or list before its entries are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict | list) and len(value) > num_entries:
+            raise ValueError("too many entries")
+        return value
+
+    return BeforeValidator(check)
+
+
+MAX_DEPTH = 64
+"""Of the objects and lists of a JSON Schema."""
+
+TOO_DEEP = "nested too deeply"
+
+
+def _shallow(value: Any) -> Any:
+    level, depth = [value], 0
+    while level := [part for one in level if isinstance(one, dict | list) for part in _parts(one)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(TOO_DEEP)
+    return value
+
+
+def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+Schema = Annotated[
+    dict[str, Any], BeforeValidator(_shallow), Field(description=f"a JSON Schema, nested at most {MAX_DEPTH} deep")
+]
+
+
+class FirstWrong(FailFast):
+    """One wrong item refuses a list. pydantic notes them all otherwise: seconds of the event loop for a megabyte."""
+
+    __hash__ = object.__hash__  # a member of a union must have one, and pydantic's own has none
+
+
+def _is_exact(number: float) -> bool:
+    """Beyond 2^53 a float no longer says which integer was meant."""
+    return number.is_integer() and abs(number) <= 2**53
+
+
+def whole_ids(value: Any, depth: int = 2) -> Any:
+    """The list, or the lists in it, with 8.0 as 8. What is nested deeper is no list of ids."""
+    if isinstance(value, list) and depth:
+        return [int(one) if isinstance(one, float) and _is_exact(one) else whole_ids(one, depth - 1) for one in value]
+    return value
+
+
+class Body(BaseModel):
+    """`description` of a field completes the sentence "it must be ..."."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_too_many(cls, value: Any) -> Any:
+        """Also, 8.0 is an integer in JSON Schema, and so it is here."""
+        if not isinstance(value, dict):
+            return value
+        check_parameters(value)  # pydantic would note every unknown one of a megabyte of them
+        whole = {name: int(one) for name, one in value.items() if isinstance(one, float) and _is_exact(one)}
+        return value | {name: one for name, one in whole.items() if cls._is_integer(name)} if whole else value
+
+    @classmethod
+    def _is_integer(cls, name: str) -> bool:
+        field = cls.model_fields.get(name)
+        return field is not None and field.annotation in (int, int | None)

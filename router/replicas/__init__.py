@@ -1,0 +1,1 @@
+"""Gateway processes behind one port, and what they tell each other."""

@@ -1,0 +1,1 @@
+"""The compiled path of a token, from a worker's message to its client's connection."""

@@ -1,0 +1,288 @@
+"""What a client asked for, over HTTP or gRPC, checked against the model and turned into jobs.
+
+    Asked (every field optional) + prompts + ModelCard ──▶ Ask (jobs, seeds drawn, stop strings)
+
+Every range is written down once, here, and named in the error of whoever leaves it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from protos.errors import ContextLengthExceeded, InvalidRequest
+from protos.values import SamplingParams
+from router.auth.tenants import NOBODY, Tenant
+from router.jobs import Job
+from router.text.model_card import ModelCard
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, for completions; a chat may fill its context
+MAX_CHOICES = 512
+MAX_STOPS = 32
+MAX_STOP_CHARS = 512
+MAX_BIASES = 1024
+MAX_STOP_TOKENS = 128
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "n": (1, 128),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "min_tokens": (0, 2**31 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "priority": (-(2**31), 2**31 - 1),
+    "max_ttft_ms": (1, 3_600_000),
+}
+_OF_TOKENS = ("logprobs", "prompt_logprobs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """None: the client did not say. `max_tokens` 0 asks for no answer at all (echo).
+
+    `names` are the client's names for fields that it knows under another one (`top_logprobs`).
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    n: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    grammar: str = ""
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    cache_salt: str = ""
+    session: str = ""
+    priority: int = 0
+    max_ttft_ms: float | None = None
+    tells_progress: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Choice i is `jobs[i]`; prompt p has the choices p*n ... p*n + n - 1. A `silent` ask wants no token shown."""
+
+    request_id: str
+    jobs: tuple[Job, ...]
+    n: int
+    tenant: Tenant = NOBODY
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    silent: bool = False
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(job.prompt_ids for job in self.jobs[:: self.n])
+
+
+def make_ask(
+    asked: Asked,
+    prompts: Sequence[tuple[int, ...]],
+    card: ModelCard,
+    *,
+    request_id: str,
+    group_id: str = "",
+    default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
+    tenant: Tenant = NOBODY,
+) -> Ask:
+    """Raises InvalidRequest or ContextLengthExceeded. `default_max_tokens` None: as many as the context holds.
+
+    `request_id` is the answer's name, `group_id` the request's, where it has another one.
+    """
+    _check(asked, prompts, card)
+    tenant.check_priority(asked.priority)
+    seed = secrets.randbits(63) if asked.seed is None else asked.seed % 2**64
+    jobs = tuple(
+        Job(
+            request_id=f"{request_id}-{number * asked.n + choice}",
+            group_id=group_id or request_id,
+            prompt_ids=prompt,
+            sampling=_sampling(
+                asked,
+                card,
+                seed=_seed(seed, choice),
+                max_tokens=_max_tokens(asked, len(prompt), card.max_model_len, default_max_tokens),
+            ),
+            cache_salt=tenant.cache_salt(asked.cache_salt.encode()),
+            priority=asked.priority,
+            session=asked.session,
+            tenant=tenant.name,
+            max_ttft_s=None if asked.max_ttft_ms is None else asked.max_ttft_ms / 1000,
+            tells_progress=asked.tells_progress and choice == 0,
+        )
+        for number, prompt in enumerate(prompts)
+        for choice in range(asked.n)
+    )
+    return Ask(
+        request_id=request_id,
+        jobs=jobs,
+        n=asked.n,
+        tenant=tenant,
+        stop=asked.stop,
+        stop_token_ids=frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else card.eos_token_ids),
+        include_stop_str_in_output=asked.include_stop_str_in_output,
+        skip_special_tokens=asked.skip_special_tokens,
+        silent=asked.max_tokens == 0,
+    )
+
+
+def check_length(
+    num_tokens: int,
+    card: ModelCard,
+    *,
+    param: str = "prompt",
+    num_asked: int | None = None,
+    asked_as: str = "max_tokens",
+) -> None:
+    """Raises ContextLengthExceeded, in OpenAI's words, where prompt and answer do not fit; `asked_as` is to be mended
+    where the prompt alone does."""
+    longest, fits = card.max_model_len, num_tokens < card.max_model_len
+    if num_tokens + (1 if num_asked is None else num_asked) <= longest:
+        return
+    if num_asked is None:
+        message = f"your {param} resulted in {num_tokens} tokens, which leaves no room for an answer"
+    else:
+        message = f"you requested {num_tokens + num_asked} ({num_tokens} in the {param}, {num_asked} in the completion)"
+    raise ContextLengthExceeded(
+        f"This model's maximum context length is {longest} tokens. However, {message}. "
+        f"Please reduce the length of the {param}{' or completion' if num_asked else ''}.",
+        param=asked_as if num_asked and fits else param,
+    )
+
+
+def _sampling(asked: Asked, card: ModelCard, *, seed: int, max_tokens: int) -> SamplingParams:
+    """The client's word first, then the model's makers', then neutral."""
+    temperature = card.temperature if asked.temperature is None else asked.temperature
+    top_p = card.top_p if asked.top_p is None else asked.top_p
+    top_k = max(card.top_k if asked.top_k is None else asked.top_k, 0)
+    if top_p == 0:  # the smallest set of tokens that reaches probability 0 is the likeliest one
+        top_p, top_k = 1.0, 1
+    penalty = card.repetition_penalty if asked.repetition_penalty is None else asked.repetition_penalty
+    return SamplingParams(
+        seed=seed,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=card.min_p if asked.min_p is None else asked.min_p,
+        repetition_penalty=penalty,
+        presence_penalty=asked.presence_penalty or 0.0,
+        frequency_penalty=asked.frequency_penalty or 0.0,
+        logit_bias=asked.logit_bias,
+        logprobs=asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+        min_tokens=asked.min_tokens,
+        stop_token_ids=asked.stop_token_ids,
+        ignore_eos=asked.ignore_eos,
+        grammar=asked.grammar,
+    )
+
+
+def _max_tokens(asked: Asked, num_prompt: int, longest: int, default: int | None) -> int:
+    """A request for no tokens still runs for one, which is thrown away: the prompt's logprobs need a pass."""
+    if asked.max_tokens is not None:
+        return max(asked.max_tokens, 1)
+    room = longest - num_prompt
+    return room if default is None else min(default, room)
+
+
+def _seed(seed: int, choice: int) -> int:
+    """Choice 0 is what n = 1 would give; the others draw from the seed, so that they differ and can be repeated."""
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(4, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _check(asked: Asked, prompts: Sequence[tuple[int, ...]], card: ModelCard) -> None:
+    for name, (low, high) in RANGES.items():
+        value = getattr(asked, name)
+        if value is not None and not low <= value <= high and not (name == "max_tokens" and value == 0):
+            allowed = f"between {low} and {high}"
+            if name in _OF_TOKENS and value == -1:
+                allowed += " (-1, vLLM's word for the whole vocabulary, is not offered)"
+            raise _outside(asked.names.get(name, name), value, allowed)
+    _check_stops(asked)
+    _check_tokens(asked, card)
+    if asked.grammar:
+        _check_grammar(asked, card)
+    if not prompts or len(prompts) * asked.n > MAX_CHOICES:
+        told = f"{len(prompts)} prompts with n = {asked.n} make {len(prompts) * asked.n} choices"
+        raise InvalidRequest(f"{told}: one request may ask for 1 to {MAX_CHOICES}", param="prompt")
+    param = asked.names.get("prompt", "prompt")
+    for prompt in prompts:
+        if not prompt:
+            raise InvalidRequest(f"'{param}' is empty and this model has no start token: give it text", param=param)
+        for token_id in (min(prompt), max(prompt)):
+            if not 0 <= token_id < card.vocab_size:
+                raise _outside(param, token_id, f"made of token ids between 0 and {card.vocab_size - 1}")
+        asked_as = asked.names.get("max_tokens", "max_tokens")
+        check_length(len(prompt), card, param=param, num_asked=asked.max_tokens or None, asked_as=asked_as)
+        room = card.max_model_len - len(prompt) if asked.max_tokens is None else asked.max_tokens
+        if asked.min_tokens > room:
+            raise _outside("min_tokens", asked.min_tokens, f"at most max_tokens, which is {room}")
+
+
+def _check_stops(asked: Asked) -> None:
+    if len(asked.stop) > MAX_STOPS:
+        raise InvalidRequest(f"'stop' has {len(asked.stop)} strings: it must have at most {MAX_STOPS}", param="stop")
+    for stop in asked.stop:
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            told = f"a string of {len(stop)} characters"
+            raise InvalidRequest(f"'stop' has {told}: each must have 1 to {MAX_STOP_CHARS}", param="stop")
+
+
+def _check_grammar(asked: Asked, card: ModelCard) -> None:
+    if asked.ignore_eos:
+        told = (
+            "'ignore_eos' is true and the answer's form is asked for, which says where it ends: leave one of them out"
+        )
+        raise InvalidRequest(told, param="ignore_eos")
+    if not card.eos_token_ids:
+        told = f"The model '{card.name}' has no end-of-sequence token: no form can be asked of its answers"
+        raise InvalidRequest(told, param=asked.names.get("grammar", "grammar"))
+
+
+def _check_tokens(asked: Asked, card: ModelCard) -> None:
+    highest = card.vocab_size - 1
+    if len(asked.logit_bias) > MAX_BIASES:
+        raise _outside("logit_bias", f"{len(asked.logit_bias)} entries", f"at most {MAX_BIASES} entries")
+    for token_id, bias in asked.logit_bias:
+        if not 0 <= token_id <= highest:
+            raise _outside("logit_bias", token_id, f"keyed by token ids between 0 and {highest}")
+        if not -100 <= bias <= 100:
+            raise _outside("logit_bias", bias, "made of values between -100 and 100")
+    if len(asked.stop_token_ids) > MAX_STOP_TOKENS:
+        raise _outside("stop_token_ids", f"{len(asked.stop_token_ids)} entries", f"at most {MAX_STOP_TOKENS} entries")
+    for token_id in asked.stop_token_ids:
+        if not 0 <= token_id <= highest:
+            raise _outside("stop_token_ids", token_id, f"made of token ids between 0 and {highest}")
+
+
+def _outside(param: str, value: Any, allowed: str) -> InvalidRequest:
+    return InvalidRequest(f"'{param}' has the value {value}: it must be {allowed}", param=param)

@@ -1,0 +1,1 @@
+"""What became of recent requests, for the admin API."""

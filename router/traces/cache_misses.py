@@ -1,0 +1,288 @@
+"""Why a prompt was not found in a cache: the first block that was missing, and what became of it.
+
+Losses ◀── the feed: what workers removed, and when          Records: what earlier prompts had in common with this one
+   └──────────────┬────────────────────────────────────────────────┘
+               explain(record) ─▶ Miss: a reason, and a sentence for people
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protos.chain import Chain
+from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockRemoved, Cleared, KVEvent, Tier
+from router.policies.base import cost_figure, cost_unit
+from router.traces.request_trace import Choice, Record, Records
+
+MAX_LOSSES = 2**18  # blocks, of all workers together
+PLACES = {Tier.DEVICE: "the device", Tier.HOST: "host memory"}
+_NONE: Mapping[BlockHash, float] = {}
+
+
+class Losses:
+    """Blocks that workers said they removed from a tier, with the time they said so: `capacity` of them. Those of a
+    worker that has removed none for longest, such as one that has left, are forgotten first."""
+
+    def __init__(self, capacity: int = MAX_LOSSES) -> None:
+        self._capacity = capacity
+        self._num_lost = 0
+        self._lost: OrderedDict[tuple[str, Tier], OrderedDict[BlockHash, float]] = OrderedDict()  # the latest last
+        self._cleared: dict[str, float] = {}
+
+    def observe(self, worker_id: str, events: Sequence[KVEvent], now: float) -> None:
+        """Called for every message of events that is applied to the index."""
+        for event in events:
+            if isinstance(event, BlockRemoved):
+                self._remove((worker_id, event.tier), event.hashes, now)
+            elif isinstance(event, Cleared):
+                self._cleared[worker_id] = now
+
+    def removals(self, worker_id: str, block: BlockHash, *, before: float) -> Sequence[tuple[float, Tier]]:
+        """When a worker removed a block, from which tier: what is known of it by then, the first first."""
+        known = [(self._lost.get((worker_id, tier), _NONE).get(block), tier) for tier in Tier]
+        return sorted((at_s, tier) for at_s, tier in known if at_s is not None and at_s <= before)
+
+    def cleared_s(self, worker_id: str, *, since: float, before: float) -> float | None:
+        """When a worker last forgot everything, or was met anew, if that was between the two."""
+        at_s = self._cleared.get(worker_id)
+        return at_s if at_s is not None and since <= at_s <= before else None
+
+    def _remove(self, place: tuple[str, Tier], hashes: Sequence[BlockHash], now: float) -> None:
+        lost = self._lost.setdefault(place, OrderedDict())
+        self._lost.move_to_end(place)
+        self._num_lost -= len(lost)
+        for block in hashes:
+            lost[block] = now
+            lost.move_to_end(block)
+        self._num_lost += len(lost)
+        while self._num_lost > self._capacity:
+            quietest, theirs = next(iter(self._lost.items()))
+            theirs.popitem(last=False)
+            self._num_lost -= 1
+            if not theirs:
+                del self._lost[quietest]
+
+
+class Reason(StrEnum):
+    NOT_READ = "not read yet"
+    NOT_KEPT = "not kept"
+    NOTHING_MISSING = "nothing missing"
+    SHORT = "shorter than a block"
+    EVENTS_BEHIND = "events behind"
+    NOT_LOADED = "not loaded"
+    ELSEWHERE = "cached elsewhere"
+    EVICTED = "evicted"
+    CLEARED = "cleared"
+    READ_ELSEWHERE = "read elsewhere"
+    OTHER_SALT = "other salt"
+    NEVER_STORED = "never stored"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One reason, with the worker, its tier and the request it is about, and how long before the decision it
+    happened."""
+
+    reason: Reason
+    told: str
+    worker: str | None = None
+    tier: str | None = None
+    request: str | None = None
+    ago_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """The prompt of one job against the cache of the worker that read it. Blocks are full ones; the first that was
+    missing is number `num_found`. Of those expected some were in host memory. `findings` has the most telling reason
+    first."""
+
+    reader: str
+    block_size: int
+    num_blocks: int
+    num_expected: int
+    num_expected_on_host: int
+    num_found: int
+    findings: tuple[Finding, ...]
+
+
+def explain(record: Record, records: Records, losses: Losses) -> Miss:
+    """Of a job that was decided on; its first token may be still to come."""
+    choice = record.reading
+    reader, block_size = choice.reader, choice.view.block_size
+    read = record.marks.first_s is not None
+    found = record.marks.num_cached_tokens // block_size
+    return Miss(
+        reader=reader.worker_id,
+        block_size=block_size,
+        num_blocks=record.num_prompt_tokens // block_size,
+        num_expected=reader.num_cached_tokens // block_size,
+        num_expected_on_host=-(-reader.num_host_tokens // block_size),
+        num_found=found,
+        findings=tuple(_findings(record, choice, found, records, losses)) if read else (_not_read(),),
+    )
+
+
+def _not_read() -> Finding:
+    return Finding(reason=Reason.NOT_READ, told="the prompt has not been read yet: no worker has said what it found")
+
+
+def _findings(record: Record, choice: Choice, found: int, records: Records, losses: Losses) -> Iterator[Finding]:
+    size, num_tokens = choice.view.block_size, record.num_prompt_tokens
+    num_blocks = num_tokens // size
+    if not num_blocks:
+        told = f"the prompt has {num_tokens} tokens and a block {size}: only full blocks are cached"
+        yield Finding(reason=Reason.SHORT, told=told)
+        return
+    if found >= (num_tokens - 1) // size:
+        rest = num_tokens - found * size
+        told = (
+            f"all that can be cached was: the last {rest} tokens are computed always, for the first token of an answer"
+        )
+        yield Finding(reason=Reason.NOTHING_MISSING, told=told)
+        return
+    if not record.chain:
+        yield Finding(reason=Reason.NOT_KEPT, told="the hashes of this prompt's blocks are not kept any more")
+        return
+    block = record.chain[found]
+    yield from _not_loaded(choice, found)
+    yield from _behind(choice, found)
+    yield from _elsewhere(choice, found)
+    yield from _evicted(choice, block, found, losses)
+    yield from _history(record, choice, found, records, losses)
+
+
+def _not_loaded(choice: Choice, found: int) -> Iterator[Finding]:
+    """A block of the reader's host that was computed all the same."""
+    reader, size = choice.reader, choice.view.block_size
+    on_device = (reader.num_cached_tokens - reader.num_host_tokens) // size
+    if on_device <= found < reader.num_cached_tokens // size:
+        told = (
+            f"{reader.worker_id} held block {found} in host memory alone and did not load it: computing took less, or "
+            f"it had to leave before its turn"
+        )
+        yield Finding(reason=Reason.NOT_LOADED, told=told, worker=reader.worker_id, tier=Tier.HOST.name.lower())
+
+
+def _behind(choice: Choice, found: int) -> Iterator[Finding]:
+    expected = (choice.reader.num_cached_tokens - choice.reader.num_host_tokens) // choice.view.block_size
+    if expected > found:
+        told = (
+            f"the index had {choice.reader.worker_id} hold {expected} blocks, it held {found}: blocks were expected "
+            f"of a request that had just been routed there, or events of evictions were still on their way"
+        )
+        yield Finding(reason=Reason.EVENTS_BEHIND, told=told, worker=choice.reader.worker_id)
+
+
+def _elsewhere(choice: Choice, found: int) -> Iterator[Finding]:
+    """A candidate that might have read the prompt and had more of it."""
+    reader, size = choice.reader, choice.view.block_size
+    rivals = [one for one in choice.candidates if one.role is reader.role and one.worker_id != reader.worker_id]
+    others = [one for one in rivals if one.num_cached_tokens // size > found]
+    if not others:
+        return
+    best = max(others, key=lambda one: one.num_cached_tokens)
+    costs = {scored.worker_id: scored.total for scored in choice.decision.scores}
+    had, got = costs.get(best.worker_id), costs.get(reader.worker_id)
+    unit, scale = cost_unit(choice.decision.policy)
+    cost = ""
+    if had is not None and got is not None:
+        theirs, ours = (f"{cost_figure(scale * total)} {unit}".rstrip() for total in (had, got))
+        cost = f": it would have cost {theirs}, against {ours}"
+    told = f"{best.worker_id} held {best.num_cached_tokens // size} blocks and was not chosen{cost}"
+    yield Finding(reason=Reason.ELSEWHERE, told=told, worker=best.worker_id)
+
+
+def _evicted(choice: Choice, block: BlockHash, found: int, losses: Losses) -> Iterator[Finding]:
+    reader = choice.reader.worker_id
+    if removals := losses.removals(reader, block, before=choice.at_s):
+        told = f"{reader} held block {found} and evicted it {_when(removals, choice.at_s)}"
+        yield _eviction(told, removals, choice.at_s, reader)
+
+
+def _when(removals: Sequence[tuple[float, Tier]], now: float) -> str:
+    return ", ".join(f"from {PLACES[tier]} {now - at_s:.1f} s before" for at_s, tier in removals)
+
+
+def _eviction(
+    told: str, removals: Sequence[tuple[float, Tier]], now: float, worker: str, request: str | None = None
+) -> Finding:
+    """Named after the last tier that the block has left."""
+    at_s, tier = removals[-1]
+    return Finding(
+        reason=Reason.EVICTED, told=told, worker=worker, tier=tier.name.lower(), request=request, ago_s=now - at_s
+    )
+
+
+def _history(record: Record, choice: Choice, found: int, records: Records, losses: Losses) -> Iterator[Finding]:
+    """What earlier requests tell of the block."""
+    nearest, common = _nearest(record, records)
+    if nearest is not None and common > found and nearest.choices:
+        yield _had_before(nearest, choice, found, record.chain[found], losses)
+        return
+    if nearest is None:
+        if (salted := _other_salt(record, records)) is not None:
+            told = f"request {salted} began with the same tokens under another salt: tenants and salts share no cache"
+            yield Finding(reason=Reason.OTHER_SALT, told=told, request=salted)
+        else:
+            told = "no recent request began with the same block"
+            yield Finding(reason=Reason.NEVER_STORED, told=told)
+        return
+    first = common * choice.view.block_size
+    told = (
+        f"no recent request had block {found}: the nearest, {nearest.job.group_id}, shares the first {common} blocks, "
+        f"and the prompts part in the tokens {first} to {first + choice.view.block_size - 1}"
+    )
+    yield Finding(reason=Reason.NEVER_STORED, told=told, request=nearest.job.group_id)
+
+
+def _had_before(nearest: Record, choice: Choice, found: int, block: BlockHash, losses: Losses) -> Finding:
+    """An earlier request had the block: where it was read, and what happened there."""
+    name, where, then = nearest.job.group_id, nearest.reading.reader.worker_id, nearest.received_s
+    ago_s = choice.at_s - then
+    if removals := losses.removals(where, block, before=choice.at_s):
+        gone = _when(removals, choice.at_s)
+        told = f"request {name} had it read on {where} {ago_s:.1f} s before, and {where} evicted it {gone}"
+        return _eviction(told, removals, choice.at_s, where, name)
+    if (at_s := losses.cleared_s(where, since=then, before=choice.at_s)) is not None:
+        gone_s = choice.at_s - at_s
+        told = f"request {name} had it read on {where}, which has forgotten its cache or begun a new life since"
+        return Finding(reason=Reason.CLEARED, told=told, worker=where, request=name, ago_s=gone_s)
+    if where != choice.reader.worker_id:
+        told = f"request {name} had it read on {where} {ago_s:.1f} s before, this one on {choice.reader.worker_id}"
+        return Finding(reason=Reason.READ_ELSEWHERE, told=told, worker=where, request=name, ago_s=ago_s)
+    told = f"request {name} had it {ago_s:.1f} s before on the same worker, which has not said that it cached it"
+    return Finding(reason=Reason.EVENTS_BEHIND, told=told, worker=where, request=name, ago_s=ago_s)
+
+
+def _nearest(record: Record, records: Records) -> tuple[Record | None, int]:
+    """The earlier request with the longest beginning in common, the latest of several; (None, 0) if none has any."""
+    nearest, longest = None, 0
+    for one in records.before(record):
+        common = num_common(one.chain, record.chain)
+        if common > longest:
+            nearest, longest = one, common
+    return nearest, longest
+
+
+def _other_salt(record: Record, records: Records) -> str | None:
+    for one in records.before(record):
+        if one.opening and one.opening == record.opening and one.job.cache_salt != record.job.cache_salt:
+            return one.job.group_id
+    return None
+
+
+def num_common(a: Chain, b: Chain) -> int:
+    """Blocks that two chains begin with alike. Hashes are chained: where one block is equal, all before it are."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        start, stop = (middle - 1) * BLOCK_HASH_BYTES, middle * BLOCK_HASH_BYTES
+        if a.packed[start:stop] == b.packed[start:stop]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

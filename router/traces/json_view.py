@@ -1,0 +1,141 @@
+"""Records as JSON. Times are seconds since the request came in; `received_at` alone is the wall clock's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from router.policies.costs import Outlook
+from router.traces.request_trace import Choice, Record
+from router.traces.shadow import Shadow
+
+View = dict[str, Any]
+
+_PER_DECISION = ("agreement", "predicted_ttft_s", "taken_predicted_ttft_s", "ttft_difference_s")
+_PER_TOKEN = ("hit_rate", "taken_hit_rate", "hit_difference")
+
+
+def summary(record: Record, wall_offset_s: float) -> View:
+    """One line of a list. `wall_offset_s`: the wall clock's time less the loop's."""
+    marks, choice = record.marks, record.choices[-1] if record.choices else None
+    return {
+        "request_id": record.job.group_id,
+        "job": record.job.request_id,
+        "received_at": record.received_s + wall_offset_s,
+        "state": "ended" if marks.ended_s is not None else "running" if choice else "waiting",
+        "outcome": record.outcome,
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": marks.num_cached_tokens,
+        "output_tokens": marks.num_tokens,
+        "ttft_s": _since(record, marks.first_s),
+        "tpot_s": _tpot_s(record),
+        "seconds": _since(record, marks.ended_s),
+        "policy": choice.decision.policy if choice else None,
+        "prefill": choice.decision.prefill if choice else None,
+        "decode": choice.decision.decode if choice else None,
+        "decisions": len(record.choices),
+        "failures": record.num_failures,
+    }
+
+
+def whole(record: Record, wall_offset_s: float) -> View:
+    """Everything."""
+    return summary(record, wall_offset_s) | {
+        "message": record.message,
+        "session": record.job.session,
+        "choices": [_choice(record, choice) for choice in record.choices],
+        "timeline": _timeline(record),
+    }
+
+
+def shadow_view(shadow: Shadow) -> View:
+    """What would have been different, on average, had the shadow decided."""
+    tally = shadow.tally
+    count, tokens = tally.num_decisions or 1, tally.prompt_tokens or 1
+    return {
+        "policy": shadow.name,
+        "decisions": tally.num_decisions,
+        "prompt_tokens": tally.prompt_tokens,
+        "agreement": tally.num_agreed / count,
+        "predicted_ttft_s": tally.shadow_ttft_s / count,
+        "taken_predicted_ttft_s": tally.taken_ttft_s / count,
+        "ttft_difference_s": (tally.shadow_ttft_s - tally.taken_ttft_s) / count,
+        "hit_rate": tally.shadow_hit_tokens / tokens,
+        "taken_hit_rate": tally.taken_hit_tokens / tokens,
+        "hit_difference": (tally.shadow_hit_tokens - tally.taken_hit_tokens) / tokens,
+    }
+
+
+def shadows_together(views: Sequence[View]) -> View:
+    """What several gateway processes have of the same shadow, as one had it that saw all their requests."""
+    [name] = {view["policy"] for view in views}
+    whole: View = {"policy": name}
+    for weight, averages in (("decisions", _PER_DECISION), ("prompt_tokens", _PER_TOKEN)):
+        whole[weight] = total = sum(view[weight] for view in views)
+        for average in averages:
+            whole[average] = sum(view[average] * view[weight] for view in views) / (total or 1)
+    return whole
+
+
+def _choice(record: Record, choice: Choice) -> View:
+    decision = choice.decision
+    return {
+        "at_s": choice.at_s - record.received_s,
+        "policy": decision.policy,
+        "prefill": decision.prefill,
+        "decode": decision.decode,
+        "alone": decision.alone,
+        "expected": choice.outlook,
+        "scores": [
+            {"worker_id": one.worker_id, "role": one.role, "total": one.total, "terms": dict(one.terms)}
+            for one in decision.scores
+        ],
+        "candidates": list(choice.candidates),
+        "num_candidates": choice.num_candidates,
+        "shadows": [
+            {
+                "policy": one.decision.policy,
+                "prefill": one.decision.prefill,
+                "decode": one.decision.decode,
+                "expected": one.outlook,
+                "ttft_difference_s": one.outlook.ttft_s - choice.outlook.ttft_s,
+            }
+            for one in choice.shadows
+        ],
+        "measured": _measured(record, choice.outlook) if choice is record.choices[-1] else None,
+    }
+
+
+def _measured(record: Record, expected: Outlook) -> View:
+    """Beside what was expected. The first token is counted from the decision that led to it."""
+    first_s, decided_s = record.marks.first_s, record.choices[-1].at_s
+    ttft_s = first_s - decided_s if first_s is not None and first_s >= decided_s else None
+    tpot_s = _tpot_s(record)
+    return {
+        "ttft_s": ttft_s,
+        "ttft_error_s": ttft_s - expected.ttft_s if ttft_s is not None else None,
+        "tpot_s": tpot_s,
+        "tpot_error_s": tpot_s - expected.tpot_s if tpot_s is not None else None,
+    }
+
+
+def _timeline(record: Record) -> Sequence[View]:
+    events: list[View] = [
+        {"at_s": event.at_s - record.received_s, "what": str(event.what), **event.told} for event in record.events
+    ]
+    marks = record.marks
+    if marks.last_s is not None and marks.num_tokens > 1:
+        last = {"at_s": marks.last_s - record.received_s, "what": "last token", "tokens": marks.num_tokens}
+        events.append(last)
+    return sorted(events, key=lambda event: (event["at_s"], event["what"] == "ended"))
+
+
+def _tpot_s(record: Record) -> float | None:
+    marks = record.marks
+    if marks.first_s is None or marks.last_s is None or marks.num_tokens < 2:
+        return None
+    return (marks.last_s - marks.first_s) / (marks.num_tokens - 1)
+
+
+def _since(record: Record, moment_s: float | None) -> float | None:
+    return moment_s - record.received_s if moment_s is not None else None

@@ -1,0 +1,275 @@
+"""What became of recent requests, for whoever asks: every decision with all its costs, and a timeline. Bounded.
+
+face: open ──▶ Record ◀── note, chose, took, end: the dispatcher, as it goes
+                 └─▶ Records.find, Records.recent: /admin/requests
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import islice
+
+from kvtransfer.hashing import chain_hashes
+from protos.chain import Chain
+from protos.errors import BatonError, Cancelled, Internal
+from router.jobs import Job
+from router.policies.base import Candidate, Decision, RequestView
+from router.policies.costs import Outlook
+from router.policies.table import named
+
+MAX_CHOICES = 16  # of one request; a longer odyssey keeps its end
+MAX_EVENTS = 64
+MAX_CHAIN_BYTES = 32 * 2**20  # of block hashes, of all requests together: two million blocks
+
+Told = str | int | float
+
+
+class What(StrEnum):
+    RECEIVED = "received"
+    ADMITTED = "admitted"
+    DECIDED = "decided"
+    RESERVED = "blocks reserved"
+    SUBMITTED = "prompt sent"
+    FIRST_TOKEN = "first token"
+    PREFILLED = "prompt read"
+    KV_ARRIVED = "KV arrived"
+    PULLED = "prefix pulled"
+    MOVED = "moved with its KV"
+    FAILED = "attempt failed"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """`at_s` by the event loop's clock."""
+
+    what: What
+    at_s: float
+    told: Mapping[str, Told]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shadowed:
+    """What another policy would have done with the same choice."""
+
+    decision: Decision
+    outlook: Outlook
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One decision, with what it was made from: of many candidates those that are of interest (`pair.told`)."""
+
+    at_s: float
+    view: RequestView
+    candidates: Sequence[Candidate]
+    num_candidates: int
+    decision: Decision
+    outlook: Outlook
+    shadows: tuple[Shadowed, ...] = ()
+
+    def candidate(self, worker_id: str) -> Candidate:
+        return named(self.candidates, worker_id)
+
+    @property
+    def reader(self) -> Candidate:
+        return self.candidate(self.decision.prefill or self.decision.decode)
+
+    @property
+    def writer(self) -> Candidate:
+        return self.candidate(self.decision.decode)
+
+
+@dataclass(slots=True, kw_only=True)
+class Marks:
+    """Moments of a request that its measures are made of; None until then."""
+
+    first_s: float | None = None
+    prefilled_s: float | None = None
+    arrived_s: float | None = None
+    last_s: float | None = None
+    ended_s: float | None = None
+    num_tokens: int = 0
+    num_tokens_at_arrival: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Record:
+    """One job's story, written by the event loop it runs on. `chain` has the hashes of its prompt's full blocks, empty
+    where they are not kept any more; `opening` tells what the first block says whatever the tenant's salt."""
+
+    job: Job  # without its prompt once it has ended
+    received_s: float
+    num_prompt_tokens: int = field(init=False)
+    chain: Chain = field(default_factory=Chain)
+    opening: bytes = b""
+    block_size: int = 0
+    choices: deque[Choice] = field(default_factory=lambda: deque(maxlen=MAX_CHOICES))
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    marks: Marks = field(default_factory=Marks)
+    num_failures: int = 0
+    outcome: str = ""
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.job.prompt_ids)
+
+    @property
+    def reading(self) -> Choice:
+        """The decision whose reader made the first token; while there is no token, the latest."""
+        first_s = self.marks.first_s
+        before = (one for one in reversed(self.choices) if first_s is None or one.at_s <= first_s)
+        return next(before, self.choices[0])
+
+    def note(self, what: What, now: float, **told: Told) -> None:
+        self.events.append(Event(what=what, at_s=now, told=told))
+
+    def chose(self, choice: Choice) -> None:
+        self.choices.append(choice)
+        decision = choice.decision
+        told: dict[str, Told] = {"alone": str(decision.alone)} if decision.alone else {}
+        if choice.outlook.num_host_tokens:
+            told["host_tokens"] = choice.outlook.num_host_tokens
+        self.note(What.DECIDED, choice.at_s, prefill=decision.prefill or "", decode=decision.decode, **told)
+
+    def took(self, num_tokens: int, num_cached_tokens: int, now: float) -> None:
+        """Tokens went to the client."""
+        marks = self.marks
+        if marks.first_s is None:
+            marks.first_s = now
+            marks.num_cached_tokens = num_cached_tokens
+            self.note(What.FIRST_TOKEN, now, cached_tokens=num_cached_tokens)
+        marks.last_s = now
+        marks.num_tokens += num_tokens
+
+    def prefilled(self, now: float) -> None:
+        """The prompt has been read; its KV is on its way."""
+        self.marks.prefilled_s = now
+        self.note(What.PREFILLED, now)
+
+    def arrived(self, now: float) -> None:
+        """The writer goes on: the KV is there."""
+        self.marks.arrived_s = now
+        self.marks.num_tokens_at_arrival = self.marks.num_tokens
+        self.note(What.KV_ARRIVED, now)
+
+    def failed(self, error: BatonError, now: float) -> None:
+        """An attempt ended in a failure; the next begins from what was emitted."""
+        self.num_failures += 1
+        self.note(What.FAILED, now, code=error.code, message=error.message, tokens=self.marks.num_tokens)
+
+    def end(self, outcome: str, now: float, message: str = "") -> None:
+        """Its last word; later ones change nothing. `outcome` is a finish reason or an error's code."""
+        if self.marks.ended_s is not None:
+            return
+        self.outcome, self.message = outcome, message
+        self.marks.ended_s = now
+        self.note(What.ENDED, now, reason=outcome, tokens=self.marks.num_tokens)
+        self.job = replace(self.job, prompt_ids=())
+
+
+class Records:
+    """The last `capacity` requests. A request is known by the name its client was told (`x-baton-request-id`), by the
+    name of its answer, and by that of each of its jobs."""
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._capacity = capacity
+        self._ring: deque[Record] = deque()
+        self._named: dict[str, list[Record]] = {}
+        self._chained: deque[Record] = deque()
+        self._chain_bytes = 0
+
+    def open(self, jobs: Iterable[Job]) -> None:
+        """Requests have come in."""
+        now = _now()
+        for job in jobs:
+            record = Record(job=job, received_s=now)
+            record.note(What.RECEIVED, now, prompt_tokens=len(job.prompt_ids), max_tokens=job.sampling.max_tokens)
+            self._ring.append(record)
+            for name in _names(job):
+                self._named.setdefault(name, []).append(record)
+            while len(self._ring) > self._capacity:
+                self._forget(self._ring.popleft())
+
+    def close(self, jobs: Iterable[Job], error: BaseException | None) -> None:
+        """Nobody waits for these any more: those without an end have this one."""
+        outcome, message = _outcome(error)
+        for job in jobs:
+            if (record := self._record(job)) is not None:
+                record.end(outcome, _now(), message)
+
+    def of(self, job: Job) -> Record:
+        """The job's record, opened now if no face has done so."""
+        if (record := self._record(job)) is None:
+            self.open([job])
+            record = self._ring[-1]
+        return record
+
+    def keep_chain(self, record: Record, chain: Chain, block_size: int) -> None:
+        """Notes a prompt's blocks. Beyond `MAX_CHAIN_BYTES` the oldest requests' are forgotten."""
+        record.chain, record.block_size = chain, block_size
+        if not chain:
+            return
+        record.opening = bytes(chain[:1].packed)
+        if record.job.cache_salt:
+            record.opening = chain_hashes(record.job.prompt_ids[:block_size], block_size).packed
+        self._chained.append(record)
+        self._chain_bytes += len(chain.packed)
+        while self._chain_bytes > MAX_CHAIN_BYTES and len(self._chained) > 1:
+            oldest = self._chained.popleft()
+            self._chain_bytes -= len(oldest.chain.packed)
+            oldest.chain = Chain()
+
+    def find(self, name: str) -> Sequence[Record]:
+        """Oldest first; empty for an unknown name, or one of too long ago."""
+        return tuple(self._named.get(name, ()))
+
+    def recent(self, count: int) -> Sequence[Record]:
+        """Newest first."""
+        return tuple(islice(reversed(self._ring), count))
+
+    def before(self, record: Record) -> Iterable[Record]:
+        """Those that came earlier, the latest of them first."""
+        found = False
+        for one in reversed(self._ring):
+            if found:
+                yield one
+            found = found or one is record
+
+    def _record(self, job: Job) -> Record | None:
+        return next((one for one in self._named.get(job.request_id, ()) if one.job is job), None)
+
+    def _forget(self, record: Record) -> None:
+        for name in _names(record.job):
+            self._named[name].remove(record)
+            if not self._named[name]:
+                del self._named[name]
+        if record.chain:
+            self._chain_bytes -= len(record.chain.packed)
+            self._chained.remove(record)
+
+
+def _names(job: Job) -> set[str]:
+    answer, _, number = job.request_id.rpartition("-")
+    return {job.group_id, job.request_id, *([answer] if answer and number.isdigit() else [])}
+
+
+def _outcome(error: BaseException | None) -> tuple[str, str]:
+    match error:
+        case None:
+            return "stop", "a stop string was found"
+        case BatonError():
+            return error.code, error.message
+        case asyncio.CancelledError() | GeneratorExit():
+            return Cancelled.code, "the client went away"
+        case _:
+            return Internal.code, "a bug of ours: the log has it"
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,48 @@
+"""Policies that score live traffic without acting: what would have been different, had one of them decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.policies.base import Candidate, Decision, Policy, RequestView
+from router.policies.costs import Outlook, outlook
+from router.traces.request_trace import Shadowed
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over decisions: of what was predicted for the shadow's choice, and for the one that was taken."""
+
+    num_decisions: int = 0
+    num_agreed: int = 0
+    shadow_ttft_s: float = 0.0
+    taken_ttft_s: float = 0.0
+    shadow_hit_tokens: int = 0
+    taken_hit_tokens: int = 0
+    prompt_tokens: int = 0
+
+
+class Shadow:
+    """One policy beside the one that acts. Its predictions are those of the same model, for the same moment; what its
+    choices would have done to caches and queues later is not in them."""
+
+    def __init__(self, name: str, policy: Policy) -> None:
+        self.name = name
+        self.tally = Tally()
+        self._policy = policy
+
+    def consider(
+        self, view: RequestView, candidates: Sequence[Candidate], taken: Decision, expected: Outlook
+    ) -> Shadowed:
+        decision = self._policy(view, candidates)
+        seen = outlook(view, candidates, decision)
+        tally = self.tally
+        tally.num_decisions += 1
+        tally.num_agreed += (decision.prefill, decision.decode) == (taken.prefill, taken.decode)
+        tally.shadow_ttft_s += seen.ttft_s
+        tally.taken_ttft_s += expected.ttft_s
+        tally.shadow_hit_tokens += seen.num_cached_tokens
+        tally.taken_hit_tokens += expected.num_cached_tokens
+        tally.prompt_tokens += view.num_tokens
+        return Shadowed(decision=decision, outlook=seen)

@@ -1,0 +1,362 @@
+"""From settings to running parts: one rank of a worker, then, on rank 0, its engine.
+
+config ── open_rank ──▶ Rank on every rank ─┬─ rank 0: build_engine(rank, make_role) ──▶ Engine
+                                            └─ others: follow_rank0(rank, dock), until rank 0 stops or is lost
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtransfer.events import EventLog
+from protos.errors import Misconfigured
+from protos.values import KVLayout, SamplingParams
+from workers.attention.registry import attention_for
+from workers.batch import Batch, Row, Sample
+from workers.config import SchedulerConfig, WorkerConfig
+from workers.engine.engine import Engine
+from workers.grammar.base import Grammars
+from workers.grammar.guidance import GuidanceGrammars
+from workers.kernels.cpu.memory import keep_freed_memory
+from workers.kv.blocks import BlockPool
+from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit
+from workers.kv.host import Copies, HostPool, LeadingCopies
+from workers.kv.host_copies import host_copies, staging_bytes
+from workers.kv.storage import KVStorage, heads_of_rank
+from workers.memory import free_ram_bytes
+from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config
+from workers.models.decoder import Decoder
+from workers.models.loader import Progress, load_model
+from workers.parallel.group import TensorParallel
+from workers.parallel.ranks import Leader, LeadingRunner, follow
+from workers.runner.cuda_graphs import CudaRecorder, why_eager
+from workers.runner.runner import TorchRunner
+from workers.scheduling.role import Role
+from workers.scheduling.scheduler import Scheduler
+from workers.timeline import Timeline
+from workers.transfer.mover import Dock
+
+log = logging.getLogger("baton.worker")
+
+_WIDTH = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One rank of a worker with its weights and its share of the cache. `scheduler` holds what was resolved from the
+    settings and the checkpoint: the same on all ranks, as are `storage.num_blocks` and `num_slots`, the blocks that the
+    host tier keeps."""
+
+    model: ModelConfig
+    name: str
+    layout: KVLayout
+    device: str
+    scheduler: SchedulerConfig
+    group: TensorParallel
+    storage: KVStorage
+    runner: TorchRunner
+    steps_in_flight: int
+    grammars: Grammars | None = None
+    num_slots: int = 0
+    copies: Copies | None = None
+
+
+def device_of(config: WorkerConfig) -> str:
+    """ "cuda" or "cpu". Raises Misconfigured when CUDA is asked for and there is none."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise Misconfigured(
+            "worker.device is 'cuda', but torch sees no GPU: use device 'cpu' or 'auto'", param="device"
+        )
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.device
+
+
+def dtype_of(config: WorkerConfig, model: ModelConfig) -> str:
+    """What to compute in: what the checkpoint was saved in, float16 becoming bfloat16, unless told otherwise."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if model.dtype == "float32" else "bfloat16"
+
+
+def steps_in_flight_of(config: WorkerConfig) -> int:
+    """How many steps are launched ahead of the one that is told of: 1 where a device computes beside the host, 0 where
+    they share their cores (docs/adr/0010)."""
+    if config.steps_in_flight is not None:
+        return config.steps_in_flight
+    return 1 if device_of(config) == "cuda" else 0
+
+
+def open_rank(config: WorkerConfig, group: TensorParallel, *, on_progress: Progress | None = None) -> Rank:
+    """Reads the checkpoint and makes the cache; every rank of a worker calls it at the same time.
+
+    Raises BadCheckpoint, UnsupportedModel or Misconfigured (also when the model or one block does not fit into the
+    memory), and WorkerLost when another rank fails to do the same. The group is closed then.
+    """
+    try:
+        return _open_rank(config, group, on_progress)
+    except BaseException:
+        group.close()
+        raise
+
+
+def build_engine(
+    rank: Rank,
+    leader: Leader,
+    make_role: Callable[[BlockPool], Role],
+    *,
+    incarnation: int,
+    clock: Callable[[], float],
+) -> Engine:
+    """The engine of a worker, on rank 0. `make_role` is called once, with the pool that the engine will use."""
+    events = EventLog(incarnation)
+    host = None
+    if rank.copies is not None:
+        copies = LeadingCopies(rank.copies, leader.tell)
+        block_bytes = _block_bytes(rank.layout) * rank.layout.tp
+        host = HostPool(rank.num_slots, copies, events.record, block_bytes=block_bytes)
+    pool = BlockPool(rank.storage.num_blocks, rank.layout.block_size, events.record, host=host)
+    scheduler = Scheduler(rank.scheduler, pool, make_role(pool), prefix_key=rank.model.prefix_key)
+    runner = LeadingRunner(leader, rank.runner)
+    timeline = Timeline(clock)
+    rank.runner.record(timeline)
+    return Engine(
+        scheduler,
+        runner,
+        events=events,
+        clock=clock,
+        depth=rank.steps_in_flight,
+        timeline=timeline,
+        grammars=rank.grammars,
+    )
+
+
+def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:
+    """This rank's end of the worker's lanes; `ends` are Dock's `sender` and `receiver`."""
+    dock = Dock(
+        rank.storage,
+        rank.layout,
+        rank=rank.group.rank,
+        least=rank.group.least,
+        aside=rank.storage.aside,
+        rejoin=rank.storage.rejoin,
+        mark=rank.storage.mark,
+        follows_layers=True,
+        **ends,
+    )
+    rank.runner.watch(dock.after_layer)
+    return dock
+
+
+def follow_rank0(rank: Rank, dock: Dock[torch.Tensor]) -> None:
+    """What every other rank does: whatever rank 0 says, until it says stop. Closes the dock.
+
+    Raises WorkerLost when a rank is gone, and whatever this rank fails with.
+    """
+    operations: dict[str, Callable[..., object]] = {name: getattr(dock, name) for name in Dock.OPERATIONS}
+    operations["launch"] = rank.runner.launch
+    if rank.copies is not None:
+        operations |= {name: getattr(rank.copies, name) for name in LeadingCopies.OPERATIONS}
+    try:
+        follow(rank.group, operations, settle=dock.settle)
+    finally:
+        dock.close()
+
+
+def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progress | None) -> Rank:
+    assert group.size == config.tp, f"a group of {group.size} ranks for tp {config.tp}"
+    device = device_of(config)
+    steps_in_flight = steps_in_flight_of(config)
+    model = read_config(config.model)
+    check_parallel(model, config.tp)
+    name = config.served_name or Path(config.model).resolve().name
+    layout = model.kv_layout(block_size=config.block_size, dtype=dtype_of(config, model), tp=config.tp)
+    layout = replace(layout, model=name, device=device)
+    max_model_len = longest_sequence(model, config.max_model_len)
+    decoder = _load(config, group, device, layout.dtype, on_progress)
+    free_bytes = group.least([free_ram_bytes()])[0]  # all have looked before anybody takes some
+    num_slots = _num_slots(config, layout, free_bytes)
+    free_bytes -= num_slots * _block_bytes(layout) * layout.tp
+    num_blocks = _num_blocks(config, group, decoder, layout, device, max_model_len, free_bytes // layout.tp)
+    storage = _make_storage(layout, num_blocks, device, free_bytes // layout.tp)
+    capacity = num_blocks * config.block_size
+    if capacity < max_model_len:
+        if config.max_model_len is not None:
+            raise Misconfigured(
+                f"worker.max_model_len is {max_model_len}, the KV cache holds {capacity} tokens: lower max_model_len "
+                f"to {capacity} or less, or raise num_blocks or memory_fraction",
+                param="max_model_len",
+            )
+        log.warning("max_model_len is lowered from %d to %d: more does not fit the KV cache", max_model_len, capacity)
+    grammars = _grammars(config, model) if group.rank == 0 else None
+    runner = TorchRunner(
+        decoder,
+        attention_for(storage),
+        block_size=config.block_size,
+        shares_tokens=steps_in_flight > 0,
+        grammars=grammars,
+    )
+    if device == "cuda":
+        _capture(config, runner, decoder, max_blocks=-(-min(max_model_len, capacity) // config.block_size))
+    return Rank(
+        model=model,
+        name=name,
+        layout=layout,
+        device=device,
+        scheduler=_scheduler_config(config, model, min(max_model_len, capacity)),
+        group=group,
+        storage=storage,
+        runner=runner,
+        steps_in_flight=steps_in_flight,
+        grammars=grammars,
+        num_slots=num_slots,
+        copies=host_copies(storage, num_slots) if num_slots else None,
+    )
+
+
+def _num_slots(config: WorkerConfig, layout: KVLayout, free_bytes: int) -> int:
+    """Blocks that the host tier keeps: as many as all ranks' shares fit into `host_kv_gib`, and that into RAM."""
+    block_bytes = _block_bytes(layout) * layout.tp
+    num_slots = int(config.host_kv_gib * 2**30) // block_bytes
+    if config.host_kv_gib and not num_slots:
+        raise Misconfigured(
+            f"worker.host_kv_gib is {config.host_kv_gib:g}, and a block takes {block_bytes / 2**30:.4f} GiB: raise it, "
+            f"or give 0 to keep nothing on the host",
+            param="host_kv_gib",
+        )
+    if num_slots * block_bytes > free_bytes:
+        raise Misconfigured(
+            f"worker.host_kv_gib is {config.host_kv_gib:g}, more than the {free_bytes / 2**30:.2f} GiB of memory that "
+            f"are free: lower it",
+            param="host_kv_gib",
+        )
+    return num_slots
+
+
+def _grammars(config: WorkerConfig, model: ModelConfig) -> Grammars:
+    """Of rank 0, which samples."""
+    tokenizer = Path(config.model) / "tokenizer.json"
+    return GuidanceGrammars(tokenizer, vocab_size=model.vocab_size, eos_ids=model.eos_token_ids)
+
+
+def _capture(config: WorkerConfig, runner: TorchRunner, decoder: Decoder, *, max_blocks: int) -> None:
+    reason = why_eager(decoder) if config.cuda_graphs else "cuda_graphs is off"
+    if reason:
+        log.warning("decode steps run without CUDA graphs: %s", reason)
+    else:
+        runner.capture(CudaRecorder(), max_rows=config.max_num_seqs, max_blocks=max_blocks)
+
+
+def _scheduler_config(config: WorkerConfig, model: ModelConfig, max_model_len: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        eos_ids=model.eos_token_ids,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        prefill_chunk=config.prefill_chunk,
+        max_waiting=config.max_waiting,
+        turn_s=config.turn_s,
+    )
+
+
+def _load(
+    config: WorkerConfig, group: TensorParallel, device: str, dtype: str, on_progress: Progress | None
+) -> Decoder:
+    if device == "cpu":
+        num_bytes = sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors"))
+        saved_width = _WIDTH.get(read_config(config.model).dtype, 2)
+        check_weights_fit(num_bytes * _WIDTH[dtype] // saved_width // config.tp, free_ram_bytes(), device)
+    try:
+        decoder = load_model(config.model, device=device, dtype=dtype, parallel=group, on_progress=on_progress)
+        decoder.pack()
+        if device == "cpu":
+            keep_freed_memory()
+        return decoder
+    except torch.OutOfMemoryError as error:
+        raise Misconfigured(
+            f"{config.model} does not fit into the GPU's memory: raise tp or choose a smaller model", param="model"
+        ) from error
+
+
+def _num_blocks(
+    config: WorkerConfig,
+    group: TensorParallel,
+    decoder: Decoder,
+    layout: KVLayout,
+    device: str,
+    max_model_len: int,
+    free_bytes: int,
+) -> int:
+    """The same on all ranks: what the poorest can hold. `free_bytes` is a rank's share of the RAM."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    block_bytes = _block_bytes(layout)
+    if device == "cpu":
+        mine = blocks_in_ram(
+            block_bytes,
+            fraction=config.memory_fraction,
+            free_bytes=free_bytes,
+            max_useful=config.max_num_seqs * -(-max_model_len // config.block_size),
+        )
+    else:
+        storage = KVStorage(layout, num_blocks=1, device=device)
+        runner = TorchRunner(decoder, attention_for(storage), block_size=config.block_size)
+        batch = largest_batch(config, max_model_len)
+        mine = blocks_on_gpu(
+            block_bytes,
+            fraction=config.memory_fraction,
+            device=device,
+            largest_step=lambda: runner.run(batch),
+            beside_bytes=staging_bytes(block_bytes) if config.host_kv_gib else 0,
+        )
+    return int(group.all_gather(torch.tensor([mine], device=device)).min().item())
+
+
+def _make_storage(layout: KVLayout, num_blocks: int, device: str, free_bytes: int) -> KVStorage:
+    num_bytes = num_blocks * _block_bytes(layout)
+    too_much = Misconfigured(
+        f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.2f} GiB on each rank, more than there is on "
+        f"{device}: lower num_blocks, memory_fraction or host_kv_gib",
+        param="num_blocks",
+    )
+    if device == "cpu" and num_bytes > free_bytes:  # Linux would promise the memory, and kill when it is used
+        raise too_much
+    try:
+        return KVStorage(layout, num_blocks=num_blocks, device=device)
+    except torch.OutOfMemoryError as error:
+        raise too_much from error
+
+
+def _block_bytes(layout: KVLayout) -> int:
+    """Of one block on one rank."""
+    return layout.block_bytes * heads_of_rank(layout) // layout.num_kv_heads
+
+
+def largest_batch(config: WorkerConfig, max_model_len: int) -> Batch:
+    """As much as the scheduler would ever put into one step, at the end of contexts as long as they get, with the
+    costliest sampling. All of it lies in block 0: what is computed does not matter, only what it takes."""
+    sample = Sample(params=SamplingParams(top_p=0.9, logprobs=0), index=0)
+    rows: list[Row] = []
+    budget = config.max_num_batched_tokens
+    while budget > 0 and len(rows) < config.max_num_seqs:
+        others = config.max_num_seqs - len(rows) - 1
+        num_tokens = max(1, min(config.prefill_chunk, max_model_len, budget - others))
+        rows.append(
+            Row(
+                request_id=str(len(rows)),
+                token_ids=(0,) * num_tokens,
+                start=max_model_len - num_tokens,
+                block_ids=(0,) * -(-max_model_len // config.block_size),
+                sample=sample,
+                prompt_len=max_model_len,
+            )
+        )
+        budget -= num_tokens
+    return Batch(rows=tuple(rows))

@@ -1,0 +1,143 @@
+"""Decode steps as CUDA graphs: a model's hundreds of launches, recorded once for each padded size, replayed as one.
+
+    capture   for each size: a step of padding, eagerly (compiles kernels, makes plans), then recorded
+    replay    step's numbers ──▶ the places that were recorded      attention.begin: plans at their places
+              graph of its size ──▶ logits at their place, of which the first rows are the step's
+
+Whatever depends on a step must lie where it lay when it was recorded: this file's tensors, and the attention's plans.
+Sampling is not recorded: it differs from step to step, and is a few launches. Legend: P rows of a padded step, B blocks
+of the longest sequence there may be, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+from workers.models.decoder import Decoder, ModelInputs
+from workers.models.rope import DynamicRope, LongRope
+from workers.runner.packing import Packed
+from workers.runner.padding import captured_sizes, nothing, size_for
+
+log = logging.getLogger("baton.worker")
+
+_cuda: Any = torch.cuda
+
+
+class Recorder(Protocol):
+    """Records what `run` launches, without looking at what it computes. Returns what launches it again."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]: ...
+
+
+class CudaRecorder:
+    """One memory pool serves all graphs, for they run one after the other: record the largest first."""
+
+    def __init__(self) -> None:
+        self._pool = _cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        graph = _cuda.CUDAGraph()
+        with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # other threads move KV meanwhile
+            run()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+def why_eager(decoder: Decoder) -> str:
+    """Why steps of this model cannot be replayed; empty if they can."""
+    if isinstance(decoder.config.rope, DynamicRope | LongRope):
+        return "its rope's frequencies depend on each sequence's length"
+    return ""
+
+
+class DecodeGraphs:
+    """`num_replayed` and `num_eager` count the steps asked for."""
+
+    def __init__(
+        self, decoder: Decoder, attention: AttentionBackend, recorder: Recorder, *, max_rows: int, max_blocks: int
+    ) -> None:
+        device = decoder.place.device
+        self._decoder = decoder
+        self._attention = attention
+        self._recorder = recorder
+        self._sizes = captured_sizes(max_rows)
+        self._numbers_3P = torch.zeros((3, max_rows), dtype=torch.int64, device=device)
+        self._tables_PB = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
+        self._logits_PV = torch.zeros((max_rows, decoder.config.vocab_size), device=device)
+        self._rows_P = torch.arange(max_rows, device=device)
+        self._replays: dict[int, Callable[[], None]] = {}
+        self.num_replayed = 0
+        self.num_eager = 0
+
+    @torch.inference_mode()
+    def capture(self, place: Callable[[Packed], ModelInputs]) -> None:
+        """Records all sizes, once, before the first step. `place` puts a step's arrays on the device. With several
+        ranks all must capture at the same time: their collectives are recorded too."""
+        start_s = time.perf_counter()
+        for count, size in enumerate(reversed(self._sizes), 1):
+            step = nothing(size)
+            inputs = self._put(place(step), size)
+
+            def run(inputs: ModelInputs = inputs, size: int = size) -> None:
+                self._logits_PV[:size].copy_(self._decoder.forward(inputs, _Begun(self._attention)))
+
+            self._attention.begin(inputs.attention)
+            run()
+            self._attention.begin(inputs.attention)
+            self._replays[size] = self._recorder.record(run)
+            log.info("captured the decode step of %d rows, %d of %d", size, count, len(self._sizes))
+        log.info("captured %d decode steps in %.1f s", len(self._sizes), time.perf_counter() - start_s)
+
+    def size_for(self, packed: Packed) -> int | None:
+        """The size to pad this step to, or None if it must run eagerly; counted."""
+        size = size_for(packed, self._sizes)
+        self.num_replayed += size is not None
+        self.num_eager += size is None
+        return size
+
+    def replay(self, inputs: ModelInputs, size: int) -> torch.Tensor:
+        """The logits [size, V] of a padded step, until the next replay."""
+        self._attention.begin(self._put(inputs, size).attention)
+        self._replays[size]()
+        return self._logits_PV[:size]
+
+    def _put(self, inputs: ModelInputs, size: int) -> ModelInputs:
+        """The step at the places that are recorded."""
+        given = inputs.attention
+        for place_P, numbers_P in zip(
+            self._numbers_3P, (inputs.token_ids_T, given.positions_T, given.slots_T), strict=True
+        ):
+            place_P[:size].copy_(numbers_P)
+        self._tables_PB[:size, : given.block_tables_SB.shape[1]].copy_(given.block_tables_SB)
+        token_ids_P, positions_P, slots_P = self._numbers_3P[:, :size]
+        return ModelInputs(
+            token_ids_T=token_ids_P,
+            attention=replace(given, positions_T=positions_P, slots_T=slots_P, block_tables_SB=self._tables_PB[:size]),
+            logit_rows=self._rows_P[:size],
+            prompt_lens=inputs.prompt_lens,
+        )
+
+
+class _Begun:
+    """An attention backend whose step has begun on the host: what a graph may hold of it."""
+
+    def __init__(self, attention: AttentionBackend) -> None:
+        self._attention = attention
+
+    def begin(self, inputs: AttentionInputs) -> None:
+        pass
+
+    def write(
+        self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
+    ) -> torch.Tensor:
+        return self._attention.write(layer, q_TND, k_TKD, v_TKD, rotation)
+
+    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+        return self._attention.attend(layer, q_TND, scale=scale, window=window)

@@ -1,0 +1,87 @@
+"""A batch as the arrays that a model reads, on the host. No torch: what goes where is decided, and tested, here.
+
+Legend: T tokens of the batch (rows packed), S rows, B blocks of the longest row, R positions with logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.batch import Batch, Row
+
+KNOWN = -1
+"""In `follows_T`: the token is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """`follows_T`: which of the tokens that the step before sampled stands here, or KNOWN. Arrays are int64, but
+    `tables_SB` int32. The rest as in `AttentionInputs` and `ModelInputs`."""
+
+    token_ids_T: NDArray[np.int64]
+    follows_T: NDArray[np.int64]
+    positions_T: NDArray[np.int64]
+    slots_T: NDArray[np.int64]
+    logit_rows_R: NDArray[np.int64]
+    tables_SB: NDArray[np.int32]
+    query_starts: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    prompt_lens: tuple[int, ...]
+    max_query: int
+
+
+def pack(batch: Batch, *, block_size: int, sampled: Mapping[int, int]) -> Packed:
+    """`sampled` has, for each row of the batch before that sampled, its place among those that did.
+
+    Logits are asked for in the order of rows, in each first at the positions that predict its prompt targets.
+    """
+    rows = batch.rows
+    lens_S = np.array([row.num_tokens for row in rows])
+    starts_S = np.array([row.start for row in rows])
+    query_starts = np.concatenate(([0], np.cumsum(lens_S)))
+    num_tokens = int(query_starts[-1])
+    positions_T = np.arange(num_tokens) + np.repeat(starts_S - query_starts[:-1], lens_S)
+    tables_SB = np.zeros((len(rows), max(len(row.block_ids) for row in rows)), dtype=np.int32)
+    for table_B, row in zip(tables_SB, rows, strict=True):
+        table_B[: len(row.block_ids)] = row.block_ids
+    blocks_T = tables_SB[np.repeat(np.arange(len(rows)), lens_S), positions_T // block_size].astype(np.int64)
+    token_ids_T = np.fromiter(chain.from_iterable(map(_tokens, rows)), dtype=np.int64, count=num_tokens)
+    follows_T = np.full(num_tokens, KNOWN)
+    for row, stop in zip(rows, query_starts[1:].tolist(), strict=True):
+        if row.follows is not None:
+            follows_T[stop - 1] = sampled[row.follows]
+    return Packed(
+        token_ids_T=token_ids_T,
+        follows_T=follows_T,
+        positions_T=positions_T,
+        slots_T=blocks_T * block_size + positions_T % block_size,
+        logit_rows_R=np.array(list(chain.from_iterable(map(_wanted, rows, query_starts.tolist()))), dtype=np.int64),
+        tables_SB=tables_SB,
+        query_starts=tuple(query_starts.tolist()),
+        context_lens=tuple((starts_S + lens_S).tolist()),
+        prompt_lens=tuple(row.prompt_len for row in rows),
+        max_query=int(lens_S.max()),
+    )
+
+
+def sampled_rows(batch: Batch) -> dict[int, int]:
+    """For each row that samples, its place among those that do."""
+    rows = [index for index, row in enumerate(batch.rows) if row.sample is not None]
+    return {index: place for place, index in enumerate(rows)}
+
+
+def _tokens(row: Row) -> tuple[int, ...]:
+    return row.token_ids if row.follows is None else (*row.token_ids, 0)
+
+
+def _wanted(row: Row, start: int) -> list[int]:
+    """Indices into T of a row that starts there: first the positions that predict its targets, then the sampled."""
+    wanted = list(range(start, start + len(row.prompt_targets)))
+    if row.sample is not None:
+        wanted.append(start + row.num_tokens - 1)
+    return wanted

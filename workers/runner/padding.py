@@ -1,0 +1,67 @@
+"""How decode steps are padded to the few sizes that have been captured. No torch: pure choices over host arrays.
+
+A row of padding is a token 0 at position 0 whose key and value go nowhere and whose context is empty.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workers.runner.packing import KNOWN, Packed
+
+NOWHERE = -1
+"""A slot that kernels skip."""
+
+
+def captured_sizes(max_rows: int) -> tuple[int, ...]:
+    """Rows to capture graphs for, ascending: 1, 2, 4, then 8 apart up to 64, 16 apart up to 256, 64 apart beyond, and
+    `max_rows` itself. A step of more than 8 rows is padded by less than a half, one of 64 by an eighth at most."""
+    steps = (*range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 64))
+    return tuple(sorted({size for size in (1, 2, 4, *steps) if size < max_rows} | {max_rows}))
+
+
+def size_for(packed: Packed, sizes: tuple[int, ...]) -> int | None:
+    """The size that a step is padded to. None if it cannot be replayed: it reads a prompt, asks for other logits than
+    each row's last, or has more rows than were captured."""
+    num_rows = len(packed.context_lens)
+    only_decodes = packed.max_query == 1 and np.array_equal(packed.logit_rows_R, np.arange(num_rows))
+    return next((size for size in sizes if size >= num_rows), None) if only_decodes else None
+
+
+def padded(packed: Packed, size: int) -> Packed:
+    """A step of single tokens, with rows of padding behind it."""
+    num_rows = len(packed.context_lens)
+    missing = size - num_rows
+    assert missing >= 0, f"{num_rows} rows do not fit {size}"
+    assert packed.query_starts == tuple(range(num_rows + 1)), "only steps of one token a row are padded"
+    none = (0,) * missing
+    return Packed(
+        token_ids_T=np.pad(packed.token_ids_T, (0, missing)),
+        follows_T=np.pad(packed.follows_T, (0, missing), constant_values=KNOWN),
+        positions_T=np.pad(packed.positions_T, (0, missing)),
+        slots_T=np.pad(packed.slots_T, (0, missing), constant_values=NOWHERE),
+        logit_rows_R=np.arange(size),
+        tables_SB=np.pad(packed.tables_SB, ((0, missing), (0, 0))),
+        query_starts=tuple(range(size + 1)),
+        context_lens=packed.context_lens + none,
+        prompt_lens=packed.prompt_lens + none,
+        max_query=1,
+    )
+
+
+def nothing(size: int) -> Packed:
+    """A step of padding alone: to capture with."""
+    empty = np.zeros(0, dtype=np.int64)
+    step = Packed(
+        token_ids_T=empty,
+        follows_T=empty,
+        positions_T=empty,
+        slots_T=empty,
+        logit_rows_R=empty,
+        tables_SB=np.zeros((0, 1), dtype=np.int32),
+        query_starts=(0,),
+        context_lens=(),
+        prompt_lens=(),
+        max_query=1,
+    )
+    return padded(step, size)

@@ -1,0 +1,545 @@
+"""Which tokens each step computes, in which blocks, and what a sampled token means. Pure: no torch, no clock.
+
+    add ──▶ WAITING ── plan: blocks for all its tokens ──▶ RUNNING ── apply: a stop condition ──▶ FINISHED
+               ▲                                            │   └─── apply: the role says HOLD ──▶ HELD ── release ─▶
+               └──────── plan: somebody needs its blocks ───┘
+
+A request whose first blocks are on the host waits on, with all its blocks and a seat, until they are loaded
+(`workers.scheduling.host_loads`); if nobody else computes meanwhile, it starts at once and the device waits.
+
+`plan` fills a step: first every sequence that decodes, one token each; then prompts under way; then new ones, as long
+as tokens, sequences and blocks last. A sequence gets blocks for all it knows when it is admitted, and one more
+whenever its answer grows into it. If there is none, the request of the largest rank gives up its own: so the one of
+the smallest rank always moves on, and everybody becomes that one.
+
+`plan` and `apply` meet only in the steps between them (`_in_flight`, oldest first). Step n + 1 may be planned before
+step n is applied; then
+
+- its decoding rows follow those of step n, whose tokens they take on the device;
+- a row sits the step out if its request is known to end in step n, or if its role may hand it over then. So does one
+  with penalties of whose tokens more than one is not known (the device counts one), and one with a grammar of whose
+  tokens any is: what may come next depends on it;
+- a request that turns out to have ended in step n has computed its row in vain;
+- blocks of a request that has gone are free when the last step that computes it is applied;
+- nobody is preempted: a plan that lacks blocks to grow into is None until step n is applied.
+
+A request that is `late`, as its grammar takes long to say what may come next, is passed over and keeps what it has; if
+that shows only as it is sampled, its last position is computed again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
+
+from kvtransfer.hashing import chain_hashes, salted
+from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate
+from workers.batch import Batch, Repeated, Row, RowOutput, StepOutput, is_penalised
+from workers.config import SchedulerConfig
+from workers.kv.blocks import BlockPool
+from workers.scheduling.alike import Limits, extended, num_alike, take
+from workers.scheduling.checks import check_request
+from workers.scheduling.host_loads import Loads
+from workers.scheduling.request import Request, State
+from workers.scheduling.role import Disposition, Role
+from workers.scheduling.step_rows import end_at, next_row, update_of
+from workers.scheduling.turns import givers, sit, step_back
+
+
+def no_key(num_prompt: int) -> bytes:
+    """For models whose KV depends on tokens alone: nearly all."""
+    return b""
+
+
+def _rank(request: Request) -> tuple[float, int]:
+    return request.rank
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """Planned and not applied. `freed`: blocks of requests that have gone since."""
+
+    requests: tuple[Request, ...]
+    sampling: dict[Request, int]  # which row, of those that sample
+    freed: list[list[int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching over one block pool. Requests given to `add` have been validated (`Engine.submit`).
+
+    `prefix_key` of a prompt's length: prompts with different keys share no cached blocks (`ModelConfig.prefix_key`).
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, role: Role, *, prefix_key: Callable[[int], bytes] = no_key
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.role = role
+        self.prefix_key = prefix_key
+        self.max_len = min(config.max_model_len, pool.num_blocks * pool.block_size)
+        """Longest sequence, prompt and answer, that fits an otherwise empty pool."""
+        self._blocked = False
+        self.num_preemptions = 0
+        self.loads = Loads(pool)
+        self._num_added = 0
+        self._requests: dict[str, Request] = {}
+        self._waiting: list[Request] = []  # by rank
+        self._running: list[Request] = []  # by rank
+        self._promised: dict[BlockHash, Request] = {}  # blocks of running prompts that are not sealed yet
+        self._in_flight: deque[_Step] = deque()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def blocked(self) -> bool:
+        """Did the last plan leave a request waiting for want of blocks? Then nobody should reserve any. Once all who
+        waited have gone, there may be no plan any more to find that out."""
+        return self._blocked and bool(self._waiting)
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Prompt tokens that are still to be computed; of those waiting without what is spared (`Loads.num_spared`)."""
+        left = [len(r.prompt_ids) + len(r.output_ids) - r.num_computed for r in self._running]  # of many: no calls
+        running = sum([num for num in left if num > 1])
+        waiting = (r.num_to_compute - self.loads.num_spared(r) for r in self._waiting if not r.adopted)
+        return running + sum(waiting)
+
+    def has_requests(self) -> bool:
+        """Also those that are only held, or whose blocks are still being loaded though they have gone."""
+        return bool(self._requests) or len(self.loads) > 0
+
+    # -- coming and going ----------------------------------------------------------------------------------------------
+
+    def add(self, asked: GenerateRequest, now: float) -> None:
+        assert asked.request_id not in self._requests
+        request = Request.of(asked, arrival_s=now)
+        request.cache_salt = salted(asked.cache_salt, self.prefix_key(request.num_prompt))
+        request.rank = (now - asked.priority * self.config.priority_head_start_s, self._num_added)
+        self._num_added += 1
+        self._extend_hashes(request)
+        request.num_spared = self._spared(request)
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=_rank)
+
+    def abort(self, request_ids: Iterable[str]) -> int:
+        """Ends requests wherever they are; how many were known. A step in flight may still compute them: in vain, and
+        their blocks are free when it is applied."""
+        known = [self._requests[name] for name in dict.fromkeys(request_ids) if name in self._requests]
+        for request in known:
+            if request.state is State.HELD:
+                self.role.forget(request)
+            else:
+                self._end(request)
+        return len(known)
+
+    def requests(self) -> Collection[Request]:
+        """All that are here, whatever their state."""
+        return self._requests.values()
+
+    def find(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def hold(self, request_id: str) -> bool:
+        """Takes a running request out of the batch, on the role's word: its blocks stay until `release`. What a step in
+        flight computes for it is dropped. False if it does not run."""
+        request = self._requests.get(request_id)
+        if request is None or request.state is not State.RUNNING:
+            return False
+        self._unqueue(request)
+        request.state = State.HELD
+        return True
+
+    def release(self, request_id: str) -> bool:
+        """Ends a request on the role's own word, without telling it. False if there is none."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._drop(request)
+        return request is not None
+
+    # -- plan ----------------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float, late: Collection[str] = ()) -> Batch | None:
+        """The next step, or None if nothing can run, or not before a step in flight is applied. Every batch must be
+        applied, in the order they were planned. Requests that are `late` neither begin nor decode."""
+        self.loads.poll()
+        if self._waiting and (leaving := givers(self._running, self._waiting, self.pool, self.config, now)):
+            if self._in_flight:
+                return None  # it has their rows
+            for request in leaving:
+                self._unseat(request, now)
+        rows: list[tuple[Request, Row]] = []
+        budget = self.config.max_num_batched_tokens
+        decodable = [one for one in self._running if one.num_to_plan == 1 and one.request_id not in late]
+        decoding = [request for request in decodable if self._may_follow(request)]
+        if self._in_flight and sum(map(self._num_lacking, decoding)) > self.pool.num_free:
+            return None
+        for request in decoding:
+            if request.state is State.RUNNING and self._grow(request):
+                rows.append((request, self._row(request, 1)))
+                budget -= 1
+        for request in self._running:
+            if request.num_to_plan > 1 and budget > 0:
+                budget -= self._take_chunk(request, budget, rows)
+        self._admit(now, budget, rows, late)
+        while not rows and self.loads.settle_next():
+            self._admit(now, budget, rows, late)
+        if not rows:
+            return None
+        sampling = {request: index for index, (request, row) in enumerate(rows) if row.sample is not None}
+        self._in_flight.append(_Step(requests=tuple(request for request, _ in rows), sampling=sampling))
+        return Batch(rows=tuple(row for _, row in rows))
+
+    def _may_follow(self, request: Request) -> bool:
+        """May the token that is being sampled for this request be computed before anybody has seen it?"""
+        if request.num_due == 0:
+            return True
+        num_output = len(request.output_ids) + request.num_due
+        ends = num_output >= request.sampling.max_tokens or request.num_expected >= self.max_len
+        is_first = num_output == request.num_given + 1
+        may_be_handed_over = is_first and request.ticket is not None and not request.adopted
+        uncounted = bool(request.sampling.grammar) or (request.num_due > 1 and is_penalised(request.sampling))
+        is_next = request in self._in_flight[-1].sampling
+        return is_next and not (ends or may_be_handed_over or uncounted)
+
+    def _take_chunk(self, request: Request, budget: int, rows: list[tuple[Request, Row]]) -> int:
+        num_tokens = min(request.num_to_plan, self.config.prefill_chunk, budget)
+        rows.append((request, self._row(request, num_tokens)))
+        return num_tokens
+
+    def _admit(self, now: float, budget: int, rows: list[tuple[Request, Row]], late: Collection[str]) -> None:
+        """Lets waiting requests in, by rank. The first that lacks blocks holds back all behind it, except those that
+        hold blocks already: only they can give them back."""
+        self._blocked = False
+        for request in self._waiting:
+            if request.request_id in late:
+                continue
+            asked_before = bool(request.block_ids) or request.num_preemptions > 0
+            if not asked_before and not self.role.admissible(request, now):
+                continue
+            if budget == 0:
+                continue
+            if not self._is_seated(request):
+                request.lacks_seat = True
+                continue
+            if self._blocked and not request.block_ids:
+                continue
+            matched = self._match(request)
+            if matched is None:
+                continue
+            if not self._provide(request, matched):
+                self._blocked = True
+                continue
+            if request.load is None or request.load.settled:
+                self._start(request, now)
+                budget -= self._take_chunk(request, budget, rows)
+        self._waiting = [request for request in self._waiting if request.state is State.WAITING]
+        if self._blocked and not self._running and not self._in_flight and not len(self.loads):
+            self._break_tie()
+
+    def _is_seated(self, request: Request) -> bool:
+        """May it run as far as the number of sequences goes? One that is loaded has had its seat since that began."""
+        if request.load is not None:
+            return request.load.settled
+        return len(self._running) + self.loads.num_seats < self.config.max_num_seqs
+
+    def _break_tie(self) -> None:
+        """Requests that adopted blocks, and each lack another one, would wait for each other for ever: the last in
+        rank gives up its own, and recomputes them when it is let in."""
+        adopted = [request for request in self._waiting if request.adopted]
+        if len(adopted) > 1:
+            self._unqueue(adopted[-1])
+            self._preempt(adopted[-1])
+
+    def _match(self, request: Request) -> list[int] | None:
+        """Cached blocks the request can start from; None if it had better wait for those a sibling is computing.
+
+        Waits until the last block they share is there (or the sibling is gone), and looks at that one only.
+        """
+        if request.block_ids:
+            return []
+        if request.awaited is not None and request.awaited in self._promised:
+            return None
+        usable = request.hashes[: self._num_cacheable(request)]
+        matched = self.pool.match(usable)
+        num_shared = len(matched) + self._num_promised(usable[len(matched) :])
+        request.awaited = usable[num_shared - 1] if num_shared > len(matched) else None
+        return matched if request.awaited is None else None
+
+    def _spared(self, request: Request) -> int:
+        """Tokens that a newcomer need not compute if nothing is evicted before its turn."""
+        usable = request.hashes[: self._num_cacheable(request)]
+        num_blocks = len(self.pool.match(usable))
+        num_blocks += self.loads.num_on_host(usable[num_blocks:])
+        num_blocks += self._num_promised(usable[num_blocks:])
+        return num_blocks * self.pool.block_size
+
+    def _num_promised(self, hashes: Iterable[BlockHash]) -> int:
+        """How many of the first are being computed or loaded."""
+        return len(list(takewhile(self._promised.__contains__, hashes)))
+
+    def _num_cacheable(self, request: Request) -> int:
+        """Blocks that need not be computed if they are cached: never the last token, which is to be sampled from,
+        nor prompt positions whose logprobs have been asked for."""
+        limit = request.num_tokens - 1
+        if request.owes_prompt_logprobs:
+            limit = min(limit, request.num_prompt_reported)
+        return limit // self.pool.block_size
+
+    def _provide(self, request: Request, matched: list[int]) -> bool:
+        """All the blocks the request needs now, or none; those that the host has begin to be loaded. Leaves a block
+        for each running sequence to grow into, lest the newcomer be preempted at once; blocks that it holds already
+        are taken, so there it would help nobody."""
+        holds = bool(request.block_ids)
+        slots = [] if holds else self.loads.pin(request.hashes[: self._num_cacheable(request)], len(matched))
+        self.pool.acquire(matched)
+        needed = max(0, self.pool.blocks_for(request.num_tokens) - len(request.block_ids) - len(matched))
+        headroom = 0 if holds else len(self._running)
+        fresh = self.pool.allocate(needed) if self.pool.num_free >= needed + headroom else None
+        if fresh is None:
+            self.pool.release(matched)
+            self.loads.unpin(slots)
+            return False
+        request.block_ids += matched + fresh
+        request.num_computed += len(matched) * self.pool.block_size
+        request.num_sealed += len(matched)
+        if slots:
+            self.loads.begin(request, slots)
+            self._promise(request)
+            self.loads.poll()
+        return True
+
+    def _promise(self, request: Request) -> None:
+        for block_hash in request.hashes[request.num_computed // self.pool.block_size :]:
+            self._promised.setdefault(block_hash, request)
+
+    def _unpromise(self, request: Request, hashes: Sequence[BlockHash]) -> None:
+        for block_hash in hashes:
+            if self._promised.get(block_hash) is request:
+                del self._promised[block_hash]
+
+    def _start(self, request: Request, now: float) -> None:
+        if request.num_preemptions == 0 and not request.adopted:
+            request.num_cached = request.num_computed
+        if request.load is not None:
+            num_blocks = request.num_computed // self.pool.block_size
+            self._unpromise(request, request.hashes[:num_blocks])
+            if request.load.num_clears != self.pool.num_clears:
+                request.num_sealed = num_blocks  # the cache was reset meanwhile: they are the request's own
+        if not request.adopted:
+            self.loads.started(request, request.hashes[: self._num_cacheable(request)])
+        request.num_planned = request.num_computed
+        sit(request, now)
+        insort(self._running, request, key=_rank)
+        self._promise(request)
+        self._seal(request)
+
+    def _grow(self, request: Request) -> bool:
+        """A block for the token about to be computed, if need be another request's. False: it was the last in rank
+        itself, and has been preempted."""
+        while self._num_lacking(request):
+            if (fresh := self.pool.allocate(1)) is not None:
+                request.block_ids += fresh
+                continue
+            last = self._running.pop()
+            self._preempt(last)
+            if last is request:
+                return False
+        return True
+
+    def _num_lacking(self, request: Request) -> int:
+        return self.pool.blocks_for(request.num_expected) - len(request.block_ids)
+
+    def _preempt(self, request: Request) -> None:
+        assert self._last_step_of(request) is None, "a step in flight computes the request"
+        self._free(request)
+        request.state = State.WAITING
+        request.num_computed = request.num_planned = request.num_sealed = 0
+        request.adopted = False
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self._waiting, request, key=_rank)
+
+    def _unseat(self, request: Request, now: float) -> None:
+        """Out of the batch, behind those that wait, with its blocks."""
+        self._unqueue(request)
+        self._unpromise(request, request.hashes[request.num_sealed :])
+        step_back(request, self.config, now)
+        insort(self._waiting, request, key=_rank)
+
+    def _row(self, request: Request, num_tokens: int) -> Row:
+        follows = self._in_flight[-1].sampling.get(request) if self._in_flight else None
+        return next_row(request, num_tokens, eos_ids=self.config.eos_ids, follows=follows)
+
+    # -- apply ---------------------------------------------------------------------------------------------------------
+
+    def apply(self, batch: Batch, output: StepOutput) -> list[SequenceUpdate]:
+        """What the oldest planned batch brought. Rows of requests that are gone by now are dropped."""
+        step = self._in_flight.popleft()
+        for block_ids in step.freed:
+            self.pool.release(block_ids)
+        updates = []
+        for request, row, out in zip(step.requests, batch.rows, output.rows, strict=True):
+            assert request.request_id == row.request_id, "batches are applied in the order they were planned"
+            if request.state is State.RUNNING and (update := self._advance(request, row, out)) is not None:
+                updates.append(update)
+        return updates
+
+    def _advance(self, request: Request, row: Row, out: RowOutput) -> SequenceUpdate | None:
+        assert request.num_computed == row.start
+        request.num_computed = row.stop - out.late
+        self._seal(request)
+        prompt_logprobs = out.prompt_logprobs[request.num_prompt_reported - row.start :] if row.prompt_targets else ()
+        request.num_prompt_reported += len(prompt_logprobs)
+        if out.error is not None:
+            self._end(request)
+            return SequenceUpdate(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=out.error)
+        finish_reason: FinishReason | None = None
+        first = False
+        if out.late:
+            request.num_due -= 1
+            request.num_planned = request.num_computed
+        elif row.sample is not None:
+            assert out.token_id is not None, f"nothing was sampled for request {request.request_id}"
+            request.num_due -= 1
+            request.output_ids.append(out.token_id)
+            finish_reason = end_at(request, out.token_id, eos_ids=self.config.eos_ids, max_len=self.max_len)
+            first = len(request.output_ids) == request.num_given + 1
+        elif request.num_to_compute == 0:  # max_tokens is 0: it was all about the prompt
+            finish_reason, first = FinishReason.LENGTH, True
+        reading = request.tells_progress and (first or not request.output_ids)
+        if finish_reason is not None:
+            self._end(request)
+        elif first:
+            finish_reason = self._after_prefill(request)
+        elif (row.sample is None or out.late) and not prompt_logprobs and not reading:
+            return None
+        return update_of(request, row, out, prompt_logprobs, finish_reason, first=first, reading=reading)
+
+    def num_alike(self, last: Batch) -> int:
+        """How many steps from here on are plain ones (`workers.scheduling.alike`)."""
+        if self._waiting or not self._running or len(self.loads) or any(step.freed for step in self._in_flight):
+            return 0
+        return num_alike(self._running, last, Limits.of(self), len(self._in_flight))
+
+    def take(self, num_steps: int) -> dict[str, int]:
+        """Plans so many plain steps: the blocks that the last of them begins, by request (`alike`)."""
+        return take(self._running, self.pool, num_steps)
+
+    def repeat(self, done: Repeated) -> list[SequenceUpdate]:
+        """What the plain steps that were planned brought, applied at once."""
+        requests = [self._requests[row.request_id] for row in done.batch.rows]
+        updates = [extended(request, tokens) for request, tokens in zip(requests, done.tokens, strict=True)]
+        size = self.pool.block_size
+        for request in requests:
+            if request.num_computed // size > request.num_sealed:  # most plain steps fill no block
+                self._seal(request)
+        return updates
+
+    def _after_prefill(self, request: Request) -> FinishReason | None:
+        disposition = self.role.after_prefill(request)
+        if disposition is Disposition.KEEP:
+            return None
+        if disposition is Disposition.HOLD:
+            self._unqueue(request)
+            request.state = State.HELD
+        else:
+            self._end(request)
+        return FinishReason.PREFILLED
+
+    def _seal(self, request: Request) -> None:
+        """Registers the blocks that have become full and computed, of prompt and answer alike."""
+        num_full = request.num_computed // self.pool.block_size
+        if num_full == request.num_sealed:
+            return
+        if num_full > len(request.hashes):
+            self._extend_hashes(request)
+        start, request.num_sealed = request.num_sealed, num_full
+        hashes = request.hashes[start:num_full]
+        self.pool.seal_chain(request.block_ids[start:num_full], hashes, request.hashes[start - 1] if start else b"")
+        self._unpromise(request, hashes)
+
+    def _extend_hashes(self, request: Request) -> None:
+        size, known = self.pool.block_size, len(request.hashes)
+        parent = request.hashes[-1] if known else None
+        request.hashes += chain_hashes(request.in_blocks(known, size), size, salt=request.cache_salt, parent=parent)
+
+    # -- letting go ----------------------------------------------------------------------------------------------------
+
+    def _end(self, request: Request) -> None:
+        self.role.forget(request)
+        self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        self._unqueue(request)
+        self._free(request)
+        request.state = State.FINISHED
+        del self._requests[request.request_id]
+
+    def _unqueue(self, request: Request) -> None:
+        if request.state in (State.WAITING, State.RUNNING):
+            queue = self._waiting if request.state is State.WAITING else self._running
+            del queue[bisect_left(queue, request.rank, key=_rank)]
+
+    def _free(self, request: Request) -> None:
+        self._unpromise(request, request.hashes[request.num_sealed :])
+        step = self._last_step_of(request)
+        if step is not None:
+            step.freed.append(request.block_ids)
+        elif not self.loads.forget(request):
+            self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.awaited = None
+
+    def _last_step_of(self, request: Request) -> _Step | None:
+        return next((step for step in reversed(self._in_flight) if request in step.requests), None)
+
+    # -- invariants ----------------------------------------------------------------------------------------------------
+
+    def check_balance(self, num_reserved: int = 0) -> None:
+        """The part of `check_integrity` that is cheap enough for after every event: numbers of references."""
+        num_freed = sum(len(freed) for step in self._in_flight for freed in step.freed)
+        num_held = sum(len(request.block_ids) for request in self._requests.values())
+        self.pool.check_balance(num_reserved + num_freed + num_held + sum(1 for _ in self.loads.held_ids()))
+
+    def check_integrity(self, reserved_ids: Sequence[int] = ()) -> None:
+        """Every reference in the pool is some request's, or one of `reserved_ids` (blocks promised by tickets)."""
+        self.pool.check_integrity()
+        for queue, state in ((self._waiting, State.WAITING), (self._running, State.RUNNING)):
+            assert all(request.state is state for request in queue)
+            assert all(a.rank < b.rank for a, b in pairwise(queue)), "a queue is out of order"
+        held = [request for request in self._requests.values() if request.state is State.HELD]
+        assert len(held) + len(self._waiting) + len(self._running) == len(self._requests)
+        assert len(self._running) + self.loads.num_seats <= self.config.max_num_seqs, "a batch has a seat too many"
+        references = Counter(reserved_ids)
+        references.update(block_id for step in self._in_flight for freed in step.freed for block_id in freed)
+        references.update(self.loads.held_ids())
+        for request in self._requests.values():
+            references.update(request.block_ids)
+            check_request(request, self.pool, sum(request in step.sampling for step in self._in_flight))
+        for block_id in range(self.pool.num_blocks):
+            held_by, counted = references[block_id], self.pool.num_references(block_id)
+            assert held_by == counted, f"block {block_id} has {counted} references, its holders know of {held_by}"
+        for block_hash, request in self._promised.items():
+            assert request.state is State.RUNNING or request.load, "a block is promised by nobody who computes"
+            assert block_hash in request.hashes[request.num_sealed :]
+
+    def assert_idle(self) -> None:
+        """Nothing is known of any request, and no block is held."""
+        assert not self._requests, f"requests {sorted(self._requests)} are still here"
+        assert not self._promised
+        assert not self._in_flight
+        assert not len(self.loads), "blocks are still being loaded"
+        self.pool.assert_idle()

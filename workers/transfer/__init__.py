@@ -1,0 +1,1 @@
+"""The engine's side of KV transfer: send, receive, keep lanes."""

@@ -1,0 +1,380 @@
+"""What this worker receives: reserves blocks, lands the KV that comes for them, hands both to requests.
+
+    reserve(ReserveRequest) ──▶ Ticket ──▶ gateway ──▶ the other worker    all on the engine's thread, between steps
+    tick: arrived chunk ── ledger: where to? ──▶ Mover.land(blocks) ──▶ ledger.landed
+    adopted / pulled: the ticket ARRIVED ──▶ the request has its blocks
+
+The first asks for a sequence's KV that is computed elsewhere, and fails without it. The second asks for a prefix that
+is cached elsewhere: without it the request computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtransfer.hashing import chain_hashes
+from kvtransfer.ledger import Ledger, Reservation, TicketState
+from kvtransfer.reshard import require_compatible
+from kvtransfer.transport import MAX_TICKET_ID_BYTES, Arrived, LaneLost, peer_name
+from protos.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    Overloaded,
+    TransferFailed,
+    WorkerDraining,
+)
+from protos.values import KVLayout, ReserveRequest, Ticket, TicketStats
+from workers.engine.engine import Engine
+from workers.kv.blocks import BlockPool
+from workers.scheduling.request import Request
+from workers.scheduling.role import Moving
+from workers.scheduling.scheduler import no_key
+from workers.transfer.mover import Mover
+
+log = logging.getLogger("baton.worker")
+
+_MOVING = (TicketState.RESERVED, TicketState.SENDING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """`headroom` is the part of all blocks that reservations leave to running answers. A refused reservation may be
+    tried again after `retry_after_s`; nobody gets a longer lease than `max_lease_s`."""
+
+    headroom: float = 0.05
+    retry_after_s: float = 0.5
+    max_lease_s: float = 120.0
+
+
+class Incoming:
+    """A role's receiving half. `pool` is the engine's own, `layout` this worker's, `prefix_key` as the scheduler's.
+    Not thread-safe: the engine's thread calls everything."""
+
+    def __init__(
+        self,
+        mover: Mover,
+        pool: BlockPool,
+        layout: KVLayout,
+        terms: Terms,
+        *,
+        prefix_key: Callable[[int], bytes] = no_key,
+    ) -> None:
+        self.ledger = Ledger()
+        self._mover = mover
+        self._pool = pool
+        self._layout = layout
+        self._terms = terms
+        self._prefix_key = prefix_key
+        self._failed: dict[str, BatonError] = {}
+        self._num_bytes = 0
+        self._busy_s = 0.0
+        self._num_pulled_tokens = 0
+        self._num_failed_pulls = 0
+        self._landing: dict[str, tuple[int, float]] = {}  # bytes that are here, and how long they took, by ticket
+        self.num_settled = 0
+        """How often a ticket's KV was here in full, or was known not to come: then a request may begin, or end."""
+
+    @property
+    def retry_after_s(self) -> float:
+        return self._terms.retry_after_s
+
+    # -- reservations --------------------------------------------------------------------------------------------------
+
+    def reserve(self, request: ReserveRequest, now: float) -> Ticket:
+        """Blocks for all of the prompt that is not cached here, or an error and nothing has changed.
+
+        Asked again with the same generation it answers the same and renews the lease, as a gateway does while the
+        prompt waits to be read; a higher one takes the place of the lower. Raises
+        IncompatibleWorkers, InvalidRequest, ContextLengthExceeded, Overloaded (with `retry_after_s`), or
+        TransferFailed for a generation that has been fenced or has ended.
+        """
+        self._check(request)
+        self.receive(now)  # what was lost so far was not lost by the new ticket
+        known = self.ledger.renew(request.request_id, request.generation, now)
+        if known is not None:
+            return known.ticket
+        self._mover.sources.require(peer_name(request.source), self._live_sources())
+        fenced = self.ledger.abort(request.request_id, f"generation {request.generation} took its place")
+        self._free(fenced)
+        cached_ids, block_ids = self._provide(request)
+        ticket = Ticket(
+            ticket_id=request.request_id,
+            generation=request.generation,
+            lease_s=min(request.lease_s, self._terms.max_lease_s),
+            block_ids=tuple(block_ids),
+            num_cached_tokens=len(cached_ids) * self._layout.block_size,
+            layout=self._layout,
+            destination=self._mover.address,
+        )
+        self.ledger.reserve(
+            Reservation(
+                ticket=ticket,
+                source=peer_name(request.source),
+                token_ids=request.prompt_ids,
+                cached_ids=tuple(cached_ids),
+                reserved_s=now,
+                grows=request.num_tokens > len(request.prompt_ids),
+            )
+        )
+        self._mover.expect(request.source, request.source_layout)
+        return ticket
+
+    def _check(self, request: ReserveRequest) -> None:
+        here = self._mover.address.worker_id
+        require_compatible(request.source.worker_id, request.source_layout, here, self._layout)
+        if not request.prompt_ids:
+            raise InvalidRequest("the prompt is empty: there is no KV to reserve blocks for", param="prompt")
+        if not 0 < len(request.request_id.encode()) <= MAX_TICKET_ID_BYTES:
+            raise InvalidRequest(
+                f"request_id has {len(request.request_id.encode())} bytes: it must have 1 to {MAX_TICKET_ID_BYTES}",
+                param="request_id",
+            )
+        if not request.lease_s > 0 or request.generation < 1:
+            raise InvalidRequest(
+                f"lease_s is {request.lease_s} and generation {request.generation}: "
+                f"the one must be above 0, the other at least 1",
+                param="lease_s" if request.generation >= 1 else "generation",
+            )
+        if self._pool.blocks_for(_num_tokens(request)) > self._pool.num_blocks:
+            raise ContextLengthExceeded(
+                f"the prompt has {_num_tokens(request)} tokens: worker {here} holds at most "
+                f"{self._pool.num_blocks * self._pool.block_size}",
+                param="prompt",
+            )
+
+    def _provide(self, request: ReserveRequest) -> tuple[list[int], list[int]]:
+        """References to the prompt's cached blocks and to fresh ones for the rest. All or nothing."""
+        pool = self._pool
+        was_idle = pool.num_free == pool.num_blocks
+        cached_ids = self._cached(request)
+        pool.acquire(cached_ids)
+        num_missing = pool.blocks_for(_num_tokens(request)) - len(cached_ids)
+        kept_free = 0 if was_idle else int(self._terms.headroom * pool.num_blocks)
+        block_ids = pool.allocate(num_missing) if pool.num_free >= num_missing + kept_free else None
+        if block_ids is None:
+            num_free = pool.num_free
+            pool.release(cached_ids)
+            raise Overloaded(
+                f"worker {self._mover.address.worker_id} has {num_free} free KV blocks and keeps {kept_free} of them "
+                f"for running answers: {num_missing} are needed",
+                retry_after_s=self._terms.retry_after_s,
+            )
+        return cached_ids, block_ids
+
+    def _cached(self, request: ReserveRequest) -> list[int]:
+        """None where KV depends on the prompt's length: part of these tokens may be the answer of an earlier try."""
+        if self._prefix_key(len(request.prompt_ids)):
+            return []
+        return self._pool.match(chain_hashes(request.prompt_ids, self._pool.block_size, salt=request.cache_salt))
+
+    # -- what a role passes on -----------------------------------------------------------------------------------------
+
+    def holds(self, ticket: Ticket) -> bool:
+        """Are the ticket's blocks reserved here still?"""
+        return self.ledger.reservation(ticket.ticket_id, ticket.generation) is not None
+
+    def adopted(self, request: Request, ticket: Ticket) -> bool:
+        """Has the request got the ticket's blocks now? If not it must wait, or has failed: the next tick says so."""
+        self._settle(ticket, request.num_tokens - 1)
+        state = self.ledger.state(ticket.ticket_id, ticket.generation)
+        if state is TicketState.ARRIVED:
+            try:
+                self._adopt(request, ticket)
+            except InvalidRequest as error:
+                self._failed[request.request_id] = error
+            return request.adopted
+        if state not in _MOVING:
+            tombstone = self.ledger.tombstone(ticket.ticket_id, ticket.generation)
+            self._failed[request.request_id] = (tombstone.cause if tombstone else TransferFailed)(
+                f"the KV of request {request.request_id} is not here: {self._fate(ticket)}"
+            )
+        return False
+
+    def pulled(self, request: Request) -> bool:
+        """May the request begin, with what was pulled for it or without? Until then it must wait."""
+        ticket = request.pull
+        if ticket is None:
+            return True
+        if request.owes_prompt_logprobs:  # every position has to be computed here
+            request.pull = None
+            self._abort(ticket.ticket_id, "its request asks for logprobs of the prompt", ticket.generation)
+            self._pull_failed(request, self._fate(ticket))
+            return True
+        self._pool.release(self.ledger.settle(ticket.ticket_id, ticket.generation, len(ticket.block_ids)))
+        state = self.ledger.state(ticket.ticket_id, ticket.generation)
+        if state in _MOVING:
+            return False
+        request.pull = None
+        if state is TicketState.ARRIVED:
+            try:
+                self._adopt(request, ticket)
+            except InvalidRequest as error:
+                self._pull_failed(request, error.message)
+            else:
+                request.num_cached = request.num_computed
+                self._num_pulled_tokens += request.num_computed - ticket.num_cached_tokens
+        else:
+            self._abort(ticket.ticket_id, "its request computes instead", ticket.generation)
+            self._pull_failed(request, self._fate(ticket))
+        return True
+
+    def forget(self, request: Request) -> None:
+        """The request has ended. Adopted blocks are no ticket's any more: the engine frees them."""
+        self._failed.pop(request.request_id, None)
+        for ticket in (request.ticket, request.pull):
+            if ticket is not None:
+                self._abort(ticket.ticket_id, "its request was aborted", ticket.generation)
+
+    def withdraw(self, request_id: str) -> bool:
+        """Gives back a reservation whose request never came. Was there one? If not, it is not to come any more: an
+        abort may overtake what it aborts."""
+        if self._abort(request_id, "aborted before its request came"):
+            return True
+        self.ledger.refuse(request_id, "its gateway gave it up before it was reserved")
+        return False
+
+    def tick(self, now: float) -> tuple[tuple[str, BatonError], ...]:
+        """Lands what has come and ends what is over; requests that cannot go on."""
+        self.receive(now)
+        for reservation in self.ledger.expire(now):
+            self._free(reservation)
+        self._mover.sources.tend(now, self._live_sources)
+        failed = tuple(self._failed.items())
+        self._failed.clear()
+        return failed
+
+    def has_failures(self) -> bool:
+        """Has the next tick to say that a request cannot go on?"""
+        return bool(self._failed)
+
+    def busy(self) -> bool:
+        """Also while a ticket is out: its lease must be able to end."""
+        return bool(len(self.ledger) or self._failed)
+
+    def load(self) -> Moving:
+        return {
+            "num_tickets": len(self.ledger),
+            "transfer_bytes": self._num_bytes,
+            "transfer_s": self._busy_s,
+            "num_pulled_tokens": self._num_pulled_tokens,
+            "num_failed_pulls": self._num_failed_pulls,
+            "lanes": self._mover.lane_loads(),
+        }
+
+    def stats(self, now: float) -> tuple[TicketStats, ...]:
+        return self.ledger.stats(now)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _live_sources(self) -> set[str]:
+        return {ticket.owner for ticket in self.ledger.stats(0.0)}
+
+    def _settle(self, ticket: Ticket, num_tokens: int) -> None:
+        """A sequence that grew while it moved has come with the KV of so many tokens. There was room for more."""
+        reservation = self.ledger.reservation(ticket.ticket_id, ticket.generation)
+        if reservation is not None and reservation.grows:
+            num_blocks = self._pool.blocks_for(max(num_tokens, len(reservation.token_ids)))
+            num_own = num_blocks - len(reservation.cached_ids)
+            self._pool.release(self.ledger.settle(ticket.ticket_id, ticket.generation, num_own))
+
+    def _adopt(self, request: Request, ticket: Ticket) -> None:
+        """At least the last known token stays to be computed: the next one is sampled from it. Raises InvalidRequest;
+        the blocks are free then."""
+        reservation = self.ledger.adopt(ticket.ticket_id, ticket.generation)
+        num_tokens = len(reservation.token_ids)
+        room = len(reservation.block_ids) * self._layout.block_size
+        if request.tokens(0, num_tokens) != reservation.token_ids or (
+            reservation.grows and request.num_tokens > room + 1
+        ):
+            self._free(reservation)
+            raise InvalidRequest(
+                f"request {request.request_id} does not begin with the {num_tokens} tokens that ticket "
+                f"{ticket.ticket_id} was reserved for, or has more than the {room} it has room for",
+                param="ticket",
+            )
+        request.block_ids = list(reservation.block_ids)
+        request.num_computed = request.num_tokens - 1 if reservation.grows else min(num_tokens, request.num_tokens - 1)
+        request.num_cached = min(reservation.ticket.num_cached_tokens, request.num_computed)
+        self._pool.hit(request.num_cached)
+        request.adopted = True
+
+    def _fate(self, ticket: Ticket) -> str:
+        tombstone = self.ledger.tombstone(ticket.ticket_id, ticket.generation)
+        why = (
+            f"{tombstone.state} ({tombstone.reason})" if tombstone else "unknown here, or fenced by a newer generation"
+        )
+        return f"ticket {ticket.ticket_id} generation {ticket.generation} is {why}"
+
+    def _pull_failed(self, request: Request, reason: str) -> None:
+        self._num_failed_pulls += 1
+        log.warning("request %s computes its whole prompt, nothing was pulled: %s", request.request_id, reason)
+
+    def receive(self, now: float) -> None:
+        """Lands what has come. `tick` does as well; this alone may also be called while a step goes on."""
+        for event in self._mover.poll_arrived():
+            if isinstance(event, Arrived):
+                self._land(event, now)
+            else:
+                self._lost(event)
+
+    def _land(self, event: Arrived, now: float) -> None:
+        chunk = event.chunk
+        block_ids = self.ledger.blocks_for(chunk, event.source)
+        if not block_ids:
+            self._mover.drop(chunk)
+        else:
+            self._mover.land(chunk, block_ids)
+            self.ledger.landed(chunk, now)
+            num_bytes, busy_s = self._landing.get(chunk.ticket_id, (0, 0.0))
+            num_bytes += chunk.num_bytes(self._layout)  # on all ranks; the event tells of rank 0 only
+            self._landing[chunk.ticket_id] = (num_bytes, busy_s + event.elapsed_s)
+            if self.ledger.state(chunk.ticket_id, chunk.generation) is TicketState.ARRIVED:
+                self.num_settled += 1
+                self._count(chunk.ticket_id)
+
+    def _count(self, ticket_id: str) -> None:
+        """What has come for a ticket, once no more will."""
+        num_bytes, busy_s = self._landing.pop(ticket_id, (0, 0.0))
+        self._num_bytes += num_bytes
+        self._busy_s += busy_s
+
+    def _lost(self, event: LaneLost) -> None:
+        self.num_settled += 1
+        reason = f"the lane from {event.peer} was lost: {event.reason}"
+        for reservation in self.ledger.abort_source(event.peer, reason, event.cause):
+            self._free(reservation)
+
+    def _abort(self, ticket_id: str, reason: str, generation: int | None = None) -> bool:
+        reservation = self.ledger.abort(ticket_id, reason, generation)
+        self._free(reservation)
+        return reservation is not None
+
+    def _free(self, reservation: Reservation | None) -> None:
+        if reservation is not None:
+            self._count(reservation.ticket.ticket_id)
+            self._pool.release(reservation.block_ids)
+
+
+def _num_tokens(request: ReserveRequest) -> int:
+    return max(len(request.prompt_ids), request.num_tokens)
+
+
+def reservations(incoming: Incoming, engine: Engine) -> Callable[[ReserveRequest, float], Ticket]:
+    """`incoming.reserve` for a worker's service: nothing new while it drains, or while requests that are here lack
+    blocks. What was promised before is kept."""
+
+    def reserve(request: ReserveRequest, now: float) -> Ticket:
+        if incoming.ledger.state(request.request_id, request.generation) is not None:
+            return incoming.reserve(request, now)
+        if engine.draining:
+            raise WorkerDraining("this worker is draining and takes no new reservations: reserve on another one")
+        if engine.scheduler.blocked:
+            raise Overloaded(
+                "requests on this worker are waiting for KV blocks already", retry_after_s=incoming.retry_after_s
+            )
+        return incoming.reserve(request, now)
+
+    return reserve

@@ -1,0 +1,85 @@
+"""What every role does alike whose worker moves KV: its tickets come in, its pushes go out, and both are looked after.
+
+A pool adds when a request may begin and what becomes of it once its prompt is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvtransfer.ledger import Ledger
+from protos.values import BlockHash, GenerateRequest, ReserveRequest, Ticket, TicketStats
+from workers.scheduling.host_loads import Load
+from workers.scheduling.request import Request
+from workers.scheduling.role import Moving, Tick
+from workers.transfer.mover import Mover
+from workers.transfer.receive import Incoming
+from workers.transfer.send import Outgoing
+
+
+class MovingRole:
+    """Not thread-safe: the engine's thread calls everything."""
+
+    def __init__(self, mover: Mover, incoming: Incoming, outgoing: Outgoing) -> None:
+        self._mover = mover
+        self.incoming = incoming
+        self.outgoing = outgoing
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.incoming.ledger
+
+    def reserve(self, request: ReserveRequest, now: float) -> Ticket:
+        return self.incoming.reserve(request, now)
+
+    def takes_over(self, ticket: Ticket) -> bool:
+        """Is the ticket for KV that comes to this worker, and not for KV that it sends?"""
+        return ticket.destination.worker_id == self._mover.address.worker_id
+
+    def promised(self, request: GenerateRequest) -> bool:
+        return request.ticket is not None and self.incoming.holds(request.ticket)
+
+    def next_deadline_s(self) -> float:
+        """When the first lease ends, of what comes or goes; infinity where there is none."""
+        return min(self.ledger.next_deadline_s(), self.outgoing.next_deadline_s())
+
+    def tickets(self, now: float) -> tuple[TicketStats, ...]:
+        return self.incoming.stats(now) + self.outgoing.stats(now)
+
+    def move(self, request: Request, ticket: Ticket, now: float) -> None:
+        self.outgoing.move(request, ticket, now)
+
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Load | None) -> int:
+        return self.outgoing.share(ticket, hashes, now, coming)
+
+    def forget(self, request: Request) -> None:
+        self.incoming.forget(request)
+        self.outgoing.forget(request)
+
+    def withdraw(self, request_id: str) -> bool:
+        return self.incoming.withdraw(request_id) | self.outgoing.withdraw(request_id)
+
+    def tick(self, now: float, num_in_flight: int) -> Tick:
+        failed = self.incoming.tick(now)
+        tick = self.outgoing.tick(now, num_in_flight)
+        return replace(tick, failed=(*failed, *tick.failed)) if failed else tick
+
+    def is_behind(self) -> bool:
+        return self.outgoing.is_behind()
+
+    def go_on(self, now: float, num_in_flight: int) -> None:
+        self.incoming.receive(now)
+        self.outgoing.go_on(now, num_in_flight)
+
+    def busy(self) -> bool:
+        return self.incoming.busy() or self.outgoing.busy() or self._mover.busy()
+
+    def load(self) -> Moving:
+        come, gone = self.incoming.load(), self.outgoing.load()
+        both: Moving = {
+            "num_tickets": come["num_tickets"] + gone["num_tickets"],
+            "transfer_bytes": come["transfer_bytes"] + gone["transfer_bytes"],
+            "transfer_s": come["transfer_s"] + gone["transfer_s"],
+        }
+        return {**come, **gone, **both}
