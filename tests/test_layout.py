@@ -235,6 +235,25 @@ def test_files_name_no_machine_and_no_registry() -> None:
     report(offences())
 
 
+def test_documents_name_files_that_exist() -> None:
+    tops = "|".join((*PACKAGES, "benchmarks", "demo", "deploy", "docs", "tests"))
+    path_named = re.compile(rf"(?<![\w./-])((?:{tops})/[\w./-]+\.(?:py|c|cpp|html|js|css|md|yaml|toml|proto))\b")
+    program = re.compile(rf"python -m ((?:{tops})(?:\.\w+)*)")
+
+    def offences() -> Iterator[str]:
+        for path in files("*.md"):
+            for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
+                for name in path_named.findall(line):
+                    if not (ROOT / name).is_file():
+                        yield f"{path}:{number}: there is no {name}"
+                for name in program.findall(line):
+                    module = ROOT / name.replace(".", "/")
+                    if not module.with_suffix(".py").is_file() and not (module / "__main__.py").is_file():
+                        yield f"{path}:{number}: `python -m {name}` does not run"
+
+    report(offences())
+
+
 def test_packages_are_imported_from_this_checkout(tmp_path: Path) -> None:
     """From any folder, without PYTHONPATH: this is how the `baton` command and Ray's workers see them."""
     if (ROOT / ".venv").is_symlink():
