@@ -40,8 +40,8 @@ def write(figures: Groups, *, unit: str, json_file: Path | None, plot: Path | No
 
 def _command() -> str:
     """As it was called, but for where the figures went."""
-    spec, flags = sys.modules["__main__"].__spec__, list(sys.argv[1:])
-    module = spec.name if spec is not None else Path(sys.argv[0]).stem
+    parts, flags = Path(sys.argv[0]).with_suffix("").parts, list(sys.argv[1:])
+    module = ".".join(parts[parts.index("benchmarks") :] if "benchmarks" in parts else parts[-1:])
     for flag in ("--json", "--plot"):
         if flag in flags:
             del flags[flags.index(flag) : flags.index(flag) + 2]

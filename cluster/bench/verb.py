@@ -186,8 +186,12 @@ def _has_failed(report: Report, allowed: float) -> bool:
         outcome = (
             "exit code 1; --allow-failed SHARE accepts some" if failed else f"--allow-failed {allowed:g} accepts it"
         )
-        told = f"{num_failed:,} of {counted(report.num_requests, 'request')} failed or were refused; the times above are of"
-        Console(stderr=True, soft_wrap=True).print(f"{told} the other {report.num_completed:,}: {outcome}", style="red" if failed else "yellow")
+        told = (
+            f"{num_failed:,} of {counted(report.num_requests, 'request')} failed or were refused; the times above are"
+        )
+        Console(stderr=True, soft_wrap=True).print(
+            f"{told} of the other {report.num_completed:,}: {outcome}", style="red" if failed else "yellow"
+        )
     return failed
 
 

@@ -5,7 +5,8 @@ predicted time to the first token.
 `displaced` is what computing costs others. A second of it evicts blocks that others would find. Once every reader has a
 queue, it also delays the requests behind the prompt, about as many as the reader has:
 `compute x (DISPLACED + requests x shortest queue / mean queue)` (the externality of a job in a queue: Haviv and Ritov,
-"Externalities, tangible externalities, and queue disciplines", Management Science 44, 1998). While some reader has no queue, the next prompt goes there and is not delayed.
+"Externalities, tangible externalities, and queue disciplines", Management Science 44, 1998).
+While some reader has no queue, the next prompt goes there and is not delayed.
 `imbalance` keeps the work that readers are sent near their mean.
 Writing: `decode` is what the answer takes, and what it adds to the answers beside it; `shortage` the wait for blocks.
 Beyond an objective a second counts `LATE` times more (`late_ttft`, `late_tpot`), and beyond what the request itself

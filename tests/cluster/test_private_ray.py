@@ -31,7 +31,7 @@ def test_no_socket_of_a_cluster_listens_beyond_this_machine(up: Deployed) -> Non
 
 START = """
 import asyncio, os, pathlib, sys
-from cluster import machines as watching
+from cluster.ray import session as watching
 from cluster.config.config import RayConfig
 from cluster.ray.session import Machines
 from cluster.process.scratch_dir import programs
