@@ -30,8 +30,9 @@ MAX_UNENDED_HEAD_BYTES = 512 * 1024
 exactly what has an end."""
 MAX_URI_BYTES = 16 * 1024
 MAX_FRAMING_BYTES = 64 * 1024
-"""Of chunk extensions and trailers, as much as of headers, beside `CHUNK_BYTES` for each chunk. What came in the same
-read as the end of the head is not counted: asyncio reads at most 256 KiB at a time."""
+"""Of chunk extensions and trailers, as much as of headers, beside `CHUNK_BYTES` for each chunk. What a chunk leaves of
+its share is lost at the end of the read. The read that has the end of the head is not counted: asyncio reads at most
+256 KiB at a time."""
 CHUNK_BYTES = 24
 """The size of a chunk and the ends of its lines: 5 to 22 bytes."""
 
@@ -90,7 +91,7 @@ class Intake(HttpToolsProtocol):
         if self._head_ended:
             self._head_ended, self._num_framing_bytes = False, 0
             return
-        self._num_framing_bytes += len(data)
+        self._num_framing_bytes = max(0, self._num_framing_bytes + len(data))
         if self._num_framing_bytes > MAX_FRAMING_BYTES:
             told = f"The body has more than {MAX_FRAMING_BYTES} bytes of chunk extensions and trailers: leave them out"
             self._refuse(InvalidRequest(told))

@@ -232,8 +232,9 @@ MEGABYTE = 1_000_000
         CHUNK + b"0;" + b"a" * MEGABYTE + b"\r\n\r\n",
         b"%x;a=%b\r\n%b\r\n0\r\n\r\n" % (len(BODY), b"a" * MEGABYTE, BODY),
         b"".join(b"1;%b\r\n \r\n" % (b"a" * 1000) for _ in range(1000)) + CHUNK + b"0\r\n\r\n",
+        b"1\r\n \r\n" * 100_000 + CHUNK + b"0;" + b"a" * MEGABYTE + b"\r\n\r\n",
     ],
-    ids=["trailers", "trailer", "last extension", "extension", "extensions"],
+    ids=["trailers", "trailer", "last extension", "extension", "extensions", "extension after small chunks"],
 )
 async def test_trailers_and_extensions_of_chunks_have_a_limit(chunks: bytes) -> None:
     generate = Scripted(saying("hi"))
