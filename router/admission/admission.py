@@ -130,7 +130,8 @@ class Admission:
                     self._line.charge(job.tenant, num_input=-num_found, num_output=len(delta.token_ids))
                     yield delta
         except Overloaded as error:  # it was let through, found no room, and has no token
-            error.retry_after_s = max(error.retry_after_s or 0.0, self._measured_s(entry)) or None
+            again = replace(entry, number=next(self._numbers), deadline_s=math.inf)  # it comes back behind the line
+            error.retry_after_s = max(error.retry_after_s or 0.0, self._measured_s(again)) or None
             raise
 
     def _entry(self, job: Job) -> Entry:

@@ -410,29 +410,6 @@ def test_a_full_line_tells_when_it_will_have_moved_on_at_the_pace_of_seats() -> 
     run_virtually(scenario())
 
 
-def test_who_was_let_through_and_found_no_room_is_not_told_less_than_the_line() -> None:
-    class Full(Pool):
-        async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
-            await asyncio.sleep(5.0)
-            raise Overloaded("no free blocks", retry_after_s=1.0)
-            yield
-
-    async def scenario() -> None:
-        pool = Full()
-        gate = admission(pool)
-        tried = asyncio.create_task(run(gate, job("tried")))
-        await settle()
-        pool.show(num_waiting=64, num_requests=128)
-        waiting = asyncio.create_task(run(gate, job("waiting")))
-        with pytest.raises(Overloaded, match="no free blocks") as refused:
-            await tried
-        assert refused.value.retry_after_s == 30.0
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-
-    run_virtually(scenario())
-
-
 async def test_nobody_waits_for_longer_than_a_request_may() -> None:
     pool = Pool()
     gate = admission(pool, max_queue_s=0.05)
