@@ -78,13 +78,18 @@ def kill_users(folder: Path) -> None:
                 _reap(pid)
 
 
-def programs(folder: Path) -> Iterator[tuple[int, str]]:
-    """Ids and programs' names of processes that have the folder in their command lines."""
+def programs(folder: Path, *, parent: int | None = None) -> Iterator[tuple[int, str]]:
+    """Ids and programs' names of processes that have the folder in their command lines; of a `parent`, its children."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # just gone
             command = (entry / "cmdline").read_bytes()
-            if os.fsencode(folder) in command:
+            if os.fsencode(folder) in command and parent in (None, _parent(entry)):
                 yield int(entry.name), Path(os.fsdecode(command.partition(b"\0")[0])).name
+
+
+def _parent(entry: Path) -> int:
+    """The parent's id, of a process by its entry in /proc."""
+    return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _users(folder: Path) -> list[int]:
@@ -93,7 +98,7 @@ def _users(folder: Path) -> list[int]:
     users: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(entry.name)] = _parent(entry)
             if os.fsencode(folder) in (entry / "cmdline").read_bytes():
                 users.add(int(entry.name))
     users.discard(os.getpid())

@@ -14,7 +14,6 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +37,7 @@ LOOK_S = 0.5  # between two looks for what has ended of a Ray that is being star
 GIVE_UP_S = 1.0  # for one that is still starting, and was killed
 PROBE_S = 1.0  # between two connections to a Ray that is not ours
 PROBE_MISSES = 3
-ASK_S = 1.0  # between two health calls to the control store and the raylet
+ASK_S = 1.0  # between two health calls to the control store and the raylet, and between two connections to the raylet
 DOUBT_S = 3.0  # without an answer
 OURS = "r"  # Ray opens its folder to everybody, so that it is given one in a folder that is ours alone
 LONGEST_SOCKET = f"/baton-12345678/{OURS}/session_2026-11-23_01-49-16_799730_4194304/sockets/plasma_store"
@@ -167,7 +166,8 @@ class Machines:
         while True:
             await asyncio.sleep(LOOK_S)
             if self.is_private:
-                seen |= {pid: VITAL[name] for pid, name in programs(self._folder / OURS) if name in VITAL}
+                ours = programs(self._folder / OURS, parent=os.getpid())  # a forked child of a raylet is called raylet
+                seen |= {pid: VITAL[name] for pid, name in ours if name in VITAL}
             for pid, called in seen.items():
                 if has_ended(pid):
                     return f"Ray's {called} has ended"
@@ -201,9 +201,12 @@ class Machines:
             if (error := asking.exception()) is not None:
                 return f"Ray does not know its nodes: {error}"
             for node in asking.result() if self.is_private else ():  # else the control store watches the raylets
-                checking = asyncio.ensure_future(_raylet_answers(node, self._config.silent_s))
-                if reason := await self._unanswered(checking, "raylet", doubt):
-                    return reason
+                checking = asyncio.ensure_future(_raylet_answers(node))
+                try:
+                    if reason := await self._unanswered(checking, "raylet", doubt):
+                        return reason
+                finally:
+                    checking.cancel()
 
     async def _unanswered(self, answer: asyncio.Future[Any], what: str, doubt: Callable[[str], None]) -> str:
         """Why Ray is given up, where `answer` does not come in time; "" when it has come."""
@@ -260,16 +263,24 @@ class Machines:
             end_private_ray(self._folder)
 
 
-async def _raylet_answers(node: Mapping[str, Any], limit_s: float) -> None:
+async def _raylet_answers(node: Mapping[str, Any]) -> None:
     """Returns when the raylet of a node, as `ray.nodes` describes it, has answered a health call of gRPC's standard
-    health service (it needs no token), or can be reached no more: its end is watched elsewhere."""
+    health service, which needs no token. A refusal is an answer. A connection that fails is none: the call is repeated,
+    because gRPC ends a connection attempt after 20 s, also to a raylet that only stands still."""
     import grpc
 
     address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-    async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
-        with suppress(grpc.aio.AioRpcError):
-            check = channel.unary_unary(HEALTH_CHECK, request_serializer=bytes, response_deserializer=bytes)
-            await check(b"", timeout=2 * limit_s)
+    options = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", int(1000 * ASK_S)))
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        check = channel.unary_unary(HEALTH_CHECK, request_serializer=bytes, response_deserializer=bytes)
+        while True:
+            try:
+                await check(b"", wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    await asyncio.sleep(ASK_S)
+                    continue
+            return
 
 
 def _take_signals_back() -> None:

@@ -37,8 +37,8 @@ from cluster.ray.session import Machines
 from cluster.process.scratch_dir import programs
 from protos.errors import Unavailable
 
-def seen(folder):
-    found = [*programs(folder)]
+def seen(folder, **options):
+    found = [*programs(folder, **options)]
     if any(name == "gcs_server" for _, name in found):
         print("seen", flush=True)
     return found
