@@ -33,7 +33,7 @@ class NodeActor:
 
     def __init__(self, run: str, contact_s: float) -> None:
         self._folder = short_folder() / f"{PREFIX}{run}-node"  # beside the cluster's own, where this is its machine
-        self._lock = share(self._folder)
+        self._lock: int | None = None
         self._contact_s = contact_s
         self._links: dict[str, RankLink] = {}
         self._contact: asyncio.Task[None] | None = None
@@ -42,20 +42,23 @@ class NodeActor:
         return address, free_port(address)
 
     async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int | ErrorInfo:
+        return await _told(self._start(name, environment, leader))
+
+    async def _start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
         own = ours(os.environ) | dict(environment)
         lock = str(self._folder / f"{leader}.lock") if leader else ""
         contact_s = 0.0 if leader else self._contact_s
         work = partial(
             start_process, self._folder, name, own, lock=lock, contact_s=contact_s,
-            inherits=[self._lock],  # ranks outlive the actor, and need their files until a supervisor finds them
+            inherits=[self._share()],  # ranks outlive the actor, and need their files until a supervisor finds them
         )  # fmt: skip
-        return await _told(asyncio.to_thread(work))
+        return await asyncio.to_thread(work)
 
     async def order(self, name: str, pid: int, orders: Orders) -> int | ErrorInfo:
-        return await _told(self._link(name, RankLink.start(self._folder, name, pid, orders, _unknown)))
+        return await _told(self._link(name, partial(RankLink.start, self._folder, name, pid, orders, _unknown)))
 
     async def attach(self, name: str, pid: int) -> int | ErrorInfo:
-        return await _told(self._link(name, RankLink.attach(self._folder, name, pid, _unknown)))
+        return await _told(self._link(name, partial(RankLink.attach, self._folder, name, pid, _unknown)))
 
     async def end(self, name: str, pid: int) -> None:
         end_process(self._folder, name, pid)
@@ -70,11 +73,18 @@ class NodeActor:
         if (link := self._links.pop(name, None)) is not None:
             await link.close()
 
-    async def _link(self, name: str, connecting: Awaitable[RankLink]) -> int:
-        self._links[name] = link = await connecting
+    async def _link(self, name: str, connect: Callable[[], Awaitable[RankLink]]) -> int:
+        self._share()
+        self._links[name] = link = await connect()
         if self._contact is None:
             self._contact = asyncio.create_task(self._keep_contact())
         return link.pid
+
+    def _share(self) -> int:
+        """Raises Misconfigured when another user could write in the folder."""
+        if self._lock is None:
+            self._lock = share(self._folder)
+        return self._lock
 
     async def _keep_contact(self) -> None:
         """Ray ends this process with the supervisor that has made it: as long as it lives, so does the cluster."""

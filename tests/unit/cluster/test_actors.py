@@ -15,10 +15,11 @@ import pytest
 from cluster.config.config import RayConfig
 from cluster.process.scratch_dir import Scratch
 from cluster.ray import actors
-from cluster.ray.actors import RayNodes
+from cluster.ray.actors import NodeActor, RayNodes
 from cluster.ray.session import Machines
 from cluster.supervision.rank_starter import ended, kill_process
 from protos.errors import WorkerLost
+from protos.values import ErrorInfo
 
 
 @pytest.mark.parametrize("nodes", [[], ConnectionError("the GCS is away")])
@@ -59,3 +60,17 @@ async def test_the_folder_of_ranks_that_live_is_not_swept_while_ray_is_away() ->
         await ended(pid)
         Scratch(Path(parent)).remove()
         assert not folder.exists()
+
+
+async def test_a_folder_on_a_node_that_others_may_use_is_an_error_a_person_can_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The actor died of it: Ray reported the lost machine of a process, and its worker was started again for ever."""
+    monkeypatch.setattr(actors, "short_folder", lambda: tmp_path)
+    folder = tmp_path / "baton-run-node"
+    folder.mkdir(mode=0o755)
+    actor = NodeActor("run", 60.0)
+    for answer in (await actor.start("d0.1.0", {}, ""), await actor.attach("d0.1.0", os.getpid())):
+        assert isinstance(answer, ErrorInfo)
+        assert answer.code == "misconfigured"
+        assert answer.message == f"{folder} has to be a folder that this user alone may use: remove it"
