@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cluster.process.scratch_dir import Scratch, share
+from cluster.process.scratch_dir import OWNED, Scratch, share
 from protos.errors import Misconfigured
 
 KILLED = """
 import os, pathlib, sys
-import pytest
-
-from cluster.process.scratch_dir import Scratch, share
-from protos.errors import Misconfigured
+from cluster.process.scratch_dir import Scratch
 Scratch(pathlib.Path(sys.argv[1]))
 os._exit(9)
 """
@@ -44,3 +44,23 @@ def test_a_shared_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
     for name in ("open", "link"):
         with pytest.raises(Misconfigured, match=f"{name} has to be a folder that this user alone may use: remove it"):
             share(tmp_path / name)
+
+
+@pytest.mark.parametrize(("module", "call"), [(os, "open"), (fcntl, "flock")])
+def test_a_shared_folder_that_is_removed_meanwhile_is_made_anew(
+    module: Any, call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last process that used it can end, and the next `Scratch` remove it, at any moment."""
+    folder, original, removals = tmp_path / "ours", getattr(module, call), ["the folder"]
+
+    def removed_first(*args: Any, **options: Any) -> Any:
+        if removals:
+            removals.pop()
+            shutil.rmtree(folder)
+        return original(*args, **options)
+
+    monkeypatch.setattr(module, call, removed_first)
+    lock = share(folder)
+    assert not removals
+    assert os.path.samestat(os.fstat(lock), (folder / OWNED).stat())
+    os.close(lock)
