@@ -41,7 +41,7 @@ PROCESSES = {
     "gateway": "cluster.gateway.process",
 }
 FROZEN = "frozen "
-KINDS = (*PROCESSES, "worker", f"{FROZEN}gcs", f"{FROZEN}raylet")
+KINDS = (*PROCESSES, "worker", *(f"{FROZEN}{kind}" for kind in ("gcs", "raylet", "supervisor")))
 """SIGKILL of one process of a kind, or SIGSTOP."""
 FIRST = (("gcs", "worker"), ("supervisor", "gateway"))
 """What is killed in the first rounds, one right after the other; then up to three of KINDS, with pauses."""
