@@ -112,7 +112,8 @@ class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gener
         return grpc.stream_unary_rpc_method_handler(whole, **codec)
 
     async def _write(self, context: Context, message: Any) -> None:
-        """Waits for a client that reads too slowly. Raises Cancelled when it takes nothing for `stall_s`."""
+        """Waits for a client that reads too slowly. Raises Cancelled when it takes nothing for `stall_s`, which shows
+        only once gRPC's own buffers and the window that the client has granted are full."""
         try:
             async with asyncio.timeout(self._stall_s):
                 await context.write(message)
