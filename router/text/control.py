@@ -14,8 +14,9 @@ is kept if it has the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import orjson
@@ -23,7 +24,7 @@ import orjson
 _MARKS = range(0xDC80, 0xE000)
 
 _MAX_WHOLE_CHARS = 1000  # of a suspect message: longer than any control text, with the signs that a template may drop
-_CASED = range(0x2200)  # holds every character that changes into a Latin, Greek or Cyrillic letter with its case
+_CASED = range(0x20000)  # no character above has an upper or a lower case
 _NO_LETTERS = re.compile(r"[\W_]+")
 
 Span = tuple[int, int]
@@ -79,7 +80,7 @@ class ControlTexts:
         return inside in self._joined_insides or (not whole and self._inside.search(inside) is not None)
 
     def veiled(self, text: str) -> str:
-        return _Veiled.of(text, self._veils)
+        return _Veiled._of(text, self._veils)
 
     def spans(self, text: str) -> tuple[Span, ...]:
         return tuple(found.span() for found in self._pattern.finditer(text))
@@ -109,47 +110,77 @@ class _Rule:
 
 
 class _Veiled(str):
-    """A text with marks in place of its letters. It equals the `text` it stands for, and sorts like it, so that
-    templates find keys and compare values as ever. What they make of it is mostly an ordinary string, with the marks.
-    """
+    """A text with marks in place of its letters. Its methods answer as those of the text, so that templates find keys,
+    compare values and search as ever, and what they return is veiled as well. Joined to another string it becomes an
+    ordinary one, with the marks.
 
-    __slots__ = ("text", "veils")
-    text: str
-    veils: Mapping[int, str]
+    The text is private: Jinja's sandbox gives no template an attribute that begins with `_`."""
+
+    __slots__ = ("_text", "_veils")
+    _text: str
+    _veils: Mapping[int, str]
 
     @classmethod
-    def of(cls, text: str, veils: Mapping[int, str]) -> _Veiled:
+    def _of(cls, text: str, veils: Mapping[int, str]) -> _Veiled:
         veiled = cls(text.translate(veils))
-        veiled.text, veiled.veils = text, veils
+        veiled._text, veiled._veils = text, veils
         return veiled
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self.text == _unveiled(other))
+    def _hide(self, found: Any) -> Any:
+        match found:
+            case str():
+                return self._of(found, self._veils)
+            case list():
+                return [self._hide(one) for one in found]
+            case tuple():
+                return tuple(self._hide(one) for one in found)
+            case _:
+                return found
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    def __str__(self) -> str:
+        return self  # for Jinja's filters and tests, which call `str` before they look
 
-    def __lt__(self, other: str) -> bool:
-        return bool(self.text < _unveiled(other))
+    def __iter__(self) -> Iterator[str]:
+        return map(self._hide, self._text)
 
-    def __gt__(self, other: str) -> bool:
-        return bool(self.text > _unveiled(other))
+    def replace(self, old: str, new: str, /, count: Any = -1) -> str:
+        """A word of the template's stays as it is, and what it is put into is an ordinary string from then on."""
+        old, own = _unveiled(old), _unveiled(new)
+        if old and _folded(own):
+            return str.join(new, self._hide(self._text.split(old, count)))
+        return self._of(self._text.replace(old, own, count), self._veils)
 
-    def __hash__(self) -> int:
-        return hash(self.text)
 
-    def lower(self) -> _Veiled:
-        return self.of(self.text.lower(), self.veils)
+_LIKE_THE_TEXT = (
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__contains__", "__getitem__",
+    "startswith", "endswith", "find", "rfind", "index", "rindex", "count",
+    "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable",
+    "isspace", "istitle", "isupper",
+    "lower", "upper", "title", "capitalize", "casefold", "swapcase", "strip", "lstrip", "rstrip",
+    "removeprefix", "removesuffix", "split", "rsplit", "splitlines", "partition", "rpartition",
+)  # fmt: skip
 
-    def upper(self) -> _Veiled:
-        return self.of(self.text.upper(), self.veils)
 
-    def strip(self, chars: str | None = None) -> _Veiled:
-        return self.of(self.text.strip(chars), self.veils)
+def _like_the_text(method: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(self: _Veiled, *given: Any, **named: Any) -> Any:
+        named = {name: _unveiled(value) for name, value in named.items()}
+        return self._hide(method(self._text, *map(_unveiled, given), **named))
+
+    return answer
+
+
+for _name in _LIKE_THE_TEXT:
+    setattr(_Veiled, _name, _like_the_text(getattr(str, _name)))
 
 
 def _unveiled(value: Any) -> Any:
-    return value.text if isinstance(value, _Veiled) else value
+    match value:
+        case _Veiled():
+            return value._text
+        case tuple():  # of prefixes, or of suffixes
+            return tuple(map(_unveiled, value))
+        case _:
+            return value
 
 
 class Marks:
@@ -230,13 +261,28 @@ def _signs(text: str) -> Sequence[str]:
 
 
 def _folded(text: str) -> str:
-    return _NO_LETTERS.sub("", text.casefold())
+    """The same for a text in every case. The case of a dotless i is folded in its upper case only."""
+    return _NO_LETTERS.sub("", text.upper().casefold())
 
 
 def _cases_of(letters: Collection[str]) -> set[str]:
-    """Characters that become one of the letters with another case."""
-    cased = ((char, {*char.lower(), *char.upper(), *char.title()}) for char in map(chr, _CASED))
-    return {char for char, cases in cased if not cases.isdisjoint(letters)}
+    """Characters that become one of the letters with another case, or several letters of which it is one."""
+    return {char for char, cases in _all_cases().items() if not cases.isdisjoint(letters)}
+
+
+@cache
+def _all_cases() -> Mapping[str, set[str]]:
+    """Of each character that has any: what it can become when its case is changed, once or twice."""
+    found: dict[str, set[str]] = {}
+    for start in range(_CASED.start, _CASED.stop, 256):
+        block = "".join(map(chr, range(start, start + 256)))
+        if block.lower() != block or block.upper() != block:  # a few blocks of many
+            found |= {char: cases for char in block if len(cases := _changed(_changed({char}))) > 1}
+    return found
+
+
+def _changed(chars: set[str]) -> set[str]:
+    return chars.union(*({*one.lower(), *one.upper(), *one.title(), *one.casefold()} for one in chars))
 
 
 def _is_parted(text: str, own: Collection[str]) -> bool:
