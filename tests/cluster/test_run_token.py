@@ -49,14 +49,15 @@ def client(address: str, peers: PeerTls = OURS) -> WorkerClient:
 
 
 async def refusals(address: str, metadata: Any) -> dict[str, object]:
-    """What the worker answers to every method, and to a stream that says hello."""
+    """What the worker answers to every method. On the stream nothing is sent: grpc.aio makes an INTERNAL of its own
+    where a message is written to a call that was refused meanwhile."""
     answers: dict[str, object] = {}
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = worker_pb2_grpc.WorkerStub(channel)
         asked: dict[str, Any] = {
             name: getattr(stub, name)(message, metadata=metadata, timeout=10.0) for name, message in METHODS.items()
         }
-        asked["Stream"] = stub.Stream(iter([worker_pb2.ToWorker()]), metadata=metadata, timeout=10.0).read()
+        asked["Stream"] = stub.Stream(metadata=metadata, timeout=10.0).read()
         for name, call in asked.items():
             try:
                 answers[name] = await call
