@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import socket
 from typing import TYPE_CHECKING
@@ -63,6 +64,7 @@ def open_faces(
 ) -> Front | Gateways:
     """The gateway, in this process or in several. `is_told`: workers join its `fleet`; else processes of its own look
     for them."""
+    warn_if_open(config)
     if config.processes > 1:
         from cluster.gateway.process_supervisor import Gateways
 
@@ -77,6 +79,21 @@ def open_faces(
         peers=config.peers,
         index=config.index,
     )
+
+
+def warn_if_open(config: ClusterConfig) -> None:
+    """Logs that other machines are served without a key."""
+    host = config.router.host
+    try:
+        is_local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = host == "localhost"
+    if not is_local and not config.router.tenants:
+        log.warning(
+            "%s is open to other machines, and no request needs a key, /admin included: set router.tenants "
+            "(docs/operating.md), or take --host 127.0.0.1",
+            host,
+        )
 
 
 def max_model_len_of(config: ClusterConfig) -> int:

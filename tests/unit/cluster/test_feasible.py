@@ -10,7 +10,7 @@ import pytest
 
 from cluster.cli.serve import DEMO
 from cluster.config.settings import make_config
-from cluster.gateway.run import max_model_len_of
+from cluster.gateway.run import max_model_len_of, warn_if_open
 from cluster.supervision.preflight import check_feasible
 from protos.errors import BatonError
 
@@ -102,3 +102,15 @@ def test_a_gpu_is_not_waited_for_where_there_is_none(tmp_path: Path, device: str
 
 def test_other_machines_are_for_their_own_ray_to_judge(tmp_path: Path) -> None:
     assert refused(tmp_path, pools={"decode": 500}, ray={"address": "head:6379"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "tenants", "is_said"),
+    [("0.0.0.0", "", True), ("::", "", True), ("a.host", "", True), ("0.0.0.0", "tenants.toml", False)]
+    + [(local, "", False) for local in ("127.0.0.1", "127.0.0.2", "::1", "localhost")],
+)
+def test_who_serves_other_machines_without_keys_is_told(
+    host: str, tenants: str, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_open(make_config({"model": DEMO["model"], "router": {"host": host, "tenants": tenants}}))
+    assert ("no request needs a key" in caplog.text) == is_said
