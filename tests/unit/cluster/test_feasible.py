@@ -112,5 +112,5 @@ def test_other_machines_are_for_their_own_ray_to_judge(tmp_path: Path) -> None:
 def test_who_serves_other_machines_without_keys_is_told(
     host: str, tenants: str, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_if_open(make_config({"model": DEMO["model"], "host": host, "tenants": tenants}))
+    warn_if_open(make_config({"model": DEMO["model"], "host": host, "router": {"tenants": tenants}}))
     assert ("no request needs a key" in caplog.text) == is_said
