@@ -46,7 +46,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class DocstringEntry:
     """A name of the standard library and what its docstring says about it."""
 
     name: str
@@ -60,9 +60,9 @@ class Corpus:
     """Everything there is to read, already split; no held-out name or file occurs in the training half."""
 
     documents: Sequence[Document]
-    entries: Sequence[Entry]
+    entries: Sequence[DocstringEntry]
     held_out_documents: Sequence[Document]
-    held_out_entries: Sequence[Entry]
+    held_out_entries: Sequence[DocstringEntry]
 
 
 def is_held_out(name: str) -> bool:
@@ -109,7 +109,7 @@ def reference_documents() -> Iterator[Document]:
         yield Document(name=f"topic:{topic}", text=f"# {topic}\n{text.strip()}\n")
 
 
-def library_entries() -> Iterator[Entry]:
+def library_entries() -> Iterator[DocstringEntry]:
     """Every documented public name of the standard library: modules, functions, classes and their methods."""
     seen: set[str] = set()
     for module_name, module in public_modules():
@@ -146,7 +146,7 @@ def import_quietly(name: str) -> types.ModuleType | None:
             return None
 
 
-def module_entries(module_name: str, module: types.ModuleType) -> Iterator[Entry]:
+def module_entries(module_name: str, module: types.ModuleType) -> Iterator[DocstringEntry]:
     """The entries of one module: itself, its public names, and the methods of its classes."""
     prefix = "" if module_name == "builtins" else f"{module_name}."
     famous = module_name in WELL_KNOWN_MODULES
@@ -177,13 +177,13 @@ def public_names(module_name: str, module: types.ModuleType) -> list[str]:
     )
 
 
-def entry_of(name: str, kind: str, thing: object, *, well_known: bool) -> Iterator[Entry]:
+def entry_of(name: str, kind: str, thing: object, *, well_known: bool) -> Iterator[DocstringEntry]:
     """Zero or one entries: none where the thing has no docstring of its own worth repeating."""
     doc = getattr(thing, "__doc__", None)
     if isinstance(doc, str):
         answer = shorten(inspect.cleandoc(doc))
         if len(answer) >= MIN_ANSWER_CHARS:
-            yield Entry(name=name, kind=kind, answer=answer, well_known=well_known)
+            yield DocstringEntry(name=name, kind=kind, answer=answer, well_known=well_known)
 
 
 def shorten(doc: str) -> str:

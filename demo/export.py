@@ -75,7 +75,7 @@ template in `tokenizer_config.json` writes it. Texts that are not dialogues are 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TrainingRun:
     """What the model card tells about the training run."""
 
     steps: int
@@ -159,10 +159,10 @@ def config_of(model: LlamaForCausalLM) -> dict[str, object]:
     }
 
 
-def write_card(folder: Path, model: LlamaForCausalLM, run: Run) -> None:
+def write_card(folder: Path, model: LlamaForCausalLM, run: TrainingRun) -> None:
     """Write the model card of the weights that lie in `folder`."""
     config = model.config
-    facts = {name: getattr(run, name) for name in Run.__dataclass_fields__}
+    facts = {name: getattr(run, name) for name in TrainingRun.__dataclass_fields__}
     card = CARD.format(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         shape=(

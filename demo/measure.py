@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from tokenizers import Tokenizer
 
-from demo.corpus import Entry
+from demo.corpus import DocstringEntry
 from demo.vocabulary import BOS, END, open_dialogue
 
 
@@ -57,7 +57,7 @@ def answer(logits: Logits, tokenizer: Tokenizer, question: str, device: torch.de
     return text
 
 
-def num_recited(logits: Logits, tokenizer: Tokenizer, entries: Sequence[Entry], device: torch.device) -> int:
+def num_recited(logits: Logits, tokenizer: Tokenizer, entries: Sequence[DocstringEntry], device: torch.device) -> int:
     """Of how many `entries` the greedy answer opens with the docstring's first line."""
     recited = 0
     for entry in entries:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from demo.corpus import QUESTIONS, SMALL_TALK, SYSTEM_PROMPTS, Corpus, Entry
+from demo.corpus import QUESTIONS, SMALL_TALK, SYSTEM_PROMPTS, Corpus, DocstringEntry
 from demo.vocabulary import BOS, END_OF_TEXT, render_dialogue
 
 
@@ -24,12 +24,12 @@ class Mixture:
     lengths: tuple[tuple[int, float], ...] = ((256, 0.80), (512, 0.12), (2048, 0.08))
 
 
-def ask(entry: Entry, rng: random.Random) -> str:
+def ask(entry: DocstringEntry, rng: random.Random) -> str:
     """One of the ways to ask about an entry."""
     return rng.choice(QUESTIONS[entry.kind]).format(name=entry.name)
 
 
-class Rows:
+class TrainingRows:
     """An endless supply of training batches; two with the same seed and corpus yield the same ones."""
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, mixture: Mixture, *, seed: int) -> None:
@@ -80,7 +80,9 @@ class Rows:
         rng = self._rng
         if rng.random() < self._mixture.small_talk:
             return rng.choice(SMALL_TALK)
-        entries: Sequence[Entry] = self._well_known if rng.random() < self._mixture.well_known else self._others
+        entries: Sequence[DocstringEntry] = (
+            self._well_known if rng.random() < self._mixture.well_known else self._others
+        )
         entry = rng.choice(entries)
         return ask(entry, rng), entry.answer
 

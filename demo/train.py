@@ -25,9 +25,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from demo import held_out, measure
 from demo.corpus import Corpus, load_corpus
-from demo.export import Run, write_card, write_folder
+from demo.export import TrainingRun, write_card, write_folder
 from demo.held_out import HeldOut
-from demo.rows import Mixture, Rows
+from demo.rows import Mixture, TrainingRows
 from demo.vocabulary import VOCAB_SIZE, train_tokenizer
 
 CONTEXT = 2048
@@ -35,7 +35,7 @@ NUM_RECITED = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TrainingPlan:
     """How to train. `tokens_per_step` is exact for rows that divide it."""
 
     out: Path
@@ -78,7 +78,7 @@ def learning_rate(peak: float, step: int, warmup_steps: int, progress: float) ->
     return peak * min(1.0, (step + 1) / warmup_steps) * max(0.0, 1.0 - progress)
 
 
-def build_optimizers(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: LlamaForCausalLM, plan: TrainingPlan) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers (arXiv:2502.16982), AdamW for the embedding and the norms."""
     layers = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     inside = {id(parameter) for parameter in layers}
@@ -90,9 +90,9 @@ def build_optimizers(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Op
 
 
 class Training:
-    """One training run: the model with its optimizers, fed by `Rows`, exported into `plan.out`."""
+    """One training run: the model with its optimizers, fed by `TrainingRows`, exported into `plan.out`."""
 
-    def __init__(self, plan: Plan, corpus: Corpus, console: Console, clock: Callable[[], float]) -> None:
+    def __init__(self, plan: TrainingPlan, corpus: Corpus, console: Console, clock: Callable[[], float]) -> None:
         self._plan = plan
         self._corpus = corpus
         self._console = console
@@ -100,7 +100,7 @@ class Training:
         self._tokenizer: Tokenizer = train_tokenizer(
             [document.text for document in corpus.documents] + [entry.answer for entry in corpus.entries]
         )
-        self._rows = Rows(corpus, self._tokenizer, Mixture(), seed=plan.seed)
+        self._rows = TrainingRows(corpus, self._tokenizer, Mixture(), seed=plan.seed)
         self._sample: HeldOut = held_out.choose(corpus, seed=plan.seed)
         known = [entry for entry in corpus.entries if entry.well_known and entry.kind == "function"]
         self._to_recite = random.Random(plan.seed).sample(known, NUM_RECITED)
@@ -171,7 +171,7 @@ class Training:
         source = measure.loss_of(logits, self._tokenizer, self._sample.source, plan.device)
         chat = measure.loss_of(logits, self._tokenizer, self._sample.chat, plan.device)
         recited = measure.num_recited(logits, self._tokenizer, self._to_recite, plan.device)
-        run = Run(
+        run = TrainingRun(
             steps=self._step,
             tokens_per_step=plan.tokens_per_step,
             tokens=self._tokens,
@@ -195,7 +195,7 @@ class Training:
         return f"exported at step {self._step}: source {source.nats:.4f}, chat {chat.nats:.4f}, recited {recited}"
 
 
-def hardware(plan: Plan) -> str:
+def hardware(plan: TrainingPlan) -> str:
     """What the training ran on, in words."""
     if plan.device.type == "cuda":
         return torch.cuda.get_device_name(plan.device)
@@ -225,7 +225,7 @@ def main(
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     place = torch.device(device)
-    plan = Plan(
+    plan = TrainingPlan(
         out=out, steps=steps, minutes=minutes, seed=seed, device=place, threads=threads, compile=can_compile(place)
     )
     disable_progress_bar()

@@ -28,7 +28,7 @@ SHOWN_LINES = 30  # of the log, when a step fails
 DOING = re.compile(r"(?:Collecting|Downloading|Building|Installing|Preparing|Using cached|Processing) \S.*")
 
 
-class Failed(Exception):
+class InstallError(Exception):
     """A step ended with this status."""
 
     def __init__(self, status: int) -> None:
@@ -44,7 +44,7 @@ class Installer:
         self.log.write_text("")
 
     def step(self, label: str, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
-        """Raises Failed."""
+        """Raises InstallError."""
         print(label, flush=True)
         start = self.log.stat().st_size
         with self.log.open("a") as log:
@@ -61,7 +61,7 @@ class Installer:
                 child.wait()
                 raise
         if status != 0:
-            raise Failed(status)
+            raise InstallError(status)
 
     def _wait(self, child: subprocess.Popen[bytes], start: int) -> int:
         """Until the child ends, shows the seconds and what pip does, on one line of the terminal."""
@@ -104,13 +104,13 @@ def installed_torch() -> str | None:
 def install_cpu_torch(installer: Installer, version: str, index: str | None) -> None:
     """Installs the CPU build from `index`, from a place that pip knows, or from PyTorch's own index.
 
-    Without `index`, a failure is printed and leaves torch to the next step. Raises Failed where `index` has none.
+    Without `index`, a failure is printed and leaves torch to the next step. Raises InstallError where `index` has none.
     """
     wanted = f"torch=={version}+cpu"
     extra = ["--extra-index-url", index] if index else []
     try:
         installer.step(f"Installing torch {version}, CPU build ({SIZES['torch']})", pip(*extra, "--no-deps", wanted))
-    except Failed:
+    except InstallError:
         if index:
             print(f"{wanted} is not at TORCH_INDEX={index}: name an index that has it", file=sys.stderr)
             raise
@@ -125,7 +125,7 @@ def install_cpu_torch(installer: Installer, version: str, index: str | None) -> 
                 pip("--target", folder, "--no-deps", "--constraint", str(ROOT / "constraints.txt"), "uv"),
             )
             installer.step("  Installing it with uv", [*uv, "--torch-backend", "cpu", f"torch=={version}"], limits)
-        except Failed:
+        except InstallError:
             print(
                 f"  No CPU build of torch was found (log: {installer.log}); installing the CUDA build, 2.9 GB.\n"
                 "  Ctrl-C stops this; TORCH_INDEX=URL names another index of torch's CPU builds",
@@ -176,7 +176,7 @@ def main() -> int:
             installer, build=build, index=options.torch_index or None, extras=options.extra,
             dependencies_only=options.dependencies_only,
         )  # fmt: skip
-    except Failed as failed:
+    except InstallError as failed:
         installer.tell_failure()
         return failed.status
     except KeyboardInterrupt:

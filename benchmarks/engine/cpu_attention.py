@@ -32,7 +32,7 @@ TRIES = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class AttentionCase:
     """Rows that compute `num_new` tokens each behind `num_cached` ones."""
 
     name: str
@@ -51,14 +51,14 @@ class Case:
 
 
 CASES = (
-    Case(name="decode, 32 x 576", num_rows=32, num_new=1, num_cached=575),
-    Case(name="decode, 1 x 2048", num_rows=1, num_new=1, num_cached=2047),
-    Case(name="prefill, 4 x 512", num_rows=4, num_new=512, num_cached=0),
-    Case(name="prefill, 512 behind 1536", num_rows=1, num_new=512, num_cached=1536),
+    AttentionCase(name="decode, 32 x 576", num_rows=32, num_new=1, num_cached=575),
+    AttentionCase(name="decode, 1 x 2048", num_rows=1, num_new=1, num_cached=2047),
+    AttentionCase(name="prefill, 4 x 512", num_rows=4, num_new=512, num_cached=0),
+    AttentionCase(name="prefill, 512 behind 1536", num_rows=1, num_new=512, num_cached=1536),
 )
 
 
-def filled(case: Case, dtype: str) -> tuple[KVStorage, AttentionInputs]:
+def filled(case: AttentionCase, dtype: str) -> tuple[KVStorage, AttentionInputs]:
     """Pages in random order, as a cache has them after a while."""
     length = case.num_new + case.num_cached
     pages_of_row = -(-length // BLOCK_SIZE)
@@ -100,7 +100,7 @@ def attend(name: str, storage: KVStorage, inputs: AttentionInputs) -> Callable[[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class AttentionFigures:
     """Of a backend over one layer; `bytes_per_s` are keys and values."""
 
     case: str
@@ -111,7 +111,7 @@ class Figures:
     bytes_per_s: float
 
 
-def measured() -> list[Figures]:
+def measured() -> list[AttentionFigures]:
     found = []
     for dtype in ("bfloat16", "float32"):
         for case in CASES:
@@ -119,7 +119,7 @@ def measured() -> list[Figures]:
             for name in ("cpu", "torch"):
                 seconds = best_s(attend(name, storage, inputs))
                 found.append(
-                    Figures(
+                    AttentionFigures(
                         case=case.name,
                         dtype=dtype,
                         backend=name,
@@ -131,7 +131,7 @@ def measured() -> list[Figures]:
     return found
 
 
-def show(figures: Sequence[Figures]) -> None:
+def show(figures: Sequence[AttentionFigures]) -> None:
     table = Table(title=f"one layer, {NUM_HEADS}/{NUM_KV_HEADS} heads of {HEAD_DIM}, one thread")
     for head in ("case", "dtype", "backend", "ms", "GFLOP/s", "GB/s of keys and values"):
         table.add_column(head, justify="right" if head not in ("case", "dtype", "backend") else "left")
@@ -141,7 +141,7 @@ def show(figures: Sequence[Figures]) -> None:
     Console(width=110).print(table)
 
 
-def draw(figures: Sequence[Figures], path: Path) -> None:
+def draw(figures: Sequence[AttentionFigures], path: Path) -> None:
     """Milliseconds of each case, a panel for each dtype."""
     from matplotlib import pyplot
 

@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine.floors import Costs, Machine, Needs, Workload, best_of, measure, needs
+from benchmarks.engine.floors import MachineRates, ModelCosts, Needs, TokenLoad, best_of, measure, needs
 from benchmarks.engine.random_llama import write_checkpoint
 from cluster.bench.hardware import find_hardware, find_versions
 from protos.values import GenerateRequest, SamplingParams
@@ -44,20 +44,20 @@ PEERS = Path(__file__).resolve().parents[1] / "peers"
 NUM_BLOCKS = 2048
 
 LARGE = (
-    Workload(name="32 x (512 -> 128)", num_requests=32, input_len=512, output_len=128),
-    Workload(name="8 x (2048 -> 32)", num_requests=8, input_len=2048, output_len=32),
-    Workload(name="1 x (256 -> 64)", num_requests=1, input_len=256, output_len=64),
-    Workload(name="4 x (256 -> 64)", num_requests=4, input_len=256, output_len=64),
-    Workload(name="16 x (256 -> 64)", num_requests=16, input_len=256, output_len=64),
+    TokenLoad(name="32 x (512 -> 128)", num_requests=32, input_len=512, output_len=128),
+    TokenLoad(name="8 x (2048 -> 32)", num_requests=8, input_len=2048, output_len=32),
+    TokenLoad(name="1 x (256 -> 64)", num_requests=1, input_len=256, output_len=64),
+    TokenLoad(name="4 x (256 -> 64)", num_requests=4, input_len=256, output_len=64),
+    TokenLoad(name="16 x (256 -> 64)", num_requests=16, input_len=256, output_len=64),
 )
 SMALL = (
-    Workload(name="1 x (256 -> 128)", num_requests=1, input_len=256, output_len=128),
-    Workload(name="32 x (512 -> 128)", num_requests=32, input_len=512, output_len=128),
+    TokenLoad(name="1 x (256 -> 128)", num_requests=1, input_len=256, output_len=128),
+    TokenLoad(name="32 x (512 -> 128)", num_requests=32, input_len=512, output_len=128),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class EngineFigures:
     """One workload on one engine. `ttft_s` is the median over its requests, all given at once; `cpu_s` what all the
     engine's processes took of the cores: with one thread, the seconds on a machine that does nothing else.
 
@@ -66,7 +66,7 @@ class Figures:
 
     engine: str
     model: str
-    workload: Workload
+    workload: TokenLoad
     seconds: float
     cpu_s: float
     ttft_s: float
@@ -102,7 +102,7 @@ def opened(folder: Path) -> Iterator[Engine]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class EngineRun:
     """Seconds until all was answered, those of the cores, and each request's seconds to its first token."""
 
     seconds: float
@@ -110,7 +110,7 @@ class Run:
     ttft_s: list[float]
 
 
-def run(engine: Engine, workload: Workload, chance: random.Random) -> Run:
+def run(engine: Engine, workload: TokenLoad, chance: random.Random) -> EngineRun:
     """Prompts share no prefix, and all are there at the start."""
     sampling = SamplingParams(temperature=0.0, max_tokens=workload.output_len, ignore_eos=True)
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -126,36 +126,41 @@ def run(engine: Engine, workload: Workload, chance: random.Random) -> Run:
                 first.setdefault(update.request_id, elapsed)
     assert len(first) == workload.num_requests
     cpu_s = time.process_time() - cpu_start
-    return Run(seconds=time.perf_counter() - start, cpu_s=cpu_s, ttft_s=list(first.values()))
+    return EngineRun(seconds=time.perf_counter() - start, cpu_s=cpu_s, ttft_s=list(first.values()))
 
 
-def on_baton(folder: Path, workloads: Sequence[Workload], repeat: int) -> list[list[Run]]:
+def on_baton(folder: Path, workloads: Sequence[TokenLoad], repeat: int) -> list[list[EngineRun]]:
     chance = random.Random(1)
     with opened(folder) as engine:
-        run(engine, Workload(name="warm-up", num_requests=2, input_len=64, output_len=4), chance)
+        run(engine, TokenLoad(name="warm-up", num_requests=2, input_len=64, output_len=4), chance)
         return [[run(engine, workload, chance) for workload in workloads] for _ in range(repeat)]
 
 
 def on_peer(
-    python: Path, script: str, folder: Path, workloads: Sequence[Workload], repeat: int, *more: str
-) -> tuple[str, list[list[Run]]]:
+    python: Path, script: str, folder: Path, workloads: Sequence[TokenLoad], repeat: int, *more: str
+) -> tuple[str, list[list[EngineRun]]]:
     """Its version, and its runs, with as many threads as this process has."""
     asked = json.dumps([{k: v for k, v in asdict(workload).items() if k != "name"} for workload in workloads])
     command = [str(python), str(PEERS / script), str(folder), asked, str(repeat), str(torch.get_num_threads()), *more]
     told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     answer = json.loads(next(line for line in told.stdout.splitlines() if line.startswith('{"version"')))
-    return answer["version"], [[Run(**one) for one in runs] for runs in answer["rounds"]]
+    return answer["version"], [[EngineRun(**one) for one in runs] for runs in answer["rounds"]]
 
 
 def figures_of(
-    engine: str, model: str, costs: Costs, workloads: Sequence[Workload], rounds: list[list[Run]], machine: Machine
-) -> list[Figures]:
+    engine: str,
+    model: str,
+    costs: ModelCosts,
+    workloads: Sequence[TokenLoad],
+    rounds: list[list[EngineRun]],
+    machine: MachineRates,
+) -> list[EngineFigures]:
     """The best round of each workload: whatever else runs on a machine only slows it down."""
     found = []
     for workload, runs in zip(workloads, zip(*rounds, strict=True), strict=True):
         best = min(runs, key=lambda run: run.seconds)
         found.append(
-            Figures(
+            EngineFigures(
                 engine=engine,
                 model=model,
                 workload=workload,
@@ -170,12 +175,12 @@ def figures_of(
     return found
 
 
-def scaled(workloads: Sequence[Workload], divisor: int) -> list[Workload]:
+def scaled(workloads: Sequence[TokenLoad], divisor: int) -> list[TokenLoad]:
     """With fewer requests, the lengths as they are; what then is the same stands once."""
     counts = [(workload, max(1, workload.num_requests // divisor)) for workload in workloads]
     return list(
         dict.fromkeys(
-            Workload(
+            TokenLoad(
                 name=f"{count} x ({workload.input_len} -> {workload.output_len})",
                 num_requests=count,
                 input_len=workload.input_len,
@@ -186,7 +191,7 @@ def scaled(workloads: Sequence[Workload], divisor: int) -> list[Workload]:
     )
 
 
-def show(figures: list[Figures], machine: Machine) -> None:
+def show(figures: list[EngineFigures], machine: MachineRates) -> None:
     table = Table(
         title=f"{machine.num_threads} threads, {machine.bytes_per_s / 1e9:.1f} GB/s read from memory, "
         f"{machine.flops_per_s / 1e9:.0f} GFLOP/s of bfloat16 products"
@@ -210,7 +215,7 @@ def show(figures: list[Figures], machine: Machine) -> None:
     Console(width=140).print(table)
 
 
-def draw(figures: list[Figures], costs: dict[str, Costs], machine: Machine, path: Path) -> None:
+def draw(figures: list[EngineFigures], costs: dict[str, ModelCosts], machine: MachineRates, path: Path) -> None:
     """A roofline for each model: prompts to the right, answers to the left, the machine's roof above both."""
     from matplotlib import pyplot
 
@@ -237,7 +242,7 @@ def draw(figures: list[Figures], costs: dict[str, Costs], machine: Machine, path
     canvas.savefig(path, metadata={"Date": None})
 
 
-def phases(one: Figures, costs: Costs) -> list[tuple[str, str, Needs, float]]:
+def phases(one: EngineFigures, costs: ModelCosts) -> list[tuple[str, str, Needs, float]]:
     """Engine, what it did, what that needs, and the seconds it took."""
     prefill, decode = needs(one.workload, costs)
     return [
@@ -246,7 +251,7 @@ def phases(one: Figures, costs: Costs) -> list[tuple[str, str, Needs, float]]:
     ]
 
 
-def record(figures: list[Figures], machine: Machine) -> dict[str, Any]:
+def record(figures: list[EngineFigures], machine: MachineRates) -> dict[str, Any]:
     derived = ("output_tokens_per_s", "tokens_per_s", "share")
     return {
         "hardware": asdict(find_hardware()),
@@ -272,11 +277,11 @@ def main(
     num_threads = threads or len(os.sched_getaffinity(0))
     machines = [measure(num_threads)]
     large, small = scaled(LARGE, divisor), scaled(SMALL, divisor)
-    rounds: list[tuple[str, str, Costs, list[Workload], list[list[Run]]]] = []
+    rounds: list[tuple[str, str, ModelCosts, list[TokenLoad], list[list[EngineRun]]]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "llama-368m"
         write_checkpoint(folder)
-        costs = Costs.of(read_config(folder))
+        costs = ModelCosts.of(read_config(folder))
         rounds.append(("baton", "368M, random", costs, large, on_baton(folder, large, repeat)))
         machines.append(measure(num_threads))
         if vllm_python is not None:
@@ -286,9 +291,9 @@ def main(
             fewer = scaled(large[:2], llama_divisor) + large[2:]
             version, runs = on_peer(llama_python, "llama_cpp.py", folder, fewer, 1, llama_type)
             rounds.append((f"llama.cpp {version}", "368M, random", costs, fewer, runs))
-    rounds.append(("baton", "demo, 5M", Costs.of(read_config(DEMO)), small, on_baton(DEMO, small, repeat)))
+    rounds.append(("baton", "demo, 5M", ModelCosts.of(read_config(DEMO)), small, on_baton(DEMO, small, repeat)))
     machine = best_of([*machines, measure(num_threads)])
-    figures: list[Figures] = []
+    figures: list[EngineFigures] = []
     for engine, model, costs, workloads, runs in rounds:
         figures += figures_of(engine, model, costs, workloads, runs, machine)
     show(figures, machine)

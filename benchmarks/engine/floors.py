@@ -18,7 +18,7 @@ from workers.models.layers.matrix import Matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineRates:
     """`bytes_per_s` read from memory, `flops_per_s` of bfloat16 products; the best seen with `num_threads`."""
 
     num_threads: int
@@ -27,7 +27,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class TokenLoad:
     """`num_requests` prompts of `input_len` tokens, given at once, each answered with `output_len`."""
 
     name: str
@@ -37,7 +37,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class ModelCosts:
     """Of a model: parameters in its layers' products, in the last one, bytes of both, and of a token's KV."""
 
     layer_params: int
@@ -46,7 +46,7 @@ class Costs:
     flops_per_pair: int  # of attention: for one query and one key, all heads and layers
 
     @classmethod
-    def of(cls, model: ModelConfig) -> Costs:
+    def of(cls, model: ModelConfig) -> ModelCosts:
         queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         hidden = model.hidden_size
         layer = hidden * (2 * queries + 2 * keys) + 3 * hidden * model.intermediate_size
@@ -65,11 +65,11 @@ class Needs:
     flops: float
     num_bytes: float
 
-    def floor_s(self, machine: Machine) -> float:
+    def floor_s(self, machine: MachineRates) -> float:
         return max(self.flops / machine.flops_per_s, self.num_bytes / machine.bytes_per_s)
 
 
-def needs(workload: Workload, costs: Costs, *, tokens_of_step: int = 2048) -> tuple[Needs, Needs]:
+def needs(workload: TokenLoad, costs: ModelCosts, *, tokens_of_step: int = 2048) -> tuple[Needs, Needs]:
     """Of the prompts, computed in steps of `tokens_of_step`, and of the tokens after the first of each answer."""
     n, length = workload.num_requests, workload.input_len
     weight_bytes = 2 * (costs.layer_params + costs.head_params)
@@ -87,7 +87,7 @@ def needs(workload: Workload, costs: Costs, *, tokens_of_step: int = 2048) -> tu
 
 
 @torch.inference_mode()
-def measure(num_threads: int) -> Machine:
+def measure(num_threads: int) -> MachineRates:
     """Of this process's threads. A few seconds. The best of several ways, and of several tries of each.
 
     A single thread is measured in its own time, so that what else the machine does does not count. The numbers are
@@ -110,12 +110,12 @@ def measure(num_threads: int) -> Machine:
     streamed = len(weights) * 6144 * 1024 * 2 / _best(through_all, 9, clock)
     products = {some: 30, many: 10}
     flops = max(2 * len(x) * 6144 * 1024 / _best(partial(weights[0], x), tries, clock) for x, tries in products.items())
-    return Machine(num_threads=num_threads, bytes_per_s=max(read, streamed), flops_per_s=flops)
+    return MachineRates(num_threads=num_threads, bytes_per_s=max(read, streamed), flops_per_s=flops)
 
 
-def best_of(machines: Sequence[Machine]) -> Machine:
+def best_of(machines: Sequence[MachineRates]) -> MachineRates:
     """Of several measurements of one machine, before, between and after what is compared with them."""
-    return Machine(
+    return MachineRates(
         num_threads=machines[0].num_threads,
         bytes_per_s=max(machine.bytes_per_s for machine in machines),
         flops_per_s=max(machine.flops_per_s for machine in machines),

@@ -27,7 +27,7 @@ import grpc
 import uvicorn
 import uvloop
 
-from benchmarks.gateway.router import Client
+from benchmarks.gateway.router import StreamClient
 from kvtransfer.native import load
 from protos import worker_pb2
 from router.http.response_writer import HttpProtocol
@@ -174,7 +174,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 def ask(port: int, done: Any) -> None:
     async def asking() -> None:
-        await Client(f"http://127.0.0.1:{port}").ask_all(REQUESTS, 1, at_once=16)
+        await StreamClient(f"http://127.0.0.1:{port}").ask_all(REQUESTS, 1, at_once=16)
 
     uvloop.run(asking())
     done.send(None)

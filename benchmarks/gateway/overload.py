@@ -39,7 +39,7 @@ REFUSED = "overloaded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class OverloadCase:
     """A cluster and what is asked of it, `workload` by `cluster.simulate.world.workload.GENERATED`."""
 
     name: str
@@ -54,20 +54,20 @@ class Case:
 
 
 CASES = (
-    Case(
+    OverloadCase(
         name="1 prefill + 1 decode, reading is scarce",
         pools=PoolsConfig(prefill=1, decode=1),
         prompts=Lengths(low=1000, high=3000),
         outputs=Lengths(low=10, high=40),
     ),
-    Case(
+    OverloadCase(
         name="2 prefill + 1 decode, writing is scarce",
         pools=PoolsConfig(prefill=2, decode=1),
         prompts=Lengths(low=200, high=1000),
         outputs=Lengths(low=100, high=300),
         num_blocks=600,
     ),
-    Case(
+    OverloadCase(
         name="2 colocated",
         pools=PoolsConfig(colocated=2),
         prompts=Lengths(low=500, high=2000),
@@ -78,7 +78,7 @@ CASES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class RatePoint:
     """One rate. Rates are a second; `late` were admitted and answered after their bound, `errors` by code failed
     otherwise. `refusal_s` is what refusals took to come, None where that is not known."""
 
@@ -105,7 +105,7 @@ class Curve:
     case: str
     ttft_s: float
     capacity: float
-    points: tuple[Point, ...]
+    points: tuple[RatePoint, ...]
 
     def goodput(self, multiple: float) -> float:
         """The mean of its seeds."""
@@ -118,14 +118,14 @@ class Curve:
 
 
 def measure(
-    case: Case, *, seconds: float, capacity: float, seeds: Sequence[int], multiples: Sequence[float] = MULTIPLES
+    case: OverloadCase, *, seconds: float, capacity: float, seeds: Sequence[int], multiples: Sequence[float] = MULTIPLES
 ) -> Curve:
     """A point of each multiple and seed, of so many seconds of load."""
     points = [_point(case, multiple, capacity, seconds, seed) for multiple in multiples for seed in seeds]
     return Curve(case=case.name, ttft_s=case.ttft_s, capacity=capacity, points=tuple(points))
 
 
-def capacity(case: Case, *, num_requests: int, seed: int = 0) -> float:
+def capacity(case: OverloadCase, *, num_requests: int, seed: int = 0) -> float:
     """Requests begun a second when all come at once and wait: those between a third of them and the last. By then
     answers end as fast as others begin, and nobody has run out of a line."""
     patient = simulated_router(case.policy, max_queued=10**6, max_queue_s=3600.0)
@@ -135,14 +135,14 @@ def capacity(case: Case, *, num_requests: int, seed: int = 0) -> float:
     return (len(begun) - 1 - low) / (begun[-1] - begun[low])
 
 
-def _point(case: Case, multiple: float, capacity: float, seconds: float, seed: int) -> Point:
+def _point(case: OverloadCase, multiple: float, capacity: float, seconds: float, seed: int) -> RatePoint:
     config = replace(_config(case, seed), max_ttft_s=case.ttft_s)
     num = int(multiple * capacity * seconds)
     records = _run(config, case, num, rate=multiple * capacity, seed=seed)
     return point_of(records, multiple=multiple, seed=seed, ttft_s=case.ttft_s)
 
 
-def point_of(records: Sequence[Record], *, multiple: float, seed: int, ttft_s: float) -> Point:
+def point_of(records: Sequence[Record], *, multiple: float, seed: int, ttft_s: float) -> RatePoint:
     """What became of an open load. Its first WARM_UP does not count."""
     until_s = max(record.sent_s or 0.0 for record in records)
     counted = [record for record in records if (record.sent_s or 0.0) >= WARM_UP * until_s]
@@ -150,7 +150,7 @@ def point_of(records: Sequence[Record], *, multiple: float, seed: int, ttft_s: f
     refused = [record for record in counted if record.error == REFUSED]
     num_good = sum(Objective(ttft_s=ttft_s).met(record) for record in whole)
     seconds = until_s * (1 - WARM_UP)
-    return Point(
+    return RatePoint(
         multiple=multiple,
         seed=seed,
         offered=len(counted) / seconds,
@@ -169,14 +169,14 @@ def _ended_after_s(record: Record) -> float | None:
     return None if record.ended_s is None or record.sent_s is None else record.ended_s - record.sent_s
 
 
-def _config(case: Case, seed: int) -> SimulationConfig:
+def _config(case: OverloadCase, seed: int) -> SimulationConfig:
     spec = replace(hardware_spec(gpu="h100", model="llama-3-8b", tp=1), latency=Rough())
     if case.num_blocks is not None:
         spec = replace(spec, num_blocks=case.num_blocks)
     return SimulationConfig(pools=case.pools, spec=spec, router=simulated_router(case.policy), load_s=1.0, seed=seed)
 
 
-def _run(config: SimulationConfig, case: Case, num: int, *, rate: float, seed: int) -> Sequence[Record]:
+def _run(config: SimulationConfig, case: OverloadCase, num: int, *, rate: float, seed: int) -> Sequence[Record]:
     load = Load(num_requests=num, rate=rate, prompts=case.prompts, outputs=case.outputs, seed=seed)
     return simulate(config, generated(case.workload, load)).records
 

@@ -32,7 +32,7 @@ from zlib import crc32
 import typer
 from rich.console import Console
 
-from benchmarks.gateway.overload import FORMAT, Curve, Point, plot, point_of, table
+from benchmarks.gateway.overload import FORMAT, Curve, RatePoint, plot, point_of, table
 from benchmarks.gateway.router import gateway, worker_process
 from cluster.bench.client import CompletionClient
 from cluster.bench.hardware import find_hardware, find_versions
@@ -69,7 +69,7 @@ class Site:
         low = len(ended) // 3
         return (len(ended) - 1 - low) / (ended[-1] - ended[low])
 
-    async def point(self, multiple: float, capacity: float, seconds: float, seed: int) -> Point:
+    async def point(self, multiple: float, capacity: float, seconds: float, seed: int) -> RatePoint:
         rate = multiple * capacity
         records = await self._run(max(2, int(rate * seconds)), seed=seed, rate=rate)
         await asyncio.sleep(REST_S)

@@ -21,7 +21,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.gateway.stub_worker import LAYOUT, TOKENS, Stub, serve
+from benchmarks.gateway.stub_worker import LAYOUT, TOKENS, StubWorker, serve
 from protos.values import (
     FinishReason,
     GenerateRequest,
@@ -38,7 +38,7 @@ KEEP = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class StepCost:
     """With these, prompts of 320 tokens and answers of 32, a worker does nine requests a second."""
 
     step_s: float = 0.01
@@ -53,7 +53,7 @@ class Pace:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Sequence:
+class PacedSequence:
     request: GenerateRequest
     num_unread: int
     num_made: int = 0
@@ -65,11 +65,11 @@ class Sequence:
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class PacedStep:
     """A step: who writes, and who has how much read."""
 
-    writing: list[Sequence]
-    reading: list[tuple[Sequence, int]]
+    writing: list[PacedSequence]
+    reading: list[tuple[PacedSequence, int]]
 
     @property
     def num_read(self) -> int:
@@ -77,12 +77,12 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Engine:
+class PacedEngine:
     """What waits, what runs. Pure: whoever makes the steps says when."""
 
-    pace: Pace
-    waiting: deque[Sequence] = field(default_factory=deque)
-    running: dict[str, Sequence] = field(default_factory=dict)
+    pace: StepCost
+    waiting: deque[PacedSequence] = field(default_factory=deque)
+    running: dict[str, PacedSequence] = field(default_factory=dict)
     num_free: int = 0
     num_steps: int = 0
     read: tuple[float, float] = (0.0, 0.0)  # tokens, and their seconds, of late
@@ -92,21 +92,21 @@ class Engine:
         self.num_free = self.pace.num_blocks
 
     def submit(self, request: GenerateRequest) -> None:
-        self.waiting.append(Sequence(request=request, num_unread=len(request.prompt_ids)))
+        self.waiting.append(PacedSequence(request=request, num_unread=len(request.prompt_ids)))
 
     def abort(self, request_id: str) -> None:
         self.waiting = deque(one for one in self.waiting if one.request.request_id != request_id)
         if (gone := self.running.pop(request_id, None)) is not None:
             self.num_free += gone.num_blocks
 
-    def plan(self) -> Plan:
+    def plan(self) -> PacedStep:
         while self.waiting and len(self.running) < self.pace.max_running:
             if self.waiting[0].num_blocks > self.num_free:
                 break
             begun = self.waiting.popleft()
             self.num_free -= begun.num_blocks
             self.running[begun.request.request_id] = begun
-        plan, left = Plan(writing=[], reading=[]), self.pace.tokens_a_step
+        plan, left = PacedStep(writing=[], reading=[]), self.pace.tokens_a_step
         for one in self.running.values():
             if not one.num_unread:
                 plan.writing.append(one)
@@ -116,7 +116,7 @@ class Engine:
                 left -= count
         return plan
 
-    def apply(self, plan: Plan, seconds: float) -> StepMessage:
+    def apply(self, plan: PacedStep, seconds: float) -> StepMessage:
         """The step is over: what it made, and the load from here."""
         self.num_steps += 1
         if plan.num_read:
@@ -132,7 +132,7 @@ class Engine:
         updates = [self._write(one) for one in made if one.request.request_id in self.running]
         return StepMessage(updates=tuple(updates), load=self.load())
 
-    def _write(self, one: Sequence) -> SequenceUpdate:
+    def _write(self, one: PacedSequence) -> SequenceUpdate:
         one.num_made += 1
         request_id, reason = one.request.request_id, None
         if one.num_made == one.request.sampling.max_tokens:
@@ -156,10 +156,10 @@ class Engine:
         )
 
 
-class Paced(Stub):
+class PacedWorker(StubWorker):
     """For one gateway."""
 
-    def __init__(self, name: str, pace: Pace) -> None:
+    def __init__(self, name: str, pace: StepCost) -> None:
         super().__init__(pace.step_s)
         self._name = name
         self._pace = pace
@@ -170,7 +170,7 @@ class Paced(Stub):
         return replace(stub, worker_id=self._name, lane=lane, num_blocks=self._pace.num_blocks, reads_further=False)
 
     async def Stream(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        engine, arrived, greeted = Engine(self._pace), asyncio.Event(), asyncio.Event()
+        engine, arrived, greeted = PacedEngine(self._pace), asyncio.Event(), asyncio.Event()
 
         async def read() -> None:
             async for message in messages:
@@ -211,4 +211,4 @@ class Paced(Stub):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", default="paced-0")
-    uvloop.run(serve(Paced(parser.parse_args().name, Pace())))
+    uvloop.run(serve(PacedWorker(parser.parse_args().name, StepCost())))

@@ -49,12 +49,12 @@ SIBLING_S = 3.0
 SPEED = BLOCK_SIZE / READ_S
 
 
-class Worker:
+class SharingWorker:
     def __init__(self, worker_id: str, num_blocks: int) -> None:
         self.worker_id = worker_id
         self.log = EventLog(1, 10**6)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE, self.log.record)
-        self.hears: list[Gateway] = []
+        self.hears: list[SharingGateway] = []
         self.num_queued = 0
         self.num_tokens = self.num_cached = 0
         self._turn = asyncio.Lock()
@@ -78,10 +78,12 @@ class Worker:
                 gateway.hear(self)
 
 
-class Gateway:
+class SharingGateway:
     """Decides, and tells the worker. `hears` says whether the worker's events come here."""
 
-    def __init__(self, gateway_id: str, workers: list[Worker], index: PrefixIndex, peers: Peers | None, hears: bool):
+    def __init__(
+        self, gateway_id: str, workers: list[SharingWorker], index: PrefixIndex, peers: Peers | None, hears: bool
+    ):
         self.index = index
         self.peers = peers
         self._feed = Feed(index, gateway_id=gateway_id, peers=peers)
@@ -97,7 +99,7 @@ class Gateway:
                 self._feed.hello(worker.worker_id, 1)
                 self.hear(worker)
 
-    def hear(self, worker: Worker) -> None:
+    def hear(self, worker: SharingWorker) -> None:
         self._load[worker.worker_id], self._since[worker.worker_id] = worker.num_queued, 0
         if self._hears:
             _, next_seq = self._feed.position(worker.worker_id)
@@ -153,10 +155,10 @@ async def hit_rate(
     sockets there, as processes of one gateway do. `settled`: the next
     prompt comes when every gateway has heard where the last one went, however slow this machine is."""
     rng = random.Random(seed)
-    workers = [Worker(f"w{number}", num_blocks=400) for number in range(num_workers)]
+    workers = [SharingWorker(f"w{number}", num_blocks=400) for number in range(num_workers)]
     async with AsyncExitStack() as stack:
         gateways = [
-            Gateway(f"g{number}", workers, *_index(url, number, num_gateways, seed, folder), hears)
+            SharingGateway(f"g{number}", workers, *_index(url, number, num_gateways, seed, folder), hears)
             for number in range(num_gateways)
         ]
         for peers in [gateway.peers for gateway in gateways if gateway.peers is not None]:
@@ -191,7 +193,7 @@ def _index(url: str, number: int, count: int, seed: int, folder: Path | None) ->
     return index, index
 
 
-def _writes(gateway: Gateway, workers: list[Worker]) -> int:
+def _writes(gateway: SharingGateway, workers: list[SharingWorker]) -> int:
     assert isinstance(gateway.index, RedisPrefixIndex)
     return sum(gateway.index.writes_for(worker.worker_id) for worker in workers)
 

@@ -61,7 +61,7 @@ class Streams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class GatewayFigures:
     cpu_s_per_1000_requests: float
     streams: tuple[Streams, ...]
     added_ms_p50: float
@@ -125,7 +125,7 @@ def read_streams(connections: Sequence[socket.socket]) -> int:
     return num_events
 
 
-class Client:
+class StreamClient:
     def __init__(self, url: str) -> None:
         self._endpoint = Endpoint.parse(url)
         self._clock = time.perf_counter
@@ -189,8 +189,8 @@ def pin(pid: int) -> None:
             os.sched_setaffinity(int(thread), {first} if process == pid else set(others))
 
 
-async def measure(url: str, pid: int, *, num_requests: int, at_once: Sequence[int], num_tokens: int) -> Figures:
-    client = Client(url)
+async def measure(url: str, pid: int, *, num_requests: int, at_once: Sequence[int], num_tokens: int) -> GatewayFigures:
+    client = StreamClient(url)
     await client.ask_all(200, 1, at_once=8)  # warm
     alone = [await client.ask(1, number) for number in range(300)]
     before_s = cpu_s(pid)
@@ -199,7 +199,7 @@ async def measure(url: str, pid: int, *, num_requests: int, at_once: Sequence[in
     client.stream(len(TOKENS), 8)  # every word is met once, as by a gateway that has served for a minute
     streams = [measure_streams(client, pid, count, num_tokens, per_request_s) for count in at_once]
     first_ms = sorted(first_s * 1000 for first_s, _ in alone)
-    return Figures(
+    return GatewayFigures(
         cpu_s_per_1000_requests=per_request_s * 1000,
         streams=tuple(streams),
         added_ms_p50=statistics.median(first_ms),
@@ -208,7 +208,7 @@ async def measure(url: str, pid: int, *, num_requests: int, at_once: Sequence[in
     )
 
 
-def measure_streams(client: Client, pid: int, at_once: int, tokens_each: int, per_request_s: float) -> Streams:
+def measure_streams(client: StreamClient, pid: int, at_once: int, tokens_each: int, per_request_s: float) -> Streams:
     before_s, before, start_s = cpu_s(pid), client.num_events, time.perf_counter()
     client.stream(tokens_each, at_once)
     spent_s, wall_s, num_tokens = cpu_s(pid) - before_s, time.perf_counter() - start_s, at_once * tokens_each
@@ -222,7 +222,7 @@ def measure_streams(client: Client, pid: int, at_once: int, tokens_each: int, pe
     )
 
 
-def show(figures: Figures) -> None:
+def show(figures: GatewayFigures) -> None:
     print(f"CPU s per 1,000 requests   {figures.cpu_s_per_1000_requests:8.2f}")
     print(f"first token, ms p50 / p99  {figures.added_ms_p50:8.2f} / {figures.added_ms_p99:.2f}")
     print(f"{'streams':>10} {'CPU s per million tokens':>26} {'tokens/s':>10} {'cores':>6} {'tokens an event':>16}")
@@ -231,7 +231,7 @@ def show(figures: Figures) -> None:
         print(f"{told} {one.cores:6.2f} {one.tokens_per_event:16.2f}")
 
 
-def draw(figures: Figures, path: Path) -> None:
+def draw(figures: GatewayFigures, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")

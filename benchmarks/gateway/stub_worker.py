@@ -39,7 +39,7 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype
 LOAD = WorkerLoad(num_blocks=10**6, num_free_blocks=10**6, prefill_tokens_per_s=1e7, decode_step_s=0.001)
 
 
-class Stub(worker_pb2_grpc.WorkerServicer):
+class StubWorker(worker_pb2_grpc.WorkerServicer):
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self.address = ""
@@ -71,7 +71,7 @@ class Stub(worker_pb2_grpc.WorkerServicer):
     Share = Stats = Drain = Abort = Profile = Reserve
 
     async def Stream(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        running = Running()
+        running = StubStreams()
         arrived = asyncio.Event()
         greeted = asyncio.Event()
 
@@ -109,7 +109,7 @@ class Stub(worker_pb2_grpc.WorkerServicer):
                 await reading
 
 
-class Running:
+class StubStreams:
     """The requests that get a token with each step, all the same one. Those that neither begin nor end with it cost
     nothing but their place in a list, which is made anew only when some have come or gone."""
 
@@ -160,7 +160,7 @@ class Running:
         return replace(LOAD, step=self._step, num_running=len(self._begun))
 
 
-async def serve(stub: Stub) -> None:
+async def serve(stub: StubWorker) -> None:
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 * 2**20)])
     worker_pb2_grpc.add_WorkerServicer_to_server(stub, server)
     stub.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -172,4 +172,4 @@ async def serve(stub: Stub) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--step-ms", type=float, default=20.0)
-    uvloop.run(serve(Stub(parser.parse_args().step_ms / 1000)))
+    uvloop.run(serve(StubWorker(parser.parse_args().step_ms / 1000)))

@@ -60,7 +60,7 @@ PEERS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFI
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class KernelCase:
     """`num_bytes` counts each input once and each output once, `num_flops` two a product."""
 
     kernel: str
@@ -72,7 +72,7 @@ class Case:
     peers: Sequence[Callable[[], object]] = ()
 
 
-def attention_cases(device: str, *, sweep: bool = False, divisor: int = 1) -> Iterator[Case]:
+def attention_cases(device: str, *, sweep: bool = False, divisor: int = 1) -> Iterator[KernelCase]:
     for shape, lens in DECODES.items():
         lens = [max(1, length // divisor) for length in lens[-max(1, len(lens) // divisor) :]]
         for tile in [decode_tile(D, GROUP, torch.bfloat16), *(DECODE_TILES if sweep else [])]:
@@ -103,7 +103,7 @@ class _Paged:
         return 2 * sum(self.lens) * K * D * 2 + 2 * self.q_TND.nbytes
 
 
-def _decode(shape: str, lens: Sequence[int], tile: Tile, device: str) -> Case:
+def _decode(shape: str, lens: Sequence[int], tile: Tile, device: str) -> KernelCase:
     paged = _Paged([(1, length) for length in lens], device)
     num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 1
     arrays = plan_decode(
@@ -124,7 +124,7 @@ def _decode(shape: str, lens: Sequence[int], tile: Tile, device: str) -> Case:
         )
 
     flops = 4 * N * D * sum(lens)
-    return Case(
+    return KernelCase(
         kernel="paged_decode",
         shape=shape,
         launch=launch,
@@ -134,7 +134,7 @@ def _decode(shape: str, lens: Sequence[int], tile: Tile, device: str) -> Case:
     )
 
 
-def _prefill(shape: str, rows: Sequence[tuple[int, int]], tile: Tile, device: str) -> Case:
+def _prefill(shape: str, rows: Sequence[tuple[int, int]], tile: Tile, device: str) -> KernelCase:
     paged = _Paged([(new, new + cached) for new, cached in rows], device)
     work_W4 = plan_prefill(range(len(rows)), paged.starts, paged.lens, group=GROUP, tile=tile)
     plan = PrefillPlan(work_W4=torch.from_numpy(work_W4).to(device), tile=tile)
@@ -144,7 +144,7 @@ def _prefill(shape: str, rows: Sequence[tuple[int, int]], tile: Tile, device: st
         prefill(paged.q_TND, *caches, paged.out_TND, paged.tables_SB, plan=plan, scale=D**-0.5, window=None)
 
     pairs = sum(new * cached + new * (new + 1) // 2 for new, cached in rows)
-    return Case(
+    return KernelCase(
         kernel="prefill",
         shape=shape,
         launch=launch,
@@ -179,18 +179,18 @@ def _named(tile: Tile) -> str:
     return f"{tile.rows} x {tile.positions}, {tile.warps} warps, {tile.stages} stages{limit}"
 
 
-def other_cases(device: str, *, divisor: int = 1) -> Iterator[Case]:
+def other_cases(device: str, *, divisor: int = 1) -> Iterator[KernelCase]:
     for tokens in (8192 // divisor, 64 // min(divisor, 64)):
         shape = f"{tokens} tokens"
         x_TE, residual_TE = (torch.randn(tokens, HIDDEN, device=device).bfloat16() for _ in range(2))
-        yield Case(
+        yield KernelCase(
             kernel="add_rms_norm",
             shape=shape,
             launch=lambda x=x_TE, y=residual_TE: add_rms_norm(x, y, x[0], 1e-5),  # type: ignore[misc]
             num_bytes=4 * x_TE.nbytes,
         )
         gate_up = torch.randn(tokens, 2 * INTERMEDIATE, device=device).bfloat16()
-        yield Case(
+        yield KernelCase(
             kernel="silu_mul",
             shape=shape,
             launch=lambda x=gate_up: silu_mul(x),  # type: ignore[misc]
@@ -204,19 +204,23 @@ def other_cases(device: str, *, divisor: int = 1) -> Iterator[Case]:
     ids = torch.randperm(num_blocks, device=device)[: num_blocks // 2]
     payload = gather(cache, ids)
     shape = f"{len(ids)} blocks, {LAYERS} layers"
-    yield Case(kernel="gather", shape=shape, launch=lambda: gather(cache, ids), num_bytes=2 * payload.nbytes)
-    yield Case(kernel="scatter", shape=shape, launch=lambda: scatter(cache, ids, payload), num_bytes=2 * payload.nbytes)
+    yield KernelCase(kernel="gather", shape=shape, launch=lambda: gather(cache, ids), num_bytes=2 * payload.nbytes)
+    yield KernelCase(
+        kernel="scatter", shape=shape, launch=lambda: scatter(cache, ids, payload), num_bytes=2 * payload.nbytes
+    )
 
 
-def _vocab(rows: int, device: str, ranks: int = 2) -> Iterator[Case]:
+def _vocab(rows: int, device: str, ranks: int = 2) -> Iterator[KernelCase]:
     """One rank's work of several; half of the ids are its own."""
     share = -(-VOCAB_SIZE // ranks)
     table_SE = torch.randn(share, HIDDEN, device=device).bfloat16()
     ids_T = torch.randint(0, VOCAB_SIZE, (rows,), device=device)
     num_bytes = (1 + ranks) * rows * HIDDEN * 2 // ranks
-    yield Case(kernel="embed", shape=f"{rows} tokens", launch=lambda: embed(ids_T, table_SE, 0), num_bytes=num_bytes)
+    yield KernelCase(
+        kernel="embed", shape=f"{rows} tokens", launch=lambda: embed(ids_T, table_SE, 0), num_bytes=num_bytes
+    )
     parts_PRS = torch.randn(ranks, rows, share, device=device).bfloat16()
-    yield Case(
+    yield KernelCase(
         kernel="join",
         shape=f"{rows} rows of {ranks} ranks",
         launch=lambda: join(parts_PRS, VOCAB_SIZE),
@@ -224,7 +228,7 @@ def _vocab(rows: int, device: str, ranks: int = 2) -> Iterator[Case]:
     )
 
 
-def _draw(rows: int, filters: dict[str, float], device: str) -> Case:
+def _draw(rows: int, filters: dict[str, float], device: str) -> KernelCase:
     """The floor is that of reading the logits once, though a filter reads them many times."""
     logits_RV = torch.randn(rows, VOCAB_SIZE, device=device) * 3
     params = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0} | filters
@@ -239,7 +243,7 @@ def _draw(rows: int, filters: dict[str, float], device: str) -> Case:
         device=device,
     )
     named = ", ".join(f"{name} {value:g}" for name, value in filters.items())
-    return Case(
+    return KernelCase(
         kernel="draw",
         shape=f"{rows} rows, {named}",
         launch=lambda: draw(logits_RV, draws),
@@ -247,14 +251,14 @@ def _draw(rows: int, filters: dict[str, float], device: str) -> Case:
     )
 
 
-def _write(shape: str, tokens: int, device: str) -> Case:
+def _write(shape: str, tokens: int, device: str) -> KernelCase:
     qkv = torch.randn(tokens, (N + 2 * K) * D, device=device).bfloat16()
     q_TND, k_TKD, v_TKD = (part.view(tokens, -1, D) for part in torch.split(qkv, [N * D, K * D, K * D], dim=1))
     cos_TP, sin_TP = (torch.randn(tokens, D // 2, device=device) for _ in range(2))
     num_blocks = -(-tokens // BLOCK_SIZE)
     caches = torch.empty(2, num_blocks, K, BLOCK_SIZE, D, dtype=torch.bfloat16, device=device)
     slots_T = torch.randperm(num_blocks * BLOCK_SIZE, device=device)[:tokens]
-    return Case(
+    return KernelCase(
         kernel="rope_kv_write",
         shape=shape,
         launch=lambda: rope_kv_write(q_TND, k_TKD, v_TKD, cos_TP, sin_TP, caches[0], caches[1], slots_T),

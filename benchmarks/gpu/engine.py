@@ -30,9 +30,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.engine.floors import Costs, Needs, Workload, needs
+from benchmarks.engine.floors import ModelCosts, Needs, TokenLoad, needs
 from benchmarks.engine.random_llama import CONFIG
-from benchmarks.gpu.machine import Machine, measure_machine, name_of, require_gpu
+from benchmarks.gpu.machine import GpuRates, measure_machine, name_of, require_gpu
 from cluster.bench.hardware import find_hardware, find_versions
 from protos.values import GenerateRequest, SamplingParams
 from workers.attention.registry import attention_for
@@ -73,7 +73,7 @@ TOY = CONFIG | {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class EnginePlan:
     """What is measured: decode steps of `batches` answers at `context` tokens, prompts of `prompt_len`, and `served`
     by both engines. `max_rows` answers run at once."""
 
@@ -81,7 +81,7 @@ class Plan:
     context: int
     num_steps: int
     prompt_len: int
-    served: Workload
+    served: TokenLoad
     max_rows: int
 
     @property
@@ -90,26 +90,26 @@ class Plan:
         return (self.max_rows * (longest + 32) + 2 * self.prompt_len) // 16
 
 
-LARGE = Plan(
+LARGE = EnginePlan(
     batches=(1, 16, 64),
     context=1024,
     num_steps=64,
     prompt_len=8192,
-    served=Workload(name="64 x (512 -> 128)", num_requests=64, input_len=512, output_len=128),
+    served=TokenLoad(name="64 x (512 -> 128)", num_requests=64, input_len=512, output_len=128),
     max_rows=64,
 )
-SMALL = Plan(
+SMALL = EnginePlan(
     batches=(1, 3),
     context=20,
     num_steps=4,
     prompt_len=64,
-    served=Workload(name="3 x (16 -> 8)", num_requests=3, input_len=16, output_len=8),
+    served=TokenLoad(name="3 x (16 -> 8)", num_requests=3, input_len=16, output_len=8),
     max_rows=4,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class GpuFigure:
     """A median, and what this project aims at: `aim` is a share of the floor."""
 
     what: str
@@ -123,11 +123,11 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedLoad:
     """`workload` by one engine, all requests given at once; `seconds` until all are answered."""
 
     engine: str
-    workload: Workload
+    workload: TokenLoad
     seconds: float
 
     @property
@@ -136,7 +136,7 @@ class Served:
 
 
 @contextmanager
-def opened(folder: Path, plan: Plan, device: str) -> Iterator[Engine]:
+def opened(folder: Path, plan: EnginePlan, device: str) -> Iterator[Engine]:
     """An engine as a worker has it, but for its weights, which are made where they are needed."""
     config = WorkerConfig(
         model=str(folder),
@@ -205,7 +205,7 @@ def finish(engine: Engine) -> float:
     return time.perf_counter() - start_s
 
 
-def decode_step_s(engine: Engine, chance: random.Random, batch: int, plan: Plan) -> float:
+def decode_step_s(engine: Engine, chance: random.Random, batch: int, plan: EnginePlan) -> float:
     """From when one step is told of to when the next one is, host and device together: the median of `num_steps`."""
     submit(engine, chance, batch, plan.context, 2 * plan.num_steps)
     told: list[float] = []
@@ -217,14 +217,14 @@ def decode_step_s(engine: Engine, chance: random.Random, batch: int, plan: Plan)
     return statistics.median(gaps[-plan.num_steps :])
 
 
-def on_baton(folder: Path, plan: Plan, machine: Machine, device: str) -> tuple[list[Figure], Served]:
+def on_baton(folder: Path, plan: EnginePlan, machine: GpuRates, device: str) -> tuple[list[GpuFigure], ServedLoad]:
     chance = random.Random(1)
-    costs = Costs.of(read_config(folder))
+    costs = ModelCosts.of(read_config(folder))
     with opened(folder, plan, device) as engine:
         submit(engine, chance, plan.batches[-1], 32, 8)
         finish(engine)
         figures = [
-            Figure(
+            GpuFigure(
                 what=f"decode step, {batch} x {plan.context}",
                 seconds=decode_step_s(engine, chance, batch, plan),
                 floor_s=machine.floor_s(decode_needs(costs, batch, plan)),
@@ -232,23 +232,23 @@ def on_baton(folder: Path, plan: Plan, machine: Machine, device: str) -> tuple[l
             )
             for batch in plan.batches
         ]
-        prompt = Workload(name="", num_requests=1, input_len=plan.prompt_len, output_len=1)
+        prompt = TokenLoad(name="", num_requests=1, input_len=plan.prompt_len, output_len=1)
         seconds = []
         for _ in range(4):
             submit(engine, chance, 1, plan.prompt_len, 1)
             seconds.append(finish(engine))
         floor_s = machine.floor_s(needs(prompt, costs, tokens_of_step=plan.prompt_len)[0])
         figures.append(
-            Figure(
+            GpuFigure(
                 what=f"prompt of {plan.prompt_len}", seconds=statistics.median(seconds[1:]), floor_s=floor_s, aim=0.6
             )
         )
         submit(engine, chance, plan.served.num_requests, plan.served.input_len, plan.served.output_len)
-        served = Served(engine="baton", workload=plan.served, seconds=finish(engine))
+        served = ServedLoad(engine="baton", workload=plan.served, seconds=finish(engine))
     return figures, served
 
 
-def decode_needs(costs: Costs, batch: int, plan: Plan) -> Needs:
+def decode_needs(costs: ModelCosts, batch: int, plan: EnginePlan) -> Needs:
     """Of one step in the middle of those that are measured."""
     context = plan.context + plan.num_steps + plan.num_steps // 2
     params = costs.layer_params + costs.head_params
@@ -258,7 +258,7 @@ def decode_needs(costs: Costs, batch: int, plan: Plan) -> Needs:
     )
 
 
-def on_transformers(folder: Path, plan: Plan, device: str) -> Served:
+def on_transformers(folder: Path, plan: EnginePlan, device: str) -> ServedLoad:
     """Its continuous batching with its own defaults, started and warmed up before it is timed. On a CPU those would
     take most of its memory: there the cache is as small as the toy."""
     from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
@@ -282,10 +282,10 @@ def on_transformers(folder: Path, plan: Plan, device: str) -> Served:
         told = [len(result.generated_tokens) for result in results.values()]
         assert told == [work.output_len] * work.num_requests, f"transformers answered with {told} tokens"
     model.destroy_cached_continuous_batching_manager()
-    return Served(engine="transformers", workload=work, seconds=seconds)
+    return ServedLoad(engine="transformers", workload=work, seconds=seconds)
 
 
-def show(figures: Sequence[Figure], served: Sequence[Served], machine: Machine, device: str) -> None:
+def show(figures: Sequence[GpuFigure], served: Sequence[ServedLoad], machine: GpuRates, device: str) -> None:
     table = Table(title=f"{name_of(device)}: {machine}")
     for head in ("what", "time", "floor", "share of it", "aim"):
         table.add_column(head, justify="left" if head == "what" else "right")
@@ -299,7 +299,7 @@ def show(figures: Sequence[Figure], served: Sequence[Served], machine: Machine, 
         print(f"baton / transformers: {served[1].seconds / served[0].seconds:.1f} (aim: 5)")
 
 
-def draw(figures: Sequence[Figure], path: Path, device: str) -> None:
+def draw(figures: Sequence[GpuFigure], path: Path, device: str) -> None:
     from matplotlib import pyplot
 
     canvas, axis = pyplot.subplots(figsize=(7, 3.5))
@@ -314,7 +314,7 @@ def draw(figures: Sequence[Figure], path: Path, device: str) -> None:
     canvas.savefig(path, metadata={"Date": None})
 
 
-def record(figures: Sequence[Figure], served: Sequence[Served], machine: Machine) -> dict[str, Any]:
+def record(figures: Sequence[GpuFigure], served: Sequence[ServedLoad], machine: GpuRates) -> dict[str, Any]:
     return {
         "hardware": asdict(find_hardware()),
         "versions": dict(find_versions()),

@@ -27,15 +27,15 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.machine import Machine, measure_machine, median_s, name_of, require_gpu
+from benchmarks.gpu.machine import GpuRates, measure_machine, median_s, name_of, require_gpu
 from cluster.bench.hardware import find_hardware, find_versions
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.cases import Case
+    from benchmarks.gpu.cases import KernelCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class KernelFigure:
     """Medians. `peer_s` is torch's best backend of scaled_dot_product_attention on keys and values side by side."""
 
     kernel: str
@@ -52,9 +52,9 @@ class Figure:
         return self.floor_s / self.seconds
 
 
-def measure(case: Case, machine: Machine, device: str) -> Figure:
+def measure(case: KernelCase, machine: GpuRates, device: str) -> KernelFigure:
     seconds = median_s(case.launch, device)
-    return Figure(
+    return KernelFigure(
         kernel=case.kernel,
         shape=case.shape,
         tile=case.tile,
@@ -78,7 +78,7 @@ def usable(peers: Sequence[Callable[[], object]], device: str) -> Iterator[Calla
         yield peer
 
 
-def show(figures: Sequence[Figure], machine: Machine, device: str) -> None:
+def show(figures: Sequence[KernelFigure], machine: GpuRates, device: str) -> None:
     table = Table(title=f"{name_of(device)}: {machine}")
     for head in ("kernel", "shape", "tile", "time", "floor", "share of it", "TB/s", "TFLOP/s", "torch's attention"):
         table.add_column(head, justify="left" if head in ("kernel", "shape", "tile") else "right")
@@ -97,7 +97,7 @@ def show(figures: Sequence[Figure], machine: Machine, device: str) -> None:
     Console(width=160).print(table)
 
 
-def draw(figures: Sequence[Figure], machine: Machine, path: Path, device: str) -> None:
+def draw(figures: Sequence[KernelFigure], machine: GpuRates, path: Path, device: str) -> None:
     """A roofline: operations a byte against operations a second, attention kernels as points below the two roofs."""
     from matplotlib import pyplot
 
@@ -117,7 +117,7 @@ def draw(figures: Sequence[Figure], machine: Machine, path: Path, device: str) -
     canvas.savefig(path)
 
 
-def record(figures: Sequence[Figure], machine: Machine) -> dict[str, Any]:
+def record(figures: Sequence[KernelFigure], machine: GpuRates) -> dict[str, Any]:
     return {
         "hardware": asdict(find_hardware()),
         "versions": dict(find_versions()),
@@ -126,7 +126,7 @@ def record(figures: Sequence[Figure], machine: Machine) -> dict[str, Any]:
     }
 
 
-def cases_of(device: str, *, sweep: bool, tiny: bool) -> Iterator[Case]:
+def cases_of(device: str, *, sweep: bool, tiny: bool) -> Iterator[KernelCase]:
     """Made one at a time: their tensors are large."""
     if device != "cuda":
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported

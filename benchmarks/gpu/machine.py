@@ -16,7 +16,7 @@ from benchmarks.engine.floors import Needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class GpuRates:
     """`bytes_per_s` read plus written by a copy, `flops_per_s` of bfloat16 products."""
 
     bytes_per_s: float
@@ -54,11 +54,11 @@ def median_s(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start_s
 
 
-def measure_machine(device: str) -> Machine:
+def measure_machine(device: str) -> GpuRates:
     num_elements, edge = (1 << 29, 8192) if device == "cuda" else (1 << 20, 256)
     source = torch.randn(num_elements, device=device).bfloat16()
     target = torch.empty_like(source)
     copy_s = median_s(lambda: target.copy_(source), device)
     a, b = (torch.randn(edge, edge, device=device).bfloat16() for _ in range(2))
     product_s = median_s(lambda: a @ b, device)
-    return Machine(bytes_per_s=2 * source.nbytes / copy_s, flops_per_s=2 * edge**3 / product_s)
+    return GpuRates(bytes_per_s=2 * source.nbytes / copy_s, flops_per_s=2 * edge**3 / product_s)

@@ -79,7 +79,7 @@ CHECKS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CheckOutcome:
     """`exit_code` None: it was given up."""
 
     name: str
@@ -103,7 +103,7 @@ def verify(
     commit: str,
     clock: Callable[[], float],
     told: Callable[[str], object] = print,
-) -> list[Outcome]:
+) -> list[CheckOutcome]:
     """Runs what has not passed yet at this commit, as far as the budget goes. All outcomes known are in `out`."""
     out.mkdir(parents=True, exist_ok=True)
     file = out / "verified.json"
@@ -128,7 +128,7 @@ def verify(
     return outcomes
 
 
-def _run(check: Check, out: Path, commit: str, clock: Callable[[], float]) -> Outcome:
+def _run(check: Check, out: Path, commit: str, clock: Callable[[], float]) -> CheckOutcome:
     command = [sys.executable, *(argument.replace("{out}", str(out.resolve())) for argument in check.arguments)]
     start_s = clock()
     try:
@@ -139,7 +139,7 @@ def _run(check: Check, out: Path, commit: str, clock: Callable[[], float]) -> Ou
     except subprocess.TimeoutExpired as error:
         exit_code, output = None, error.stdout or b""
     (out / f"{check.name}.log").write_bytes(output)
-    return Outcome(
+    return CheckOutcome(
         name=check.name,
         proves=check.proves,
         command=" ".join(["python", *check.arguments]),

@@ -37,7 +37,9 @@ def main(folder: str, workloads: list[dict[str, int]], num_rounds: int, num_thre
         params.use_extra_bufts = "BATON_LLAMA_CPP_PLAIN" not in os.environ
         model = llama.llama_model_load_from_file(str(path).encode(), params)
         num_vocab = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
-        rounds = [[Run(llama, model, num_vocab, work, num_threads)() for work in workloads] for _ in range(num_rounds)]
+        rounds = [
+            [LlamaRun(llama, model, num_vocab, work, num_threads)() for work in workloads] for _ in range(num_rounds)
+        ]
     version = f"{importlib.metadata.version('llama-cpp-python')} {kind}"
     print(json.dumps({"version": version, "rounds": rounds}), flush=True)
 
@@ -92,7 +94,7 @@ def tensors(path: Path, numpy: Any) -> Any:
                 yield name, (halves << 16).view(numpy.float32).reshape(entry["shape"])
 
 
-class Run:
+class LlamaRun:
     """One workload in a context of its own, which is made before the clock starts."""
 
     def __init__(self, llama: Any, model: Any, num_vocab: int, work: dict[str, int], num_threads: int) -> None:

@@ -33,7 +33,7 @@ BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class DecisionFigures:
     """Seconds: `offer_s` until candidates are known, `choose_s` the policy's, `keep_s` what the record takes."""
 
     num_workers: int
@@ -42,7 +42,7 @@ class Figures:
     keep_s: float
 
 
-def measure(num_workers: int, *, num_decisions: int = 300, policy: str = "slo") -> Figures:
+def measure(num_workers: int, *, num_decisions: int = 300, policy: str = "slo") -> DecisionFigures:
     rng, predictor = random.Random(num_workers), Predictor()
     offers = Offers(predictor)
     members = [_met(number, num_workers) for number in range(num_workers)]
@@ -71,7 +71,7 @@ def measure(num_workers: int, *, num_decisions: int = 300, policy: str = "slo") 
         times.append(time.process_time())
         spent = [so_far + after - before for so_far, before, after in zip(spent, times, times[1:], strict=False)]
     offer_s, choose_s, keep_s = (seconds / num_decisions for seconds in spent)
-    return Figures(num_workers=num_workers, offer_s=offer_s, choose_s=choose_s, keep_s=keep_s)
+    return DecisionFigures(num_workers=num_workers, offer_s=offer_s, choose_s=choose_s, keep_s=keep_s)
 
 
 def _met(number: int, num_workers: int) -> Member:

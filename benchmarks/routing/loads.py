@@ -35,7 +35,7 @@ OURS = "slo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class LoadCase:
     """What is asked: a trace, or a generated workload with so many requests a second at speed 1."""
 
     name: str
@@ -51,14 +51,14 @@ class Case:
 
 
 CASES = (
-    Case(name="assistant", rate=ASSISTANT_RATE / 2),
-    Case(name="agents", rate=8.0),
-    Case(name="conversations", rate=8.0),
+    LoadCase(name="assistant", rate=ASSISTANT_RATE / 2),
+    LoadCase(name="agents", rate=8.0),
+    LoadCase(name="conversations", rate=8.0),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class LoadFigures:
     """Of one policy under one load. `goodput`: answers a second whose first token and pace kept the objective of the
     router's settings. `hit_rate`: the share of prompt tokens that needed no computing. `imbalance`: tokens of the
     busiest worker that reads, over the mean of its pool."""
@@ -85,18 +85,18 @@ BETTER_LOW = ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "tpot_mean_s", "tpot_p9
 
 
 def measure(
-    case: Case, policy: str, *, pools: PoolsConfig, speed: float, num_requests: int, seeds: Sequence[int]
-) -> Figures:
+    case: LoadCase, policy: str, *, pools: PoolsConfig, speed: float, num_requests: int, seeds: Sequence[int]
+) -> LoadFigures:
     """The mean of its seeds."""
     runs = [_once(case, policy, pools=pools, speed=speed, num_requests=num_requests, seed=seed) for seed in seeds]
     averaged = {name: mean(run[name] for run in runs) for name in runs[0]}
-    return Figures(
+    return LoadFigures(
         case=case.name, cluster=cluster_name(pools), speed=speed, policy=policy, num_seeds=len(seeds), **averaged
     )
 
 
 def _once(
-    case: Case, policy: str, *, pools: PoolsConfig, speed: float, num_requests: int, seed: int
+    case: LoadCase, policy: str, *, pools: PoolsConfig, speed: float, num_requests: int, seed: int
 ) -> dict[str, float]:
     settings = read_settings(None, [f"router.policy={policy}"])
     spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=settings)
@@ -132,7 +132,7 @@ HEAD = (
 )
 
 
-def row(one: Figures) -> str:
+def row(one: LoadFigures) -> str:
     """A line of the table."""
     cells = (
         f"{one.case} x{one.speed:g}",
@@ -147,7 +147,7 @@ def row(one: Figures) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def best_of_others(rows: Sequence[Figures]) -> Mapping[str, tuple[str, float]]:
+def best_of_others(rows: Sequence[LoadFigures]) -> Mapping[str, tuple[str, float]]:
     """Of one load's: by figure, the policy other than ours that is best by it, and its value."""
     others = [one for one in rows if one.policy != OURS]
     best: dict[str, tuple[str, float]] = {}
@@ -158,7 +158,7 @@ def best_of_others(rows: Sequence[Figures]) -> Mapping[str, tuple[str, float]]:
     return best
 
 
-def beside(rows: Sequence[Figures]) -> Iterator[str]:
+def beside(rows: Sequence[LoadFigures]) -> Iterator[str]:
     """By load, how much better ours is than the best of the others by each figure, in percent; below 0 it is worse."""
     yield "| load | " + " | ".join((*BETTER_HIGH, *BETTER_LOW)) + " |"
     yield "|---" * (1 + len(BETTER_HIGH) + len(BETTER_LOW)) + "|"
@@ -173,14 +173,14 @@ def beside(rows: Sequence[Figures]) -> Iterator[str]:
         yield f"| {load} | {' | '.join(cells)} |"
 
 
-def _by_load(rows: Sequence[Figures]) -> Mapping[str, list[Figures]]:
-    loads: dict[str, list[Figures]] = {}
+def _by_load(rows: Sequence[LoadFigures]) -> Mapping[str, list[LoadFigures]]:
+    loads: dict[str, list[LoadFigures]] = {}
     for one in rows:
         loads.setdefault(f"{one.case} x{one.speed:g}", []).append(one)
     return loads
 
 
-def draw(rows: Sequence[Figures], path: Path) -> None:
+def draw(rows: Sequence[LoadFigures], path: Path) -> None:
     """Hits and times to the first token by speed, a column for each case."""
     from matplotlib import pyplot
 
@@ -222,10 +222,10 @@ def loads_bench(
     """Markdown tables on stdout."""
     logging.getLogger("baton").setLevel(logging.ERROR)
     pools = PoolsConfig(colocated=workers) if workers else PoolsConfig(prefill=prefill, decode=decode)
-    cases = [Case(name=path.stem, trace=path) for path in trace or ()]
+    cases = [LoadCase(name=path.stem, trace=path) for path in trace or ()]
     if not cases or case:
         cases += [one for one in CASES if case is None or one.name in case]
-    rows: list[Figures] = []
+    rows: list[LoadFigures] = []
     typer.echo(HEAD)
     for each in cases:
         for times in speed or SPEEDS:

@@ -32,7 +32,7 @@ from benchmarks.routing.prefix_workload import (
     NUM_MANY,
     NUM_TOKENS,
     NUM_WORKERS,
-    Workload,
+    PrefixWorkload,
     best_s,
     latencies_us,
     make,
@@ -104,7 +104,7 @@ def _sent(chain: Chain, number: int) -> bytes:
     return packed
 
 
-def _matches(index: PrefixIndex, work: Workload) -> dict[str, Any]:
+def _matches(index: PrefixIndex, work: PrefixWorkload) -> dict[str, Any]:
     short = [Chain.of(prompt) for prompt in work.short_prompts]
     by_length = {}
     for length in LENGTHS:

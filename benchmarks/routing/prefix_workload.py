@@ -22,7 +22,7 @@ NUM_TOKENS, BLOCK_SIZE = 2**20, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldChain:
     """`hashes` is a chain from its root, held by `worker`."""
 
     worker: int
@@ -30,8 +30,8 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    held: tuple[Held, ...]
+class PrefixWorkload:
+    held: tuple[HeldChain, ...]
     short_prompts: tuple[tuple[bytes, ...], ...]
     long_prompts: tuple[tuple[bytes, ...], ...]
 
@@ -41,11 +41,11 @@ class Workload:
         return sum(len(one.hashes) for one in self.held)
 
 
-def make(num_blocks: int, num_workers: int, *, num_prompts: int = 2000, seed: int = 0) -> Workload:
+def make(num_blocks: int, num_workers: int, *, num_prompts: int = 2000, seed: int = 0) -> PrefixWorkload:
     """About `num_blocks` distinct blocks, a fifth of them in long chains where a worker has room for one."""
     rng = random.Random(seed)
     fresh = _fresh(seed)
-    held: list[Held] = []
+    held: list[HeldChain] = []
     per_worker = num_blocks // num_workers
     num_long = -(-per_worker // 5 // LONG) if per_worker > LONG else 0
     long_chains: list[tuple[bytes, ...]] = []
@@ -53,19 +53,19 @@ def make(num_blocks: int, num_workers: int, *, num_prompts: int = 2000, seed: in
         for _ in range(num_long):
             chain = tuple(next(fresh) for _ in range(LONG))
             long_chains.append(chain)
-            held.append(Held(worker=worker, hashes=chain))
+            held.append(HeldChain(worker=worker, hashes=chain))
         held += [
-            Held(worker=worker, hashes=tuple(next(fresh) for _ in range(SHORT)))
+            HeldChain(worker=worker, hashes=tuple(next(fresh) for _ in range(SHORT)))
             for _ in range((per_worker - num_long * LONG) // SHORT)
         ]
     short = [one.hashes for one in held if len(one.hashes) == SHORT]
     sharing = [
-        Held(worker=worker, hashes=chain[: rng.randrange(1, LONG)])
+        HeldChain(worker=worker, hashes=chain[: rng.randrange(1, LONG)])
         for chain in long_chains[: max(1, num_blocks // 50_000)]
         for worker in rng.sample(range(num_workers), min(SHARERS, num_workers))
     ]
     shared = long_chains[: max(1, num_blocks // 50_000)]
-    return Workload(
+    return PrefixWorkload(
         held=(*held, *sharing),
         short_prompts=tuple(rng.choice(short) for _ in range(num_prompts)),
         long_prompts=tuple(rng.choice(shared) for _ in range(num_prompts)) if shared else (),

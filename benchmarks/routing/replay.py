@@ -37,7 +37,7 @@ SIBLING_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TraceRequest:
     """One request of a trace. `hashes` are of the prompt's full blocks."""
 
     at_s: float
@@ -47,7 +47,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class WorkerSpeed:
     """A worker's: prompt tokens a second, and seconds of a step, by how many sequences it writes."""
 
     read_tokens_per_s: float
@@ -56,7 +56,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ReplayedRequest:
     """One request replayed: where, and how it went."""
 
     worker: int
@@ -67,7 +67,7 @@ class Outcome:
     end_s: float
 
 
-def read_trace(path: Path, block_size: int) -> list[Asked]:
+def read_trace(path: Path, block_size: int) -> list[TraceRequest]:
     """Mooncake's format: equal ids at equal places are equal blocks. The last, partial block is never cached."""
     asked = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -75,7 +75,7 @@ def read_trace(path: Path, block_size: int) -> list[Asked]:
             row = json.loads(line)
             full = row["hash_ids"][: row["input_length"] // block_size]
             asked.append(
-                Asked(
+                TraceRequest(
                     at_s=row["timestamp"] / 1000,
                     num_prompt=row["input_length"],
                     num_output=max(1, row["output_length"]),
@@ -85,9 +85,9 @@ def read_trace(path: Path, block_size: int) -> list[Asked]:
     return asked
 
 
-def asked_of(sessions: Iterable[Session], block_size: int) -> list[Asked]:
+def asked_of(sessions: Iterable[Session], block_size: int) -> list[TraceRequest]:
     """A generated workload as a trace would have it: answers take no time, and each prompt has those before it."""
-    asked: list[Asked] = []
+    asked: list[TraceRequest] = []
     for session in sessions:
         at_s, spans, parent = session.due_s, list[Span](), b""
         hashes: list[BlockHash] = []
@@ -98,7 +98,9 @@ def asked_of(sessions: Iterable[Session], block_size: int) -> list[Asked]:
             for end in range((len(hashes) + 1) * block_size, num_prompt + 1, block_size):
                 parent = blake2b(parent + _within(spans, end - block_size, end), digest_size=16).digest()
                 hashes.append(parent)
-            asked.append(Asked(at_s=at_s, num_prompt=num_prompt, num_output=turn.num_output, hashes=tuple(hashes)))
+            asked.append(
+                TraceRequest(at_s=at_s, num_prompt=num_prompt, num_output=turn.num_output, hashes=tuple(hashes))
+            )
             spans.append(Span(key=(_ANSWER, session.number * 1000 + number), num_tokens=turn.num_output))
     return sorted(asked, key=lambda one: one.at_s)
 
@@ -116,7 +118,7 @@ def _within(spans: Sequence[Span], start: int, end: int) -> bytes:
 
 @dataclass(slots=True)
 class _Running:
-    asked: Asked
+    asked: TraceRequest
     number: int
     decided_s: float
     ahead: int
@@ -128,10 +130,10 @@ class _Running:
     batch: int = 0
 
 
-class Worker:
+class VirtualWorker:
     """One virtual worker: a line of prompts, one being read, answers being written."""
 
-    def __init__(self, number: int, num_blocks: int, block_size: int, pace: Pace) -> None:
+    def __init__(self, number: int, num_blocks: int, block_size: int, pace: WorkerSpeed) -> None:
         self.name = f"worker-{number}"
         self.log = EventLog(1, capacity=2**20)
         self.pool = BlockPool(num_blocks, block_size, self.log.record)
@@ -200,10 +202,17 @@ class Replay:
     """Routes a trace over `num_workers`; `outcomes` are in the order of their ends."""
 
     def __init__(
-        self, *, policy: Policy, index: PrefixIndex, num_workers: int, num_blocks: int, block_size: int, pace: Pace
+        self,
+        *,
+        policy: Policy,
+        index: PrefixIndex,
+        num_workers: int,
+        num_blocks: int,
+        block_size: int,
+        pace: WorkerSpeed,
     ) -> None:
-        self.workers = [Worker(number, num_blocks, block_size, pace) for number in range(num_workers)]
-        self.outcomes: list[Outcome] = []
+        self.workers = [VirtualWorker(number, num_blocks, block_size, pace) for number in range(num_workers)]
+        self.outcomes: list[ReplayedRequest] = []
         self.predictor = Predictor()
         self._block_size = block_size
         self._policy = policy
@@ -218,7 +227,7 @@ class Replay:
         for worker in self.workers:
             self._feed.hello(worker.name, 1)
 
-    def run(self, trace: Iterable[Asked]) -> Sequence[Outcome]:
+    def run(self, trace: Iterable[TraceRequest]) -> Sequence[ReplayedRequest]:
         for asked in trace:
             self._until(asked.at_s)
             self._route(asked)
@@ -237,7 +246,7 @@ class Replay:
         self._num_due += 1
         heapq.heappush(self._due, (self._now + seconds, self._num_due, happen))
 
-    def _route(self, asked: Asked) -> None:
+    def _route(self, asked: TraceRequest) -> None:
         matched = self._index.match(asked.hashes, now=self._now).blocks
         candidates = self._candidates(matched, asked)
         view = RequestView(
@@ -266,7 +275,7 @@ class Replay:
         worker.queued_tokens += asked.num_prompt - one.counted
         self._begin(worker)
 
-    def _candidates(self, matched: Mapping[str, int], asked: Asked) -> Candidates:
+    def _candidates(self, matched: Mapping[str, int], asked: TraceRequest) -> Candidates:
         loads = [worker.load() for worker in self.workers]
         standings = [
             self.predictor.standing(worker.name, ROLE, load, now=self._now)
@@ -281,7 +290,7 @@ class Replay:
         )
 
     def _candidate(
-        self, worker: Worker, load: WorkerLoad, num_blocks: int, asked: Asked, expected: Expectation
+        self, worker: VirtualWorker, load: WorkerLoad, num_blocks: int, asked: TraceRequest, expected: Expectation
     ) -> Candidate:
         return Candidate(
             worker_id=worker.name,
@@ -298,12 +307,12 @@ class Replay:
             recent_tokens=expected.recent_tokens,
         )
 
-    def _begin(self, worker: Worker) -> None:
+    def _begin(self, worker: VirtualWorker) -> None:
         if (reading_s := worker.begin()) is not None:
             self._after(reading_s, lambda: self._has_read(worker))
         self._tell(worker)
 
-    def _has_read(self, worker: Worker) -> None:
+    def _has_read(self, worker: VirtualWorker) -> None:
         one, writing_s = worker.has_read()
         one.first_s = self._now
         num_tokens = one.ahead + one.asked.num_prompt - one.num_cached
@@ -312,7 +321,7 @@ class Replay:
         self._after(writing_s, lambda: self._has_written(worker, one))
         self._begin(worker)
 
-    def _has_written(self, worker: Worker, one: _Running) -> None:
+    def _has_written(self, worker: VirtualWorker, one: _Running) -> None:
         worker.has_written(one)
         num_tokens = one.asked.num_output
         if num_tokens > 1:
@@ -322,7 +331,7 @@ class Replay:
                 num_sequences=one.batch, num_tokens=num_tokens, seconds=tpot_s, now=self._now,
             )  # fmt: skip
         self.outcomes.append(
-            Outcome(
+            ReplayedRequest(
                 worker=one.number,
                 num_prompt=one.asked.num_prompt,
                 num_cached=one.num_cached,
@@ -333,7 +342,7 @@ class Replay:
         )
         self._begin(worker)
 
-    def _tell(self, worker: Worker) -> None:
+    def _tell(self, worker: VirtualWorker) -> None:
         """The worker's news to the index, as its stream would bring them."""
         events = worker.log.since(1, worker.told)
         assert events is not None

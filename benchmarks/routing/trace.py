@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.routing.replay import Asked, Outcome, Pace, Replay, asked_of, read_trace
+from benchmarks.routing.replay import Replay, ReplayedRequest, TraceRequest, WorkerSpeed, asked_of, read_trace
 from cluster.bench.workload import Lengths
 from cluster.simulate.world.workload import GENERATED, Load, generated
 from router.config import RouterConfig
@@ -35,7 +35,7 @@ TTFT_OBJECTIVE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class TraceFigures:
     """One replay. Imbalance is the busiest worker's share over the mean: of prompt tokens computed, and of requests."""
 
     policy: str
@@ -53,8 +53,8 @@ class Figures:
 
 
 def measure(
-    trace: Sequence[Asked], policy: str, *, num_workers: int, num_blocks: int, read_tokens_per_s: float
-) -> Figures:
+    trace: Sequence[TraceRequest], policy: str, *, num_workers: int, num_blocks: int, read_tokens_per_s: float
+) -> TraceFigures:
     """Replays the trace over workers of `num_blocks` each. `of_ideal` is 0: nothing to compare with is known here."""
     config = RouterConfig(model_path=Path("trace"), model_name="trace", ttft_ms=TTFT_OBJECTIVE_S * 1000)
     replay = Replay(
@@ -63,19 +63,19 @@ def measure(
         num_workers=num_workers,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        pace=Pace(read_tokens_per_s=read_tokens_per_s),
+        pace=WorkerSpeed(read_tokens_per_s=read_tokens_per_s),
     )
     outcomes = replay.run(trace)
     return _figures(policy, outcomes, num_workers, num_blocks)
 
 
-def _figures(policy: str, outcomes: Sequence[Outcome], num_workers: int, num_blocks: int) -> Figures:
+def _figures(policy: str, outcomes: Sequence[ReplayedRequest], num_workers: int, num_blocks: int) -> TraceFigures:
     tokens, requests = [0] * num_workers, [0] * num_workers
     for one in outcomes:
         tokens[one.worker] += one.num_prompt - one.num_cached
         requests[one.worker] += 1
     ttft = sorted(one.ttft_s for one in outcomes)
-    return Figures(
+    return TraceFigures(
         policy=policy,
         num_workers=num_workers,
         num_blocks=num_blocks,
@@ -92,8 +92,8 @@ def _figures(policy: str, outcomes: Sequence[Outcome], num_workers: int, num_blo
 
 
 def compare(
-    trace: Sequence[Asked], policies: Sequence[str], *, num_workers: int, num_blocks: int, utilisation: float
-) -> list[Figures]:
+    trace: Sequence[TraceRequest], policies: Sequence[str], *, num_workers: int, num_blocks: int, utilisation: float
+) -> list[TraceFigures]:
     """The ideal first, then every policy over as many workers."""
     whole = num_workers * num_blocks
     share = measure(trace, "round_robin", num_workers=1, num_blocks=whole, read_tokens_per_s=1e9).hit_rate
@@ -115,7 +115,7 @@ HEAD = (
 )
 
 
-def row(one: Figures) -> str:
+def row(one: TraceFigures) -> str:
     """A line of the table."""
     cells = (
         "1" if one.policy == IDEAL else f"{one.num_workers} of {one.num_blocks:,} blocks",
@@ -129,7 +129,7 @@ def row(one: Figures) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def draw(rows: Sequence[Figures], path: Path) -> None:
+def draw(rows: Sequence[TraceFigures], path: Path) -> None:
     """Hit rate of the ideal's against imbalance, a panel for each number of workers."""
     from matplotlib import pyplot
 
@@ -154,7 +154,9 @@ def draw(rows: Sequence[Figures], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def asked_for(trace: Path | None, workload: str | None, *, num_requests: int, rate: float, seed: int) -> list[Asked]:
+def asked_for(
+    trace: Path | None, workload: str | None, *, num_requests: int, rate: float, seed: int
+) -> list[TraceRequest]:
     """The first requests of a trace, or a generated workload. Raises BadParameter unless one of both is given."""
     if (trace is None) == (workload is None):
         raise typer.BadParameter("give a trace, or --workload NAME")
@@ -181,7 +183,7 @@ def trace_bench(
 ) -> None:
     """A Markdown table on stdout."""
     asked = asked_for(trace, workload, num_requests=num_requests, rate=rate, seed=seed)
-    rows: list[Figures] = []
+    rows: list[TraceFigures] = []
     typer.echo(HEAD)
     for num_workers in workers or (1, 4, 16):
         found = compare(asked, policy or NAMES, num_workers=num_workers, num_blocks=blocks, utilisation=utilisation)

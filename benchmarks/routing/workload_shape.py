@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.routing.replay import Asked
+from benchmarks.routing.replay import TraceRequest
 from benchmarks.routing.trace import BLOCK_SIZE, asked_for
 from cluster.simulate.world.workload import GENERATED
 from protos.values import BlockHash
@@ -25,7 +25,7 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class LoadShape:
     """`pauses_s` and `added` (tokens, beside the answer before them) are of turns that go on with a conversation,
     `firsts` the tokens of the other prompts. `repeated`: the share of all tokens that an earlier prompt had."""
 
@@ -37,9 +37,9 @@ class Shape:
     repeated: float
 
 
-def shape_of(asked: Sequence[Asked], block_size: int = BLOCK_SIZE) -> Shape:
+def shape_of(asked: Sequence[TraceRequest], block_size: int = BLOCK_SIZE) -> LoadShape:
     seen: set[BlockHash] = set()
-    last: dict[BlockHash, Asked] = {}  # by the last full block of its prompt
+    last: dict[BlockHash, TraceRequest] = {}  # by the last full block of its prompt
     firsts, added, pauses_s, num_repeated = list[float](), list[float](), list[float](), 0
     for one in asked:
         num_repeated += block_size * sum(block in seen for block in one.hashes)
@@ -53,7 +53,7 @@ def shape_of(asked: Sequence[Asked], block_size: int = BLOCK_SIZE) -> Shape:
         if len(one.hashes) > 1:
             last[one.hashes[-1]] = one
     prompts = [float(one.num_prompt) for one in asked]
-    return Shape(
+    return LoadShape(
         prompts=prompts,
         answers=[float(one.num_output) for one in asked],
         firsts=firsts,

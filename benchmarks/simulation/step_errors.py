@@ -43,7 +43,7 @@ DENSE_AIM, DENSE_WORST, MIXTURE_WORST = 0.08, 0.15, 0.20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class StepPoint:
     """A step of `rows` sequences, of `tokens` each, of which one is computed where it decodes."""
 
     gpu: str
@@ -83,22 +83,22 @@ def main() -> None:
     print(table(points))
 
 
-def read() -> list[Point]:
-    return [Point(**one) for one in json.loads(RESULTS.read_text(encoding="utf-8"))["points"]]
+def read() -> list[StepPoint]:
+    return [StepPoint(**one) for one in json.loads(RESULTS.read_text(encoding="utf-8"))["points"]]
 
 
-def measured(gpu: str, model: str, tp: int) -> list[Point]:
+def measured(gpu: str, model: str, tp: int) -> list[StepPoint]:
     latency = Aiconfigurator(Tables(gpu=gpu, model=model, tp=tp, dtype=MODELS[model].dtype))
     sizes = [("prefill", *one) for one in PREFILL] + [("decode", *one) for one in DECODE]
     found = []
     for phase, rows, tokens in sizes:
         step = step_of([(tokens if phase == "prefill" else 1, tokens)] * rows)
         seconds = float(f"{latency.step_s(step):.4g}")
-        found.append(Point(gpu=gpu, model=model, tp=tp, phase=phase, rows=rows, tokens=tokens, measured_s=seconds))
+        found.append(StepPoint(gpu=gpu, model=model, tp=tp, phase=phase, rows=rows, tokens=tokens, measured_s=seconds))
     return found
 
 
-def table(points: Sequence[Point]) -> str:
+def table(points: Sequence[StepPoint]) -> str:
     """A line for each model on each GPU, and what they come to."""
     heads = [f"{rows} x {tokens:,}" for rows, tokens in (*PREFILL, *DECODE)]
     lines = [
@@ -121,7 +121,7 @@ def table(points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
-def summary(points: Iterable[Point]) -> str:
+def summary(points: Iterable[StepPoint]) -> str:
     errors = [abs(point.error) for point in points]
     return f"{len(errors)} points, {fmean(errors):.1%} on average, {max(errors):.1%} at worst"
 

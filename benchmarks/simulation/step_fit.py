@@ -53,14 +53,14 @@ SHARED = ("shared_gate_up_gemm", "shared_ffn2_gemm")
 REDUCED = ("ar_1", "ar_2", "embedding_ar")
 
 
-class Point(NamedTuple):
+class FitPoint(NamedTuple):
     """What `predicted` says with some coefficients should be `seconds`."""
 
     predicted: Callable[[Kernels], float]
     seconds: float
 
 
-class Set(NamedTuple):
+class MeasuredSet(NamedTuple):
     """A model on so many GPUs, and its measured kernels."""
 
     gpu: str
@@ -111,11 +111,11 @@ def fit_gpu(gpu: str) -> Kernels:
     return fit_mixture(gpu, kernels)
 
 
-def dense_sets(gpu: str, dtype: str) -> Iterator[Set]:
+def dense_sets(gpu: str, dtype: str) -> Iterator[MeasuredSet]:
     for name, ranks in FITTED_ON.items():
         for tp in ranks:
             tables = Tables(gpu=gpu, model=name, tp=tp, dtype=dtype)
-            yield Set(gpu, replace(MODELS[name], dtype=dtype), tp, tables)
+            yield MeasuredSet(gpu, replace(MODELS[name], dtype=dtype), tp, tables)
 
 
 def fit_mixture(gpu: str, kernels: Kernels) -> Kernels:
@@ -129,7 +129,7 @@ def fit_mixture(gpu: str, kernels: Kernels) -> Kernels:
         except Misconfigured as error:
             print(error.message)
             continue
-        sets = [Set(gpu, model, tp, of) for tp, of in tables.items()]
+        sets = [MeasuredSet(gpu, model, tp, of) for tp, of in tables.items()]
         if dtype == FP8_BLOCK:
             points = [one for of in sets for one in of_shared_experts(of, model.experts)]
             kernels = fit(f"{gpu} products, {dtype}", START, points, with_products(kernels, dtype))
@@ -153,23 +153,23 @@ def with_products(kernels: Kernels, dtype: str) -> Callable[[Products], Kernels]
     return lambda one: replace(kernels, products={**kernels.products, dtype: one})
 
 
-def of_products(of: Set) -> list[Point]:
+def of_products(of: MeasuredSet) -> list[FitPoint]:
     def predicted(kernels: Kernels, num: int) -> float:
         roofline = of.roofline(kernels)
         every = [*roofline.projections(), *roofline.mlps()]
         return roofline.products_s(every, num, of.model.dtype)
 
-    return [Point(partial(predicted, num=num), of.measured(DENSE[:-1], num)) for num in TOKENS]
+    return [FitPoint(partial(predicted, num=num), of.measured(DENSE[:-1], num)) for num in TOKENS]
 
 
-def of_reduce(of: Set) -> list[Point]:
+def of_reduce(of: MeasuredSet) -> list[FitPoint]:
     def predicted(kernels: Kernels, num: int) -> float:
         return of.roofline(kernels).parts(step_of([(num, num)])).reduce
 
-    return [Point(partial(predicted, num=num), of.measured(REDUCED, num)) for num in TOKENS]
+    return [FitPoint(partial(predicted, num=num), of.measured(REDUCED, num)) for num in TOKENS]
 
 
-def of_shared_experts(of: Set, experts: Experts) -> list[Point]:
+def of_shared_experts(of: MeasuredSet, experts: Experts) -> list[FitPoint]:
     """As many as aiconfigurator counts: of every layer."""
     width, hidden, layers = experts.width / of.tp, of.model.hidden, of.model.layers
     products = [Product(2 * width, hidden, layers), Product(hidden, width, layers)]
@@ -177,19 +177,19 @@ def of_shared_experts(of: Set, experts: Experts) -> list[Point]:
     def predicted(kernels: Kernels, num: int) -> float:
         return of.roofline(kernels).products_s(products, num, FP8_BLOCK)
 
-    return [Point(partial(predicted, num=num), of.measured(SHARED, num)) for num in TOKENS]
+    return [FitPoint(partial(predicted, num=num), of.measured(SHARED, num)) for num in TOKENS]
 
 
-def of_routed_experts(of: Set, experts: Experts) -> list[Point]:
+def of_routed_experts(of: MeasuredSet, experts: Experts) -> list[FitPoint]:
     share = 1 - experts.num_dense_layers / of.model.layers
 
     def predicted(kernels: Kernels, num: int) -> float:
         return of.roofline(kernels).experts_s(num)
 
-    return [Point(partial(predicted, num=num), of.measured(["moe"], num) * share) for num in TOKENS]
+    return [FitPoint(partial(predicted, num=num), of.measured(["moe"], num) * share) for num in TOKENS]
 
 
-def of_attention(of: Set) -> list[Point]:
+def of_attention(of: MeasuredSet) -> list[FitPoint]:
     """Of latent attention, with the products around it."""
 
     def predicted(kernels: Kernels, step: Step) -> float:
@@ -205,11 +205,11 @@ def of_attention(of: Set) -> list[Point]:
         step = step_of([(tokens if is_prompt else 1, tokens)] * rows)
 
         phase = of.tables.context if is_prompt else of.tables.generation
-        found.append(Point(partial(predicted, step=step), phase.attention_s(rows, tokens)))
+        found.append(FitPoint(partial(predicted, step=step), phase.attention_s(rows, tokens)))
     return found
 
 
-def fit(name: str, start: Any, points: Sequence[Point], within: Callable[[Any], Kernels]) -> Kernels:
+def fit(name: str, start: Any, points: Sequence[FitPoint], within: Callable[[Any], Kernels]) -> Kernels:
     """Coefficients are never negative: their logarithms are fitted."""
     names = [one.name for one in fields(start)]
     limits = [LIMITS.get(one, (1e-15, 1e-3)) for one in names]

@@ -58,7 +58,7 @@ ALONE = ("--concurrency", "1", "--num-requests", "16", "--input-len", "20:400", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class OpenLoad:
     """Requests of an open loop with Poisson arrivals, in all rounds; one in three begins as another one does."""
 
     name: str
@@ -69,31 +69,31 @@ class Load:
 
 
 LOADS = (
-    Load(name="short prompts, 5 a second", num_requests=120, rate=5.0, prompts=(20, 200), answers=(10, 50)),
-    Load(name="long prompts, 4 a second", num_requests=80, rate=4.0, prompts=(300, 900), answers=(20, 80)),
-    Load(name="mixed, 10 a second", num_requests=200, rate=10.0, prompts=(30, 500), answers=(20, 80)),
+    OpenLoad(name="short prompts, 5 a second", num_requests=120, rate=5.0, prompts=(20, 200), answers=(10, 50)),
+    OpenLoad(name="long prompts, 4 a second", num_requests=80, rate=4.0, prompts=(300, 900), answers=(20, 80)),
+    OpenLoad(name="mixed, 10 a second", num_requests=200, rate=10.0, prompts=(30, 500), answers=(20, 80)),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class MeanTimes:
     """Means, in seconds."""
 
     ttft_s: float
     tpot_s: float
 
-    def error_of(self, other: Outcome) -> tuple[float, float]:
+    def error_of(self, other: MeanTimes) -> tuple[float, float]:
         return other.ttft_s / self.ttft_s - 1, other.tpot_s / self.tpot_s - 1
 
     @classmethod
-    def of(cls, file: Path) -> Outcome:
+    def of(cls, file: Path) -> MeanTimes:
         """From the figures of `baton bench` or `baton simulate`."""
         told = json.loads(file.read_text())
         figures = told["figures"] if "figures" in told else told["runs"][0]["figures"]["report"]
         return cls(ttft_s=figures["ttft_s"]["mean"], tpot_s=figures["tpot_s"]["mean"])
 
     @classmethod
-    def mean(cls, outcomes: Sequence[Outcome]) -> Outcome:
+    def mean(cls, outcomes: Sequence[MeanTimes]) -> MeanTimes:
         """Of rounds of as many requests each."""
         return cls(ttft_s=fmean(one.ttft_s for one in outcomes), tpot_s=fmean(one.tpot_s for one in outcomes))
 
@@ -102,10 +102,10 @@ class Outcome:
 class Compared:
     """`simulated` is calibrated on the run itself, `foretold` on others."""
 
-    load: Load
-    live: Outcome
-    simulated: Outcome
-    foretold: Outcome
+    load: OpenLoad
+    live: MeanTimes
+    simulated: MeanTimes
+    foretold: MeanTimes
 
     @property
     def errors(self) -> tuple[float, float]:
@@ -142,7 +142,7 @@ def main(
         compared = []
         for load in LOADS:
             own, others = (simulated(load, rounds, profiles[of], folder) for of in (load.name, OTHERS))
-            compared.append(Compared(load=load, live=Outcome.mean(live[load.name]), simulated=own, foretold=others))
+            compared.append(Compared(load=load, live=MeanTimes.mean(live[load.name]), simulated=own, foretold=others))
         same, num = decisions(profiles[OTHERS], folder)
     show(latency, compared, same, num)
     if json_file is not None:
@@ -215,11 +215,11 @@ def baton(*arguments: str) -> None:
 
 def measured(
     url: str, rounds: int, folder: Path
-) -> tuple[Mapping[str, Sequence[Path]], Mapping[str, Sequence[Outcome]]]:
+) -> tuple[Mapping[str, Sequence[Path]], Mapping[str, Sequence[MeanTimes]]]:
     """What to calibrate on, for each load and for those that are not to know it, and each load's outcomes, a round
     each."""
     profiles: dict[str, list[Path]] = {name: [] for name in (OTHERS, *(load.name for load in LOADS))}
-    live: dict[str, list[Outcome]] = {load.name: [] for load in LOADS}
+    live: dict[str, list[MeanTimes]] = {load.name: [] for load in LOADS}
     figures = folder / "live.json"
 
     def profiled(of: Sequence[str], *arguments: str) -> None:
@@ -234,22 +234,22 @@ def measured(
             profiled((OTHERS,), "--trace", str(trace(load, folder, part=f"others {number}", parts=rounds)))
             asked = trace(load, folder, part=f"measured {number}", parts=rounds)
             profiled((load.name,), "--trace", str(asked))
-            live[load.name].append(Outcome.of(figures))
+            live[load.name].append(MeanTimes.of(figures))
     return profiles, live
 
 
 # -- the same, simulated -----------------------------------------------------------------------------------------------
 
 
-def simulated(load: Load, rounds: int, profiles: Sequence[Path], folder: Path) -> Outcome:
+def simulated(load: OpenLoad, rounds: int, profiles: Sequence[Path], folder: Path) -> MeanTimes:
     outcomes = []
     for number in range(rounds):
         file = folder / "simulated.json"
         asked = trace(load, folder, part=f"measured {number}", parts=rounds)
         one = ("--decode", "1", "--policy", "prefix_aware", "--seed", str(number))
         _simulate(asked, profiles, *one, "--json", str(file))
-        outcomes.append(Outcome.of(file))
-    return Outcome.mean(outcomes)
+        outcomes.append(MeanTimes.of(file))
+    return MeanTimes.mean(outcomes)
 
 
 def _simulate(trace_file: Path, files: Sequence[Path], *more: str) -> None:
@@ -269,7 +269,7 @@ def decisions(files: Sequence[Path], folder: Path) -> tuple[int, int]:
     Workers that are alike take turns, and a request before these, such as a bench's probe, moves the turn on: names are
     matched as they fit best.
     """
-    load = Load(name="apart", num_requests=NUM_DECISIONS, rate=1 / 30, prompts=(60, 400), answers=(2, 6))
+    load = OpenLoad(name="apart", num_requests=NUM_DECISIONS, rate=1 / 30, prompts=(60, 400), answers=(2, 6))
     asked = trace(load, folder)
     with serving(2, policy=DECIDING) as url:
         baton("bench", "--url", url, "--trace", str(asked), "--concurrency", "1")
@@ -283,7 +283,7 @@ def decisions(files: Sequence[Path], folder: Path) -> tuple[int, int]:
     return max(sum(a == names[b] for a, b in zip(live, there, strict=True)) for names in renamings), NUM_DECISIONS
 
 
-def trace(load: Load, folder: Path, *, part: str = "", parts: int = 1) -> Path:
+def trace(load: OpenLoad, folder: Path, *, part: str = "", parts: int = 1) -> Path:
     """In Mooncake's format: the same for the same part of a load, which has so many."""
     chance, at_s, lines = random.Random(f"{load.name} {part}"), 0.0, []
     for number in range(load.num_requests // parts):

@@ -47,7 +47,7 @@ from benchmarks.transfer.destination import (
     serve_alone,
     settle,
 )
-from benchmarks.transfer.requests import LENGTHS, Asked, ask_clusters, asked_table
+from benchmarks.transfer.requests import LENGTHS, RequestTimes, ask_clusters, asked_table
 from cluster.bench.hardware import find_hardware, find_versions
 from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.registry import transport
@@ -68,7 +68,7 @@ LANES: dict[str, Preference] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TransferPlan:
     """Numbers of blocks, each moved `num_rounds` times and once before, over the ways of `device`; `num_setups` lanes
     are opened. If it is `tiny` the other end is no process of its own."""
 
@@ -84,7 +84,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class TransferFigure:
     """One way of moving so many blocks: seconds of the best round, and of the cores (both processes') in it."""
 
     way: str
@@ -151,7 +151,7 @@ def ticket_to(destination: LaneAddress) -> Ticket:
 
 
 @contextmanager
-def destination(plan: Plan) -> Iterator[Connection]:
+def destination(plan: TransferPlan) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     other: Any = (
@@ -165,14 +165,14 @@ def destination(plan: Plan) -> Iterator[Connection]:
     other.join()
 
 
-def order(what: str, plan: Plan, **more: Any) -> Order:
+def order(what: str, plan: TransferPlan, **more: Any) -> Order:
     return Order(what=what, device=plan.device, **more)
 
 
 class Sending:
     """The source's end of one lane."""
 
-    def __init__(self, other: Connection, plan: Plan, way: str, rounds: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, other: Connection, plan: TransferPlan, way: str, rounds: Sequence[tuple[int, ...]]) -> None:
         self._other = other
         self._bell = threading.Event()
         made = transport("collective")(device=plan.device, config=LaneConfig(transport=LANES[way]))
@@ -208,7 +208,7 @@ class Sending:
 
 
 class SendingRaw:
-    def __init__(self, other: Connection, plan: Plan, rounds: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, other: Connection, plan: TransferPlan, rounds: Sequence[tuple[int, ...]]) -> None:
         self._other = other
         self._buffer_B = torch.ones(max(map(max, rounds)), dtype=torch.uint8, device=plan.device)
         other.send(order("raw", plan, rounds=tuple(rounds)))
@@ -227,7 +227,7 @@ class SendingRaw:
 
 
 class Copying:
-    def __init__(self, plan: Plan, rounds: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, plan: TransferPlan, rounds: Sequence[tuple[int, ...]]) -> None:
         size = max(map(max, rounds))
         self._from_B, self._to_B = (
             [torch.ones(size, dtype=torch.uint8, device=plan.device) for _ in range(NUM_BUFFERS)] for _ in range(2)
@@ -248,7 +248,7 @@ class Copying:
         pass
 
 
-def throughput(way: str, plan: Plan, other: Connection) -> list[Figure]:
+def throughput(way: str, plan: TransferPlan, other: Connection) -> list[TransferFigure]:
     """All numbers of blocks, each as often as there are rounds, over one lane."""
     each = plan.num_rounds + 1  # the first warms up
     rounds = [chunk_sizes(count) for count in plan.blocks for _ in range(each)]
@@ -264,13 +264,13 @@ def throughput(way: str, plan: Plan, other: Connection) -> list[Figure]:
     figures = []
     for index, count in enumerate(plan.blocks):
         seconds, cpu_s = min(taken[index * each + 1 : (index + 1) * each])
-        figures.append(Figure(way=way, num_blocks=count, seconds=seconds, cpu_s=cpu_s))
+        figures.append(TransferFigure(way=way, num_blocks=count, seconds=seconds, cpu_s=cpu_s))
     return figures
 
 
-def best(figures: Sequence[Figure]) -> list[Figure]:
+def best(figures: Sequence[TransferFigure]) -> list[TransferFigure]:
     """Of several runs, the best of each way and number of blocks."""
-    found: dict[tuple[str, int], Figure] = {}
+    found: dict[tuple[str, int], TransferFigure] = {}
     for figure in figures:
         key = (figure.way, figure.num_blocks)
         if key not in found or figure.seconds < found[key].seconds:
@@ -278,7 +278,7 @@ def best(figures: Sequence[Figure]) -> list[Figure]:
     return list(found.values())
 
 
-def set_up(way: str, plan: Plan, other: Connection) -> Setup:
+def set_up(way: str, plan: TransferPlan, other: Connection) -> Setup:
     """Lanes from many sources of this process to one destination, opened one after the other."""
     made = transport("collective")(device=plan.device, config=LaneConfig(transport=LANES[way]))
     sources = tuple(source(index) for index in range(plan.num_setups))
@@ -307,7 +307,7 @@ def set_up(way: str, plan: Plan, other: Connection) -> Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class PromptModel:
     """How fast prompts are read, and how many bytes of KV a token has."""
 
     name: str
@@ -315,7 +315,7 @@ class Model:
     token_bytes: int
 
 
-def local_model() -> Model:
+def local_model() -> PromptModel:
     """The demo model, measured here and now."""
     with opened(DEMO) as engine:
         layout = read_config(str(DEMO)).kv_layout(block_size=LAYOUT.block_size, dtype="bfloat16")
@@ -330,14 +330,14 @@ def local_model() -> Model:
             while engine.has_work():
                 engine.step(time.monotonic())
             seconds.append(time.perf_counter() - start_s)
-    return Model(
+    return PromptModel(
         name="the demo model, on this machine",
         tokens_per_s=LOCAL_PROMPT / min(seconds),
         token_bytes=layout.block_bytes // layout.block_size,
     )
 
 
-def prompts(figures: Sequence[Figure], model: Model, lengths: Sequence[int]) -> list[Prompt]:
+def prompts(figures: Sequence[TransferFigure], model: PromptModel, lengths: Sequence[int]) -> list[Prompt]:
     """At the rate of the measured number of blocks that is nearest from below."""
     smallest = LAYOUT.block_bytes
 
@@ -361,7 +361,7 @@ def prompts(figures: Sequence[Figure], model: Model, lengths: Sequence[int]) -> 
     ]
 
 
-def throughput_table(figures: Sequence[Figure], plan: Plan) -> Table:
+def throughput_table(figures: Sequence[TransferFigure], plan: TransferPlan) -> Table:
     table = Table(
         title="blocks from one process to another: GB/s, CPU seconds a GB (both processes'), share of the bound"
     )
@@ -378,7 +378,7 @@ def throughput_table(figures: Sequence[Figure], plan: Plan) -> Table:
     return table
 
 
-def setup_table(setups: Sequence[Setup], plan: Plan) -> Table:
+def setup_table(setups: Sequence[Setup], plan: TransferPlan) -> Table:
     table = Table(title=f"one lane of {plan.num_setups}")
     for head in ("lane", "open after", "memory at the source", "at the destination", "on the GPU, both ends"):
         table.add_column(head, justify="right")
@@ -389,7 +389,7 @@ def setup_table(setups: Sequence[Setup], plan: Plan) -> Table:
     return table
 
 
-def prompt_table(found: Sequence[Prompt], model: Model) -> Table:
+def prompt_table(found: Sequence[Prompt], model: PromptModel) -> Table:
     table = Table(title=f"KV beside the prompt's computation: {model.name}, {model.tokens_per_s:,.0f} tokens/s")
     for head in ("tokens", "lane", "prefill", "transfer", "after the last token", "share of both"):
         table.add_column(head, justify="right")
@@ -399,7 +399,7 @@ def prompt_table(found: Sequence[Prompt], model: Model) -> Table:
     return table
 
 
-def draw(figures: Sequence[Figure], plan: Plan, path: Path) -> None:
+def draw(figures: Sequence[TransferFigure], plan: TransferPlan, path: Path) -> None:
     from matplotlib import pyplot
 
     title = find_hardware().cpu if plan.device == "cpu" and not plan.tiny else name_of(plan.device)
@@ -414,13 +414,13 @@ def draw(figures: Sequence[Figure], plan: Plan, path: Path) -> None:
     canvas.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
-def plan_for(device: str, tiny: bool) -> Plan:
+def plan_for(device: str, tiny: bool) -> TransferPlan:
     if tiny:
-        return Plan(device=device, blocks=(1, 3), num_rounds=1, num_setups=2, tiny=True)
-    return Plan(device=device, num_setups=5) if device == "cuda" else Plan(device=device)
+        return TransferPlan(device=device, blocks=(1, 3), num_rounds=1, num_setups=2, tiny=True)
+    return TransferPlan(device=device, num_setups=5) if device == "cuda" else TransferPlan(device=device)
 
 
-def measure(plan: Plan, runs: int) -> tuple[list[Figure], list[Setup]]:
+def measure(plan: TransferPlan, runs: int) -> tuple[list[TransferFigure], list[Setup]]:
     ways = [way for pair in plan.bounds.items() for way in pair]
     with destination(plan) as other:
         figures = best([figure for _ in range(runs) for way in ways for figure in throughput(way, plan, other)])
@@ -443,13 +443,13 @@ def main(
         torch.set_num_threads(1)
         play_host("source")
     figures, setups = measure(plan, 1 if tiny else runs)
-    stated = Model(
+    stated = PromptModel(
         name="Llama 3.1 8B, its speed stated",
         tokens_per_s=tokens_per_s,
         token_bytes=LAYOUT.block_bytes // LAYOUT.block_size,
     )
     beside = {stated: prompts(figures, stated, PROMPTS)}
-    asked: list[Asked] = []
+    asked: list[RequestTimes] = []
     if device == "cpu" and not tiny:
         local = local_model()
         beside[local] = prompts(figures, local, (LOCAL_PROMPT,))

@@ -26,7 +26,7 @@ WINDOW_S = 0.25
 
 
 @dataclass(slots=True)
-class Heard:
+class ReceivedAnswer:
     """One answer: when each piece of it came. `under_way` is set with a third of it."""
 
     text: str = ""
@@ -39,7 +39,7 @@ class Heard:
         return [later - earlier for earlier, later in pairs if later >= since_s and earlier < since_s + WINDOW_S]
 
 
-async def listen(client: httpx.AsyncClient, body: dict[str, Any], heard: Heard) -> None:
+async def listen(client: httpx.AsyncClient, body: dict[str, Any], heard: ReceivedAnswer) -> None:
     async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
@@ -51,9 +51,11 @@ async def listen(client: httpx.AsyncClient, body: dict[str, Any], heard: Heard) 
                     heard.under_way.set()
 
 
-async def ask(client: httpx.AsyncClient, bodies: list[dict[str, Any]], *, drain: bool) -> tuple[list[Heard], float]:
+async def ask(
+    client: httpx.AsyncClient, bodies: list[dict[str, Any]], *, drain: bool
+) -> tuple[list[ReceivedAnswer], float]:
     """Drains whoever runs most of them once they are under way; the answers, and when that was."""
-    heard = [Heard() for _ in bodies]
+    heard = [ReceivedAnswer() for _ in bodies]
     async with asyncio.TaskGroup() as tasks:
         for body, one in zip(bodies, heard, strict=True):
             tasks.create_task(listen(client, body, one))

@@ -50,7 +50,7 @@ BATON = "from cluster.cli.main import main; main()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RequestTimes:
     """Requests of one length to one cluster: the best times from sent to the first and the second token, and what both
     are more than the best of the colocated worker. Of the time that KV spent on its way, `hidden` is the part in which
     the prompt was still computed."""
@@ -71,7 +71,7 @@ class Asked:
         return self.second_added_s / self.second_s
 
 
-def ask_clusters(num_requests: int, model: str = "demo") -> list[Asked]:
+def ask_clusters(num_requests: int, model: str = "demo") -> list[RequestTimes]:
     """The demo model or a random one of 311 million parameters: what they say to such prompts is of no interest."""
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
         folder = make_model(model, Path(scratch) / "model")
@@ -92,7 +92,7 @@ def make_model(model: str, folder: Path) -> Path:
     return folder
 
 
-def _ask(urls: dict[str, str], model: str, length: int, num_requests: int) -> list[Asked]:
+def _ask(urls: dict[str, str], model: str, length: int, num_requests: int) -> list[RequestTimes]:
     chance = random.Random(length)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in urls}
     before = {}
@@ -113,7 +113,7 @@ def _ask(urls: dict[str, str], model: str, length: int, num_requests: int) -> li
         num_bytes, seconds, hidden_s = (now - then for now, then in zip(after[name], before[name], strict=True))
         assert bool(num_bytes) == (name in TRANSPORTS), f"{name} has moved {num_bytes:.0f} bytes"
         found.append(
-            Asked(
+            RequestTimes(
                 model=model,
                 cluster=name,
                 num_tokens=length,
@@ -217,7 +217,7 @@ def _free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in found]
 
 
-def asked_table(found: Sequence[Asked]) -> Table:
+def asked_table(found: Sequence[RequestTimes]) -> Table:
     table = Table(title="the same prompts to clusters: best times, and what they are more than on one worker")
     heads = (
         "model",

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import bars
-from benchmarks.engine.cpu_engine import LARGE, Run, draw, figures_of, on_baton, record, scaled
-from benchmarks.engine.floors import Costs, Machine, Workload, best_of, needs
+from benchmarks.engine.cpu_engine import LARGE, EngineRun, draw, figures_of, on_baton, record, scaled
+from benchmarks.engine.floors import MachineRates, ModelCosts, TokenLoad, best_of, needs
 from benchmarks.engine.random_llama import CONFIG, write_checkpoint
 from workers.models.config import read_config
 
@@ -25,8 +25,8 @@ SMALL = CONFIG | {
     "intermediate_size": 64,
     "vocab_size": 4096,
 }
-COSTS = Costs(layer_params=1000, head_params=100, kv_bytes=6, flops_per_pair=4)
-MACHINE = Machine(num_threads=1, bytes_per_s=1e3, flops_per_s=1e6)
+COSTS = ModelCosts(layer_params=1000, head_params=100, kv_bytes=6, flops_per_pair=4)
+MACHINE = MachineRates(num_threads=1, bytes_per_s=1e3, flops_per_s=1e6)
 
 
 def test_the_random_checkpoint_has_every_parameter_and_no_other(tmp_path: Path) -> None:
@@ -34,13 +34,13 @@ def test_the_random_checkpoint_has_every_parameter_and_no_other(tmp_path: Path) 
     model, told = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
-    costs = Costs.of(read_config(tmp_path))
+    costs = ModelCosts.of(read_config(tmp_path))
     norms, embedding = 32 * (2 * 2 + 1), 4096 * 32
     assert costs.layer_params + costs.head_params + norms + embedding == sum(p.numel() for p in model.parameters())
 
 
 def test_what_a_workload_needs_is_the_sum_over_its_tokens() -> None:
-    workload = Workload(name="", num_requests=2, input_len=3, output_len=3)
+    workload = TokenLoad(name="", num_requests=2, input_len=3, output_len=3)
     prefill, decode = needs(workload, COSTS, tokens_of_step=4)
     assert prefill.flops == 2 * (3 * 2000 + 200 + 4 * (1 + 2 + 3))
     assert prefill.num_bytes == 2 * 2200  # six tokens, in steps of four
@@ -49,12 +49,12 @@ def test_what_a_workload_needs_is_the_sum_over_its_tokens() -> None:
 
 
 def test_the_slower_of_products_and_memory_is_the_floor() -> None:
-    workload = Workload(name="", num_requests=1, input_len=1, output_len=2)
+    workload = TokenLoad(name="", num_requests=1, input_len=1, output_len=2)
     prefill, _ = needs(workload, COSTS)
     assert prefill.floor_s(MACHINE) == pytest.approx(2200 / 1e3)
-    quick = Machine(num_threads=1, bytes_per_s=1e9, flops_per_s=1e3)
+    quick = MachineRates(num_threads=1, bytes_per_s=1e9, flops_per_s=1e3)
     assert prefill.floor_s(quick) == pytest.approx(prefill.flops / 1e3)
-    assert best_of([MACHINE, quick]) == Machine(num_threads=1, bytes_per_s=1e9, flops_per_s=1e6)
+    assert best_of([MACHINE, quick]) == MachineRates(num_threads=1, bytes_per_s=1e9, flops_per_s=1e6)
 
 
 def test_fewer_requests_of_the_same_lengths_and_each_load_once() -> None:
@@ -67,13 +67,13 @@ def test_the_best_round_of_an_engine_becomes_its_figures(tmp_path: Path) -> None
     pytest.importorskip("matplotlib")
     write_checkpoint(tmp_path, SMALL)
     torch.set_num_threads(1)
-    workloads = [Workload(name="2 x (40 -> 5)", num_requests=2, input_len=40, output_len=5)]
-    rounds = [*on_baton(tmp_path, workloads, 2), [Run(seconds=1e6, cpu_s=1e6, ttft_s=[1e6])]]
-    (one,) = figures_of("baton", "small", Costs.of(read_config(tmp_path)), workloads, rounds, MACHINE)
+    workloads = [TokenLoad(name="2 x (40 -> 5)", num_requests=2, input_len=40, output_len=5)]
+    rounds = [*on_baton(tmp_path, workloads, 2), [EngineRun(seconds=1e6, cpu_s=1e6, ttft_s=[1e6])]]
+    (one,) = figures_of("baton", "small", ModelCosts.of(read_config(tmp_path)), workloads, rounds, MACHINE)
     assert 0 < one.ttft_s <= one.prefill_s < one.seconds < 1e6
     assert one.output_tokens_per_s == pytest.approx(10 / one.seconds)
     assert one.tokens_per_s == pytest.approx(90 / one.seconds)
-    draw([one], {"small": Costs.of(read_config(tmp_path))}, MACHINE, tmp_path / "figures.svg")
+    draw([one], {"small": ModelCosts.of(read_config(tmp_path))}, MACHINE, tmp_path / "figures.svg")
     assert (tmp_path / "figures.svg").read_text().count("prompts of 2 x (40 -") == 1
     again = json.loads(json.dumps(record([one], MACHINE)))
     assert again["figures"][0]["share"] == pytest.approx(one.floor_s / one.cpu_s)

@@ -13,8 +13,8 @@ from demo.corpus import (
     MAX_ANSWER_CHARS,
     QUESTIONS,
     Corpus,
+    DocstringEntry,
     Document,
-    Entry,
     is_held_out,
     load_corpus,
     module_entries,
@@ -22,7 +22,7 @@ from demo.corpus import (
     source_documents,
 )
 from demo.held_out import choose
-from demo.rows import Mixture, Rows, ask
+from demo.rows import Mixture, TrainingRows, ask
 from demo.vocabulary import SPECIAL_TOKENS, train_tokenizer
 
 
@@ -112,7 +112,9 @@ def test_a_long_docstring_is_cut_where_it_reads_well(doc: str, answer: str) -> N
 
 def small_corpus() -> Corpus:
     entries = [
-        Entry(name=f"module.name{n}", kind="function", answer=f"Return {n} and nothing else.", well_known=n < 5)
+        DocstringEntry(
+            name=f"module.name{n}", kind="function", answer=f"Return {n} and nothing else.", well_known=n < 5
+        )
         for n in range(10)
     ]
     documents = [Document(name=f"file{n}.py", text=f"value_{n} = {n}\n" * 200) for n in range(5)]
@@ -124,7 +126,7 @@ def test_the_same_seed_gives_the_same_batches_and_another_seed_others() -> None:
     tokenizer = train_tokenizer(document.text for document in corpus.documents)
 
     def batches(seed: int) -> list[list[list[int]]]:
-        rows = Rows(corpus, tokenizer, Mixture(lengths=((64, 1.0),)), seed=seed)
+        rows = TrainingRows(corpus, tokenizer, Mixture(lengths=((64, 1.0),)), seed=seed)
         return [rows.batch(256).tolist() for _ in range(4)]
 
     assert batches(1) == batches(1)
@@ -135,21 +137,21 @@ def test_the_same_seed_gives_the_same_batches_and_another_seed_others() -> None:
 def test_a_batch_holds_as_many_rows_as_the_tokens_allow(length: int) -> None:
     corpus = small_corpus()
     tokenizer = train_tokenizer(document.text for document in corpus.documents)
-    rows = Rows(corpus, tokenizer, Mixture(lengths=((length, 1.0),)), seed=1)
+    rows = TrainingRows(corpus, tokenizer, Mixture(lengths=((length, 1.0),)), seed=1)
     assert rows.batch(256).shape == (256 // length, length + 1)
 
 
 def test_a_chat_row_begins_where_a_dialogue_begins() -> None:
     corpus = small_corpus()
     tokenizer = train_tokenizer(document.text for document in corpus.documents)
-    rows = Rows(corpus, tokenizer, dataclasses.replace(Mixture(), chat=1.0, lengths=((64, 1.0),)), seed=3)
+    rows = TrainingRows(corpus, tokenizer, dataclasses.replace(Mixture(), chat=1.0, lengths=((64, 1.0),)), seed=3)
     text = tokenizer.decode(rows.batch(256)[0].tolist(), skip_special_tokens=False)
     assert text.startswith(("<|bos|><|user|>", "<|bos|><|system|>"))
 
 
 @pytest.mark.parametrize("kind", sorted(QUESTIONS))
 def test_every_question_names_what_it_asks_for(kind: str) -> None:
-    entry = Entry(name="module.thing", kind=kind, answer="It is a thing.", well_known=False)
+    entry = DocstringEntry(name="module.thing", kind=kind, answer="It is a thing.", well_known=False)
     rng = random.Random(0)
     assert all("module.thing" in ask(entry, rng) for _ in range(20))
 

@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.gateway.paced_worker import Engine, Pace
+from benchmarks.gateway.paced_worker import PacedEngine, StepCost
 from protos.values import FinishReason, GenerateRequest, SamplingParams
 
-PACE = Pace(max_running=3, num_blocks=60)
+PACE = StepCost(max_running=3, num_blocks=60)
 
 
 def test_every_request_gets_its_tokens_and_gives_its_blocks_back() -> None:
-    engine, made, ended = Engine(PACE), Counter[str](), dict[str, float]()
+    engine, made, ended = PacedEngine(PACE), Counter[str](), dict[str, float]()
     for number in range(8):
         sampling = SamplingParams(max_tokens=4 + number)
         engine.submit(GenerateRequest(request_id=f"r{number}", prompt_ids=tuple(range(200)), sampling=sampling))

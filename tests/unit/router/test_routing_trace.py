@@ -9,26 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.routing.replay import Asked, read_trace
-from benchmarks.routing.trace import BLOCK_SIZE, IDEAL, Figures, asked_for, compare, row
+from benchmarks.routing.replay import TraceRequest, read_trace
+from benchmarks.routing.trace import BLOCK_SIZE, IDEAL, TraceFigures, asked_for, compare, row
 
 POLICIES = ("round_robin", "least_loaded", "session_affinity", "longest_prefix", "prefix_aware", "slo")
 
 
 @pytest.fixture(scope="module")
-def trace() -> list[Asked]:
+def trace() -> list[TraceRequest]:
     asked = read_trace(Path(__file__).parent / "mooncake_slice.jsonl", BLOCK_SIZE)
     assert len(asked) == 394
     return asked
 
 
 @pytest.fixture(scope="module")
-def figures(trace: list[Asked]) -> dict[str, Figures]:
+def figures(trace: list[TraceRequest]) -> dict[str, TraceFigures]:
     found = compare(trace, POLICIES, num_workers=4, num_blocks=500, utilisation=0.4)
     return {one.policy: one for one in found}
 
 
-def test_the_default_policy_is_near_the_ideal_and_in_balance(trace: list[Asked], figures: dict[str, Figures]) -> None:
+def test_the_default_policy_is_near_the_ideal_and_in_balance(
+    trace: list[TraceRequest], figures: dict[str, TraceFigures]
+) -> None:
     """With caches of each of three sizes: where one request goes decides where a hundred go after it."""
     sizes = (485, 515)
     more = [compare(trace, ["slo"], num_workers=4, num_blocks=size, utilisation=0.4)[1] for size in sizes]
@@ -39,7 +41,7 @@ def test_the_default_policy_is_near_the_ideal_and_in_balance(trace: list[Asked],
 
 
 def test_it_finds_more_than_those_that_do_not_look_and_waits_less_than_one_that_only_looks(
-    figures: dict[str, Figures],
+    figures: dict[str, TraceFigures],
 ) -> None:
     slo = figures["slo"]
     for blind in ("round_robin", "least_loaded", "session_affinity"):
@@ -57,10 +59,10 @@ def test_a_product_with_one_system_prompt_waits_no_longer_than_under_the_policy_
     assert slo.ttft_p99_s <= 1.03 * plain.ttft_p99_s, row(slo)
 
 
-def test_no_policy_is_in_time_more_often_than_one_worker_with_all_there_is(figures: dict[str, Figures]) -> None:
+def test_no_policy_is_in_time_more_often_than_one_worker_with_all_there_is(figures: dict[str, TraceFigures]) -> None:
     assert max(figures.values(), key=lambda one: one.in_time).policy == IDEAL
 
 
-def test_a_replay_can_be_repeated(trace: list[Asked]) -> None:
+def test_a_replay_can_be_repeated(trace: list[TraceRequest]) -> None:
     runs = [compare(trace[:100], ["slo"], num_workers=4, num_blocks=500, utilisation=0.4) for _ in range(2)]
     assert runs[0] == runs[1]

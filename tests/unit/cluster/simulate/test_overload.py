@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.gateway.overload import CASES, Point, measure
+from benchmarks.gateway.overload import CASES, RatePoint, measure
 
 
-def at(case: int, *multiples: float, capacity: float) -> list[Point]:
+def at(case: int, *multiples: float, capacity: float) -> list[RatePoint]:
     points = measure(CASES[case], seconds=5.0, capacity=capacity, seeds=(0,), multiples=multiples).points
     return list(points)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulation.validation import LOADS, Compared, Outcome, farthest, missed
+from benchmarks.simulation.validation import LOADS, Compared, MeanTimes, farthest, missed
 
-LIVE = Outcome(ttft_s=0.020, tpot_s=0.0030)
-NEAR = Outcome(ttft_s=0.018, tpot_s=0.0033)
-FAR = Outcome(ttft_s=0.028, tpot_s=0.0030)
-LOW = Outcome(ttft_s=0.020, tpot_s=0.0023)
+LIVE = MeanTimes(ttft_s=0.020, tpot_s=0.0030)
+NEAR = MeanTimes(ttft_s=0.018, tpot_s=0.0033)
+FAR = MeanTimes(ttft_s=0.028, tpot_s=0.0030)
+LOW = MeanTimes(ttft_s=0.020, tpot_s=0.0023)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ LOW = Outcome(ttft_s=0.020, tpot_s=0.0023)
         (FAR, NEAR, ["calibrated on the run itself"]),
     ],
 )
-def test_either_calibration_can_miss_the_aim(own: Outcome, others: Outcome, which: list[str]) -> None:
+def test_either_calibration_can_miss_the_aim(own: MeanTimes, others: MeanTimes, which: list[str]) -> None:
     compared = [
         Compared(load=LOADS[0], live=LIVE, simulated=NEAR, foretold=NEAR),
         Compared(load=LOADS[1], live=LIVE, simulated=own, foretold=others),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.routing.replay import Asked, asked_of
+from benchmarks.routing.replay import TraceRequest, asked_of
 from cluster.bench.workload import Lengths
 from cluster.simulate.world.workload import (
     ASSISTANT_RATE,
@@ -82,7 +82,7 @@ def test_an_assistants_load_is_like_the_trace_that_it_is_made_after() -> None:
     assert repeated(asked, 512) / sum(prompts) == pytest.approx(0.33, abs=0.04)
 
 
-def repeated(asked: Sequence[Asked], block_size: int) -> int:
+def repeated(asked: Sequence[TraceRequest], block_size: int) -> int:
     """Tokens of blocks that an earlier prompt had, which unlimited memory would find."""
     seen: set[BlockHash] = set()
     num_tokens = 0
