@@ -22,14 +22,14 @@ from benchmarks.engine.cpu_engine import DEMO, opened
 from benchmarks.engine.random_llama import write_checkpoint
 from protos.values import GenerateRequest, SamplingParams
 from workers.attention.cpu import NativeAttention
+from workers.checkpoint.encodings.floats import FloatMatrix
 from workers.engine.engine import Engine
 from workers.kernels import cpu
-from workers.models.layers.matrix import Matrix
 from workers.runner import runner
 from workers.scheduling.scheduler import Scheduler
 
 PARTS: tuple[tuple[Any, str, str], ...] = (
-    (Matrix, "__call__", "products"),
+    (FloatMatrix, "__call__", "products"),
     (NativeAttention, "attend", "attention"),
     (NativeAttention, "write", "rope, KV write"),
     (cpu, "add_rms_norm", "norms"),

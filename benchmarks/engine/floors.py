@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
+from workers.checkpoint.encodings.floats import FloatMatrix
 from workers.models.config import ModelConfig
-from workers.models.layers.matrix import Matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def measure(num_threads: int) -> MachineRates:
     clock = time.thread_time if num_threads == 1 else time.perf_counter
     numbers = torch.ones(1 << 27)  # 512 MiB: no cache holds it
     read = numbers.numel() * 4 / _best(numbers.sum, 7, clock)
-    weights = [Matrix(torch.randn(6144, 1024).bfloat16()) for _ in range(24)]
+    weights = [FloatMatrix(torch.randn(6144, 1024).bfloat16()) for _ in range(24)]
     for matrix in weights:
         matrix.pack()
     one, some, many = (torch.randn(rows, 1024).bfloat16() for rows in (1, 256, 2048))

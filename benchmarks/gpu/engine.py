@@ -37,13 +37,14 @@ from cluster.bench.hardware import find_hardware, find_versions
 from protos.values import GenerateRequest, SamplingParams
 from workers.attention.registry import attention_for
 from workers.build import Rank, build_engine
+from workers.checkpoint.encoding import Place
+from workers.checkpoint.registry import encodings_of
 from workers.config import SchedulerConfig, WorkerConfig
 from workers.engine.engine import Engine
 from workers.kernels.base import kernels_for
 from workers.kv.storage import DTYPES, KVStorage
 from workers.models.config import ModelConfig, read_config
 from workers.models.decoder import Decoder
-from workers.models.layers.slots import Place
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.runner.cuda_graphs import CudaRecorder
@@ -159,7 +160,14 @@ def random_rank(config: WorkerConfig, model: ModelConfig, device: str) -> Rank:
     assert config.num_blocks is not None
     layout = model.kv_layout(block_size=config.block_size, dtype="bfloat16", tp=1)
     decoder = Decoder(
-        model, Place(device=device, dtype=DTYPES["bfloat16"], parallel=Solo(), kernels=kernels_for(device))
+        model,
+        Place(
+            device=device,
+            dtype=DTYPES["bfloat16"],
+            parallel=Solo(),
+            kernels=kernels_for(device),
+            encodings=encodings_of({}),
+        ),
     )
     for slot in decoder.slots():
         if len(slot.shape) == 1:

@@ -12,9 +12,9 @@ from cluster.config.config import ClusterConfig
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.auth.tenants import read_roster
+from workers.checkpoint.registry import check_weights
 from workers.memory import free_ram_bytes
 from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config
-from workers.models.weights import check_weights
 
 log = logging.getLogger("baton.cluster")
 

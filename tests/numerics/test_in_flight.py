@@ -16,12 +16,13 @@ from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, oracle_answers
 from workers.attention.base import AttentionInputs, CosSin
 from workers.batch import Batch, Row, Sample
+from workers.checkpoint.encoding import Place
+from workers.checkpoint.registry import encodings_of
 from workers.config import WorkerConfig
 from workers.grammar.base import Mask
 from workers.kernels import reference
 from workers.models.config import read_config
 from workers.models.decoder import Decoder
-from workers.models.layers.slots import Place
 from workers.parallel.group import Solo
 from workers.runner.runner import TorchRunner
 
@@ -117,7 +118,7 @@ def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, mon
     folder, _ = checkpoint("llama")
     config = read_config(folder)
     monkeypatch.setattr("workers.sampling.sampler._choose", lambda logits_RV, samples: logits_RV.argmax(dim=-1))
-    place = Place(device="meta", dtype=torch.float32, parallel=Solo(), kernels=reference)
+    place = Place(device="meta", dtype=torch.float32, parallel=Solo(), kernels=reference, encodings=encodings_of({}))
     attention = Valueless()
     runner = TorchRunner(Decoder(config, place), attention, block_size=16, grammars=Everything())
     plain, bound = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, grammar="start: /.*/")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.paged import PagedRun
-from workers.models.layers.matrix import Matrix
+from workers.checkpoint.encodings.floats import FloatMatrix
 from workers.models.loader import load_model
 
 
@@ -23,7 +23,7 @@ def test_a_packed_product_is_the_plain_one(dtype: torch.dtype, num_rows: int, wi
         torch.randn(*shape, generator=generator).to(dtype) for shape in ((num_rows, 96), (40, 96), (40,))
     )
     expected = F.linear(x.double(), weight.double(), bias.double() if with_bias else None)
-    matrix = Matrix(weight)
+    matrix = FloatMatrix(weight)
     with torch.inference_mode():
         matrix.pack()
         found = matrix(x, bias if with_bias else None)
@@ -45,7 +45,7 @@ def test_a_packed_model_gives_the_plain_one_s_logits(tmp_path: Path, dtype: str,
 
 def test_what_is_packed_is_not_held_twice() -> None:
     weight = torch.ones(64, 64)
-    matrix = Matrix(weight)
+    matrix = FloatMatrix(weight)
     matrix.pack()
     assert matrix.packed
     with pytest.raises(AssertionError, match="cannot be read back"):

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from workers.checkpoint.encodings.floats import FloatMatrix, GatedFloatMatrix
 from workers.kernels import cpu
 from workers.kernels.cpu.build import native_tiles
 from workers.kernels.cpu.memory import HUGE_PAGE, Regions, apart, empty_rows, roomy_zeros
 from workers.kernels.cpu.products import TiledWeight, can_tile
-from workers.models.layers.matrix import GatedMatrix, Matrix
 
 needs_tiles = pytest.mark.skipif(native_tiles() is None, reason="no AMX here: oneDNN multiplies")
 
@@ -93,7 +93,7 @@ def test_what_tiles_do_not_take_is_multiplied_otherwise() -> None:
     assert not can_tile(torch.ones(8, 64))
     for weight in (normal(8, 40), torch.ones(8, 64)):
         x = torch.ones(3, weight.shape[1], dtype=weight.dtype)
-        matrix, gated = Matrix(weight), GatedMatrix(weight, cpu)
+        matrix, gated = FloatMatrix(weight), GatedFloatMatrix(weight, cpu)
         expected = F.linear(x, weight)
         matrix.pack()
         gated.pack()

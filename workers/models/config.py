@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.values import KVLayout
-from workers.models.families import Family, Windows, family_of
-from workers.models.fields import Fields
+from workers.checkpoint.fields import Fields
+from workers.checkpoint.registry import require_known_encoding
+from workers.models.families.base import Family
+from workers.models.families.registry import family_of
+from workers.models.families.windows import Windows
 from workers.models.rope import DynamicRope, LinearRope, Rope, YarnRope, read_rope
 
-# Fields that would change what the layers compute. Present and not as given here: another model than we would run.
+# Fields that would change what the layers compute. Present with another value than these, the model is refused, unless
+# its family reads the field.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "alibi": (False,),
+    "attention_bias": (False,),
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
     "clip_qkv": (),
@@ -23,11 +30,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "is_encoder_decoder": (False,),
     "logit_scale": (1, 1.0),
     "logits_scaling": (1, 1.0),
+    "mlp_bias": (False,),
     "n_routed_experts": (0,),
     "num_experts": (0, 1),
     "num_local_experts": (0, 1),
     "per_layer_config": ({},),
-    "quantization_config": (),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1, 1.0),
     "rope_interleaved": (False,),
@@ -75,6 +82,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     generation: GenerationDefaults
+    quantization: Mapping[str, Any]  # config.json's quantization_config; empty: weights in floating point
 
     def kv_layout(self, *, block_size: int, dtype: str, tp: int = 1) -> KVLayout:
         return KVLayout(
@@ -112,7 +120,7 @@ def read_config(path: str | Path) -> ModelConfig:
     rope = read_rope(config, head_dim=sizes.head_dim, max_position=sizes.max_position)
     generation_file = folder / "generation_config.json"
     generation = Fields.of_file(generation_file) if generation_file.exists() else Fields({}, str(generation_file))
-    has_bias = family.reads_attention_bias and config.flag("attention_bias")
+    has_bias = config.flag("attention_bias")
     return ModelConfig(
         family=family.name,
         vocab_size=sizes.vocab_size,
@@ -127,7 +135,7 @@ def read_config(path: str | Path) -> ModelConfig:
         windows=family.windows(config, sizes.num_layers),
         qkv_bias=family.qkv_bias or has_bias,
         o_bias=has_bias,
-        mlp_bias=family.reads_mlp_bias and config.flag("mlp_bias"),
+        mlp_bias=config.flag("mlp_bias"),
         qk_norm=family.qk_norm,
         tied_embeddings=config.flag("tie_word_embeddings"),
         max_position=sizes.max_position,
@@ -136,6 +144,7 @@ def read_config(path: str | Path) -> ModelConfig:
         eos_token_ids=_eos_ids(config, generation, sizes.vocab_size),
         bos_token_id=config.integer_or("bos_token_id", None, minimum=0),
         generation=_generation(generation),
+        quantization=config.raw("quantization_config") or {},
     )
 
 
@@ -208,28 +217,16 @@ class _Sizes:
 
 
 def _refuse_unknown_parts(config: Fields, family: Family) -> None:
+    require_known_encoding(config)
     for key, harmless in _NEUTRAL.items():
-        if key == "quantization_config" and key in config:
-            raise UnsupportedModel(_quantised(config), param=key)
-        if key in config and config.raw(key) not in harmless:
-            raise UnsupportedModel(f"{config.where}: {key!r} ({config.raw(key)!r}) is not supported", param=key)
+        if key not in family.reads and key in config and config.raw(key) not in harmless:
+            raise UnsupportedModel(
+                f"{config.where}: {key} is {config.raw(key)!r}, which is not supported for {family.name}", param=key
+            )
     if (act := config.text_or("hidden_act", "silu")) != "silu":
         raise UnsupportedModel(
             f"{config.where}: hidden_act {act!r} is not supported: only 'silu' is", param="hidden_act"
         )
-    for key, known in (("attention_bias", family.reads_attention_bias), ("mlp_bias", family.reads_mlp_bias)):
-        if config.flag(key) and not known:
-            raise UnsupportedModel(f"{config.where}: {key} is not supported for {family.name}", param=key)
-
-
-def _quantised(config: Fields) -> str:
-    method = config.inner("quantization_config").raw("quant_method")
-    return (
-        f"{config.where}: its weights are quantised (quantization_config{f', {method}' if method else ''}), which is "
-        "not supported: weights in bfloat16, float16 or float32 are served. Give --model the checkpoint that it was "
-        "made from (its model card names the base model), or write one with transformers: "
-        "AutoModelForCausalLM.from_pretrained(folder).dequantize().save_pretrained(other_folder)"
-    )
 
 
 def _max_model_len(rope: Rope, max_position: int) -> int:

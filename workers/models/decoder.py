@@ -1,4 +1,4 @@
-"""The one decoder stack: embedding, layers of attention and gated MLP with pre-norms, logits. Families are configs.
+"""The one decoder stack: embedding, layers of attention and MLP with pre-norms, logits. The family makes the layers.
 
 Legend: T tokens of the batch (rows packed), E hidden size, V vocabulary, R positions whose logits are asked for.
 """
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+from workers.checkpoint.encoding import Place
+from workers.checkpoint.slots import Loadable, Slot
 from workers.kernels.cpu.layers import LayerWeights
 from workers.models.config import ModelConfig, check_parallel
-from workers.models.layers.attention import Attention
-from workers.models.layers.embedding import VocabParallel
-from workers.models.layers.mlp import GatedMLP
+from workers.models.families.registry import BY_NAME
+from workers.models.layers.embedding import Embedding, Head
 from workers.models.layers.norm import RMSNorm
 from workers.models.layers.rope import Rotation
-from workers.models.layers.slots import Layer, Place, Slot
 
 Through = Callable[[torch.Tensor, torch.Tensor, CosSin, AttentionInputs], None]
 """Takes what a layer adds and the stream it adds it to, each [T, E], from before the first layer to behind the last, in
@@ -48,13 +48,12 @@ class Decoder:
         check_parallel(config, place.parallel.size)
         self.config = config
         self.place = place
-        self._embedding = VocabParallel(place, "model.embed_tokens", config.vocab_size, config.hidden_size)
+        self._embedding = Embedding(place, "model.embed_tokens", config.vocab_size, config.hidden_size)
         self._rotation = Rotation(config.rope, config.head_dim, place.device)
         self._layers = [_DecoderLayer(place, config, layer) for layer in range(config.num_layers)]
         self._norm = RMSNorm(place, "model.norm", config.hidden_size, config.norm_eps)
-        self._head = self._embedding
-        if not config.tied_embeddings:
-            self._head = VocabParallel(place, "lm_head", config.vocab_size, config.hidden_size)
+        tied = self._embedding if config.tied_embeddings else None
+        self._head = Head(place, config.vocab_size, config.hidden_size, tied=tied)
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, attention: AttentionBackend, through: Through | None = None) -> torch.Tensor:
@@ -65,7 +64,7 @@ class Decoder:
         """
         attention.begin(inputs.attention)
         rotation = self._rotation(inputs.attention, inputs.prompt_lens)
-        stream_TE = self._embedding.embed(inputs.token_ids_T)
+        stream_TE = self._embedding(inputs.token_ids_T)
         delta_TE = torch.zeros_like(stream_TE)
         if through is not None:
             through(delta_TE, stream_TE, rotation, inputs.attention)
@@ -80,7 +79,7 @@ class Decoder:
         """Lays the loaded weights out as this machine multiplies fastest. `slots` cannot show them afterwards."""
         for layer in self._layers:
             layer.pack()
-        self._head.pack(embeds=self._head is self._embedding)
+        self._head.pack()
 
     def tiled_weights(self) -> list[LayerWeights] | None:
         """Of every layer, if all that each does can be done by compiled code on tiles. Once packed."""
@@ -90,8 +89,8 @@ class Decoder:
 
     def slots(self) -> Iterator[Slot]:
         """Where every tensor of the checkpoint goes."""
-        parts: list[Layer] = [self._embedding, *self._layers, self._norm]
-        for part in parts if self._head is self._embedding else [*parts, self._head]:
+        parts: list[Loadable] = [self._embedding, *self._layers, self._norm, self._head]
+        for part in parts:
             yield from part.slots()
 
 
@@ -99,11 +98,11 @@ class _DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)); each addition is left to the norm that follows it."""
 
     def __init__(self, place: Place, config: ModelConfig, layer: int) -> None:
-        prefix = f"model.layers.{layer}"
+        family, prefix = BY_NAME[config.family], f"model.layers.{layer}"
         self._attention_norm = RMSNorm(place, f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps)
-        self._attention = Attention(place, f"{prefix}.self_attn", config, layer)
+        self._attention = family.attention(place, f"{prefix}.self_attn", config, layer)
         self._mlp_norm = RMSNorm(place, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps)
-        self._mlp = GatedMLP(place, f"{prefix}.mlp", config)
+        self._mlp = family.mlp(place, f"{prefix}.mlp", config, layer)
 
     def __call__(
         self,

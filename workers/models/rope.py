@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from workers.models.fields import Fields
+from workers.checkpoint.fields import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,15 @@ from collections.abc import Iterator
 import torch
 
 from workers.attention.base import AttentionBackend, CosSin
+from workers.checkpoint.encoding import Place, Projection
+from workers.checkpoint.slots import Loadable, Slot
 from workers.kernels.cpu.layers import TiledProduct
 from workers.models.config import ModelConfig
-from workers.models.layers.linear import ColumnParallel, Columns, RowParallel
+from workers.models.layers.linear import ColumnParallel, RowParallel
 from workers.models.layers.norm import RMSNorm
-from workers.models.layers.slots import Layer, Place, Slot
 
 
-class Attention:
+class SelfAttention:
     """Each rank has N / tp query heads and their key/value heads: K / tp, or one that several ranks copy."""
 
     def __init__(self, place: Place, prefix: str, config: ModelConfig, layer: int) -> None:
@@ -29,15 +30,15 @@ class Attention:
         num_heads, num_kv_heads = config.num_heads // tp, max(1, config.num_kv_heads // tp)
         first_kv_head = rank * config.num_kv_heads // tp
 
-        def columns(name: str, total: int, first: int, count: int) -> Columns:
-            return Columns(name=f"{prefix}.{name}", total=total * dim, start=first * dim, size=count * dim)
+        def heads(name: str, total: int, first: int, count: int) -> Projection:
+            return Projection(name=f"{prefix}.{name}", total=total * dim, start=first * dim, size=count * dim)
 
         self._qkv = ColumnParallel(
             place,
             [
-                columns("q_proj", config.num_heads, rank * num_heads, num_heads),
-                columns("k_proj", config.num_kv_heads, first_kv_head, num_kv_heads),
-                columns("v_proj", config.num_kv_heads, first_kv_head, num_kv_heads),
+                heads("q_proj", config.num_heads, rank * num_heads, num_heads),
+                heads("k_proj", config.num_kv_heads, first_kv_head, num_kv_heads),
+                heads("v_proj", config.num_kv_heads, first_kv_head, num_kv_heads),
             ],
             config.hidden_size,
             bias=config.qkv_bias,
@@ -79,6 +80,6 @@ class Attention:
         self._out.pack()
 
     def slots(self) -> Iterator[Slot]:
-        parts: tuple[Layer, ...] = (self._qkv, *self._norms, self._out)
+        parts: tuple[Loadable, ...] = (self._qkv, *self._norms, self._out)
         for part in parts:
             yield from part.slots()

@@ -5,54 +5,36 @@ Legend: T tokens, I and O the full input and output sizes; a rank holds its shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from workers.checkpoint.encoding import Place, Projection, Share
+from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.layers import TiledProduct
-from workers.models.layers.matrix import Matrix
-from workers.models.layers.slots import Place, Slot
 
 OVERLAPPED_TOKENS = 1024
 """From so many tokens on, partial sums are added up in two halves: below, a product is too short to hide anything
 behind, and half of it would be slower. Chosen by reasoning, not measured yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """Checkpoint tensor `name` [O, I]; this rank computes outputs [start, start + size) of `total`."""
-
-    name: str
-    total: int
-    start: int
-    size: int
-
-
 class ColumnParallel:
     """y = x W^T + b with the outputs cut over the ranks. Several projections of the same input stand side by side."""
 
     def __init__(
-        self,
-        place: Place,
-        parts: Sequence[Columns],
-        num_inputs: int,
-        *,
-        bias: bool,
-        matrix: Callable[[torch.Tensor], Matrix] = Matrix,
+        self, place: Place, projections: Sequence[Projection], num_inputs: int, *, bias: bool, gated: bool = False
     ) -> None:
-        self._parts = tuple(parts)
-        self._num_inputs = num_inputs
-        num_outputs = sum(part.size for part in parts)
-        self.sizes = [part.size for part in parts]
-        self._weight = matrix(place.empty(num_outputs, num_inputs))
-        self.bias_O = place.empty(num_outputs) if bias else None
+        self._projections = tuple(projections)
+        self.sizes = [projection.size for projection in projections]
+        share = Share(projections=self._projections, total_inputs=num_inputs, first_input=0, num_inputs=num_inputs)
+        self._weight = place.matrix(share, gated=gated)
+        self.bias_O = place.empty(share.num_outputs) if bias else None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         return self._weight(x_TI, self.bias_O)
 
     def tiled(self) -> TiledProduct | None:
-        """All that a call does, if it is one product on tiles."""
+        """What a call computes, if that is one product on tiles."""
         weight = self._weight.tiled
         return None if weight is None else TiledProduct(weight=weight, bias=weight.packed_bias(self.bias_O))
 
@@ -60,12 +42,9 @@ class ColumnParallel:
         self._weight.pack()
 
     def slots(self) -> Iterator[Slot]:
-        weights = torch.split(self._weight.weight_OI, self.sizes)
-        for part, target in zip(self._parts, weights, strict=True):
-            shape = (part.total, self._num_inputs)
-            yield Slot(name=f"{part.name}.weight", shape=shape, target=target, start=part.start)
+        yield from self._weight.slots()
         if self.bias_O is not None:
-            for part, target in zip(self._parts, torch.split(self.bias_O, self.sizes), strict=True):
+            for part, target in zip(self._projections, torch.split(self.bias_O, self.sizes), strict=True):
                 yield Slot(name=f"{part.name}.bias", shape=(part.total,), target=target, start=part.start)
 
 
@@ -75,10 +54,12 @@ class RowParallel:
     def __init__(self, place: Place, name: str, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
         self._name = name
         self._parallel = place.parallel
-        self._shape = (num_outputs, num_inputs)
-        share = num_inputs // place.parallel.size
-        self._start = place.parallel.rank * share
-        self._weight = Matrix(place.empty(num_outputs, share))
+        size = num_inputs // place.parallel.size
+        whole = Projection(name=name, total=num_outputs, start=0, size=num_outputs)
+        share = Share(
+            projections=(whole,), total_inputs=num_inputs, first_input=place.parallel.rank * size, num_inputs=size
+        )
+        self._weight = place.matrix(share)
         self.bias_O = place.empty(num_outputs) if bias else None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
@@ -99,7 +80,7 @@ class RowParallel:
         return torch.cat(halves)
 
     def tiled(self) -> TiledProduct | None:
-        """All that a call does, if it is one product on tiles: on one rank, without a bias."""
+        """What a call computes, if that is one product on tiles: on one rank, without a bias."""
         alone = self._parallel.size == 1 and self.bias_O is None
         return TiledProduct(weight=self._weight.tiled) if alone and self._weight.tiled is not None else None
 
@@ -107,7 +88,6 @@ class RowParallel:
         self._weight.pack()
 
     def slots(self) -> Iterator[Slot]:
-        target = self._weight.weight_OI
-        yield Slot(name=f"{self._name}.weight", shape=self._shape, target=target, dim=1, start=self._start)
+        yield from self._weight.slots()
         if self.bias_O is not None:
-            yield Slot(name=f"{self._name}.bias", shape=self._shape[:1], target=self.bias_O)
+            yield Slot(name=f"{self._name}.bias", shape=tuple(self.bias_O.shape), target=self.bias_O)

@@ -6,28 +6,26 @@ Legend: T tokens, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
+from workers.checkpoint.encoding import Place, Projection
+from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.layers import TiledProduct
 from workers.models.config import ModelConfig
-from workers.models.layers.linear import ColumnParallel, Columns, RowParallel
-from workers.models.layers.matrix import GatedMatrix
-from workers.models.layers.slots import Place, Slot
+from workers.models.layers.linear import ColumnParallel, RowParallel
 
 
 class GatedMLP:
-    def __init__(self, place: Place, prefix: str, config: ModelConfig) -> None:
+    def __init__(self, place: Place, prefix: str, config: ModelConfig, layer: int) -> None:
         total = config.intermediate_size
         size = total // place.parallel.size
         start = place.parallel.rank * size
-        parts = [
-            Columns(name=f"{prefix}.{name}", total=total, start=start, size=size) for name in ("gate_proj", "up_proj")
+        projections = [
+            Projection(name=f"{prefix}.{name}", total=total, start=start, size=size)
+            for name in ("gate_proj", "up_proj")
         ]
-        self._gate_up = ColumnParallel(
-            place, parts, config.hidden_size, bias=config.mlp_bias, matrix=partial(GatedMatrix, kernels=place.kernels)
-        )
+        self._gate_up = ColumnParallel(place, projections, config.hidden_size, bias=config.mlp_bias, gated=True)
         self._down = RowParallel(place, f"{prefix}.down_proj", total, config.hidden_size, bias=config.mlp_bias)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.models.layers.slots import Place, Slot
+from workers.checkpoint.encoding import Place
+from workers.checkpoint.slots import Slot
 
 
 class RMSNorm:

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
+from workers.checkpoint.encoding import Place
+from workers.checkpoint.registry import encodings_of
 from workers.kernels.base import kernels_for
 from workers.models.config import read_config
 from workers.models.decoder import Decoder
-from workers.models.layers.slots import Place
 from workers.models.loader import load_model
 from workers.parallel.group import Solo
 
@@ -41,7 +42,9 @@ def write_config(folder: Path, **changes: object) -> None:
 
 def expected_tensors(folder: Path) -> Tensors:
     """One random tensor for each that config.json makes necessary."""
-    place = Place(device="cpu", dtype=torch.float32, parallel=Solo(), kernels=kernels_for("cpu"))
+    place = Place(
+        device="cpu", dtype=torch.float32, parallel=Solo(), kernels=kernels_for("cpu"), encodings=encodings_of({})
+    )
     slots = Decoder(read_config(folder), place).slots()
     return {slot.name: torch.randn(slot.shape) for slot in slots}
 

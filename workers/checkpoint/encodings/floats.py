@@ -1,4 +1,4 @@
-"""A weight and the product with it: as the checkpoint has it, or packed as this machine reads it fastest.
+"""Floating-point weights: multiplied with as the checkpoint has them, or packed as this machine reads them fastest.
 
 Packed, a product reads each weight once, in order, and no step lays anything out anew. On processors with AMX the
 layout and the product are ours (`workers.kernels.cpu.products`), on other CPUs oneDNN's.
@@ -8,17 +8,23 @@ Legend: T tokens, I inputs, O outputs, F half of them: those of a gate and as ma
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
+from workers.checkpoint.encoding import Encodings, Matrix, Place, Share
+from workers.checkpoint.slots import Slot
 from workers.kernels.base import Kernels
 from workers.kernels.cpu.products import TiledWeight, can_tile
 
 
-class Matrix:
-    """y = x W^T (+ b). `weight_OI` is the weight until `pack`; it may be shared with others, who keep it."""
+class FloatMatrix:
+    """`weight_OI` is the weight until `pack`. Without slots it is another layer's, which keeps it."""
 
-    def __init__(self, weight_OI: torch.Tensor) -> None:
+    def __init__(self, weight_OI: torch.Tensor, slots: Sequence[Slot] = ()) -> None:
+        self._slots = tuple(slots)
         self._weight_OI: torch.Tensor | None = weight_OI
         self._onednn: torch.Tensor | None = None
         self._tiled: TiledWeight | None = None
@@ -49,7 +55,15 @@ class Matrix:
             self._onednn = torch.ops.mkldnn._reorder_linear_weight(self._weight_OI)
         else:
             return
+        self._release()
+
+    def slots(self) -> Iterator[Slot]:
+        assert self._weight_OI is not None, "packed weights cannot be read back"
+        yield from self._slots
+
+    def _release(self) -> None:
         self._weight_OI = None
+        self._slots = ()
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         if self._tiled is not None:
@@ -62,22 +76,53 @@ class Matrix:
         return y_TO
 
 
-class GatedMatrix(Matrix):
+class GatedFloatMatrix(FloatMatrix):
     """silu(gate) * up, [T, F], of a product [T, 2 F] whose first half is the gate: in one pass where there is one."""
 
-    def __init__(self, weight_OI: torch.Tensor, kernels: Kernels) -> None:
-        super().__init__(weight_OI)
+    def __init__(self, weight_OI: torch.Tensor, kernels: Kernels, slots: Sequence[Slot] = ()) -> None:
+        super().__init__(weight_OI, slots)
         self._kernels = kernels
 
     def pack(self) -> None:
         if self._weight_OI is not None and can_tile(self._weight_OI):
             self._tiled = TiledWeight(self._weight_OI, gated=True)
-            self._weight_OI = None
+            self._release()
         super().pack()
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         y_TO = super().__call__(x_TI, bias_O)
         return y_TO if self._tiled is not None else self._kernels.silu_mul(y_TO)
+
+
+class FloatEncoding:
+    """`NAME.weight`, [outputs, inputs], in any floating-point type."""
+
+    def matrix(self, place: Place, share: Share, *, gated: bool = False) -> Matrix:
+        shape = share.num_outputs, share.num_inputs
+        weight_OI = place.zeros(*shape) if share.padding else place.empty(*shape)
+        slots = list(_slots(weight_OI, share))
+        return GatedFloatMatrix(weight_OI, place.kernels, slots) if gated else FloatMatrix(weight_OI, slots)
+
+
+def encodings(_: Mapping[str, Any]) -> Encodings:
+    """Every linear layer's is the same."""
+    floats = FloatEncoding()
+    return lambda name: floats
+
+
+def _slots(weight_OI: torch.Tensor, share: Share) -> Iterator[Slot]:
+    """A share is cut by outputs or by inputs: all of one or the other of a projection is there."""
+    by_inputs = share.num_inputs < share.total_inputs
+    sizes = [projection.size for projection in share.projections]
+    targets = torch.split(weight_OI[: sum(sizes)], sizes)
+    for projection, target in zip(share.projections, targets, strict=True):
+        yield Slot(
+            name=f"{projection.name}.weight",
+            shape=(projection.total, share.total_inputs),
+            target=target,
+            dim=1 if by_inputs else 0,
+            start=share.first_input if by_inputs else projection.start,
+        )
 
 
 def _onednn_packs(weight_OI: torch.Tensor) -> bool:

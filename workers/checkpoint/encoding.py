@@ -1,0 +1,102 @@
+"""The seam between a linear layer and the format of its weight: an `Encoding` makes the layer's `Matrix`.
+
+    checkpoint ── WeightSource ──▶ Slot ── Matrix.slots ◀── Encoding.matrix(place, share) ◀── linear layer
+
+A layer names the projections that it fuses and the part of each that its rank holds. The encoding allocates what it
+needs, lists the checkpoint's tensors that fill it, and multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from workers.checkpoint.slots import Slot
+from workers.kernels.base import Kernels
+from workers.parallel.group import TensorParallel
+
+if TYPE_CHECKING:
+    from workers.kernels.cpu.products import TiledWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """A linear weight [total, inputs] of the checkpoint, of which a rank computes the outputs [start, start + size)."""
+
+    name: str  # without ".weight"
+    total: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank holds of a linear layer: outputs of `projections`, side by side, and a range of their inputs."""
+
+    projections: tuple[Projection, ...]
+    total_inputs: int
+    first_input: int
+    num_inputs: int
+    padding: int = 0  # outputs of weight zero behind the last projection's
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(projection.size for projection in self.projections) + self.padding
+
+
+class Matrix(Protocol):
+    """y = x W^T (+ b), with the weight in some encoding. Filled through `slots`, then packed once, then called."""
+
+    @property
+    def tiled(self) -> TiledWeight | None:
+        """The packed weight, where compiled layers can multiply with it (`workers.kernels.cpu.layers`)."""
+        ...
+
+    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor: ...
+
+    def pack(self) -> None:
+        """Lays the loaded weight out as this machine multiplies fastest. `slots` is not called afterwards."""
+        ...
+
+    def slots(self) -> Iterator[Slot]: ...
+
+
+class Encoding(Protocol):
+    """How linear weights lie in a checkpoint."""
+
+    def matrix(self, place: Place, share: Share, *, gated: bool = False) -> Matrix:
+        """Unset until its slots are filled. `gated`: two projections, and the product is silu(first) * second.
+
+        Raises UnsupportedModel when the share cannot be cut out of this encoding.
+        """
+        ...
+
+
+Encodings = Callable[[str], Encoding]
+"""The encoding of a linear weight by its name in the checkpoint: a checkpoint may leave some layers as floats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a layer's weights live and what it computes with: the same for every layer of a model."""
+
+    device: str
+    dtype: torch.dtype
+    parallel: TensorParallel
+    kernels: Kernels
+    encodings: Encodings
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def matrix(self, share: Share, *, gated: bool = False) -> Matrix:
+        """The matrix of a linear layer. Projections that are fused have one encoding."""
+        encodings = [self.encodings(projection.name) for projection in share.projections]
+        assert all(encoding is encodings[0] for encoding in encodings), f"{share.projections} differ in their encoding"
+        return encodings[0].matrix(self, share, gated=gated)

@@ -1,0 +1,94 @@
+"""Weights in safetensors files: one file, or shards that an index lists. Loads torch only to read a tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from protos.errors import BadCheckpoint
+from protos.hints import NO_GGUF, lfs_pointer, unusable
+from workers.checkpoint.fields import Fields
+from workers.checkpoint.source import StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
+"""Of an element, by dtype; 8 where it is not listed."""
+
+
+class SafetensorsSource:
+    """Tensors of open files, each read only when it is asked for."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def describe(self, name: str) -> StoredTensor:
+        shape, dtype = tuple(self._tensors[name].get_shape()), self._tensors[name].get_dtype()
+        return StoredTensor(shape=shape, dtype=dtype, num_bytes=math.prod(shape) * _BITS.get(dtype, 8) // 8)
+
+    def read(self, name: str, dim: int, part: slice) -> torch.Tensor:
+        tensor: torch.Tensor = self._tensors[name][(*[slice(None)] * dim, part)]
+        return tensor
+
+
+@contextmanager
+def open_safetensors(folder: Path) -> Iterator[SafetensorsSource]:
+    """Raises BadCheckpoint for a file that is missing, truncated or damaged."""
+    with ExitStack() as files:
+        tensors: dict[str, Any] = {}
+        for name in _weight_files(folder):
+            file = files.enter_context(_open(folder / name, framework="pt"))
+            stored: list[str] = file.keys()
+            tensors |= {key: file.get_slice(key) for key in stored}
+        yield SafetensorsSource(tensors)
+
+
+def check_safetensors(folder: Path) -> None:
+    """Reads every file's header, without torch. Raises as `open_safetensors` does."""
+    for name in _weight_files(folder):
+        with _open(folder / name, framework="numpy"):
+            pass
+
+
+def _open(file: Path, *, framework: str) -> Any:
+    try:
+        return safe_open(file, framework=framework, device="cpu")
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{file} is missing: download the checkpoint's shard again") from None
+    except PermissionError as error:
+        raise BadCheckpoint(f"{file}: {unusable(error)}") from error
+    except (SafetensorError, OSError) as error:
+        damage = f"{file} is truncated or damaged ({error}): download it again"
+        raise BadCheckpoint(lfs_pointer(file) or damage) from error
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Raises BadCheckpoint where there are none."""
+    if (folder / _INDEX).exists():
+        shards = Fields.of_file(folder / _INDEX).raw("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
+            raise BadCheckpoint(f"{folder / _INDEX}: 'weight_map' must map tensor names to file names beside it")
+        return sorted(set(shards.values()))
+    if (folder / _SINGLE).exists():
+        return [_SINGLE]
+    if pickles := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
+        raise BadCheckpoint(
+            f"{folder} holds pickled weights only ({pickles[0]}), which can run code when read: convert them with "
+            "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
+        )
+    if gguf := sorted(p.name for p in folder.glob("*.gguf")):
+        raise BadCheckpoint(f"{folder} holds {gguf[0]}: {NO_GGUF}")
+    raise BadCheckpoint(f"{folder} holds neither {_SINGLE} nor {_INDEX}: give a Hugging Face checkpoint folder")

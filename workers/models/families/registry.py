@@ -1,0 +1,27 @@
+"""The model families that are served, and the one that a config.json names."""
+
+from __future__ import annotations
+
+from protos.errors import UnsupportedModel
+from workers.checkpoint.fields import Fields
+from workers.models.families import llama, mistral, qwen2, qwen3
+from workers.models.families.base import Family
+
+FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in (llama, mistral, qwen2, qwen3))
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def family_of(config: Fields) -> Family:
+    """The family that config.json names in `architectures`, or in `model_type` when there is no such list."""
+    named = config.texts("architectures")
+    for family in FAMILIES:
+        if named == (family.architecture,) or (not named and config.text_or("model_type", "") == family.name):
+            return family
+    what = f"architectures {list(named)}" if named else f"model_type {config.raw('model_type')!r}"
+    known = ", ".join(family.architecture for family in FAMILIES)
+    models = ", ".join(family.models for family in FAMILIES)
+    raise UnsupportedModel(
+        f"{config.where}: {what} is not supported: known are {known} ({models}; dense and for text). Give --model a "
+        "checkpoint of one of these",
+        param="architectures",
+    )

@@ -1,0 +1,43 @@
+"""How families write sliding windows: one entry for each layer."""
+
+from __future__ import annotations
+
+from protos.errors import BadCheckpoint, UnsupportedModel
+from workers.checkpoint.fields import Fields
+
+Windows = tuple[int | None, ...]
+"""Per layer: how many positions a token sees, itself included; None sees all."""
+
+
+def no_windows(config: Fields, num_layers: int) -> Windows:
+    if "sliding_window" in config or "layer_types" in config:
+        raise UnsupportedModel(
+            f"{config.where}: sliding_window and layer_types have no meaning for this family: use the original file",
+            param="sliding_window",
+        )
+    return (None,) * num_layers
+
+
+def one_window(config: Fields, num_layers: int) -> Windows:
+    """Every layer has the same window. An absent field means 4096, an explicit null means none."""
+    if "layer_types" in config:
+        raise UnsupportedModel(f"{config.where}: layer_types is not supported for this family", param="layer_types")
+    absent = None if config.has_null("sliding_window") else 4096
+    return (config.integer_or("sliding_window", absent),) * num_layers
+
+
+def windows_by_layer(config: Fields, num_layers: int) -> Windows:
+    """`layer_types` names them, else they are those from `max_window_layers` on, if `use_sliding_window` is true."""
+    window = config.integer_or("sliding_window", 4096) if config.flag("use_sliding_window") else None
+    types = config.texts("layer_types")
+    if not types:
+        first = config.integer_or("max_window_layers", 28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(types) != num_layers:
+        raise BadCheckpoint(f"{config.where}: layer_types has {len(types)} entries for {num_layers} layers")
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModel(f"{config.where}: layer type {kind!r} is not supported", param="layer_types")
+        if kind == "sliding_attention" and window is None:
+            raise BadCheckpoint(f"{config.where}: layer_types has sliding layers, use_sliding_window is not true")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

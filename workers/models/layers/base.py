@@ -1,0 +1,50 @@
+"""What a decoder layer is made of: the seam between the decoder stack and the layers that a family chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from workers.attention.base import AttentionBackend, CosSin
+from workers.checkpoint.slots import Slot
+from workers.kernels.cpu.layers import TiledProduct
+
+
+class AttentionLayer(Protocol):
+    """Queries, keys and values of one layer, in and out of the residual stream. E is the hidden size, T tokens."""
+
+    @property
+    def window(self) -> int | None:
+        """Positions that a token sees, itself included; None: all."""
+        ...
+
+    @property
+    def head_norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Weights of the norms of queries and keys, each [head dim]."""
+        ...
+
+    def __call__(self, x_TE: torch.Tensor, rotation: CosSin, backend: AttentionBackend) -> torch.Tensor: ...
+
+    def tiled(self) -> tuple[TiledProduct | None, TiledProduct | None]:
+        """Of queries, keys and values, and of the output: what compiled layers can compute instead."""
+        ...
+
+    def pack(self) -> None: ...
+
+    def slots(self) -> Iterator[Slot]: ...
+
+
+class FeedForward(Protocol):
+    """The other half of a layer: a gated MLP, or experts."""
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor: ...
+
+    def tiled(self) -> tuple[TiledProduct | None, TiledProduct | None]:
+        """Of gate and up, and of down: what compiled layers can compute instead."""
+        ...
+
+    def pack(self) -> None: ...
+
+    def slots(self) -> Iterator[Slot]: ...
