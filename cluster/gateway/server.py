@@ -16,26 +16,17 @@ from cluster.gateway.shutdown import Cutoff
 from cluster.process.fd_limit import raise_limit
 from cluster.process.ports import example, url_of
 from protos.tls import FaceTls, PeerTls
-from router.admission.admission import Admission
-from router.admission.metrics import AdmissionCollector
 from router.app import create_app
 from router.auth.auth import Reception
 from router.auth.limits import TenantLimits
 from router.auth.registry import open_limits
+from router.build import build_router
 from router.config import RouterConfig
-from router.dispatch.canary import Canary, by_one_worker
-from router.dispatch.chooser import Routing, routing_of
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.metrics import MovingCollector
 from router.fleet.channels import Channels
-from router.fleet.fleet import Fleet
-from router.fleet.metrics import FleetCollector
 from router.gateway import open_gateway
 from router.grpc.service import GrpcFace
 from router.http.response_writer import HttpProtocol
-from router.latency.metrics import PredictionCollector
 from router.metrics import RequestMetrics
-from router.policies.registry import policy_of
 from router.prefix.registry import MEMORY, open_index
 from router.replicas.load_gossip import SharedLoad
 from router.replicas.peers import ForSiblings, Siblings, http_socket
@@ -108,7 +99,6 @@ class Front:
         siblings: Siblings | None = None,
         limits: TenantLimits | None = None,
     ) -> None:
-        policy, routing = policy_of(config), routing_of(config)
         tls.check()
         self._is_secure, self._asks_for_keys = bool(tls.cert), bool(config.tenants)
         self._siblings = siblings or Siblings()
@@ -117,21 +107,14 @@ class Front:
             index, model=config.model_name, gateway_id=gateway_id, siblings=self._siblings
         )
         self.channels = Channels(peers)
-        self.fleet = Fleet(
-            index=prefixes, config=config, gateway_id=gateway_id, open_channel=self.channels, peers=self._others,
-            observe=routing.observe,
-        )  # fmt: skip
-        self._shared_load = self._share_load()
         metrics = RequestMetrics(model=config.model_name)
         self.registry = metrics.registry
-        self.registry.register(FleetCollector(self.fleet))
-        self.registry.register(PredictionCollector(self.fleet.predictor, routing.shadows))
-        dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config, routing=routing)
-        alone = Dispatcher(fleet=self.fleet, policy=by_one_worker(policy), config=config, routing=Routing())
-        self._canary = Canary(dispatcher, alone=alone, every=config.canary_every)
-        self.registry.register(MovingCollector(dispatcher.moves, dispatcher.pulls, self._canary))
-        admission = Admission(self._canary, fleet=self.fleet, config=config)
-        self.registry.register(AdmissionCollector(admission))
+        router = self._router = build_router(
+            config, gateway_id=gateway_id, index=prefixes, peers=self._others, open_channel=self.channels,
+            registry=self.registry,
+        )  # fmt: skip
+        self.fleet, admission = router.fleet, router.admission
+        self._shared_load = self._share_load()
         reception = self._reception = Reception(
             Path(config.tenants) if config.tenants else None,
             limits=limits or open_limits(index, model=config.model_name),
@@ -140,7 +123,8 @@ class Front:
         )
         self._generate = Cutoff(admission)
         gateway = self._gateway = open_gateway(
-            config, generate=self._generate, fleet=self.fleet, metrics=metrics, reception=reception, routing=routing,
+            config, generate=self._generate, fleet=self.fleet, metrics=metrics, reception=reception,
+            routing=router.routing,
             siblings=self._siblings, max_model_len=max_model_len,
         )  # fmt: skip
         self.model = gateway.card.name
@@ -253,8 +237,7 @@ class Front:
             for task in stopping:
                 task.cancel()
             await asyncio.wait(stopping)
-            await self._canary.close()
-            await self.fleet.close()
+            await self._router.close()
             await self._reception.close()
             self._gateway.grammars.close()
             await self._siblings.close()

@@ -22,11 +22,11 @@ from decode_pool import service as decode
 from prefill_pool import service as prefill
 from prefill_pool.config import PrefillConfig
 from protos.values import SamplingParams, WorkerStats
+from router.build import build_router
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.fleet import Fleet
 from router.jobs import Job
-from router.policies.registry import policy_of
 from router.prefix.memory import MemoryPrefixIndex
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, oracle_answers
@@ -133,8 +133,8 @@ async def pair_of(
     **routing: Any,
 ) -> AsyncIterator[Pair]:
     router = RouterConfig(model_path=folder, model_name="m", local_prefill_tokens=0, **routing)
-    fleet = Fleet(index=MemoryPrefixIndex(), config=router, gateway_id="test")
-    pair = Pair(fleet, Dispatcher(fleet=fleet, policy=policy_of(router), config=router))
+    built = build_router(router, gateway_id="test", index=MemoryPrefixIndex())
+    fleet, pair = built.fleet, Pair(built.fleet, built.dispatcher)
     followers: list[threading.Thread] = []
     for service, worker_id, config, *pool in (
         (prefill, "prefill-0", prefilling, role or PrefillConfig()),

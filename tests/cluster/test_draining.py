@@ -18,11 +18,11 @@ import pytest
 from decode_pool import service as decode
 from prefill_pool import service as prefill
 from protos.values import FinishReason, SamplingParams, WorkerRole
+from router.build import Router, build_router
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.fleet import Fleet
 from router.jobs import Job, TokenDelta
-from router.policies.registry import policy_of
 from router.prefix.memory import MemoryPrefixIndex
 from tests.cluster.test_disaggregated import PROMPTS, config_for, start
 from tests.numerics.checkpoints import make_checkpoint
@@ -51,12 +51,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @dataclass
 class Cluster:
     folder: Path
-    config: RouterConfig
-    fleet: Fleet
-    generate: Dispatcher
+    router: Router
     workers: dict[str, Worker] = field(default_factory=dict)
     incarnation: int = 0
     num_jobs: int = 0
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.router.fleet
+
+    @property
+    def generate(self) -> Dispatcher:
+        return self.router.dispatcher
 
     async def start(self, worker_id: str) -> None:
         self.incarnation += 1
@@ -100,8 +106,7 @@ class Cluster:
 @asynccontextmanager
 async def cluster_of(folder: Path, *worker_ids: str) -> AsyncIterator[Cluster]:
     config = RouterConfig(model_path=folder, model_name="m", local_prefill_tokens=0, policy="round_robin")
-    fleet = Fleet(index=MemoryPrefixIndex(), config=config, gateway_id="test")
-    cluster = Cluster(folder, config, fleet, Dispatcher(fleet=fleet, policy=policy_of(config), config=config))
+    cluster = Cluster(folder, build_router(config, gateway_id="test", index=MemoryPrefixIndex()))
     try:
         for worker_id in worker_ids:
             await cluster.start(worker_id)

@@ -29,7 +29,7 @@ def reading_at(cluster: Cluster, worker_id: str, prefill: str | None = None) -> 
     def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
         return Decision(policy="chosen", prefill=prefill, decode=worker_id)
 
-    return Dispatcher(fleet=cluster.fleet, policy=decide, config=cluster.config)
+    return cluster.router.dispatcher_by(decide)
 
 
 async def answer(generate: Dispatcher, request_id: str, prompt: tuple[int, ...] = PROMPT) -> tuple[list[int], int]:

@@ -24,18 +24,13 @@ from cluster.supervision.rank import Event, Loading, Serving
 from cluster.supervision.supervisor import Supervisor
 from protos.errors import BatonError, WorkerLost
 from protos.values import WorkerLoad, WorkerRole
-from router.admission.admission import Admission
-from router.dispatch.chooser import routing_of
-from router.dispatch.dispatcher import Dispatcher
-from router.fleet.fleet import Fleet
+from router.build import build_router
 from router.fleet.successors import Successor
 from router.fleet.worker_client import WorkerClient
-from router.policies.registry import policy_of
 from router.prefix.index import NO_MATCH
 from router.prefix.redis import RedisPrefixIndex
 from router.prefix.redis_store import Store
 from router.prefix.registry import local_index
-from router.traces.request_trace import Records
 
 HEALTH_TIMEOUT_S = 2.0
 DATAGRAM_S = 0.0001  # from process to process on one machine
@@ -53,19 +48,16 @@ class Gateway:
             self._client = Client(store)
             kept = Store(self._client, model=config.router.model_name, gateway_id=name)
             self.shared = RedisPrefixIndex(self.local, kept)
-        self.fleet = Fleet(
-            index=self.shared or self.local,
-            config=config.router,
+        router = build_router(
+            config.router,
             gateway_id=name,
+            index=self.shared or self.local,
+            peers=self.shared,
             open_channel=network.open_channel,
             encoding=VALUES,
-            peers=self.shared,
         )
-        policy = policy_of(config.router)
-        self.records = Records(config.router.num_decisions)
-        routing = replace(routing_of(config.router), records=self.records)
-        self.dispatcher = Dispatcher(fleet=self.fleet, policy=policy, config=config.router, routing=routing)
-        self.admission = Admission(self.dispatcher, fleet=self.fleet, config=config.router)
+        self.fleet, self.records = router.fleet, router.routing.records
+        self.dispatcher, self.admission = router.dispatcher, router.admission
         self.requests: dict[asyncio.Task[None], None] = {}
         self.alive = True
         self._request_s = config.request_s

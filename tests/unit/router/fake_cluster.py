@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
 from protos.values import SamplingParams, StepMessage, WorkerRole
+from router.build import build_router
 from router.config import RouterConfig
 from router.dispatch.canary import by_one_worker
 from router.dispatch.dispatcher import Dispatcher
@@ -60,8 +61,9 @@ class Cluster:
         quick: dict[str, Any] = {"health_period_s": 60.0, "retry_pause_s": 0.01, "policy": "round_robin"}
         self.config = RouterConfig(model_path=Path("m"), model_name="toy", **quick | settings)
         self.workers: dict[str, FakeWorker] = {}
-        self.fleet = Listening(index=MemoryPrefixIndex(), config=self.config, gateway_id="g0")
-        self.generate = Dispatcher(fleet=self.fleet, policy=policy_of(self.config), config=self.config)
+        self.router = build_router(self.config, gateway_id="g0", index=MemoryPrefixIndex(), open_fleet=Listening)
+        self.fleet = cast("Listening", self.router.fleet)
+        self.generate = self.router.dispatcher
 
     def __getitem__(self, worker_id: str) -> FakeWorker:
         return self.workers[worker_id]
@@ -72,12 +74,11 @@ class Cluster:
         def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
             return Decision(policy="chosen", prefill=prefill, decode=worker_id)
 
-        self.generate = Dispatcher(fleet=self.fleet, policy=decide, config=self.config)
+        self.generate = self.router.dispatcher_by(decide)
 
     def alone(self) -> Dispatcher:
         """A router of its own that lets one worker do everything."""
-        policy = by_one_worker(policy_of(self.config))
-        return Dispatcher(fleet=self.fleet, policy=policy, config=self.config)
+        return self.router.dispatcher_by(by_one_worker(policy_of(self.config)))
 
     async def add(self, *worker_ids: str, wait: bool = True, **info: Any) -> None:
         for worker_id in worker_ids:

@@ -8,9 +8,7 @@ from typing import Any
 
 import httpx
 
-from router.dispatch.chooser import Routing, routing_of
-from router.dispatch.dispatcher import Dispatcher
-from router.policies.registry import policy_of
+from router.dispatch.chooser import Routing
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.scripted import make_gateway, serving
 
@@ -20,8 +18,7 @@ ASKED = {"model": "tiny", "prompt": list(range(100, 130)), "max_tokens": 6, "tem
 @asynccontextmanager
 async def operating(cluster: Cluster, **changes: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Routing]]:
     """The whole way from HTTP to the fake workers, on one set of records."""
-    routing = routing_of(cluster.config)
-    generate = Dispatcher(fleet=cluster.fleet, policy=policy_of(cluster.config), config=cluster.config, routing=routing)
+    generate, routing = cluster.router.dispatcher, cluster.router.routing
     gateway = make_gateway(generate, fleet=cluster.fleet, routing=routing, **changes)
     async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
         yield client, routing

@@ -1,0 +1,82 @@
+"""The router below its faces, wired from its config: the same for a live gateway, the simulator and tests.
+
+face ──Job──▶ Admission ──▶ Canary ──▶ Dispatcher ──▶ Fleet ──▶ workers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from protos.wire import PROTOBUF, Encoding
+from router.admission.admission import Admission
+from router.admission.metrics import AdmissionCollector
+from router.config import RouterConfig
+from router.dispatch.canary import Canary, by_one_worker
+from router.dispatch.chooser import Routing, routing_of
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.metrics import MovingCollector
+from router.fleet.channels import OpenChannel, open_channel
+from router.fleet.fleet import Fleet
+from router.fleet.metrics import FleetCollector
+from router.latency.metrics import PredictionCollector
+from router.policies.base import Policy
+from router.policies.registry import policy_of
+from router.prefix.feed import Peers
+from router.prefix.index import PrefixIndex
+from router.prefix.registry import local_index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """Workers join `fleet`; `admission` is the `Generate` of the faces. `close` it at the end."""
+
+    config: RouterConfig
+    fleet: Fleet
+    routing: Routing
+    dispatcher: Dispatcher
+    canary: Canary
+    admission: Admission
+
+    def dispatcher_by(self, policy: Policy) -> Dispatcher:
+        """A dispatcher over the same fleet that decides by another policy, with records of its own."""
+        return Dispatcher(fleet=self.fleet, policy=policy, config=self.config, routing=Routing())
+
+    async def close(self) -> None:
+        await self.canary.close()
+        await self.fleet.close()
+
+
+def build_router(
+    config: RouterConfig,
+    *,
+    gateway_id: str,
+    index: PrefixIndex | None = None,
+    peers: Peers | None = None,
+    open_channel: OpenChannel = open_channel,
+    encoding: Encoding = PROTOBUF,
+    registry: CollectorRegistry | None = None,
+    open_fleet: Callable[..., Fleet] = Fleet,
+) -> Router:
+    """Runs on the event loop that calls it. Without an `index` this process gets one of its own; `peers` are the
+    gateways that share the `index`. With a `registry`, metrics are registered there, and evictions recorded for /admin.
+    Raises Misconfigured for a policy that does not exist."""
+    policy, routing = policy_of(config), routing_of(config)
+    fleet = open_fleet(
+        index=local_index() if index is None else index, config=config, gateway_id=gateway_id, peers=peers,
+        open_channel=open_channel, encoding=encoding, observe=None if registry is None else routing.observe,
+    )  # fmt: skip
+    dispatcher = Dispatcher(fleet=fleet, policy=policy, config=config, routing=routing)
+    alone = Dispatcher(fleet=fleet, policy=by_one_worker(policy), config=config, routing=Routing())
+    canary = Canary(dispatcher, alone=alone, every=config.canary_every)
+    admission = Admission(canary, fleet=fleet, config=config)
+    if registry is not None:
+        registry.register(FleetCollector(fleet))
+        registry.register(PredictionCollector(fleet.predictor, routing.shadows))
+        registry.register(MovingCollector(dispatcher.moves, dispatcher.pulls, canary))
+        registry.register(AdmissionCollector(admission))
+    return Router(
+        config=config, fleet=fleet, routing=routing, dispatcher=dispatcher, canary=canary, admission=admission
+    )  # fmt: skip
