@@ -20,7 +20,7 @@ OPENING_S = 0.5
 
 def overdue(lane: LaneStats, config: LaneConfig) -> bool:
     """Should it end, unless somebody needs it?"""
-    return lane.idle_s > (OPENING_S if lane.state == "opening" else config.idle_s)
+    return lane.idle_s > (OPENING_S if lane.state == "opening" else config.idle_timeout_s)
 
 
 def superfluous(lanes: Sequence[LaneStats], needed: Collection[str], config: LaneConfig) -> tuple[str, ...]:

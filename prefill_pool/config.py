@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protos.errors import Misconfigured
+from protos.settings import check_settings, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
-    """`chunk_bytes` bounds what one push copies, and so how long it keeps the engine from its next step. What the last
-    step of a prompt computes is pushed by groups of layers, of about `group_bytes` or more each."""
-
-    chunk_bytes: int = 32 * 2**20
-    group_bytes: int = 2**20
+    chunk_bytes: int = setting(32 * 2**20, "Most bytes that one push copies before the engine's next step.", least=1)
+    group_bytes: int = setting(2**20, "A prompt's last step pushes groups of layers of about this size.", least=1)
 
     def __post_init__(self) -> None:
-        for name in ("chunk_bytes", "group_bytes"):
-            if getattr(self, name) < 1:
-                raise Misconfigured(f"{name} is {getattr(self, name)}: it must be at least 1", param=name)
+        check_settings(self)

@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 import secrets
 import ssl
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 
 from protos.errors import Misconfigured
 from protos.hints import unusable
+from protos.settings import setting
 
 WORKER_NAME = "baton-worker"
 """What every worker's certificate is for (a DNS name of its subjectAltName). Workers come and go at changing addresses,
@@ -47,10 +48,15 @@ class PeerTls:
     calls are in the clear, and whoever can read the network reads the token as well.
     """
 
-    ca: str = ""
-    cert: str = ""
-    key: str = ""
-    token: str = field(default="", repr=False)
+    ca: str = setting("", "Authority that signed the certificates of gateways and workers (PEM file).")
+    cert: str = setting("", "Certificate of this member (PEM file).")
+    key: str = setting("", "Private key of this member (PEM file).")
+    token: str = setting(
+        "",
+        "What callers of a worker show; prefer the variable: other users can see flags.",
+        variable="BATON_TOKEN",
+        repr=False,
+    )
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in ("ca", "cert", "key")}
@@ -111,8 +117,8 @@ def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
 class FaceTls:
     """Files (PEM) that the gateway shows its clients, over HTTP and gRPC. Both or none."""
 
-    cert: str = ""
-    key: str = ""
+    cert: str = setting("", "Certificate that clients see, over HTTP and gRPC (PEM file).")
+    key: str = setting("", "Its private key (PEM file).")
 
     def __post_init__(self) -> None:
         if bool(self.cert) != bool(self.key):

@@ -70,7 +70,7 @@ def build_router(
     )  # fmt: skip
     dispatcher = Dispatcher(fleet=fleet, policy=policy, config=config, routing=routing)
     alone = Dispatcher(fleet=fleet, policy=by_one_worker(policy), config=config, routing=Routing())
-    canary = Canary(dispatcher, alone=alone, every=config.canary_every)
+    canary = Canary(dispatcher, alone=alone, every=config.dispatch.canary_every)
     admission = Admission(canary, fleet=fleet, config=config)
     if registry is not None:
         registry.register(FleetCollector(fleet))

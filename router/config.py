@@ -1,133 +1,131 @@
-"""What a router is told at its start. Bad values raise Misconfigured, naming the value, the range and the fix."""
+"""A router's settings, a class for each room that has some. A value out of range raises Misconfigured."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from protos.errors import Misconfigured
+from protos.settings import check_settings, setting
 
-TOP = ("port", "grpc_port")  # settings that are written outside [router]
-# Least and greatest value of every number, both allowed.
-RANGES: dict[str, tuple[float, float]] = {
-    "port": (0, 65535),
-    "grpc_port": (0, 65535),
-    "local_prefill_tokens": (0, 2**20),
-    "local_prefill_share": (0.0, 1.0),
-    "max_attempts": (1, 100),
-    "max_kills": (1, 100),
-    "ticket_lease_s": (0.1, 3600.0),
-    "connect_timeout_s": (0.01, 600.0),
-    "control_timeout_s": (0.01, 600.0),
-    "health_period_s": (0.01, 600.0),
-    "max_body_bytes": (1024, 2**30),
-    "body_timeout_s": (0.1, 3600.0),
-    "keep_alive_s": (0.1, 3600.0),
-    "stall_s": (0.01, 86400.0),
-    "max_queue_s": (0.0, 3600.0),
-    "successor_s": (0.0, 86400.0),
-    "retry_pause_s": (0.001, 60.0),
-    "sibling_s": (0.0, 60.0),
-    "num_decisions": (1, 10**6),
-    "canary_every": (0, 10**9),
-    "ttft_ms": (1.0, 10**7),
-    "tpot_ms": (0.1, 10**6),
-    "max_queued": (0, 10**6),
-    "max_backlog": (1, 10**6),
-    "max_backlog_s": (0.001, 600.0),
-}
+ToolParser = Literal["auto", "hermes", "llama3_json", "mistral"]
 
-TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """What every HTTP face shares."""
+
+    max_body_bytes: int = setting(16 * 2**20, "Largest body of a request that is read.", least=1024, most=2**30)
+    body_timeout_s: float = setting(60.0, "Time for a body to arrive after its head.", least=0.1, most=3600)
+    keep_alive_s: float = setting(15.0, "A silent stream sends a comment this often.", least=0.1, most=3600)
+    stall_s: float = setting(
+        60.0, "A stream whose client reads nothing for this long is ended.", least=0.01, most=86400
+    )
+    cors_origins: str = setting("", 'Pages that may call the API from a browser: "https://a.example, ..." or "*".')
+    access_log: bool = setting(True, "Log a line for each request.")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextConfig:
+    """How answers are parsed and prompts are tokenised."""
+
+    tool_parser: ToolParser = setting("auto", "Format of tool calls; auto: as the chat template has it (docs/api.md).")
+    disable_any_whitespace: bool = setting(False, "JSON answers bound to a schema have no white space.")
+    split_special_tokens: bool = setting(
+        False, "Text of special tokens in a prompt of /v1/completions is text, as always in a chat."
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionConfig:
+    """A worker with more work than `max_backlog` or `max_backlog_s` gets no more; requests wait at the gateway."""
+
+    max_queued: int = setting(1024, "Requests that wait at the gateway; more are refused.", least=0, most=10**6)
+    max_queue_s: float = setting(30.0, "Longest wait at the gateway.", least=0, most=3600)
+    max_backlog: int = setting(64, "Requests at a worker that have not begun.", least=1, most=10**6)
+    max_backlog_s: float = setting(0.5, "Prefill work queued at a worker.", least=0.001, most=600)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchConfig:
+    """How often and for how long a request is tried.
+
+    `ticket_lease_s` bounds the silence of a gateway, not the time that a prompt waits for its prefill worker.
+    """
+
+    max_attempts: int = setting(3, "Tries of a request that meets failures.", least=1, most=100)
+    max_worker_crashes: int = setting(
+        2, "A request is rejected after this many workers died with it, no token in between.", least=1, most=100
+    )
+    retry_pause_s: float = setting(0.1, "First pause before another try; each next one doubles.", least=0.001, most=60)
+    successor_timeout_s: float = setting(
+        600.0, "Longest wait of a begun answer while a worker for it starts.", least=0, most=86400
+    )
+    ticket_lease_s: float = setting(
+        30.0, "A decode worker frees blocks whose ticket is not renewed for this long.", least=0.1, most=3600
+    )
+    speculative_prefix_ttl_s: float = setting(
+        3.0, "A prompt just routed counts as cached on its workers for this long.", least=0, most=60
+    )
+    canary_every: int = setting(
+        0, "One in this many greedy requests runs again on one worker and is compared; 0: none.", least=0, most=10**9
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """Calls to workers."""
+
+    connect_timeout_s: float = setting(10.0, "For a connection to a worker.", least=0.01, most=600)
+    control_timeout_s: float = setting(10.0, "For a worker's answer to a call without tokens.", least=0.01, most=600)
+    health_period_s: float = setting(1.0, "Between two health checks of a worker.", least=0.01, most=600)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """`model_path` is the checkpoint folder (tokenizer, chat template and generation defaults are read from it).
+    """`model_path` is the checkpoint folder, from which tokenizer, chat template and generation defaults are read.
 
-    Conditional disaggregation: a prompt whose uncached part on the chosen decode worker is shorter than
-    `local_prefill_tokens`, and than `local_prefill_share` of the prompt, is read by the decode worker itself.
-
-    `ticket_lease_s` is how long a decode worker keeps blocks for a request that nobody renews and no KV comes for: it
-    bounds silence, not the time that a prompt waits for its prefill worker.
-
-    A request that was on `max_kills` workers when they died, without a token in between, is not tried again.
-
-    A request that met a failure is tried `max_attempts` times in all, after pauses that start at `retry_pause_s` and
-    double; while no worker can take it, it waits for at most `max_queue_s`. An answer that has begun waits for at most
-    `successor_s` while the supervisor is starting a worker that could go on with it.
-
-    A prompt just routed counts as cached on its workers for `sibling_s`. The last `num_decisions` requests' decisions
-    can be asked for.
-
-    One in `canary_every` greedy requests is run again on one worker alone, afterwards, and compared; 0: none.
-
-    `shadow_policy` (one, or several with commas between) scores every request as well, without acting.
-
-    The policy `slo` tries to keep the time to a first token under `ttft_ms`, and that between tokens under `tpot_ms`.
-
-    A worker that has prompts to read for more than `max_backlog_s`, or `max_backlog` requests that have not begun, is
-    given no more: up to `max_queued` requests wait at the gateway, in fair order, and the others are refused.
-    A body of more than `max_body_bytes`, or one that is not whole `body_timeout_s` after its head, is not read.
-    A stream that has nothing to say for `keep_alive_s` sends a comment. One whose client takes nothing for `stall_s` is
-    ended, with its sequences. Pages of `cors_origins` ("https://a.example,
-    https://b.example", or "*") may ask from a browser.
-
-    Calls of tools are read from answers as `tool_parser` says: "hermes", "llama3_json", "mistral", or "auto", as the
-    model's chat template shows them. With `disable_any_whitespace` JSON whose form a request binds has none.
-
-    With `split_special_tokens` the text of special tokens in a prompt of /v1/completions is text, as it always is in
-    the messages of a chat, where a request does not say otherwise.
-
-    With `access_log` every request has a line in the log.
-
-    `tenants` is a file of tenants and the hashes of their keys (docs/operating.md); empty: no keys are asked for.
+    Conditional disaggregation: the decode worker computes a prompt itself whose uncached part is shorter than both
+    `local_prefill_tokens` and `local_prefill_share` of the prompt.
     """
 
     model_path: Path
     model_name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    grpc_port: int = 8001
-    policy: str = "slo"
-    shadow_policy: str = ""
-    local_prefill_tokens: int = 64
-    local_prefill_share: float = 0.7
-    max_attempts: int = 3
-    max_kills: int = 2
-    ticket_lease_s: float = 30.0
-    connect_timeout_s: float = 10.0
-    control_timeout_s: float = 10.0
-    health_period_s: float = 1.0
-    max_body_bytes: int = 16 * 2**20
-    body_timeout_s: float = 60.0
-    keep_alive_s: float = 15.0
-    stall_s: float = 60.0
-    cors_origins: str = ""
-    max_queue_s: float = 30.0
-    successor_s: float = 600.0
-    retry_pause_s: float = 0.1
-    sibling_s: float = 3.0
-    num_decisions: int = 1024
-    canary_every: int = 0
-    ttft_ms: float = 1000.0
-    tpot_ms: float = 50.0
-    max_queued: int = 1024
-    max_backlog: int = 64
-    max_backlog_s: float = 0.5
-    access_log: bool = True
-    tenants: str = ""
-    tool_parser: str = "auto"
-    disable_any_whitespace: bool = False
-    split_special_tokens: bool = False
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port of HTTP; 0: any free one, for gRPC too.", least=0, most=65535)
+    grpc_port: int = setting(8001, "Port of gRPC; 0: any free one.", least=0, most=65535)
+    tenants: str = setting("", "File of tenants and hashes of their keys (docs/operating.md); empty: no keys needed.")
+    policy: str = setting("slo", "How requests are routed (docs/routing.md).")
+    shadow_policy: str = setting("", "Further policies, with commas between, that score requests and do no more.")
+    ttft_ms: float = setting(1000.0, "Objective of the policy slo for a first token.", least=1, most=10**7)
+    tpot_ms: float = setting(50.0, "Objective of the policy slo for the time between tokens.", least=0.1, most=10**6)
+    local_prefill_tokens: int = setting(
+        64, "An uncached remainder shorter than this stays on the decode worker.", least=0, most=2**20
+    )
+    local_prefill_share: float = setting(
+        0.7, "An uncached remainder must also be a smaller share of the prompt to stay there.", least=0, most=1
+    )
+    decision_history_size: int = setting(1024, "Decisions kept for `baton why`.", least=1, most=10**6)
+    http: HttpConfig = field(default_factory=HttpConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
 
     def __post_init__(self) -> None:
-        if self.tool_parser not in TOOL_PARSERS:
-            raise Misconfigured(
-                f"router.tool_parser = {self.tool_parser!r}: choose one of {', '.join(TOOL_PARSERS)}",
-                param="tool_parser",
-            )
-        for name, (least, greatest) in RANGES.items():
-            value = getattr(self, name)
-            if not least <= value <= greatest:
-                where = "" if name in TOP else "router."
-                raise Misconfigured(f"{where}{name} = {value}: give a number from {least} to {greatest}", param=name)
+        check_settings(self)

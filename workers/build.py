@@ -258,11 +258,7 @@ def _scheduler_config(config: WorkerConfig, model: ModelConfig, max_model_len: i
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         eos_ids=model.eos_token_ids,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        prefill_chunk=config.prefill_chunk,
-        max_waiting=config.max_waiting,
-        turn_s=config.turn_s,
+        **config.step_limits(),
     )
 
 

@@ -30,6 +30,7 @@ from cluster.simulate.latency.rough import Rough
 from cluster.simulate.run.config import SimulationConfig, hardware_spec, simulated_router
 from cluster.simulate.run.simulation import simulate
 from cluster.simulate.world.workload import Load, generated
+from router.config import AdmissionConfig
 
 FORMAT = "baton-overload/2"
 MULTIPLES = (0.5, 1.0, 2.0, 3.0)
@@ -128,7 +129,7 @@ def measure(
 def capacity(case: OverloadCase, *, num_requests: int, seed: int = 0) -> float:
     """Requests begun a second when all come at once and wait: those between a third of them and the last. By then
     answers end as fast as others begin, and nobody has run out of a line."""
-    patient = simulated_router(case.policy, max_queued=10**6, max_queue_s=3600.0)
+    patient = simulated_router(case.policy, admission=AdmissionConfig(max_queued=10**6, max_queue_s=3600.0))
     records = _run(replace(_config(case, seed), router=patient), case, num_requests, rate=1e6, seed=seed)
     begun = sorted(record.arrivals_s[0] for record in records if not record.error)
     low = len(begun) // 3

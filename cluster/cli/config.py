@@ -10,16 +10,13 @@ from cluster.config.settings import to_toml
 from protos.errors import BatonError
 
 
-def config(
-    file: options.ConfigFile = None,
-    model: options.Model = None,
-    further: options.Set = None,
-) -> None:
+@options.takes_settings("model")
+def config(given: options.GivenSettings) -> None:
     """Prints every setting in force as TOML that --config reads back: of `baton up` if no file or model is given."""
-    given = {"model": model} if file is not None or model is not None else DEMO
-    settings = options.settings(file, given, further)
+    is_of_demo = given.file is None and not given.flags
+    settings = given.config(**DEMO if is_of_demo else {})
     typer.echo(to_toml(settings), nl=False)
-    if model is not None:
+    if given.flags:
         try:
             settings.check_model()
         except BatonError as error:  # the file may be for another machine

@@ -1,19 +1,22 @@
-"""The flags that several verbs share, and how they become a ClusterConfig: file below, flags above."""
+"""The flags of settings, made from their declarations, and how they become a ClusterConfig: file below, flags above."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cluster.config.config import ClusterConfig
-from cluster.config.settings import Table, make_blaming, make_config, merge, read_file, setting
+from cluster.config.declared import declared_settings
+from cluster.config.settings import Table, make_blaming, make_config, merge, read_file, setting, table_of
 from cluster.process.logs import LogFormat
 from protos.errors import Misconfigured
+from protos.settings import number
 from router.policies.names import check_names
-from workers.config import Device, Dtype
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings; `baton config` prints one.")
@@ -21,91 +24,107 @@ ConfigFile = Annotated[
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="NAME=VALUE", help="Any setting of the file, as worker.prefill_chunk=256. Repeatable."
+        "--set", metavar="NAME=VALUE", help="Any setting (docs/settings.md), as worker.prefill_chunk=256. Repeatable."
     ),
 ]
 Log = Annotated[LogFormat, typer.Option("--log-format", help="Lines for people, or JSON for machines.")]
-AccessLog = Annotated[
-    bool | None, typer.Option("--access-log/--no-access-log", help="A line for each request. Default: yes.")
-]
-Model = Annotated[str | None, typer.Option("--model", metavar="PATH", help="Folder of a Hugging Face checkpoint.")]
-Name = Annotated[str | None, typer.Option("--served-name", help="What clients call the model. Default: its folder.")]
-Host = Annotated[str | None, typer.Option("--host", help="Address to listen on. Default: 127.0.0.1.")]
-Port = Annotated[int | None, typer.Option("--port", help="Of HTTP; 0: any, and any for gRPC. Default: 8000.")]
-GrpcPort = Annotated[int | None, typer.Option("--grpc-port", help="Of the gRPC service; 0: any. Default: 8001.")]
-Processes = Annotated[int | None, typer.Option("--processes", help="Gateway processes behind the port. Default: 1.")]
-Prefill = Annotated[
-    int | None, typer.Option("--prefill", help="Number of prefill workers. Default: 1; 0: decode workers prefill too.")
-]
-Decode = Annotated[int | None, typer.Option("--decode", help="Number of decode workers. Default: 1.")]
 Colocated = Annotated[bool, typer.Option("--colocated", help="Workers that prefill and decode, instead of two pools.")]
 Workers = Annotated[
-    int | None,
-    typer.Option("--workers", help="Number of colocated workers: --colocated goes without saying. Default: 1."),
+    int | None, typer.Option("--workers", help="Number of colocated workers; implies --colocated. Default: 1.")
 ]
-Tp = Annotated[int | None, typer.Option("--tp", help="Tensor parallel ranks of every worker. Default: 1.")]
-PrefillTp = Annotated[int | None, typer.Option("--prefill-tp", help="Ranks of a prefill worker. Default: --tp.")]
-DecodeTp = Annotated[int | None, typer.Option("--decode-tp", help="Ranks of a decode worker. Default: --tp.")]
-OnDevice = Annotated[Device | None, typer.Option("--device", help="Default: auto, GPUs if there are enough.")]
-InDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Default: auto, that of the checkpoint.")]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        "--max-model-len", metavar="TOKENS", help="Of a prompt and its answer, at most. Default: the model's own."
-    ),
-]
-HostKv = Annotated[
-    float | None,
-    typer.Option("--host-kv-gib", min=0, help="Host memory of a worker for KV that its device evicts. Default: 0."),
-]
-Index = Annotated[
-    str | None,
-    typer.Option("--index", help="Where gateways share the prefix index, redis://host:port. Default: memory."),
-]
-Policy = Annotated[str | None, typer.Option("--policy", help="How requests are routed: docs/routing.md.")]
-ShadowPolicy = Annotated[
-    str | None,
-    typer.Option("--shadow-policy", metavar="NAME", help="Another one that scores every request, and does no more."),
-]
-ToolParser = Annotated[
-    str | None,
-    typer.Option("--tool-parser", metavar="FORMAT", help="How calls of tools are written: docs/api.md."),
-]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        "--token",
-        envvar="BATON_TOKEN",
-        show_envvar=True,
-        help="What callers of a worker show it; better by the variable, as flags are seen by other users.",
-    ),
-]
-RayAddress = Annotated[str | None, typer.Option("--ray-address", help="A Ray that runs. Default: one of our own.")]
-Discovery = Annotated[
-    str | None, typer.Option("--discovery", metavar="URL", help="redis://host:port where supervisor and gateways meet.")
-]
+POOLS = (
+    "pools.prefill", "pools.decode", "worker.tp", "pools.prefill_tp", "pools.decode_tp", "worker.device",
+    "worker.dtype", "worker.max_model_len", "worker.host_kv_gib",
+)  # fmt: skip
+GATEWAY = (
+    "host", "port", "grpc_port", "processes", "index", "router.policy", "router.shadow_policy",
+    "router.text.tool_parser", "router.http.access_log",
+)  # fmt: skip
+Verb = Callable[..., Any]
 
 
-def settings(file: Path | None, flags: Table, further: list[str] | None) -> ClusterConfig:
-    """`flags` are tables, with None for what was not given. Raises Misconfigured."""
-    said, over = read_file(file) if file is not None else {}, _given(flags)
-    for one in further or ():
-        over = merge(over, setting(one))
-    return make_blaming(file, said, over, _make)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenSettings:
+    """Of a command line: tables, with only what was given, over those of `file`."""
+
+    file: Path | None
+    further: list[str]
+    flags: Table
+    workers: int | None = None  # of --workers without --colocated
+
+    def config(self, **over: Any) -> ClusterConfig:
+        """`over` are flags, too. Raises Misconfigured."""
+        said, flags = read_file(self.file) if self.file is not None else {}, merge(self.flags, over)
+        for one in self.further:
+            flags = merge(flags, setting(one))
+        return make_blaming(self.file, said, flags, _make)
 
 
-def _make(tables: Table) -> ClusterConfig:
-    config = make_config(tables)
-    check_names(config.router)
-    return config
+def takes_settings(*paths: str) -> Callable[[Verb], Verb]:
+    """A verb with a flag for the setting at each path, --config and --set. It is called with a GivenSettings and what
+    other parameters it has."""
+
+    def with_flags(verb: Verb) -> Verb:
+        flags = {path.replace(".", "_"): path for path in paths}
+        own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
+        more: dict[str, tuple[Any, Any]] = {"file": (ConfigFile, None), "further": (Set, None)}
+        if "pools.decode" in paths:
+            more |= {"colocated": (Colocated, False), "workers": (Workers, None)}
+
+        def run(**values: Any) -> None:
+            given = _flags({path: values.pop(name) for name, path in flags.items()})
+            file, further = values.pop("file"), values.pop("further") or []
+            colocated, workers = values.pop("colocated", False), values.pop("workers", None)
+            if of_pools := pools(given.get("pools", {}), colocated, workers):
+                given = merge(given, {"pools": of_pools})
+            implied = None if colocated else workers
+            verb(GivenSettings(file=file, further=further, flags=given, workers=implied), **values)
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        signature = [
+            inspect.Parameter(name, kind, default=None, annotation=_kind(path)) for name, path in flags.items()
+        ]
+        signature += [inspect.Parameter(name, kind, default=value, annotation=a) for name, (a, value) in more.items()]
+        signature += [parameter.replace(kind=kind) for parameter in own]
+        run.__doc__, run.__name__ = verb.__doc__, verb.__name__
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
+        run.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]  # what typer reads
+        return run
+
+    return with_flags
 
 
-def pools(prefill: int | None, decode: int | None, colocated: bool, workers: int | None) -> Table:
+def option(path: str) -> Any:
+    """The flag of a setting, for a parameter that is None where the flag is not given."""
+    declared = declared_settings()[path].setting
+    default = declared.default
+    if isinstance(default, bool):
+        default = "yes" if default else "no"
+    elif isinstance(default, float):
+        default = number(default)
+    told = f" Default: {default}." if default not in ("", None) else ""
+    name = "--" + (declared.flag or declared.name).replace("_", "-")
+    is_number = declared.kind in (int, float)
+    return typer.Option(
+        f"{name}/--no-{name[2:]}" if declared.kind is bool else name,
+        help=declared.help + told,
+        metavar=declared.unit.upper() or None,
+        envvar=declared.variable or None,
+        show_envvar=bool(declared.variable),
+        min=declared.least if is_number else None,
+        max=declared.most if is_number else None,
+    )
+
+
+def _kind(path: str) -> Any:
+    return Annotated[declared_settings()[path].setting.kind | None, option(path)]
+
+
+def pools(apart: Mapping[str, Any], colocated: bool, workers: int | None) -> Table:
     """The [pools] table. One kind of cluster on the command line replaces the other kind in the file."""
     if colocated or workers is not None:
-        return {"prefill": prefill or 0, "decode": decode or 0, "colocated": 1 if workers is None else workers}
-    both = {"prefill": prefill, "decode": decode}
-    return both | {"colocated": 0} if prefill is not None or decode is not None else both
+        return {"prefill": 0, "decode": 0, **apart, "colocated": 1 if workers is None else workers}
+    return {**apart, "colocated": 0} if apart.keys() & {"prefill", "decode"} else dict(apart)
 
 
 def refuse_others(context: typer.Context, why: str, taken: Collection[str]) -> None:
@@ -122,11 +141,16 @@ def refuse_others(context: typer.Context, why: str, taken: Collection[str]) -> N
         raise Misconfigured(f"{why}: leave {', '.join(given)} out", param=given[0].lstrip("-"))
 
 
-def _given(flags: Table) -> Table:
-    given: dict[str, Any] = {}
-    for name, value in flags.items():
-        if isinstance(value, dict):
-            given[name] = _given(value)
-        elif value is not None:
-            given[name] = value
+def _make(tables: Table) -> ClusterConfig:
+    config = make_config(tables)
+    check_names(config.router)
+    return config
+
+
+def _flags(values: Mapping[str, Any]) -> Table:
+    """The tables of what was given."""
+    given: Table = {}
+    for path, value in values.items():
+        if value is not None:
+            given = merge(given, table_of(path, value))
     return given

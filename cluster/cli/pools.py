@@ -28,38 +28,10 @@ Heartbeat = Annotated[
 ]
 
 
-def pools(
-    model: options.Model = None,
-    discovery: options.Discovery = None,
-    prefill: options.Prefill = None,
-    decode: options.Decode = None,
-    colocated: options.Colocated = False,
-    workers: options.Workers = None,
-    tp: options.Tp = None,
-    prefill_tp: options.PrefillTp = None,
-    decode_tp: options.DecodeTp = None,
-    device: options.OnDevice = None,
-    dtype: options.InDtype = None,
-    max_model_len: options.MaxModelLen = None,
-    host_kv_gib: options.HostKv = None,
-    served_name: options.Name = None,
-    ray_address: options.RayAddress = None,
-    heartbeat: Heartbeat = None,
-    file: options.ConfigFile = None,
-    further: options.Set = None,
-    log_format: options.Log = LogFormat.TEXT,
-) -> None:
+@options.takes_settings("model", "served_name", "discovery", *options.POOLS, "ray.address")
+def pools(given: options.GivenSettings, heartbeat: Heartbeat = None, log_format: options.Log = LogFormat.TEXT) -> None:
     """Runs and supervises workers until Ctrl-C, for every `baton gateway` with the same --discovery."""
-    given = {
-        "model": model, "served_name": served_name, "discovery": discovery,
-        "pools": options.pools(prefill, decode, colocated, workers)
-        | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
-        "worker": {
-            "tp": tp, "device": device, "dtype": dtype, "max_model_len": max_model_len, "host_kv_gib": host_kv_gib,
-        },
-        "ray": {"address": ray_address},
-    }  # fmt: skip
-    config, console = options.settings(file, given, further), terminal(log_format)
+    config, console = given.config(), terminal(log_format)
     if not asyncio.run(run_pools(config, console, heartbeat)):
         raise typer.Exit(130)
 

@@ -131,89 +131,30 @@ async def run_deployment(config: ClusterConfig, console: Console, log_format: Lo
     return in_order
 
 
-def serve(
-    model: options.Model = None,
-    prefill: options.Prefill = None,
-    decode: options.Decode = None,
-    colocated: options.Colocated = False,
-    workers: options.Workers = None,
-    tp: options.Tp = None,
-    prefill_tp: options.PrefillTp = None,
-    decode_tp: options.DecodeTp = None,
-    device: options.OnDevice = None,
-    dtype: options.InDtype = None,
-    max_model_len: options.MaxModelLen = None,
-    host_kv_gib: options.HostKv = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    grpc_port: options.GrpcPort = None,
-    processes: options.Processes = None,
-    index: options.Index = None,
-    policy: options.Policy = None,
-    shadow_policy: options.ShadowPolicy = None,
-    tool_parser: options.ToolParser = None,
-    served_name: options.Name = None,
-    ray_address: options.RayAddress = None,
-    file: options.ConfigFile = None,
-    further: options.Set = None,
-    log_format: options.Log = LogFormat.TEXT,
-    access_log: options.AccessLog = None,
-) -> None:
+@options.takes_settings("model", "served_name", *options.POOLS, *options.GATEWAY, "ray.address")
+def serve(given: options.GivenSettings, log_format: options.Log = LogFormat.TEXT) -> None:
     """Serves a model until Ctrl-C: a gateway, and prefill and decode workers that Ray places and Baton supervises."""
-    given = {
-        "model": model, "served_name": served_name, "host": host, "port": port, "grpc_port": grpc_port, "index": index,
-        "processes": processes,
-        "router": {
-            "policy": policy, "shadow_policy": shadow_policy, "tool_parser": tool_parser, "access_log": access_log,
-        },
-        "pools": options.pools(prefill, decode, colocated, workers)
-        | {"prefill_tp": prefill_tp, "decode_tp": decode_tp},
-        "worker": {
-            "tp": tp, "device": device, "dtype": dtype, "max_model_len": max_model_len, "host_kv_gib": host_kv_gib,
-        },
-        "ray": {"address": ray_address},
-    }  # fmt: skip
-    config = options.settings(file, given, further)
-    console = terminal(log_format, access_log=config.router.access_log)
-    if workers is not None and not colocated:
-        log.info(
-            "--workers %d: colocated, each reads prompts and writes answers; two pools: --prefill, --decode", workers
-        )
-    _run(config, console, log_format)
+    _serve(given, given.config(), log_format)
 
 
-def up(
-    prefill: options.Prefill = None,
-    decode: options.Decode = None,
-    colocated: options.Colocated = False,
-    workers: options.Workers = None,
-    tp: options.Tp = None,
-    prefill_tp: options.PrefillTp = None,
-    decode_tp: options.DecodeTp = None,
-    device: options.OnDevice = None,
-    dtype: options.InDtype = None,
-    max_model_len: options.MaxModelLen = None,
-    host_kv_gib: options.HostKv = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    grpc_port: options.GrpcPort = None,
-    processes: options.Processes = None,
-    index: options.Index = None,
-    policy: options.Policy = None,
-    shadow_policy: options.ShadowPolicy = None,
-    tool_parser: options.ToolParser = None,
-    served_name: options.Name = None,
-    ray_address: options.RayAddress = None,
-    file: options.ConfigFile = None,
-    further: options.Set = None,
-    log_format: options.Log = LogFormat.TEXT,
-    access_log: options.AccessLog = None,
-) -> None:
+@options.takes_settings("served_name", *options.POOLS, *options.GATEWAY, "ray.address")
+def up(given: options.GivenSettings, log_format: options.Log = LogFormat.TEXT) -> None:
     """Serves the demo model that ships with Baton until Ctrl-C: `baton serve` with nothing to choose."""
-    chosen = {name: value for name, value in locals().items() if name != "served_name"}
     terminal(log_format)
-    _tell_unused(file, further or ())
-    serve(model=DEMO["model"], served_name=DEMO["served_name"] if served_name is None else served_name, **chosen)
+    _tell_unused(given.file, given.further)
+    _serve(given, given.config(**DEMO | given.flags), log_format)
+
+
+def _serve(given: options.GivenSettings, config: ClusterConfig, log_format: LogFormat) -> None:
+    import uvloop
+
+    console = terminal(log_format, access_log=config.router.http.access_log)
+    if given.workers is not None:
+        log.info(
+            "--workers %d: colocated, each computes prompts and answers; two pools: --prefill, --decode", given.workers
+        )
+    if not uvloop.run(run_deployment(config, console, log_format)):
+        raise typer.Exit(130)
 
 
 def _tell_unused(file: Path | None, further: Sequence[str]) -> None:
@@ -231,11 +172,3 @@ def _tell_unused(file: Path | None, further: Sequence[str]) -> None:
             "--config %s: no effect here: %s: `baton up` serves the demo model; `baton serve --config %s` serves the "
             "file's", shlex.quote(str(file)), ", ".join(unused), shlex.quote(str(file)),
         )  # fmt: skip
-
-
-def _run(config: ClusterConfig, console: Console, log_format: LogFormat) -> None:
-    import uvloop
-
-    in_order = uvloop.run(run_deployment(config, console, log_format))
-    if not in_order:
-        raise typer.Exit(130)

@@ -31,30 +31,19 @@ OnPort = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the wo
 Id = Annotated[str, typer.Option("--id", help="The worker's name. Default: its role and a random word.")]
 
 
+@options.takes_settings(
+    "model", "served_name", "worker.device", "worker.dtype", "worker.max_model_len", "worker.host_kv_gib", "peers.token"
+)
 def worker(
+    given: options.GivenSettings,
     role: Role = WorkerRole.COLOCATED,
-    model: options.Model = None,
     host: At = "127.0.0.1",
     port: OnPort = 0,
     worker_id: Id = "",
-    device: options.OnDevice = None,
-    dtype: options.InDtype = None,
-    max_model_len: options.MaxModelLen = None,
-    host_kv_gib: options.HostKv = None,
-    token: options.Token = None,
-    served_name: options.Name = None,
-    file: options.ConfigFile = None,
-    further: options.Set = None,
     log_format: options.Log = LogFormat.TEXT,
 ) -> None:
     """Runs one worker until Ctrl-C and prints its address, for `baton gateway --worker`."""
-    given = {
-        "model": model,
-        "served_name": served_name,
-        "worker": {"device": device, "dtype": dtype, "max_model_len": max_model_len, "host_kv_gib": host_kv_gib},
-        "peers": {"token": token},
-    }
-    config, console = options.settings(file, given, further), terminal(log_format)
+    config, console = given.config(), terminal(log_format)
     if config.worker.tp > 1:
         raise Misconfigured(
             f"worker.tp is {config.worker.tp}: one process is one rank, so use `baton serve`", param="tp"

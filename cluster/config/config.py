@@ -16,6 +16,7 @@ from kvtransfer.config import LaneConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import BadCheckpoint, Misconfigured
 from protos.hints import NO_GGUF, counted
+from protos.settings import check_settings, setting
 from protos.tls import FaceTls, PeerTls
 from protos.values import WorkerRole
 from router.config import RouterConfig
@@ -24,43 +25,33 @@ from workers.config import WorkerConfig
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)  # meta-llama/Llama-3.1-8B
 MEMORY = "memory"
 MAX_WORKERS = 4096
-MAX_PROCESSES = 64
-MIN_SILENT_S = 2.0
-_LEAST = {
-    "first_delay_s": 0.0, "factor": 1.0, "reset_after_s": 0.0, "health_period_s": 0.1, "max_misses": 1, "grace_s": 0.0,
-    "orphan_s": 10.0,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolsConfig:
-    """How many workers each pool has: prefill and decode (1 each unless said otherwise), or colocated ones that do
-    both. `decode` workers without `prefill` ones read their prompts themselves. A worker of a pool has `prefill_tp` or
-    `decode_tp` tensor-parallel ranks, or as many as all workers have (`worker.tp`)."""
+    """Either prefill and decode workers (1 each by default) or colocated ones, which do both. Decode workers without
+    prefill ones compute their prompts themselves."""
 
-    prefill: int | None = None
-    decode: int | None = None
-    colocated: int = 0
-    prefill_tp: int | None = None
-    decode_tp: int | None = None
+    prefill: int | None = setting(
+        None, "Number of prefill workers; default: 1; 0: decode workers prefill too.", least=0, most=MAX_WORKERS
+    )
+    decode: int | None = setting(None, "Number of decode workers; default: 1.", least=0, most=MAX_WORKERS)
+    colocated: int = setting(0, "Number of workers that prefill and decode.", least=0, most=MAX_WORKERS)
+    prefill_tp: int | None = setting(None, "Ranks of a prefill worker; default: worker.tp.", least=1)
+    decode_tp: int | None = setting(None, "Ranks of a decode worker; default: worker.tp.", least=1)
 
     def __post_init__(self) -> None:
-        for name in ("prefill_tp", "decode_tp"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise Misconfigured(f"pools.{name} = {value}: give 1 or more", param=name)
-        for name in ("prefill", "decode", "colocated"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_WORKERS:
-                raise Misconfigured(f"pools.{name} = {value}: give a number from 0 to {MAX_WORKERS}", param=name)
+        check_settings(self)
         if self.colocated and (self.prefill or self.decode):
             raise Misconfigured(
                 f"pools: {counted(self.colocated, 'colocated worker')} and {self.prefill or 0} + {self.decode or 0} of "
-                "prefill and decode: a cluster has either the former or the latter",
+                "prefill and decode: give either the former or the latter",
                 param="colocated",
             )
         if not self.colocated and self.decode == 0:
-            raise Misconfigured("pools.decode = 0: somebody must write the answers, so give at least 1", param="decode")
+            raise Misconfigured(
+                "pools.decode = 0: give at least 1, as prefill workers write no answers", param="decode"
+            )
 
     def tp(self, role: WorkerRole, otherwise: int) -> int:
         """Ranks of a pool's workers, where it is not said for this pool alone: `otherwise`."""
@@ -81,81 +72,70 @@ class PoolsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
-    """`address` of a running Ray cluster (host:port, ray://host:port, or auto); empty: one of our own on this machine.
+    """A Ray that does not answer is given up: a private one is started anew, and one at an address is connected to
+    again. Workers serve on."""
 
-    With `pool_resources` every rank also takes one of the custom Ray resource that has its pool's name, so that nodes
-    are told apart by what they offer (deploy/k8s). A Ray that has not answered for `silent_s` is given up: a private
-    one is started anew, and one at an address is connected to again; workers serve on.
-    """
-
-    address: str = ""
-    pool_resources: bool = False
-    silent_s: float = 15.0
+    address: str = setting(
+        "", "A Ray that runs (host:port, ray://host:port or auto); empty: a private one.", flag="ray-address"
+    )
+    pool_resources: bool = setting(
+        False, "Each rank takes one of the custom Ray resource with its pool's name (deploy/k8s)."
+    )
+    response_timeout_s: float = setting(15.0, "A Ray that has not answered for this long is given up.", least=2)
 
     def __post_init__(self) -> None:
-        if not self.silent_s >= MIN_SILENT_S:
-            raise Misconfigured(
-                f"ray.silent_s = {self.silent_s}: give {MIN_SILENT_S:g} or more seconds", param="silent_s"
-            )
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisionConfig:
-    """A worker that died is started again after `first_delay_s`, which grows by `factor` with every further death, up
-    to `max_delay_s`; after `reset_after_s` of service its deaths are forgotten. Every `health_period_s` a worker is
-    asked for its health: one that says no, or nothing, `max_misses` times in a row is dead too. At a stop, running
-    requests have `grace_s` to finish. A worker on another machine ends by itself when no supervisor has been in contact
-    for `orphan_s`; one on the machine of its `baton` process ends with that process."""
+    """When a worker is dead, when it is started again, and how it ends. A worker on the machine of its `baton` process
+    ends with that process."""
 
-    first_delay_s: float = 0.25
-    factor: float = 2.0
-    max_delay_s: float = 30.0
-    reset_after_s: float = 60.0
-    health_period_s: float = 2.0
-    max_misses: int = 5
-    grace_s: float = 30.0
-    orphan_s: float = 60.0
+    initial_backoff_s: float = setting(0.25, "Pause before a dead worker is started again.", least=0)
+    backoff_factor: float = setting(2.0, "Each further death makes the pause longer by this factor.", least=1)
+    max_backoff_s: float = setting(30.0, "Longest pause.", least=0)
+    backoff_reset_s: float = setting(60.0, "After this time of service earlier deaths do not count.", least=0)
+    health_period_s: float = setting(2.0, "Between two health checks of a worker.", least=0.1)
+    max_failed_checks: int = setting(5, "A worker that fails as many checks in a row is dead.", least=1)
+    grace_s: float = setting(30.0, "Running requests may finish within this time at a stop.", least=0)
+    orphan_timeout_s: float = setting(
+        60.0, "A worker on another machine ends after this time without a supervisor.", least=10
+    )
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            if not getattr(self, name) >= least:
-                raise Misconfigured(f"supervision.{name} = {getattr(self, name)}: give {least:g} or more", param=name)
-        if not self.max_delay_s >= self.first_delay_s:
+        check_settings(self)
+        if self.max_backoff_s < self.initial_backoff_s:
             raise Misconfigured(
-                f"supervision.max_delay_s = {self.max_delay_s}: give first_delay_s = {self.first_delay_s:g} or more",
-                param="max_delay_s",
+                f"max_backoff_s = {self.max_backoff_s}: give initial_backoff_s = {self.initial_backoff_s:g} or more",
+                param="max_backoff_s",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """`index` says where the prefix index lives: in each gateway's memory alone, or shared through Redis (any URL of
-    `router.prefix.redis_url`); `discovery` (redis://...) where supervisor and gateways meet when
-    they are separate processes, and is not needed where they are one. The gateway is `processes` processes behind the
-    same ports."""
+    """`index` may be any URL of `router.prefix.redis_url`. `discovery` is not needed where one `baton` process has
+    supervisor and gateway."""
 
-    worker: WorkerConfig
-    router: RouterConfig
+    index: str = setting(MEMORY, "Prefix index: memory, or redis://host:port for gateways that share one.")
+    discovery: str = setting("", "redis://host:port where supervisor and gateways meet.")
+    processes: int = setting(1, "Gateway processes behind the same ports.", least=1, most=64)
     pools: PoolsConfig = field(default_factory=PoolsConfig)
+    worker: WorkerConfig
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+    router: RouterConfig
     ray: RayConfig = field(default_factory=RayConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     tls: FaceTls = field(default_factory=FaceTls)
     peers: PeerTls = field(default_factory=PeerTls)
-    index: str = MEMORY
-    discovery: str = ""
-    processes: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.processes <= MAX_PROCESSES:
-            raise Misconfigured(
-                f"processes = {self.processes}: give a number from 1 to {MAX_PROCESSES}", param="processes"
-            )
+        check_settings(self)
         if self.index != MEMORY:
             _check_index(self.index)
         if self.discovery and not self.discovery.startswith(("redis://", "rediss://")):
-            raise Misconfigured(f"discovery: {self.discovery!r}: give redis://host:port", param="discovery")
+            raise Misconfigured(f"discovery = {self.discovery!r}: give redis://host:port", param="discovery")
         if self.router.port and self.router.port == self.router.grpc_port:
             raise Misconfigured(
                 f"port and grpc_port are both {self.router.port}: give two, or 0 for any free one", param="grpc_port"

@@ -9,47 +9,21 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
-import types
-import typing
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from cluster.config.config import ClusterConfig, PoolsConfig, RayConfig, SupervisionConfig
-from decode_pool.config import DecodeConfig
-from kvtransfer.config import LaneConfig
-from prefill_pool.config import PrefillConfig
+from cluster.config.config import ClusterConfig
+from cluster.config.declared import config_fields, declared_settings, path_of, tables
+from cluster.config.renamed import check_renamed
 from protos.errors import Misconfigured
 from protos.hints import nearest, unusable
-from protos.tls import FaceTls, PeerTls
+from protos.settings import Setting, settings_of
 from protos.values import WorkerRole
-from router.config import RouterConfig
-from workers.config import WorkerConfig
 
 Table = dict[str, Any]
 
-TABLES: Mapping[str, type[Any]] = {
-    "pools": PoolsConfig,
-    "worker": WorkerConfig,
-    "lanes": LaneConfig,
-    "prefill": PrefillConfig,
-    "decode": DecodeConfig,
-    "router": RouterConfig,
-    "ray": RayConfig,
-    "supervision": SupervisionConfig,
-    "tls": FaceTls,
-    "peers": PeerTls,
-}
-# At the top of the file, outside every table: they concern more than one part.
-TOP: Mapping[str, Any] = {
-    "model": str, "served_name": str, "host": str, "port": int, "grpc_port": int, "index": str, "discovery": str,
-    "processes": int,
-}  # fmt: skip
-_ELSEWHERE = {
-    "worker": {"model", "served_name", "lanes"},
-    "router": {"model_path", "model_name", "host", "port", "grpc_port"},
-}
 _MAX_FLOAT = int(sys.float_info.max)
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
@@ -75,9 +49,14 @@ def setting(text: str) -> Table:
         parsed: Any = tomllib.loads(f"value = {value}")["value"]
     except ValueError:  # a bare word, or a number of more digits than Python reads
         parsed = value
-    for part in reversed(name.strip().split(".")):
-        parsed = {part: parsed}
-    return dict(parsed)
+    return table_of(name.strip(), parsed)
+
+
+def table_of(path: str, value: Any) -> Table:
+    """The nested tables with one value."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return dict(value)
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
@@ -94,27 +73,39 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
-    """Raises Misconfigured, naming the setting, with its table, and how to mend it."""
-    top = {name: _checked(name, value, TOP[name]) for name, value in settings.items() if _is_top(name)}
-    tables = {name: _table(name, settings.get(name, {})) for name in TABLES}
-    model = top.get("model", "")
-    lanes = _part("lanes", tables)
-    worker = _part("worker", tables, model=model, served_name=top.get("served_name", ""), lanes=lanes)
-    faces = {name: top[name] for name in ("host", "port", "grpc_port") if name in top}
-    if faces.get("port") == 0:
-        faces.setdefault("grpc_port", 0)  # whoever takes any free port does not want a certain one beside it
-    if top.get("served_name") == "":
+    """Raises Misconfigured, naming the setting by its path, with the fix."""
+    given = dict(_checked(settings))
+    if given.get("port") == 0:
+        given.setdefault("grpc_port", 0)  # a certain port beside any free one is not wanted
+    if given.get("served_name") == "":
         raise Misconfigured(
-            "served_name is '': give what clients call the model, or leave it out for its folder's name",
+            "served_name = '': give what clients call the model, or leave it out for its folder's name",
             param="served_name",
         )
-    name = worker.served_name or Path(model).resolve().name
-    return ClusterConfig(
-        worker=worker,
-        router=_part("router", tables, model_path=Path(model), model_name=name, **faces),
-        **{table: _part(table, tables) for table in TABLES if table not in ("worker", "lanes", "router")},
-        **{name: top[name] for name in ("index", "discovery", "processes") if name in top},
-    )
+    model = Path(given.setdefault("model", ""))
+    given |= {"router.model_path": model, "router.model_name": given.get("served_name") or model.resolve().name}
+    made: ClusterConfig = _make(ClusterConfig, "", given)
+    return made
+
+
+def _make(config: Any, above: str, given: Mapping[str, Any]) -> Any:
+    """A dataclass of settings and those within it. A mistake is raised with the path of the setting."""
+    values: dict[str, Any] = {}
+    for name, kind in config_fields(config):
+        path = path_of(f"{above}{name}")
+        if is_dataclass(kind):
+            values[name] = _make(kind, f"{above}{name}.", given)
+        elif path in given:
+            values[name] = given[path]
+    try:
+        return config(**values)
+    except Misconfigured as error:
+        table = path_of(above.rstrip("."))
+        name = (error.param or "").removeprefix(f"{table}.")
+        path = path_of(f"{above}{name}")
+        if path == name or name not in settings_of(config) or error.message.startswith((f"{table}.", f"{table}: ")):
+            raise
+        raise type(error)(f"{table}.{error.message}", param=path) from error
 
 
 def make_blaming(file: Path | None, said: Table, over: Table, make: Callable[[Table], ClusterConfig]) -> ClusterConfig:
@@ -138,40 +129,22 @@ def _makes(tables: Table, mistake: Misconfigured, make: Callable[[Table], Cluste
     return False
 
 
-def _part(table: str, tables: Mapping[str, Table], **more: Any) -> Any:
-    """What a table makes. A mistake is told with the table's name."""
-    try:
-        return TABLES[table](**more, **tables[table])
-    except Misconfigured as error:
-        name = (error.param or "").removeprefix(f"{table}.")
-        if name not in _owned(table):
-            raise
-        told = error.message if error.message.startswith((f"{table}.", f"{table}: ")) else f"{table}.{error.message}"
-        raise type(error)(told, param=f"{table}.{name}") from error
-
-
 def to_toml(config: ClusterConfig) -> str:
     """The configuration as a file that `--config` reads; settings left to be found out at the start are comments."""
-    lines = [
-        f"model = {_literal(config.worker.model)}",
-        *(_line(config.router, "model_name", "served_name"), *(_line(config.router, n) for n in ("host", "port"))),
-        *(_line(config.router, "grpc_port"), _line(config, "index"), _line(config, "discovery")),
-        _line(config, "processes"),
-    ]
-    lines += ["", "[pools]", *(f"{role} = {config.pools.counts().get(role, 0)}" for role in WorkerRole)]
-    lines += [_line(config.pools, name) for name in ("prefill_tp", "decode_tp")]
-    for table, cls in TABLES.items():
-        if table == "pools":
-            continue
-        part = getattr(config, table)
-        owned = [spec.name for spec in fields(cls) if spec.name not in _ELSEWHERE.get(table, ())]
-        lines += ["", f"[{table}]", *(_line(part, name) for name in owned)]
+    counts = {role.value: config.pools.counts().get(role, 0) for role in WorkerRole}
+    config = replace(
+        config,
+        worker=replace(config.worker, served_name=config.router.model_name),
+        pools=replace(config.pools, **counts),
+    )
+    lines, table = [], ""
+    for path, declared in declared_settings().items():
+        if declared.table != table:
+            table = declared.table
+            lines += ["", f"[{table}]"]
+        name, value = path.rpartition(".")[2], declared.value(config)
+        lines.append(f"# {name} is found out" if value is None else f"{name} = {_literal(value)}")
     return "\n".join(lines) + "\n"
-
-
-def _line(part: object, name: str, called: str = "") -> str:
-    value = getattr(part, name)
-    return f"# {called or name} is found out" if value is None else f"{called or name} = {_literal(value)}"
 
 
 def _literal(value: object) -> str:
@@ -182,59 +155,67 @@ def _literal(value: object) -> str:
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # which alone TOML escapes besides
 
 
-def _is_top(name: str) -> bool:
-    """Whether a name at the top is a setting, not a table. Raises Misconfigured when it is neither."""
-    if name in TABLES:
-        return False
-    if name in TOP:
-        return True
-    home = next((table for table in TABLES if name in _owned(table)), None)
-    hint = f"it belongs into [{home}]" if home else _suggestion(name, [*TOP, *TABLES])
-    raise Misconfigured(f"there is no setting {name!r} at the top: {hint}", param=name)
+def paths_of(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested tables by their paths."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from paths_of(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
-def _owned(table: str) -> dict[str, Any]:
-    """The settings of a table and their types."""
-    hints = typing.get_type_hints(TABLES[table])
-    return {name: hint for name, hint in hints.items() if name not in _ELSEWHERE.get(table, ())}
+def _checked(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values by their paths. Raises Misconfigured for a name that is none and a value of a wrong type."""
+    known = declared_settings()
+    for path, value in _leaves(settings, ""):
+        check_renamed(path)
+        if path not in known:
+            raise Misconfigured(_unknown(path), param=path)
+        yield path, _typed(path, value, known[path].setting)
 
 
-def _table(table: str, given: Any) -> Table:
-    if not isinstance(given, Mapping):
-        raise Misconfigured(f"{table} = {given!r}: it is a table, write [{table}] and settings below it", param=table)
-    owned = _owned(table)
-    for name in given:
-        if name not in owned:
-            hint = "it belongs to the top, outside every table" if name in TOP else _suggestion(name, list(owned))
-            raise Misconfigured(f"there is no setting {name!r} in [{table}]: {hint}", param=f"{table}.{name}")
-    return {name: _checked(f"{table}.{name}", value, owned[name]) for name, value in given.items()}
+def _leaves(settings: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    """As `paths_of`, but a table is searched only where one belongs. Raises Misconfigured where it is a value."""
+    for name, value in settings.items():
+        path = f"{above}{name}"
+        if any(f"{table}.".startswith(f"{path}.") for table in tables()):
+            if not isinstance(value, Mapping):
+                raise Misconfigured(
+                    f"{path} = {value!r}: it is a table, write [{path}] and settings below it", param=path
+                )
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
 
 
-def _suggestion(name: str, known: list[str]) -> str:
-    near = nearest(name, known)
-    return f"did you mean {near!r}?" if near else f"there are {', '.join(sorted(known))}"
+def _unknown(path: str) -> str:
+    """What is wrong with a path that is no setting's."""
+    table, _, name = path.rpartition(".")
+    where = f"in [{table}]" if table else "at the top"
+    above = f"{table}." if table else ""
+    siblings = {one.removeprefix(above).partition(".")[0] for one in declared_settings() if one.startswith(above)}
+    homes = [one.table for one in declared_settings().values() if one.path.rpartition(".")[2] == name]
+    if homes:
+        places = " or ".join(f"into [{home}]" if home else "to the top, outside every table" for home in homes)
+        hint = f"it belongs {places}"
+    else:
+        near = nearest(name, siblings)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(sorted(siblings))}"
+    return f"there is no setting {name!r} {where}: {hint}"
 
 
-def _checked(name: str, value: Any, wanted: Any) -> Any:
-    """The value as `wanted` (a type, a Literal, or one of them or None). Raises Misconfigured."""
-    if typing.get_origin(wanted) in (typing.Union, types.UnionType):
-        (wanted,) = (option for option in typing.get_args(wanted) if option is not types.NoneType)
-    if typing.get_origin(wanted) is Literal:
-        options = typing.get_args(wanted)
-        if value in options:
-            return value
-        near = nearest(str(value), options)
-        hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(options)}"
-        raise Misconfigured(f"{name} = {value!r}: {hint}", param=name)
+def _typed(path: str, value: Any, declared: Setting) -> Any:
+    """Raises Misconfigured."""
+    wanted = str if declared.choices else declared.kind
     if wanted is float and type(value) is int and abs(value) <= _MAX_FLOAT:
         return float(value)
     if type(value) is wanted:
         return value
-    raise Misconfigured(f"{name} = {_shown(value)}: give {_WORDS[wanted]}", param=name)
+    raise Misconfigured(f"{path} = {_shown(value)}: give {_WORDS[wanted]}", param=path)
 
 
 def _shown(value: Any) -> str:
     if type(value) is int and abs(value) > _MAX_FLOAT:  # perhaps of more digits than Python writes
         return "a number beyond all ranges"
-    told = repr(value)
-    return told if len(told) <= 80 else f"{told[:77]}..."
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."

@@ -89,8 +89,9 @@ class GatewayProcess:
         self._told = ToldDiscovery()
         # Without Redis the supervisor keeps tenants' limits; what waits in line is each process's own, in equal parts.
         self._limits = KeptLimits(control) if config.index == MEMORY else None
+        admission = config.router.admission
         self._front = Front(
-            replace(config.router, max_queued=-(-config.router.max_queued // orders.count)),
+            replace(config.router, admission=replace(admission, max_queued=-(-admission.max_queued // orders.count))),
             None,
             max_model_len=max_model_len_of(config),
             tls=config.tls,
@@ -171,7 +172,7 @@ async def run(control_end: socket.socket, connections_end: socket.socket) -> int
     orders = await control.receive()
     if not isinstance(orders, Orders):
         return 1  # the supervisor has ended before it said anything
-    terminal(orders.log_format, access_log=orders.config.router.access_log)
+    terminal(orders.log_format, access_log=orders.config.router.http.access_log)
     if orders.number:
         logging.getLogger("baton.router").addFilter(is_news)
     try:

@@ -318,12 +318,12 @@ class Gateways:
         """Returns when a process that was up does not answer any more: its event loop stands still."""
         config = self._config.supervision
         seat.num_unanswered = 0
-        while seat.num_unanswered < config.max_misses:
+        while seat.num_unanswered < config.max_failed_checks:
             await asyncio.sleep(config.health_period_s)
             if seat.is_up:
                 seat.num_unanswered += 1
                 control.send(Ping())
-        seat.error = Unavailable(f"it has not answered for {config.max_misses * config.health_period_s:g} s")
+        seat.error = Unavailable(f"it has not answered for {config.max_failed_checks * config.health_period_s:g} s")
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class Pools:
             if self._error is not None:
                 raise self._error
             supervision = self._config.supervision
-            num_failures = 1 if time.monotonic() - begun_s > supervision.reset_after_s else num_failures + 1
+            num_failures = 1 if time.monotonic() - begun_s > supervision.backoff_reset_s else num_failures + 1
             if not self.plans and num_failures >= START_TRIES:
                 raise Unavailable(f"{reason}; tried {START_TRIES} times")
             pause_s = min(MAX_PAUSE_S, delay_s(num_failures, supervision)) if num_failures > 1 else 0.0

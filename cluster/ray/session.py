@@ -130,8 +130,8 @@ class Machines:
         return tuple(Node(cpus=float(has.get("CPU", 0.0)), gpus=float(has.get("GPU", 0.0))) for has in alive)
 
     async def lost(self, doubt: Callable[[str], None]) -> str:
-        """Returns why Ray is no more, once it is: within a second of its end, and where it only answers no more after
-        `RayConfig.silent_s`. Calls `doubt` with what seems wrong meanwhile, and with "" when it was nothing."""
+        """Returns why Ray is no more: within a second of its end, or when it has not answered for
+        `RayConfig.response_timeout_s`. Meanwhile calls `doubt` with what seems wrong, and with "" when that is over."""
         looking = [
             asyncio.ensure_future(self._ended() if self.is_private else self._unreachable(doubt)),
             asyncio.ensure_future(self._silent(doubt)),
@@ -210,7 +210,7 @@ class Machines:
 
     async def _unanswered(self, answer: asyncio.Future[Any], what: str, doubt: Callable[[str], None]) -> str:
         """Why Ray is given up, where `answer` does not come in time; "" when it has come."""
-        limit_s = self._config.silent_s
+        limit_s = self._config.response_timeout_s
         doubt_s = min(DOUBT_S, limit_s / 2)
         if (await asyncio.wait([answer], timeout=doubt_s))[0]:
             return ""

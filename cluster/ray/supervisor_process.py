@@ -194,7 +194,7 @@ class SupervisorProcess:
                 await self._places.keep(self._plans)
             else:
                 run = Path(self._begin.folder).name.removeprefix(PREFIX)
-                orphan_s = self._config.supervision.orphan_s
+                orphan_s = self._config.supervision.orphan_timeout_s
                 nodes = RayNodes(self._machines, run, orphan_s, lambda name, reason: self._doubt(reason, name))
                 self._places.use(shares, nodes)
         except Exception as error:  # the task is never awaited

@@ -59,7 +59,7 @@ def failed(life: Life, error: BatonError, now: float, config: SupervisionConfig)
     if isinstance(error, Misconfigured) and not life.has_served:
         return replace(life, state=LifeState.HOPELESS, since_s=now, reason=error.message)
     served_s = now - life.since_s if life.state is LifeState.SERVING else 0.0
-    failures = life.num_failures + 1 if served_s < config.reset_after_s else 1
+    failures = life.num_failures + 1 if served_s < config.backoff_reset_s else 1
     return replace(
         life,
         state=LifeState.WAITING,
@@ -77,9 +77,9 @@ def restarted(life: Life, now: float) -> Life:
 
 def delay_s(num_failures: int, config: SupervisionConfig) -> float:
     """Seconds to wait after so many failures in a row (at least one)."""
-    delay, room = config.first_delay_s, config.max_delay_s
+    delay, room = config.initial_backoff_s, config.max_backoff_s
     for _ in range(num_failures - 1):
-        if delay >= room or config.factor == 1.0 or delay == 0.0:
+        if delay >= room or config.backoff_factor == 1.0 or delay == 0.0:
             break
-        delay *= config.factor
+        delay *= config.backoff_factor
     return min(delay, room)

@@ -213,7 +213,7 @@ class Supervisor:
                 misses = 0
             except BatonError as error:
                 misses += 1
-                if misses >= self._config.max_misses:
+                if misses >= self._config.max_failed_checks:
                     return WorkerLost(f"it is not well: {error.message}")
 
     async def _note(self, plan: WorkerPlan, event: Event) -> None:

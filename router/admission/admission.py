@@ -75,7 +75,7 @@ class Admission:
         self._generate = generate
         self._fleet = fleet
         self._config = config
-        self._room = Room(max_backlog_s=config.max_backlog_s, max_waiting=config.max_backlog)
+        self._room = Room(max_backlog_s=config.admission.max_backlog_s, max_waiting=config.admission.max_backlog)
         self._line = FairQueue(weights)
         self._overrun = Overrun()
         self._returning = Returning(weights)
@@ -161,12 +161,12 @@ class Admission:
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch(), name="admission")
         try:
-            async with asyncio.timeout(self._config.max_queue_s):
+            async with asyncio.timeout(self._config.admission.max_queue_s):
                 await turn.came
         except TimeoutError:
             self.refused.late += 1
             raise self._overloaded(
-                f"no worker could begin with this request within {self._config.max_queue_s:g} s",
+                f"no worker could begin with this request within {self._config.admission.max_queue_s:g} s",
                 entry,
                 least_s=self._measured_s(entry),
             ) from None
@@ -246,12 +246,12 @@ class Admission:
 
     def _bound(self, entry: Entry, now: float) -> None:
         """Keeps the line as long as it may be: whoever would go last is refused. Raises Overloaded if it is `entry`."""
-        if len(self._line) <= self._config.max_queued:
+        if len(self._line) <= self._config.admission.max_queued:
             return
         last = self._line.last()
         assert last is not None
         error = self._overloaded(
-            f"{self._config.max_queued} requests wait before this one, as many as may",
+            f"{self._config.admission.max_queued} requests wait before this one, as many as may",
             last,
             least_s=self._measured_s(last),
         )
@@ -271,7 +271,7 @@ class Admission:
     def _measured_s(self, entry: Entry) -> float:
         """Seconds until its turn at the pace at which prompts have begun since there is a line: seats or blocks may be
         scarce where reading is quick. At most `max_queue_s`; 0 while it has not been measured."""
-        now, most_s = _now(), self._config.max_queue_s
+        now, most_s = _now(), self._config.admission.max_queue_s
         if not self._line or now - self._waiting_since_s < LEAST_MEASURED_S:
             return 0.0
         rate = self._begun.at(now)
@@ -280,7 +280,7 @@ class Admission:
     def _retry_s(self, wait_s: float, entry: Entry, candidates: Candidates) -> float:
         """After what is ahead now, and after those who were told to come again before."""
         behind_s = self._returning.after_s(entry, speed=reading_speed(candidates), now=_now())
-        return max(LEAST_RETRY_S, wait_s, min(wait_s + behind_s, self._config.max_queue_s))
+        return max(LEAST_RETRY_S, wait_s, min(wait_s + behind_s, self._config.admission.max_queue_s))
 
     # -- letting through -----------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class Admission:
         try:
             while self._line:
                 self._move()
-                pause_s = self._config.retry_pause_s
+                pause_s = self._config.dispatch.retry_pause_s
                 await self._fleet.wait(until=min(_now() + pause_s, self._line.next_deadline_s()))
         finally:
             self._watching = None

@@ -49,7 +49,7 @@ def routing_of(config: RouterConfig) -> Routing:
     """Raises Misconfigured for a policy that does not exist, in the shadow, too."""
     check_names(config)
     shadows = tuple(Shadow(name, policy_of(config, name)) for name in shadow_names(config))
-    return Routing(records=Records(config.num_decisions), shadows=shadows)
+    return Routing(records=Records(config.decision_history_size), shadows=shadows)
 
 
 class Chooser:

@@ -9,7 +9,7 @@
         │   d drains: its sequences go on elsewhere, with their KV (`router.dispatch.migration`)
         └── worker lost, KV lost, draining: prompt + emitted tokens go to another pair; the client sees a pause
             no worker, or no room: wait for the fleet to change, for `max_queue_s` at most; an answer that has begun
-            waits for up to `successor_s` while a worker is being started
+            waits for up to `successor_timeout_s` while a worker is being started
 
 Whoever stops listening, for whatever reason, aborts on both workers (`finally`). A reservation under way when the
 client leaves is given back as soon as it is known (`WorkerClient.reserve`).
@@ -108,8 +108,10 @@ class Dispatcher:
         self._chooser = Chooser(fleet=fleet, policy=policy, routing=routing or routing_of(config))
         self._line = asyncio.Lock()
         self.moves = Moves(self._elsewhere, gateway_id=fleet.gateway_id, config=config)
-        self.pulls = Pulls(fleet, lease_s=config.ticket_lease_s)
-        self._suspects = Suspects(max_kills=config.max_kills, patience_s=config.max_queue_s)
+        self.pulls = Pulls(fleet, lease_s=config.dispatch.ticket_lease_s)
+        self._suspects = Suspects(
+            max_worker_crashes=config.dispatch.max_worker_crashes, patience_s=config.admission.max_queue_s
+        )
         self.num_resumed = 0
 
     async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
@@ -194,7 +196,9 @@ class Dispatcher:
         # The decode worker of a pair is not expected to hold anything yet: a sibling would stay there as a short
         # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
         hashes = journal.hashes(attempt.reader.block_size or 1)
-        fleet.index.expect(attempt.reader.worker_id, hashes, until=_now() + self._config.sibling_s)
+        fleet.index.expect(
+            attempt.reader.worker_id, hashes, until=_now() + self._config.dispatch.speculative_prefix_ttl_s
+        )
         return attempt
 
     def _give(self, reader: Member, request_id: str, num_tokens: int, num_blocks: int) -> None:
@@ -305,7 +309,7 @@ class Dispatcher:
             prompt_ids=journal.token_ids,
             cache_salt=journal.job.cache_salt,
             generation=attempt.generation,
-            lease_s=self._config.ticket_lease_s,
+            lease_s=self._config.dispatch.ticket_lease_s,
             source=prefill.info.lane,
             source_layout=prefill.info.layout,
             gateway_id=self._fleet.gateway_id,
@@ -328,7 +332,7 @@ class Dispatcher:
         if not waits and not error.retryable:
             raise error
         journal.num_failures += 0 if waits or is_explained else 1
-        if now >= deadline or journal.num_failures >= config.max_attempts:
+        if now >= deadline or journal.num_failures >= config.dispatch.max_attempts:
             error.retry_after_s = error.retry_after_s or RETRY_AFTER_S
             raise error
         if attempt is None:
@@ -345,20 +349,20 @@ class Dispatcher:
             return
         journal.failed.update(attempt.worker_ids)
         if isinstance(error, WorkerDraining):
-            await self._fleet.wait(until=min(deadline, now + config.retry_pause_s))
+            await self._fleet.wait(until=min(deadline, now + config.dispatch.retry_pause_s))
             return
         self.num_resumed += 1
         self._fleet.blame(attempt.worker_ids)
         if journal.num_failures > 1:  # the first time, others are there to try
-            await asyncio.sleep(config.retry_pause_s * 2 ** (journal.num_failures - 2))
+            await asyncio.sleep(config.dispatch.retry_pause_s * 2 ** (journal.num_failures - 2))
 
     def _patience_s(self, journal: Journal) -> float:
         """How long a job waits for a worker. An answer that has begun would be lost with the pool that wrote it, while
         the next process of a worker reads its weights."""
         config = self._config
         if journal.output_ids and len(self._fleet.successors):
-            return max(config.max_queue_s, config.successor_s)
-        return config.max_queue_s
+            return max(config.admission.max_queue_s, config.dispatch.successor_timeout_s)
+        return config.admission.max_queue_s
 
     async def _wait_for_room(self, journal: Journal, attempt: Attempt, deadline: float) -> None:
         """Returns at once while each pool has a worker that has not refused yet; else jobs wait in line, and each
@@ -373,7 +377,7 @@ class Dispatcher:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline), self._line:
-                    await self._fleet.wait(until=min(deadline, _now() + self._config.retry_pause_s))
+                    await self._fleet.wait(until=min(deadline, _now() + self._config.dispatch.retry_pause_s))
         finally:
             self._fleet.num_turned_away -= 1
 

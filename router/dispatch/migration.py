@@ -160,7 +160,7 @@ class Moves:
             num_tokens=min(len(known) + ROOM_TOKENS, most, to.info.max_model_len),
             cache_salt=journal.job.cache_salt,
             generation=generation,
-            lease_s=self._config.ticket_lease_s,
+            lease_s=self._config.dispatch.ticket_lease_s,
             source=here.worker.info.lane,
             source_layout=here.worker.info.layout,
             gateway_id=self._gateway_id,

@@ -1,6 +1,6 @@
 """Finds the request that kills its workers before it has killed them all, and blames none that was only beside it.
 
-    worker lost ─▶ a strike for each job on it ─▶ `max_kills` strikes ─┬─ the only one in that loss: condemned
+    worker lost ─▶ a strike for each job on it ─▶ `max_worker_crashes` strikes ─┬─ the only one in that loss: condemned
                                ▲                                       └─ several: halved, and tried half by half
           a token since the last one: acquitted        ◀── goes on ──┤
                                                         a loss again ──▶ halved again, down to one
@@ -53,8 +53,8 @@ class Suspects:
     moved for `patience_s`, the next one is tried beside it: a slow one costs the others time, and not their answers.
     """
 
-    def __init__(self, *, max_kills: int, patience_s: float) -> None:
-        self._max_kills = max_kills
+    def __init__(self, *, max_worker_crashes: int, patience_s: float) -> None:
+        self._max_kills = max_worker_crashes
         self._patience_s = patience_s
         self._losses: OrderedDict[Life, _Loss] = OrderedDict()
         self._line: list[set[Suspicion]] = []

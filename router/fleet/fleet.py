@@ -329,8 +329,8 @@ class Fleet:
         config = self._config
         client = WorkerClient(
             member.address,
-            connect_timeout_s=config.connect_timeout_s,
-            control_timeout_s=config.control_timeout_s,
+            connect_timeout_s=config.fleet.connect_timeout_s,
+            control_timeout_s=config.fleet.control_timeout_s,
             open_channel=self._open_channel,
             encoding=self._encoding,
             on_loss=member.changed,
@@ -421,7 +421,7 @@ class Fleet:
     async def _watch(self, member: Member, client: WorkerClient) -> None:
         """Health means progress: a worker that makes none is lost, although its connection stands."""
         while True:
-            await asyncio.sleep(self._config.health_period_s)
+            await asyncio.sleep(self._config.fleet.health_period_s)
             try:
                 await _check(client, member.worker_id)
             except BatonError as error:

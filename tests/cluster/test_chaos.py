@@ -102,7 +102,7 @@ def whole(pieces: list[dict[str, Any]]) -> Choice:
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Deployed]:
-    quick = ("--set", "supervision.health_period_s=0.5", "--set", "supervision.max_misses=3")
+    quick = ("--set", "supervision.health_period_s=0.5", "--set", "supervision.max_failed_checks=3")
     size = ("--prefill", "2", "--decode", "2", "--port", "0", "--grpc-port", "0")
     deployed = Deployed("up", *size, *PRECISE, *quick)
     try:

@@ -145,7 +145,7 @@ def test_a_killed_sender_is_noticed_and_its_next_life_is_served(peers: Peers) ->
 
 
 def test_a_killed_receiver_is_noticed_and_its_next_life_is_met(peers: Peers) -> None:
-    sender = peers.sender(LaneConfig(stall_s=NEVER_S, beat_s=0.2))
+    sender = peers.sender(LaneConfig(stall_s=NEVER_S, heartbeat_s=0.2))
     for incarnation in (1, 2):
         process = peers.start("receive", incarnation)
         ticket = ticket_to(address("d0", incarnation, said(process)))
@@ -180,7 +180,7 @@ def until_idle(end: CollectiveSender | CollectiveReceiver) -> None:
         threading.Event().wait(0.01)
 
 
-FROZEN = LaneConfig(stall_s=1.0, beat_s=0.1)
+FROZEN = LaneConfig(stall_s=1.0, heartbeat_s=0.1)
 """For peers that are stopped: their connections stay up, so only the clock of progress tells."""
 
 

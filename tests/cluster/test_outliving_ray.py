@@ -83,7 +83,7 @@ def toll() -> Iterator[Toll]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Deployed]:
     size = ("--prefill", "1", "--decode", "2", "--processes", "2", "--port", "0", "--grpc-port", "0")
-    deployed = Deployed("up", *size, *PRECISE, "--set", "ray.silent_s=5")
+    deployed = Deployed("up", *size, *PRECISE, "--set", "ray.response_timeout_s=5")
     try:
         deployed.wait_for("^serving ", timeout_s=120.0)
         yield deployed

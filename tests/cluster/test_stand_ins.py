@@ -23,7 +23,7 @@ NUMBERS = (5, 8, 11)  # seeded streams of one and of two choices, and logprobs: 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Deployed]:
     """A worker that died stays away for longer than the test looks."""
-    away = ("--set", "supervision.first_delay_s=90", "--set", "supervision.max_delay_s=90")
+    away = ("--set", "supervision.initial_backoff_s=90", "--set", "supervision.max_backoff_s=90")
     deployed = Deployed("up", "--prefill", "1", "--decode", "1", "--port", "0", "--grpc-port", "0", *PRECISE, *away)
     try:
         deployed.wait_for("^serving ")

@@ -31,7 +31,7 @@ def make_site(over: str) -> Iterator[Sites]:
     sites: list[Site] = []
 
     def make(**settings: Any) -> Site:
-        sites.append(Site(over, LaneConfig(**({"beat_s": 0.05} | settings))))
+        sites.append(Site(over, LaneConfig(**({"heartbeat_s": 0.05} | settings))))
         return sites[-1]
 
     yield make
@@ -228,7 +228,7 @@ def test_lanes_tell_over_what_they_go(make_site: Sites, over: str) -> None:
 def test_a_lane_whose_thread_does_not_end_is_stuck(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a library hangs: the lane says so, for whoever watches over the worker."""
     monkeypatch.setattr(Wire, "sever", lambda self: None)
-    site = make_site(stall_s=0.2, beat_s=0.01)
+    site = make_site(stall_s=0.2, heartbeat_s=0.01)
     sender, receiver, ticket = meet(site)
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
     site.events(receiver, 1)
@@ -247,7 +247,7 @@ def test_a_lane_whose_thread_does_not_end_is_stuck(make_site: Sites, monkeypatch
 def test_a_source_that_dies_while_the_lane_is_opened_is_gone_at_once(make_site: Sites, alone: bool) -> None:
     """However patient the lane is: its connection to the board tells."""
     layout = replace(LAYOUT, tp=2 if alone else 1)
-    site = make_site(stall_s=600.0, beat_s=0.5)
+    site = make_site(stall_s=600.0, heartbeat_s=0.5)
     receiver = site.receiver(address("d0"), layout=layout)
     receiver.expect(address("p0"), layout)
     at = receiver.address

@@ -44,7 +44,7 @@ def over(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def site(kind: str) -> Iterator[Site]:
-    site = Site(kind, LaneConfig(beat_s=0.05, max_staged_bytes=4 * BLOCK_BYTES, message_bytes=100))
+    site = Site(kind, LaneConfig(heartbeat_s=0.05, max_staged_bytes=4 * BLOCK_BYTES, message_bytes=100))
     yield site
     site.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane ")], "a lane is left behind"
@@ -223,13 +223,13 @@ def test_nobody_at_the_destination_is_a_lost_lane(site: Site) -> None:
 
 def test_an_idle_lane_lasts(over: str) -> None:
     """Longer than a stall: what tells idle from hung must work."""
-    config = LaneConfig(beat_s=0.02, stall_s=0.2)
+    config = LaneConfig(heartbeat_s=0.02, stall_s=0.2)
     site = Site(over, config)
     sender, receiver, ticket = meet(site)
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
     site.events(receiver, 1)
     while receiver.lanes()[0].idle_s < 2 * config.stall_s:
-        threading.Event().wait(config.beat_s)
+        threading.Event().wait(config.heartbeat_s)
     push(site, sender, ticket, [(chunk_of(ticket, 1), kv(seed=1))])
     (arrived,) = site.events(receiver, 1)
     assert arrived.chunk == chunk_of(ticket, 1)
@@ -264,7 +264,7 @@ def test_staging_is_bounded_at_both_ends(over: str) -> None:
     """Two payloads here, two there and as many as a ring has slots: then offers are not welcome until somebody takes,
     and nothing is lost."""
     bound = 4 + (NUM_SLOTS if over == "shm" else 0)
-    site = Site(over, LaneConfig(beat_s=0.05, max_staged_bytes=2 * BLOCK_BYTES))
+    site = Site(over, LaneConfig(heartbeat_s=0.05, max_staged_bytes=2 * BLOCK_BYTES))
     sender, receiver, ticket = meet(site)
     arrived: list[Any] = []
     num_offered = 0
@@ -291,7 +291,7 @@ def test_staging_is_bounded_at_both_ends(over: str) -> None:
 
 
 def test_a_lane_that_is_never_met_leaves_nothing_on_the_board(over: str) -> None:
-    site = Site(over, LaneConfig(beat_s=0.05))
+    site = Site(over, LaneConfig(heartbeat_s=0.05))
     sender, receiver, ticket = meet(site)
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
     site.events(receiver, 1)
@@ -310,7 +310,7 @@ def test_a_lane_that_is_never_met_leaves_nothing_on_the_board(over: str) -> None
 
 def test_ranks_that_wait_meet_those_that_come_after_one_has_left(over: str) -> None:
     layout = replace(LAYOUT, tp=2)
-    site = Site(over, LaneConfig(beat_s=0.05))
+    site = Site(over, LaneConfig(heartbeat_s=0.05))
     leader = site.receiver(address("d0"), layout=layout)
     receivers = [leader, site.receiver(leader.address, rank=1, layout=layout)]
     for receiver in receivers:
@@ -331,7 +331,7 @@ def test_ranks_that_wait_meet_those_that_come_after_one_has_left(over: str) -> N
 def test_tensor_parallel_ranks_pair_up(over: str) -> None:
     """Rank i of the source meets rank i of the destination; a follower may be asked before its bytes are there."""
     layout = replace(LAYOUT, tp=2)
-    site = Site(over, LaneConfig(beat_s=0.05))
+    site = Site(over, LaneConfig(heartbeat_s=0.05))
     leader = site.receiver(address("d0"), layout=layout)
     receivers = [leader, site.receiver(leader.address, rank=1, layout=layout)]
     senders = [site.sender(address("p0"), rank=rank, layout=layout) for rank in range(2)]
@@ -350,7 +350,7 @@ def test_tensor_parallel_ranks_pair_up(over: str) -> None:
 
 def test_a_chunk_may_be_dropped_before_it_comes(over: str) -> None:
     """As on a follower rank, told by rank 0 to forget what it has not got yet."""
-    site = Site(over, LaneConfig(beat_s=0.05))
+    site = Site(over, LaneConfig(heartbeat_s=0.05))
     sender, receiver, ticket = meet(site)
     receiver.drop(chunk_of(ticket, 0), "p0#1")
     push(site, sender, ticket, [(chunk_of(ticket, index), kv(seed=index)) for index in range(2)])
@@ -367,7 +367,7 @@ def test_a_chunk_may_be_dropped_before_it_comes(over: str) -> None:
 
 
 def test_more_bytes_than_its_blocks_can_hold_end_the_lane(over: str) -> None:
-    site = Site(over, LaneConfig(beat_s=0.05))
+    site = Site(over, LaneConfig(heartbeat_s=0.05))
     sender, receiver, ticket = meet(site)
     sender.offer(ticket, chunk_of(ticket, 0, num_blocks=1), kv(5))
     (lost,) = site.events(receiver, 1)

@@ -109,7 +109,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     what, own_host, stall_s, *where = sys.argv[1:]
     settings = LaneConfig(
-        stall_s=float(stall_s), beat_s=float(stall_s) / 10, max_staged_bytes=MAX_STAGED * LAYOUT.block_bytes
+        stall_s=float(stall_s), heartbeat_s=float(stall_s) / 10, max_staged_bytes=MAX_STAGED * LAYOUT.block_bytes
     )
     if what == "receive":
         receive(own_host, settings)

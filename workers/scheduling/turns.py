@@ -1,6 +1,6 @@
 """Who gives up a seat when more sequences have begun than may run at a time: they take turns, and none waits for ever.
 
-    waits for a seat for `turn_s` ─▶ the sequence seated longest, for `turn_s` at least, waits behind it, with its KV
+    waits for a seat for a time slice ─▶ the sequence seated longest, for one at least, waits behind it, with its KV
 
 Without turns a request of two tokens would wait for as long as the longest answers before it take.
 """
@@ -24,10 +24,12 @@ def givers(
     since it would keep its own, and others would be preempted for the lack of them."""
     if pool.num_free < len(running):
         return []
-    overdue = [request for request in waiting if request.lacks_seat and now - request.since_s >= config.turn_s]
+    overdue = [request for request in waiting if request.lacks_seat and now - request.since_s >= config.time_slice_s]
     if not overdue:
         return []
-    seated = [request for request in running if request.num_to_plan == 1 and now - request.since_s >= config.turn_s]
+    seated = [
+        request for request in running if request.num_to_plan == 1 and now - request.since_s >= config.time_slice_s
+    ]
     seated.sort(key=lambda request: request.since_s)
     found: list[Request] = []
     for request in overdue:

@@ -104,7 +104,7 @@ def simulate(
     colocated: options.Colocated = False,
     workers: Workers = None,
     policy: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}; several, with commas, to sweep.")] = None,
-    host_kv_gib: options.HostKv = None,
+    host_kv_gib: Annotated[float | None, options.option("worker.host_kv_gib")] = None,
     gateways: Gateways = None,
     file: options.ConfigFile = None,
     further: options.Set = None,

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cluster.config.config import ClusterConfig, PoolsConfig, SupervisionConfig
-from cluster.config.settings import Table, make_blaming, make_config, merge, read_file, setting, to_toml
+from cluster.config.settings import (
+    Table,
+    make_blaming,
+    make_config,
+    merge,
+    paths_of,
+    read_file,
+    setting,
+    table_of,
+    to_toml,
+)
 from cluster.simulate.latency.base import Latency
 from cluster.simulate.latency.hardware import gpu_of, model_of
 from cluster.simulate.latency.registry import StepTimes
@@ -40,17 +51,18 @@ GPU_WORKERS: Table = {
 WITHOUT_EFFECT = frozenset({
     "host", "port", "grpc_port", "served_name", "discovery", "lanes", "ray", "tls", "peers", "supervision.grace_s",
     "worker.device", "worker.cuda_graphs", "worker.bind_cores", "worker.collective_timeout_s", "prefill.group_bytes",
-    "router.shadow_policy", "router.max_body_bytes", "router.body_timeout_s", "router.keep_alive_s", "router.tenants",
-    "router.cors_origins", "router.canary_every", "router.tool_parser", "router.disable_any_whitespace",
+    "router.shadow_policy", "router.tenants", "router.http.max_body_bytes", "router.http.body_timeout_s",
+    "router.http.keep_alive_s", "router.http.cors_origins", "router.dispatch.canary_every", "router.text.tool_parser",
+    "router.text.disable_any_whitespace",
 })  # fmt: skip
 """Settings, and whole tables of them, that change no result of a simulation."""
 OF_A_CLUSTER = frozenset({"model", "pools", "worker.tp", "router.policy"})
 """Settings, and whole tables, that each cluster of a sweep has its own of, or flags alone say."""
 
 
-def simulated_router(policy: str = "prefix_aware", **settings: float) -> RouterConfig:
+def simulated_router(policy: str = "prefix_aware", **settings: Any) -> RouterConfig:
     """A gateway's settings, with no checkpoint behind them: prompts come as token ids."""
-    return RouterConfig(model_path=Path("simulated"), model_name="simulated", policy=policy, **settings)  # type: ignore[arg-type]
+    return RouterConfig(model_path=Path("simulated"), model_name="simulated", policy=policy, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +138,8 @@ def _make(tables: Table) -> ClusterConfig:
 
 def without_effect(further: Sequence[str]) -> list[str]:
     """Which settings of `--set` change nothing in a simulation."""
-    given = (name for one in further for name in _names(setting(one)))
-    return [name for name in dict.fromkeys(given) if not WITHOUT_EFFECT.isdisjoint({name, name.partition(".")[0]})]
+    given = (path for one in further for path, _ in paths_of(setting(one)))
+    return [path for path in dict.fromkeys(given) if _is_in(path, WITHOUT_EFFECT)]
 
 
 def gateways_told(num: int, *, siblings: bool) -> str:
@@ -140,22 +152,17 @@ def gateways_told(num: int, *, siblings: bool) -> str:
 def in_force(settings: ClusterConfig) -> Table:
     """The settings, table by table, that decide a simulation whatever its cluster: those of files and flags, and the
     defaults of the others. What is left to be found out is not there."""
-    elsewhere = WITHOUT_EFFECT | OF_A_CLUSTER
     kept: Table = {}
-    for name, value in tomllib.loads(to_toml(settings)).items():
-        if name in elsewhere:
-            continue
-        is_table = isinstance(value, dict)
-        kept[name] = {one: value[one] for one in value if f"{name}.{one}" not in elsewhere} if is_table else value
+    for path, value in paths_of(tomllib.loads(to_toml(settings))):
+        if not _is_in(path, WITHOUT_EFFECT | OF_A_CLUSTER):
+            kept = merge(kept, table_of(path, value))
     return kept
 
 
-def _names(table: Table, above: str = "") -> Iterator[str]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _names(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}"
+def _is_in(path: str, listed: frozenset[str]) -> bool:
+    """Whether a setting, or a table that it is in, is listed."""
+    parts = path.split(".")
+    return any(".".join(parts[:length]) in listed for length in range(1, len(parts) + 1))
 
 
 def hardware_spec(
@@ -207,11 +214,7 @@ def hardware_spec(
         scheduler=SchedulerConfig(
             max_model_len=worker.max_model_len or shape.max_len,
             vocab_size=VOCAB_SIZE,
-            max_num_batched_tokens=worker.max_num_batched_tokens,
-            max_num_seqs=worker.max_num_seqs,
-            prefill_chunk=worker.prefill_chunk,
-            max_waiting=worker.max_waiting,
-            turn_s=worker.turn_s,
+            **worker.step_limits(),
         ),
         latency=latency,
         prefill=settings.prefill,

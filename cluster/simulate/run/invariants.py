@@ -75,7 +75,7 @@ class Invariants:
 
     def audit(self) -> None:
         for gateway in self._deployment.gateways:
-            num_waiting, limit = gateway.admission.num_waiting, self._deployment.config.router.max_queued
+            num_waiting, limit = gateway.admission.num_waiting, self._deployment.config.router.admission.max_queued
             assert num_waiting <= limit, f"{num_waiting} wait in line at {gateway.name}, {limit} may"
             gateway.admission.check_integrity()
         for worker in self._deployment.workers.values():

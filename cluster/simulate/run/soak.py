@@ -21,6 +21,7 @@ from cluster.simulate.world.network import Wire
 from cluster.simulate.world.workload import GENERATED, Load, Room, Session, agents, fitting
 from protos.errors import InvalidRequest, NoWorkers, Overloaded, RequestKillsWorkers
 from protos.values import WorkerRole
+from router.config import AdmissionConfig, DispatchConfig
 from router.policies.names import NAMES
 
 GPU, MODEL = "h100", "llama-3-8b"
@@ -142,9 +143,13 @@ def _crowded(seed: int, config: SimulationConfig) -> Trial:
         host_bytes_per_s=50e9,
         kept_events=rng.choice((2, 4096)),
     )
-    router = replace(
-        config.router, max_queued=rng.choice((1, 4, 1024)), max_backlog=rng.choice((1, 64)), max_backlog_s=10.0
+    admission = replace(
+        config.router.admission,
+        max_queued=rng.choice((1, 4, 1024)),
+        max_backlog=rng.choice((1, 64)),
+        max_backlog_s=10.0,
     )
+    router = replace(config.router, admission=admission)
     cards = replace(config.cards, rate=rng.choice((50e9, 2e8)))
     config = replace(config, spec=spec, router=router, cards=cards, max_ttft_s=rng.choice((None, None, None, 1.0)))
     faults = _faults(seed, rng, config, sessions)
@@ -259,7 +264,9 @@ def _slow_lane(seed: int, config: SimulationConfig) -> Trial:
         num_blocks=4096 // config.spec.layout.block_size,
         prefill=replace(config.spec.prefill, chunk_bytes=2**22),
     )
-    router = replace(config.router, local_prefill_tokens=0, ticket_lease_s=1.0)
+    router = replace(
+        config.router, local_prefill_tokens=0, dispatch=replace(config.router.dispatch, ticket_lease_s=1.0)
+    )
     cards = replace(config.cards, rate=rng.choice((1e7, 2e7)), max_staged_bytes=rng.choice((2**24, 2**28)))
     config = replace(config, spec=spec, router=router, pools=PoolsConfig(prefill=1, decode=1), cards=cards)
     return Trial(seed=seed, config=config, sessions=[_hurried(session) for session in made], faults=[])
@@ -309,8 +316,8 @@ def _excuses(made: Trial) -> set[str]:
     kinds, router = [fault.kind for fault in made.faults], made.config.router
     num_asked = sum(len(session.turns) for session in made.sessions)
     told = {ABORTED: Kind.ABORTS in kinds, GATEWAY_LOST: Kind.GATEWAY_RESTART in kinds}
-    told[RequestKillsWorkers.code] = sum(kind in OF_WORKERS for kind in kinds) >= router.max_kills
-    told[Overloaded.code] = router.max_queued < num_asked or made.config.max_ttft_s is not None
+    told[RequestKillsWorkers.code] = sum(kind in OF_WORKERS for kind in kinds) >= router.dispatch.max_worker_crashes
+    told[Overloaded.code] = router.admission.max_queued < num_asked or made.config.max_ttft_s is not None
     told[InvalidRequest.code] = made.config.max_ttft_s is not None
     return {code for code, may_be in told.items() if may_be}
 
@@ -354,15 +361,14 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
     router = simulated_router(
         policy=rng.choice(sorted(NAMES)),
         local_prefill_tokens=rng.choice((0, 32)),
-        ticket_lease_s=rng.choice((1.0, 10.0)),
-        max_queue_s=120.0,
-        max_attempts=20,
+        dispatch=DispatchConfig(ticket_lease_s=rng.choice((1.0, 10.0)), max_attempts=20),
+        admission=AdmissionConfig(max_queue_s=120.0),
     )
     return SimulationConfig(
         pools=_pools(rng),
         spec=spec,
         router=router,
-        supervision=SupervisionConfig(health_period_s=1.0, max_misses=2),
+        supervision=SupervisionConfig(health_period_s=1.0, max_failed_checks=2),
         cards=Cards(max_staged_bytes=random.Random(f"{seed} staged").choice((1, 2**28))),
         wire=Wire(jitter_s=rng.choice((0.0, 0.005)), loss=rng.choice((0.0, 0.02))),
         num_gateways=rng.choice((1, 1, 2)),

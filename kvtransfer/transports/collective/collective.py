@@ -318,7 +318,7 @@ class CollectiveReceiver:
             device=transport.device,
             config=config,
         )
-        lane = Lane(peer_name(source), meeting, self._tally, config, wait_s=config.expect_s)
+        lane = Lane(peer_name(source), meeting, self._tally, config, wait_s=config.connect_timeout_s)
         inbox = Inbox(
             lane,
             slices,

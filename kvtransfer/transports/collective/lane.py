@@ -82,7 +82,7 @@ class Lane:
 
     def idles(self) -> bool:
         """For so long that it should be given up, unless it is needed?"""
-        return time.monotonic() - self._progress_s > self._config.idle_s
+        return time.monotonic() - self._progress_s > self._config.idle_timeout_s
 
     def sever(self) -> None:
         """Returns at once; whatever waits on the wire fails as soon as it notices."""
@@ -218,7 +218,7 @@ class Lane:
     def _enter_quarantine(self, reason: str) -> None:
         log.warning("the lane to %s is in quarantine until its ranks meet anew: %s", self.peer, reason)
         self._quarantine = reason
-        self._deadline_s = time.monotonic() + self._config.expect_s
+        self._deadline_s = time.monotonic() + self._config.connect_timeout_s
 
     def _may_try_again(self) -> bool:
         """A peer that does not answer may do so later; one whose board is closed is gone."""

@@ -90,12 +90,12 @@ class Outbox:
 
     def work(self, wire: Wire) -> Sent | None:
         """Sends the next payload, or a beat if there is none for a while."""
-        if time.monotonic() - self._looked_s > self._config.beat_s and not self.lane.parting:
+        if time.monotonic() - self._looked_s > self._config.heartbeat_s and not self.lane.parting:
             self._looked_s = time.monotonic()
             if self.lane.meeting.moved_on():
                 raise WireBroken("another rank has left this lane")
         with self._changed:
-            self._changed.wait_for(self._has_something_to_do, self._config.beat_s)
+            self._changed.wait_for(self._has_something_to_do, self._config.heartbeat_s)
             if self.lane.closing.is_set():
                 raise Closing
             parting = self.lane.parting and not self.queue

@@ -156,7 +156,7 @@ def test_up_serves_the_demo_model_and_says_so_where_another_is_asked_for(
     file = tmp_path / "baton.toml"
     served: list[str] = []
     monkeypatch.setattr(
-        "cluster.cli.serve._run", lambda config, console, log_format: served.append(config.worker.model)
+        "cluster.cli.serve._serve", lambda given, config, log_format: served.append(config.worker.model)
     )
 
     def said(text: str) -> str:
@@ -176,7 +176,7 @@ def test_up_serves_the_demo_model_and_says_so_where_another_is_asked_for(
 
 def test_a_model_must_be_called_something(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for verb in (("up",), ("serve", "--model", DEMO["model"])):
-        assert "served_name is ''" in refused(monkeypatch, capsys, *verb, "--served-name", "")
+        assert "served_name = ''" in refused(monkeypatch, capsys, *verb, "--served-name", "")
 
 
 def test_a_gateway_needs_a_way_to_find_workers(

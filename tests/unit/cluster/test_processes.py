@@ -75,7 +75,7 @@ def gateways(listening: socket.socket) -> Gateways:
     config = ClusterConfig(
         worker=WorkerConfig(model="m"),
         router=RouterConfig(model_path=Path(), model_name="toy", port=0, grpc_port=0),
-        supervision=SupervisionConfig(first_delay_s=0.001, max_delay_s=0.001),
+        supervision=SupervisionConfig(initial_backoff_s=0.001, max_backoff_s=0.001),
     )
     return Gateways(config, listening, log_format=LogFormat.TEXT)
 

@@ -6,13 +6,13 @@ from cluster.config.config import SupervisionConfig
 from cluster.supervision.lifecycle import LifeState, born, delay_s, failed, opened, restarted
 from protos.errors import BadCheckpoint, Misconfigured, WorkerLost
 
-CONFIG = SupervisionConfig(first_delay_s=1.0, factor=2.0, max_delay_s=10.0, reset_after_s=60.0)
+CONFIG = SupervisionConfig(initial_backoff_s=1.0, backoff_factor=2.0, max_backoff_s=10.0, backoff_reset_s=60.0)
 DIED = WorkerLost("it died")
 
 
 def test_delays_grow_to_their_limit() -> None:
     assert [delay_s(number, CONFIG) for number in (1, 2, 3, 4, 5, 6, 10_000)] == [1, 2, 4, 8, 10, 10, 10]
-    assert delay_s(5, SupervisionConfig(first_delay_s=0.0)) == 0.0
+    assert delay_s(5, SupervisionConfig(initial_backoff_s=0.0)) == 0.0
 
 
 def test_a_worker_that_dies_young_waits_longer_each_time() -> None:

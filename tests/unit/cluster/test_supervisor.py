@@ -124,7 +124,7 @@ async def supervisor(stage: Stage) -> AsyncIterator[Supervisor]:
         launcher=stage,
         announcer=stage,
         check_health=stage.check_health,
-        config=SupervisionConfig(first_delay_s=1.0, health_period_s=7.0, max_misses=3),
+        config=SupervisionConfig(initial_backoff_s=1.0, health_period_s=7.0, max_failed_checks=3),
         first_incarnation=100,
         watch=stage.shown.append,
         clock=lambda: 0.0,
@@ -307,7 +307,7 @@ async def test_an_adopted_worker_is_asked_for_its_health_before_its_stream_says_
     supervisor = adopting(stage, life, serves=True)
     supervisor._running = {"decode-0": replace(supervisor._running["decode-0"], follow=silent)}
     task = asyncio.create_task(supervisor.run())
-    for _ in range(SupervisionConfig().max_misses):
+    for _ in range(SupervisionConfig().max_failed_checks):
         stage.beats.put_nowait(WorkerLost("no answer"))
     await stage.until("launch decode-0")
     await supervisor.stop()

@@ -126,7 +126,7 @@ class Side:
         host = HostPool(host_slots, self.copies, log.record, block_bytes=BLOCK_BYTES) if host_slots else None
         self.pool = BlockPool(num_blocks, SIZE, log.record, host=host)
         role = make_role(self)
-        settings = SchedulerConfig(**({"max_model_len": 1000, "vocab_size": VOCAB, "turn_s": math.inf} | config))
+        settings = SchedulerConfig(**({"max_model_len": 1000, "vocab_size": VOCAB, "time_slice_s": math.inf} | config))
         self.scheduler = Scheduler(settings, self.pool, role)
         runner = self.runner if looked is None else _Aside(self.runner, looked)
         self.engine = Engine(self.scheduler, runner, events=log, clock=lambda: 0.0, depth=depth)

@@ -210,7 +210,7 @@ def test_a_request_with_other_tokens_than_were_reserved_is_refused() -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(Misconfigured, match="headroom is 1"):
+    with pytest.raises(Misconfigured, match="headroom = 1"):
         DecodeConfig(headroom=1.0)
     with pytest.raises(Misconfigured, match="max_lease_s"):
         DecodeConfig(max_lease_s=0)

@@ -14,7 +14,7 @@ from kvtransfer.lanes import merged, require_health, require_room, superfluous, 
 from protos.errors import Misconfigured, Overloaded, TransferFailed
 from protos.values import LaneLoad, LaneStats
 
-CONFIG = LaneConfig(max_lanes=3, idle_s=60.0)
+CONFIG = LaneConfig(max_lanes=3, idle_timeout_s=60.0)
 
 
 def lanes(idle: Mapping[str, float]) -> list[LaneStats]:
@@ -50,7 +50,7 @@ def test_a_lane_in_use_stays_however_long_it_waits() -> None:
 def test_what_is_left_is_within_bounds_and_the_best_used(
     idle: Mapping[str, float], needed: set[str], bound: int
 ) -> None:
-    gone = set(superfluous(lanes(idle), needed, LaneConfig(max_lanes=bound, idle_s=60.0)))
+    gone = set(superfluous(lanes(idle), needed, LaneConfig(max_lanes=bound, idle_timeout_s=60.0)))
     kept = idle.keys() - gone
     assert not gone & needed
     assert len(kept) <= max(bound, len(needed & idle.keys()))
@@ -68,7 +68,7 @@ def test_a_ticket_is_refused_that_would_need_one_lane_too_many() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("max_lanes", 0), ("idle_s", 0.0), ("beat_s", -1.0), ("message_bytes", 0), ("transport", "pigeon")],
+    [("max_lanes", 0), ("idle_timeout_s", 0.0), ("heartbeat_s", -1.0), ("message_bytes", 0), ("transport", "pigeon")],
 )
 def test_settings_that_cannot_be_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(Misconfigured, match=name):

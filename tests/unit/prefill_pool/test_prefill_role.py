@@ -433,5 +433,5 @@ def test_load_counts_what_was_sent() -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(Misconfigured, match="chunk_bytes is 0"):
+    with pytest.raises(Misconfigured, match="chunk_bytes = 0"):
         PrefillConfig(chunk_bytes=0)

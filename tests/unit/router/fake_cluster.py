@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 
+from protos.settings import settings_of
 from protos.values import SamplingParams, StepMessage, WorkerRole
 from router.build import build_router
 from router.config import RouterConfig
@@ -53,13 +55,29 @@ class Listening(Fleet):
         self.heard = asyncio.Event()
 
 
+def router_config(model_path: Path, model_name: str, **settings: Any) -> RouterConfig:
+    """`settings` of any part, each by its own name."""
+    config: Any = RouterConfig(model_path=model_path, model_name=model_name)
+    for name, value in settings.items():
+        for part in ("", "http", "text", "admission", "dispatch", "fleet"):
+            owner = getattr(config, part) if part else config
+            if name in settings_of(type(owner)):
+                changed = replace(owner, **{name: value})
+                config = replace(config, **{part: changed}) if part else changed
+                break
+        else:
+            raise TypeError(f"RouterConfig has no setting {name}")
+    made: RouterConfig = config
+    return made
+
+
 class Cluster:
     """`workers` by id, of a `kind`; the first letter of an id says the role."""
 
     def __init__(self, kind: type[FakeWorker] = FakeWorker, **settings: Any) -> None:
         self.kind = kind
         quick: dict[str, Any] = {"health_period_s": 60.0, "retry_pause_s": 0.01, "policy": "round_robin"}
-        self.config = RouterConfig(model_path=Path("m"), model_name="toy", **quick | settings)
+        self.config = router_config(Path("m"), "toy", **quick | settings)
         self.workers: dict[str, FakeWorker] = {}
         self.router = build_router(self.config, gateway_id="g0", index=MemoryPrefixIndex(), open_fleet=Listening)
         self.fleet = cast("Listening", self.router.fleet)

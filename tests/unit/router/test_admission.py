@@ -20,7 +20,6 @@ from router.admission.admission import Admission
 from router.admission.capacity import least_ttft_s
 from router.admission.fair_queue import Entry, FairQueue
 from router.admission.retry_queue import Returning
-from router.config import RouterConfig
 from router.dispatch.job_state import Journal
 from router.jobs import Job, Tap, TokenDelta
 from router.policies.base import Candidate, Line
@@ -28,6 +27,7 @@ from router.policies.table import Candidates
 from router.prefix.index import Match
 from router.prefix.memory import MemoryPrefixIndex
 from tests.unit.cluster.virtual_time import run_virtually
+from tests.unit.router.fake_cluster import router_config
 
 SPEED = 1000.0  # prompt tokens a second
 
@@ -90,7 +90,7 @@ def job(name: str, *, num_tokens: int = 500, **others: Any) -> Job:
 
 
 def admission(pool: Pool, **settings: Any) -> Admission:
-    config = RouterConfig(model_path=Path(), model_name="toy", **settings)
+    config = router_config(Path(), "toy", **settings)
     return Admission(pool, fleet=pool, config=config)
 
 
@@ -124,7 +124,7 @@ async def test_what_was_found_in_a_cache_is_taken_off_once_however_often_it_is_t
     line = FairQueue()
     line.charge("", num_input=100, num_output=2)
     expected = line.served("")
-    gate = Admission(reading, fleet=pool, config=RouterConfig(model_path=Path(), model_name="toy"))
+    gate = Admission(reading, fleet=pool, config=router_config(Path(), "toy"))
     await run(gate, job("a"))
     assert gate.served("") == expected
 

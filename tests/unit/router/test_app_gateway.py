@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from protos.errors import BadCheckpoint
-from router.config import RouterConfig
 from router.gateway import Gateway, open_gateway
 from router.text.model_card import ModelCard
+from tests.unit.router.fake_cluster import router_config
 from tests.unit.router.scripted import Crew, Scripted, saying
 
 DEMO = Path(__file__).parents[3] / "demo" / "model"
@@ -26,7 +25,7 @@ TALK = [
 
 
 def opened(**changes: Any) -> Gateway:
-    config = replace(RouterConfig(model_path=DEMO, model_name="demo"), **changes)
+    config = router_config(DEMO, "demo", **changes)
     return open_gateway(config, generate=Scripted(saying("hi")), fleet=Crew(), max_model_len=512)
 
 

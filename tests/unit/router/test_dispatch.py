@@ -124,7 +124,7 @@ async def test_a_short_remainder_is_read_where_the_answer_is_written(make: Calla
 
 
 async def test_decisions_are_kept_in_bounds(make: Callable[..., Cluster]) -> None:
-    cluster = make(num_decisions=2)
+    cluster = make(decision_history_size=2)
     await cluster.add("c0")
     for name in "abc":
         await collect(cluster, job(name))

@@ -310,7 +310,7 @@ async def test_a_full_cluster_refuses_in_the_end_with_advice(make: Callable[...,
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_any_order_of_deaths_leaves_every_answer_whole(make: Callable[..., Cluster], seed: int) -> None:
-    cluster = make(max_attempts=100, max_kills=100, retry_pause_s=0.001)
+    cluster = make(max_attempts=100, max_worker_crashes=100, retry_pause_s=0.001)
     await cluster.add("p0", "p1", "d0", "d1")
     chance = random.Random(seed)
     jobs = [

@@ -150,7 +150,7 @@ async def test_every_kind_of_answer_is_the_undisturbed_one(
     victim: str,
     happens: Callable[[Cluster, str], Any],
 ) -> None:
-    cluster = make(kind=Remembering, local_prefill_tokens=0, health_period_s=0.02, max_kills=100)
+    cluster = make(kind=Remembering, local_prefill_tokens=0, health_period_s=0.02, max_worker_crashes=100)
     await cluster.add(*shape)
     role = cluster[victim].role
     async with served(cluster) as client:

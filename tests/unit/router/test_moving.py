@@ -228,7 +228,7 @@ async def test_tokens_said_together_with_the_word_that_it_moves_are_not_lost(mak
 async def test_a_worker_that_dies_with_a_sequence_that_came_to_it_is_the_one_that_was_lost(
     make: Callable[..., Cluster], first_is_gone: bool
 ) -> None:
-    cluster = make(max_kills=1)
+    cluster = make(max_worker_crashes=1)
     await cluster.add("c0", "c1", "c2")
     client = Client(cluster)
     first = await client.paused()

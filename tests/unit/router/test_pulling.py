@@ -73,7 +73,7 @@ def test_a_lane_is_as_quick_as_it_was() -> None:
 
 async def two_readers(make: Callable[..., Cluster]) -> Cluster:
     """c1 has the prompt cached; the next request goes to c0, which is slow at reading."""
-    cluster = make(sibling_s=0.0)
+    cluster = make(speculative_prefix_ttl_s=0.0)
     await cluster.add("c1")
     await collect(cluster, job("before"))
     await cluster.add("c0")
@@ -161,7 +161,7 @@ async def test_a_pull_that_fails_is_ended_once(make: Callable[..., Cluster], rea
 
 
 async def test_a_slow_pull_does_not_cost_the_reservation_behind_it(make: Callable[..., Cluster]) -> None:
-    cluster = make(sibling_s=0.0, ticket_lease_s=0.1)
+    cluster = make(speculative_prefix_ttl_s=0.0, ticket_lease_s=0.1)
     await cluster.add("c1")
     await collect(cluster, job("before"))
     await cluster.add("p0", "d0")

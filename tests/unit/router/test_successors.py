@@ -91,7 +91,7 @@ async def test_an_answer_ends_when_its_successor_is_announced_no_more(make: Call
 
 
 async def test_an_answer_waits_for_successor_s_and_no_longer(make: Callable[..., Cluster]) -> None:
-    cluster = make(max_queue_s=0.0, successor_s=0.0)
+    cluster = make(max_queue_s=0.0, successor_timeout_s=0.0)
     answer = await Answer.begun(cluster)
     cluster.fleet.starting("c0", LOADING)
     await cluster["c0"].die()

@@ -16,7 +16,7 @@ from router.dispatch.poison_requests import Suspects, Suspicion
 
 @pytest.fixture
 async def suspects() -> AsyncIterator[Suspects]:
-    made = Suspects(max_kills=2, patience_s=1000.0)
+    made = Suspects(max_worker_crashes=2, patience_s=1000.0)
     yield made
     made.assert_idle()
 
@@ -132,7 +132,7 @@ def begin_times(*, count: int, each_s: float, patience_s: float) -> list[float]:
     began: list[float] = []
 
     async def main() -> None:
-        suspects = Suspects(max_kills=2, patience_s=patience_s)
+        suspects = Suspects(max_worker_crashes=2, patience_s=patience_s)
         jobs = {f"r{number}": Suspicion() for number in range(count)}
         await struck_out(suspects, jobs)
         one_at_a_time, clock = asyncio.Lock(), asyncio.get_running_loop().time
@@ -165,7 +165,7 @@ def test_a_new_line_is_tried_from_one_batch_on_however_many_were_tried_at_last()
     """Patience let a second and a third batch join the first, and these ended before it."""
 
     async def main() -> None:
-        suspects = Suspects(max_kills=2, patience_s=30.0)
+        suspects = Suspects(max_worker_crashes=2, patience_s=30.0)
         earlier = {f"r{number}": Suspicion() for number in range(4)}
         for pair in (("r0", "r1"), ("r2", "r3")):
             await struck_out(suspects, {name: earlier[name] for name in pair})

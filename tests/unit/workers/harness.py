@@ -140,7 +140,7 @@ class ToyEngine:
         self.copies = ToyCopies(self.runner)
         self.host = HostPool(host_slots, self.copies, self.log.record, block_bytes=1) if host_slots else None
         self.pool = BlockPool(num_blocks, BLOCK, self.log.record, host=self.host)
-        settings = {"max_model_len": 10_000, "vocab_size": VOCAB, "turn_s": math.inf} | config
+        settings = {"max_model_len": 10_000, "vocab_size": VOCAB, "time_slice_s": math.inf} | config
         self.scheduler = Scheduler(SchedulerConfig(**settings), self.pool, role or Colocated())
         ticks = count()
         runner = AtLast(self.runner) if depth else self.runner

@@ -130,7 +130,7 @@ def test_the_setting_turns_it_off_or_names_the_cpus() -> None:
     assert claim_cores(1, "100000").cpus == ()  # not ours: the log says so
     first = min(os.sched_getaffinity(0))
     assert claim_cores(4, f"{first}-{first}").cpus == (first,)
-    with pytest.raises(Misconfigured, match="bind_cores is '0-x'"):
+    with pytest.raises(Misconfigured, match="bind_cores = '0-x'"):
         WorkerConfig(model="m", bind_cores="0-x")
 
 

@@ -18,7 +18,7 @@ def seated(toy: ToyEngine) -> set[str]:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_short_answer_waits_for_a_turn_and_not_for_the_long_ones(depth: int) -> None:
-    toy = ToyEngine(max_num_seqs=2, turn_s=TURN, depth=depth)
+    toy = ToyEngine(max_num_seqs=2, time_slice_s=TURN, depth=depth)
     toy.submit(*(ask(f"long{n}", [n, 7], max_tokens=LONG) for n in range(3)))
     toy.step(2)
     toy.submit(ask("short", [9], max_tokens=2))
@@ -36,7 +36,7 @@ def test_a_short_answer_waits_for_a_turn_and_not_for_the_long_ones(depth: int) -
 
 
 def test_every_sequence_gets_on_within_its_turns_however_many_there_are() -> None:
-    toy = ToyEngine(num_blocks=1024, max_num_seqs=4, turn_s=TURN)
+    toy = ToyEngine(num_blocks=1024, max_num_seqs=4, time_slice_s=TURN)
     names = {f"r{n}" for n in range(16)}
     toy.submit(*(ask(name, [len(name), *name.encode()], max_tokens=LONG) for name in sorted(names)))
     for _ in range(3):
@@ -48,7 +48,7 @@ def test_every_sequence_gets_on_within_its_turns_however_many_there_are() -> Non
 
 
 def test_nobody_gives_up_a_seat_while_nobody_waits_or_the_turn_is_not_over() -> None:
-    toy = ToyEngine(max_num_seqs=2, turn_s=TURN)
+    toy = ToyEngine(max_num_seqs=2, time_slice_s=TURN)
     toy.submit(*(ask(f"r{n}", [n], max_tokens=LONG) for n in range(2)))
     for _ in range(3 * TURN):
         assert seated(toy) == {"r0", "r1"}
@@ -60,7 +60,7 @@ def test_nobody_gives_up_a_seat_while_nobody_waits_or_the_turn_is_not_over() -> 
 
 
 def test_a_turn_is_given_to_none_of_less_priority() -> None:
-    toy = ToyEngine(max_num_seqs=1, turn_s=TURN, priority_head_start_s=1000.0)
+    toy = ToyEngine(max_num_seqs=1, time_slice_s=TURN, priority_head_start_s=1000.0)
     toy.submit(ask("urgent", [1], max_tokens=LONG, priority=1))
     toy.step()
     toy.submit(ask("later", [2], max_tokens=2))
@@ -70,7 +70,7 @@ def test_a_turn_is_given_to_none_of_less_priority() -> None:
 
 
 def test_where_blocks_are_short_nobody_steps_back_and_keeps_its_own() -> None:
-    toy = ToyEngine(num_blocks=8, max_num_seqs=2, turn_s=TURN)  # of 4 tokens
+    toy = ToyEngine(num_blocks=8, max_num_seqs=2, time_slice_s=TURN)  # of 4 tokens
     toy.submit(ask("r0", range(12), max_tokens=4), ask("r1", range(20, 32), max_tokens=4))
     toy.step()
     toy.submit(ask("r2", range(40, 52), max_tokens=4))
@@ -80,5 +80,5 @@ def test_where_blocks_are_short_nobody_steps_back_and_keeps_its_own() -> None:
 
 
 def test_a_turn_must_take_some_time() -> None:
-    with pytest.raises(Misconfigured, match="turn_s is 0"):
-        SchedulerConfig(max_model_len=1, vocab_size=1, turn_s=0)
+    with pytest.raises(Misconfigured, match="time_slice_s = 0"):
+        SchedulerConfig(max_model_len=1, vocab_size=1, time_slice_s=0)

@@ -26,7 +26,7 @@ class Lanes:
 
 
 def test_an_idle_lane_is_given_up_and_one_with_a_ticket_is_not() -> None:
-    lanes = Lanes(LANE, replace(LANE, peer="b"), replace(LANE, peer="c", idle_s=1.0), idle_s=5.0)
+    lanes = Lanes(LANE, replace(LANE, peer="b"), replace(LANE, peer="c", idle_s=1.0), idle_timeout_s=5.0)
     assert lanes.upkeep.overdue()
     lanes.upkeep.tend(100.0, lambda: {"b"})
     assert lanes.parted == ["a"]
@@ -46,7 +46,7 @@ def test_a_lane_that_opens_is_looked_after_although_it_does_not_idle_yet() -> No
 
 
 def test_it_looks_once_in_a_while_only() -> None:
-    lanes = Lanes(LANE, idle_s=5.0)
+    lanes = Lanes(LANE, idle_timeout_s=5.0)
     asked = 0
 
     def needed() -> set[str]:

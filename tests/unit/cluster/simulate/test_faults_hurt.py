@@ -17,13 +17,14 @@ from cluster.simulate.world.fake_redis import Server
 from cluster.simulate.world.faults import Kind
 from cluster.simulate.world.lanes import Cards
 from protos.values import Hello, KVEvents
+from router.config import DispatchConfig
 from router.prefix.feed import Feed
 from tests.unit.cluster.simulate.towns import run
 
 PAIR: dict[str, Any] = {
     "prefill": 1,
     "decode": 1,
-    "router": simulated_router(local_prefill_tokens=0, ticket_lease_s=2.0),
+    "router": simulated_router(local_prefill_tokens=0, dispatch=DispatchConfig(ticket_lease_s=2.0)),
     "cards": Cards(rate=1e9),
 }
 """Every prompt is handed over, and its KV travels for as long as a few steps take."""
@@ -31,11 +32,11 @@ READERS: dict[str, Any] = {
     "workload": "conversations",
     "prefill": 0,
     "decode": 2,
-    "router": simulated_router(policy="longest_prefix", sibling_s=0.0),
+    "router": simulated_router(policy="longest_prefix", dispatch=DispatchConfig(speculative_prefix_ttl_s=0.0)),
 }
 """Who is asked hangs on what gateways know of caches, and on nothing else."""
 SHARING = {**READERS, "num_gateways": 2, "shared_index": True}
-PATIENT = {**PAIR, "router": simulated_router(local_prefill_tokens=0, ticket_lease_s=60.0)}
+PATIENT = {**PAIR, "router": simulated_router(local_prefill_tokens=0, dispatch=DispatchConfig(ticket_lease_s=60.0))}
 TOWNS = {"pair": PAIR, "patient": PATIENT, "readers": READERS, "sharing": SHARING}
 
 

@@ -22,6 +22,7 @@ from protos.errors import BatonError
 from protos.values import BlockRemoved, Cleared, Hello, KVEvent, KVEvents
 from router.admission.admission import Admission, Turn
 from router.admission.fair_queue import Entry, FairQueue, Row
+from router.config import AdmissionConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.poison_requests import Suspects
 from router.fleet.worker import Member
@@ -123,7 +124,7 @@ def test_a_block_that_gateways_are_not_told_has_gone_is_found(monkeypatch: pytes
 
 def test_a_line_that_grows_without_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "_bound", lambda admission, entry, now: None)
-    router = simulated_router(max_queued=1, max_backlog=1)
+    router = simulated_router(admission=AdmissionConfig(max_queued=1, max_backlog=1))
     spec = replace(town().spec, latency=Rough())
     assert "wait in line" in broken(prefill=0, decode=1, router=router, spec=spec)
 
@@ -158,7 +159,9 @@ def test_somebody_in_line_who_has_gone_is_found(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Admission, "_watch", look_away)
     monkeypatch.setattr(FairQueue, "remove", lambda line, entry: None)
-    assert "are in line who have gone" in broken(**narrow(router=simulated_router(max_queue_s=5.0)))
+    assert "are in line who have gone" in broken(
+        **narrow(router=simulated_router(admission=AdmissionConfig(max_queue_s=5.0)))
+    )
 
 
 def test_work_that_counts_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def test_a_mistake_in_the_file_names_it(tmp_path: Path) -> None:
     file.write_text("worker.tp = 0\n")
     result = CliRunner().invoke(make_app(["simulate"]), ["simulate", "--config", str(file)])
     assert isinstance(result.exception, Misconfigured)
-    assert result.exception.message.startswith(f"--config {file}: worker.tp is 0: ")
+    assert result.exception.message.startswith(f"--config {file}: worker.tp = 0: ")
 
 
 @pytest.mark.parametrize("value", ["0", "-1"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typer.testing import CliRunner
 
 from cluster.cli.main import make_app
-from cluster.config.settings import TABLES, TOP
+from cluster.config.declared import declared_settings, tables
 from cluster.simulate.run.config import WITHOUT_EFFECT
 
 
@@ -17,9 +17,9 @@ def told(*further: str) -> str:
 
 
 def test_settings_that_change_nothing_are_named_in_one_line() -> None:
-    given = "port=9", 'worker.device="cpu"', "worker.max_num_seqs=8", "lanes={stall_s=9,idle_s=9}", "port=10"
+    given = "port=9", 'worker.device="cpu"', "worker.max_num_seqs=8", "lanes={stall_s=9,idle_timeout_s=9}", "port=10"
     lines = [line for line in told(*given).splitlines() if "no effect" in line]
-    assert lines == ["no effect in a simulation: --set port, worker.device, lanes.stall_s, lanes.idle_s"]
+    assert lines == ["no effect in a simulation: --set port, worker.device, lanes.stall_s, lanes.idle_timeout_s"]
 
 
 def test_nothing_is_said_of_settings_that_count() -> None:
@@ -27,5 +27,4 @@ def test_nothing_is_said_of_settings_that_count() -> None:
 
 
 def test_only_settings_that_exist_are_known_to_have_none() -> None:
-    owned = {f"{table}.{name}" for table, parts in TABLES.items() for name in parts.__dataclass_fields__}
-    assert {*TOP, *TABLES, *owned} >= WITHOUT_EFFECT
+    assert {*declared_settings(), *tables()} >= WITHOUT_EFFECT
