@@ -130,6 +130,17 @@ def test_folders_stay_small() -> None:
     )
 
 
+def test_unit_tests_follow_the_packages() -> None:
+    """The tests of `router/fleet/fleet.py` are in `tests/unit/router/fleet/`."""
+    unit = Path("tests", "unit")
+    folders = {path.parent.relative_to(unit) for path in files("*.py") if path.is_relative_to(unit)}
+    report(
+        f"{unit / folder}: there is no {folder}/: move these tests into the folder of what they test"
+        for folder in sorted(folders)
+        if not (ROOT / folder).is_dir()
+    )
+
+
 def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
     """The groups in which each reaches each other (Tarjan's strongly connected components of more than one)."""
     numbers: dict[str, int] = {}

@@ -14,7 +14,8 @@ from cluster.process.huge_pages import gather
 
 YOUNG = 10_000
 """Objects that are looked at together: more than some thirty requests have under way. A request leaves no circle behind
-(`tests/unit/router/test_tap.py`), so that below this nothing is ever looked at; with 2,000 it was 8 % of a request."""
+(`tests/unit/router/streaming/test_tap.py`), so that below this nothing is ever looked at; with 2,000 it was 8 % of a
+request."""
 BULK = 500_000
 """Ten times fewer, and 2 % of a long simulation went on looking at what was to be gone soon."""
 MUCH = 50_000

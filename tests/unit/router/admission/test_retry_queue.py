@@ -11,7 +11,7 @@ import pytest
 from protos.errors import Overloaded
 from router.jobs import Job, Tap, TokenDelta
 from tests.unit.cluster.virtual_time import run_virtually
-from tests.unit.router.test_admission import Pool, admission, job, run, settle
+from tests.unit.router.admission.test_admission import Pool, admission, job, run, settle
 
 
 def test_who_was_let_through_and_found_no_room_is_not_told_less_than_the_line() -> None:

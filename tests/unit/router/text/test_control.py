@@ -20,9 +20,9 @@ from protos.errors import InvalidRequest
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer as Texts
 from tests.unit.router.scripted import CORPUS, ids_of, talking
-from tests.unit.router.test_text_chat_template import LLAMA_3, MISTRAL, TOOLED
+from tests.unit.router.text.test_chat_template import LLAMA_3, MISTRAL, TOOLED
 
-DEMO = Path(__file__).parents[3] / "demo" / "model"
+DEMO = Path(__file__).parents[4] / "demo" / "model"
 
 LLAMA_TOKENS = ["<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

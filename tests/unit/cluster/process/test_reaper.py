@@ -55,10 +55,10 @@ other.communicate(b"\\n")
 
 def test_children_of_a_title_are_killed_and_no_others() -> None:
     """Ray's agents, which have titles in place of their command lines, outlived it."""
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     subprocess.run([sys.executable, "-c", TITLED], cwd=root, check=True, timeout=100)
 
 
 def test_adopted_processes_are_reaped_and_how_a_watched_one_ended_is_known() -> None:
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     subprocess.run([sys.executable, "-c", ADOPTING], cwd=root, check=True, timeout=100)

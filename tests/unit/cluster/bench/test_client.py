@@ -17,7 +17,18 @@ from cluster.bench.prompts import Prompts
 from cluster.bench.report import Record
 from cluster.bench.workload import Item, Span
 from protos.errors import InvalidRequest, Unavailable
-from tests.unit.cluster.fake_server import DONE, FakeServer, Script, Step, answer, chunk, refusal, serving, sse, usage
+from tests.unit.cluster.bench.fake_server import (
+    DONE,
+    FakeServer,
+    Script,
+    Step,
+    answer,
+    chunk,
+    refusal,
+    serving,
+    sse,
+    usage,
+)
 from tests.unit.cluster.virtual_time import run_virtually
 
 ITEM = Item(index=4, spans=(Span(key=(0, 0), num_tokens=7),), num_output=3, due_s=0.0)

@@ -16,7 +16,7 @@ from cluster.bench.hardware import cpu_model
 from cluster.cli.main import make_app
 from protos.errors import BatonError, Misconfigured, NotFound, Overloaded, Unavailable
 from protos.values import WorkerRole
-from tests.unit.cluster.test_status import info
+from tests.unit.cluster.cli.test_status import info
 from tests.unit.router.scripted import Crew, Script, Scripted, Worker, make_gateway, saying, serving
 
 SHORT = ["--input-len", "8:16", "--output-len", "4", "--num-requests", "6"]

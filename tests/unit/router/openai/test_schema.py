@@ -339,7 +339,7 @@ def test_what_was_asked_for_is_handed_on() -> None:
 
 
 def test_every_parameter_is_in_the_documents() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "api.md").read_text(encoding="utf-8")
     names = ChatBody.model_fields.keys() | CompletionBody.model_fields.keys()
     names |= CHAT_REFUSALS.keys() | COMPLETION_REFUSALS.keys()
     assert not [name for name in names if f"`{name}`" not in page]

@@ -11,7 +11,7 @@ import typer
 
 from cluster.cli.main import make_app
 
-DOCS = Path(__file__).resolve().parent.parent.parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent.parent.parent.parent / "docs"
 SHOWN = [
     (page, line)
     for page in ("benchmarking.md", "kubernetes.md", "models.md", "simulation.md")

@@ -87,7 +87,7 @@ asyncio.run(main())
 def test_the_folder_of_ray_is_closed_to_others_and_short_enough_for_its_sockets(num_chars: int) -> None:
     """Anybody on this machine could replace what lies there; and with a TMPDIR of 29 to 40 characters Ray did not
     start."""
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="x" * (num_chars - 13)) as folder:
         assert len(folder) == num_chars
         command, environ = [sys.executable, "-c", FOLDER], os.environ | {"TMPDIR": folder}

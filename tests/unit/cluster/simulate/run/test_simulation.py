@@ -29,7 +29,7 @@ from cluster.simulate.world.workload import GENERATED, Session, Turn
 from protos.values import Health, ReserveRequest, WorkerRole
 from tests.unit.cluster.simulate.towns import sessions, town
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 
 FINGERPRINT = """
 from cluster.simulate.run.simulation import simulate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 from protos.values import LaneStats, TicketStats, TierStats, WorkerLoad, WorkerRole, WorkerStats
-from tests.unit.cluster.test_status import info
+from tests.unit.cluster.cli.test_status import info
 from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving
 
 IN = TicketStats(ticket_id="a.1", generation=1, state="sending", owner="prefill-0#1", age_s=1.5, num_bytes=4096)

@@ -19,7 +19,7 @@ from protos.errors import Misconfigured, Unauthenticated
 from protos.values import KVPiece, Profile, Span, WorkerRole
 from router.auth.auth import Reception
 from router.auth.tenants import hash_of
-from tests.unit.cluster.test_status import info
+from tests.unit.cluster.cli.test_status import info
 from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving
 
 ADMIN, ACME = "sk-baton-admin", "sk-baton-acme"

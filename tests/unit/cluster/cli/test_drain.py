@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from cluster.cli.main import make_app
 from protos.errors import DeadlineExceeded, Misconfigured, NotFound
 from protos.values import WorkerLoad, WorkerRole
-from tests.unit.cluster.test_status import info
+from tests.unit.cluster.cli.test_status import info
 from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving
 
 INFO = info("decode-0", WorkerRole.DECODE)
