@@ -30,6 +30,7 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 14
+MAX_COLUMNS = 160  # of a document
 CAPPED = (*PACKAGES, "benchmarks")
 
 # Reading these formats can run code. Ray pickles what actors are given: that is Ray's own, and imports nothing here.
@@ -261,6 +262,42 @@ def test_documents_name_files_that_exist() -> None:
                     module = ROOT / name.replace(".", "/")
                     if not module.with_suffix(".py").is_file() and not (module / "__main__.py").is_file():
                         yield f"{path}:{number}: `python -m {name}` does not run"
+
+    report(offences())
+
+
+def test_documents_are_narrow() -> None:
+    """Tables and code blocks, too: what is wider wraps in a terminal, and a diff of it cannot be read."""
+    report(
+        f"{path}:{number}: {len(line)} columns, the cap is {MAX_COLUMNS}: wrap it, or give a table fewer words"
+        for path in files("*.md")
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+        if len(line) > MAX_COLUMNS
+    )
+
+
+def anchors(path: Path) -> set[str]:
+    """Those that GitHub makes of a document's headings."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / path).read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_documents_link_to_what_exists() -> None:
+    inline, reference = re.compile(r"\]\(([^)\s]+)\)"), re.compile(r"^\[[^\]]+\]: (\S+)$")
+
+    def offences() -> Iterator[str]:
+        for path in files("*.md"):
+            for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
+                for link in (*inline.findall(re.sub(r"`[^`]*`", "", line)), *reference.findall(line)):
+                    name, _, anchor = link.partition("#")
+                    if "://" in link:
+                        continue
+                    target = Path(os.path.normpath(path.parent / name)) if name else path
+                    if not (ROOT / target).exists():
+                        yield f"{path}:{number}: there is no {target}"
+                    elif anchor and anchor not in anchors(target):
+                        yield f"{path}:{number}: {target} has no heading for #{anchor}"
 
     report(offences())
 

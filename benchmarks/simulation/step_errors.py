@@ -3,7 +3,7 @@
     pip install 'baton[aiconfigurator]'
     python -m benchmarks.simulation.step_errors
 
-writes the points to benchmarks/results/step-times.json, and the table into docs/simulation.md.
+writes the points to benchmarks/results/step-times.json, and the table into benchmarks/results/simulation.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cluster.simulate.latency.shapes import GPUS, MODELS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "step-times.json"
-DOCS = ROOT / "docs" / "simulation.md"
+NOTES = ROOT / "benchmarks" / "results" / "simulation.md"
 BEGIN, END = (
     "<!-- table of errors: python -m benchmarks.simulation.step_errors -->",
     "<!-- end of the table of errors -->",
@@ -76,10 +76,10 @@ def main() -> None:
         "points": [asdict(point) for point in points],
     }
     RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    text = DOCS.read_text(encoding="utf-8")
+    text = NOTES.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    DOCS.write_text(f"{before}{BEGIN}\n{table(points)}\n{END}{after}", encoding="utf-8")
+    NOTES.write_text(f"{before}{BEGIN}\n{table(points)}\n{END}{after}", encoding="utf-8")
     print(table(points))
 
 
@@ -115,8 +115,9 @@ def table(points: Sequence[StepPoint]) -> str:
     mixtures = [point for point in points if MODELS[point.model].experts is not None]
     lines += [
         "",
-        f"Dense models: {summary(dense)}; those that were not fitted to (*): {summary(held_out)}. "
-        f"DeepSeek-V3: {summary(mixtures)}.",
+        f"- Dense models: {summary(dense)}.",
+        f"- Dense models that were not fitted to (*): {summary(held_out)}.",
+        f"- DeepSeek-V3: {summary(mixtures)}.",
     ]
     return "\n".join(lines)
 

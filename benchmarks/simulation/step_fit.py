@@ -2,7 +2,7 @@
 
     pip install 'baton[aiconfigurator]'
     python -m benchmarks.simulation.step_fit          # writes cluster/simulate/latency/fitted.py
-    python -m benchmarks.simulation.step_errors       # then: the table of errors in docs/simulation.md
+    python -m benchmarks.simulation.step_errors       # then: the table of errors in benchmarks/results
 
 Each kind of kernel of each GPU is fitted by itself, by least squares of logarithms, on the models and sizes below; no
 other model, number of ranks or size is fitted to.

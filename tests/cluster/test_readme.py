@@ -1,4 +1,4 @@
-"""What the README and the gRPC page show, run as it stands there (only the ports are another's)."""
+"""What the README, the quickstart and the gRPC page show, run as it stands there (only the ports are another's)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
 GRPC_PAGE = (ROOT / "docs" / "grpc.md").read_text()
 
 
@@ -66,7 +67,7 @@ def test_the_request_gets_an_answer_like_the_one_shown(up: Deployed) -> None:
 
 
 def test_the_openai_client_streams(up: Deployed) -> None:
-    (program,) = blocks(README, "python")
+    (program,) = blocks(QUICKSTART, "python")
     assert run([sys.executable, "-c", program.replace("http://127.0.0.1:8000", up.url)]).strip()
 
 
@@ -77,7 +78,7 @@ def test_the_grpc_client_streams(up: Deployed) -> None:
 
 
 def test_the_commands_shown_have_the_flags_shown() -> None:
-    lines = [line.split("#")[0].strip() for block in blocks(README, "sh") for line in block.splitlines()]
+    lines = [line.split("#")[0].strip() for block in blocks(README + QUICKSTART, "sh") for line in block.splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("baton ")]
     assert {command[1] for command in commands} >= {"serve", "status", "chat", "bench"}
     for _, verb, *arguments in commands:

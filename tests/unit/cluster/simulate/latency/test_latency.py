@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.simulation.step_errors import BEGIN, DOCS, END, read, table
+from benchmarks.simulation.step_errors import BEGIN, END, NOTES, read, table
 from cluster.simulate.latency.base import Calibrated, Step, step_of
 from cluster.simulate.latency.calibration import NOTHING, Measured, calibrate, read_points
 from cluster.simulate.latency.fitted import FITTED
@@ -38,7 +38,7 @@ def test_steps_take_as_long_as_kernels_that_were_measured() -> None:
 
 
 def test_the_table_of_the_docs_is_that_of_the_points() -> None:
-    assert f"{BEGIN}\n{table(read())}\n{END}" in DOCS.read_text(encoding="utf-8")
+    assert f"{BEGIN}\n{table(read())}\n{END}" in NOTES.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("step", [DECODE, PROMPT])
