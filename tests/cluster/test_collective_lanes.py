@@ -180,7 +180,7 @@ def until_idle(end: CollectiveSender | CollectiveReceiver) -> None:
         threading.Event().wait(0.01)
 
 
-FROZEN = LaneConfig(stall_s=1.0, heartbeat_s=0.1)
+FROZEN = LaneConfig(stall_s=2.0, heartbeat_s=0.1)
 """For peers that are stopped: their connections stay up, so only the clock of progress tells."""
 
 

@@ -154,7 +154,7 @@ def freeze(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_a_stuck_lane_is_quarantined_and_met_anew(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = make_site(stall_s=0.3)
+    site = make_site(stall_s=1.0)
     sender, receiver, ticket = meet(site)
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
     site.events(receiver, 1)
@@ -174,7 +174,7 @@ def test_a_stuck_lane_is_quarantined_and_met_anew(make_site: Sites, monkeypatch:
 
 def test_a_quarantine_ends_for_good_when_the_peer_is_gone(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver never empties the ring, and is then closed: nobody is left to be met."""
-    site = make_site(stall_s=0.3, max_staged_bytes=LAYOUT.block_bytes)
+    site = make_site(stall_s=1.0, max_staged_bytes=LAYOUT.block_bytes)
     sender, receiver, ticket = meet(site)
     push(site, sender, ticket, [(chunk_of(ticket, index), kv()) for index in range(2)])
     for index in range(2, 8):
@@ -228,7 +228,7 @@ def test_lanes_tell_over_what_they_go(make_site: Sites, over: str) -> None:
 def test_a_lane_whose_thread_does_not_end_is_stuck(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a library hangs: the lane says so, for whoever watches over the worker."""
     monkeypatch.setattr(Wire, "sever", lambda self: None)
-    site = make_site(stall_s=0.2, heartbeat_s=0.01)
+    site = make_site(stall_s=1.0, heartbeat_s=0.05)
     sender, receiver, ticket = meet(site)
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
     site.events(receiver, 1)

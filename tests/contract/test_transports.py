@@ -223,7 +223,7 @@ def test_nobody_at_the_destination_is_a_lost_lane(site: Site) -> None:
 
 def test_an_idle_lane_lasts(over: str) -> None:
     """Longer than a stall: what tells idle from hung must work."""
-    config = LaneConfig(heartbeat_s=0.02, stall_s=0.2)
+    config = LaneConfig(heartbeat_s=0.1, stall_s=1.0)
     site = Site(over, config)
     sender, receiver, ticket = meet(site)
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])

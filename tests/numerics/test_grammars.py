@@ -284,19 +284,19 @@ def test_large_grammars_hold_up_no_small_one(tmp_path: Path, monkeypatch: pytest
 def test_masks_are_not_made_on_the_engines_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that computes is bound to it, and starts the others."""
     write_tokenizer(tmp_path)
-    make, found = GuidanceGrammars._mask, list[tuple[set[int], int]]()
+    found = list[tuple[set[int], int]]()
 
-    def looking(self: GuidanceGrammars, standing: Any) -> Any:
-        found.append((os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-        return make(self, standing)
+    class Looking(GuidanceGrammars):
+        def _mask(self, standing: Any) -> Any:
+            found.append((os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+            return super()._mask(standing)
 
-    monkeypatch.setattr(GuidanceGrammars, "_mask", looking)
     monkeypatch.setattr(guidance, "PATIENCE_S", 60.0)  # however busy the machine, no mask is slow
     everywhere, nice = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     def engine() -> None:
         os.sched_setaffinity(0, {min(everywhere)})
-        grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+        grammars = Looking(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
         [first] = mask_of(grammars, choice_grammar(["ab"]))
         mask_of(grammars, choice_grammar(["ab"]), (first,))
 
