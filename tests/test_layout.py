@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -60,11 +58,8 @@ def report(offences: Iterator[str]) -> None:
 
 def code_lines(source: str, tree: ast.Module) -> set[int]:
     """Numbers of the lines that hold code: neither blank nor comment nor docstring."""
-    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in blank:
-            lines.update(range(token.start[0], token.end[0] + 1))
+    texts = enumerate((line.strip() for line in source.splitlines()), 1)
+    lines = {number for number, text in texts if text and not text.startswith("#")}
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))

@@ -83,7 +83,7 @@ def toll() -> Iterator[Toll]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Deployed]:
     size = ("--prefill", "1", "--decode", "2", "--processes", "2", "--port", "0", "--grpc-port", "0")
-    deployed = Deployed("up", *size, *PRECISE, "--set", "ray.response_timeout_s=5")
+    deployed = Deployed("up", *size, *PRECISE, "--set", "ray.response_timeout_s=10")
     try:
         deployed.wait_for("^serving ", timeout_s=120.0)
         yield deployed
@@ -174,7 +174,7 @@ def test_a_ray_that_stands_still_is_named_until_it_goes_on_or_is_given_up(
         trouble(cluster, lambda told: not told)
         raylet = kill(cluster, f"{FROZEN}raylet", before, chance)
         trouble(cluster, lambda told: told.startswith("Ray's raylet does not answer (for "))
-        trouble(cluster, lambda told: told.startswith("Ray's raylet has not answered for 5 s (for "))
+        trouble(cluster, lambda told: told.startswith("Ray's raylet has not answered for 10 s (for "))
     finally:
         num_answers, _ = asking.answered()
     assert num_answers == CLIENTS * EACH
@@ -216,7 +216,7 @@ def kill(cluster: Deployed, kind: str, workers: Mapping[str, int], chance: rando
 
 def trouble(cluster: Deployed, holds: Callable[[str], bool]) -> str:
     """What `/ready` and `/admin/status` name as `degraded`, as soon as it `holds`: within seconds."""
-    deadline = time.monotonic() + 15.0
+    deadline = time.monotonic() + 60.0
     while True:
         told = str(ready(cluster)["degraded"])
         if holds(told) and holds(status(cluster)["degraded"]):

@@ -24,7 +24,7 @@ PROMPT = prompt(12)  # three blocks, a step and a chunk each
 FIRST = expected(PROMPT, 1)
 NEVER_S = 600.0
 DEFAULT = LaneConfig()
-PATIENT = replace(DEFAULT, stall_s=NEVER_S, expect_s=NEVER_S)
+PATIENT = replace(DEFAULT, stall_s=NEVER_S, connect_timeout_s=NEVER_S)
 HASTY = LaneConfig(stall_s=2.0, heartbeat_s=0.1)  # not less: a busy machine keeps a thread waiting for half a second
 SIGNALS = pytest.mark.parametrize(
     ("blow", "lanes"), [(signal.SIGKILL, PATIENT), (signal.SIGSTOP, HASTY)], ids=["killed", "stopped"]

@@ -150,6 +150,6 @@ async def served(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway before it, over HTTP, and a client of that."""
     async with (
         serving(make_gateway(cluster.generate, fleet=cluster.fleet)) as url,
-        httpx.AsyncClient(base_url=url, verify=False) as client,
+        httpx.AsyncClient(base_url=url, verify=False, timeout=60) as client,
     ):
         yield client

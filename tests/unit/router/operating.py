@@ -20,7 +20,7 @@ async def operating(cluster: Cluster, **changes: Any) -> AsyncIterator[tuple[htt
     """The whole way from HTTP to the fake workers, on one set of records."""
     generate, routing = cluster.router.dispatcher, cluster.router.routing
     gateway = make_gateway(generate, fleet=cluster.fleet, routing=routing, **changes)
-    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False, timeout=60) as client:
         yield client, routing
 
 

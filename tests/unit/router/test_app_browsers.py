@@ -20,7 +20,7 @@ PROMPT = {"model": "tiny", "prompt": "hello", "stream": True}
 @asynccontextmanager
 async def visiting(script: Script | None = None, **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
     gateway = make_gateway(Scripted(script or saying("hi")), **changes)
-    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False, timeout=60) as client:
         yield client
 
 

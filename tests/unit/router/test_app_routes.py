@@ -28,7 +28,7 @@ PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
 async def visiting(script: Script | None = None, **changes: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Scripted]]:
     generate = Scripted(script or saying("hi"))
     gateway = make_gateway(generate, **changes)
-    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False, timeout=60) as client:
         yield client, generate
 
 

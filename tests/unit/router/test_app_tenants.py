@@ -49,7 +49,7 @@ async def visiting(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Scripted]]:
     generate, metrics = Scripted(script or saying("hi")), RequestMetrics()
     gateway = make_gateway(generate, metrics=metrics, reception=Reception(path, registry=metrics.registry))
-    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False, timeout=60) as client:
         yield client, generate
 
 

@@ -31,7 +31,10 @@ NUM_REQUESTS = 8  # of each kind
     ],
 )
 async def test_made_up_requests_are_answered_as_described(method: str, path: str) -> None:
-    async with serving(make_gateway(Scripted(saying("hi")))) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serving(make_gateway(Scripted(saying("hi")))) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
         document = (await http.get("/openapi.json")).json()
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
             statuses = await asyncio.to_thread(ask, document, url, method, path, mode)

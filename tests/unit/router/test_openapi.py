@@ -56,7 +56,7 @@ class Visitor:
 @asynccontextmanager
 async def visiting(script: Script | None = None, **changes: Any) -> AsyncIterator[Visitor]:
     gateway = make_gateway(Scripted(script or saying("hi")), **changes)
-    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as http:
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False, timeout=60) as http:
         yield Visitor(http, (await http.get("/openapi.json")).json())
 
 

@@ -150,7 +150,10 @@ async def test_a_cluster_that_cannot_serve_says_why() -> None:
 async def test_who_was_told_to_leave_is_not_called_lost_and_a_pool_without_workers_is_named() -> None:
     reason = "as it was told to; its successor is due"
     fleet = Crew(Worker(worker_id="prefill-0", state="left", reason=reason, info=PREFILL))
-    async with serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url, httpx.AsyncClient() as client:
+    async with (
+        serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
         served = (await client.get(f"{url}/ready")).json()
         fleet.is_ready = False
         refused = (await client.get(f"{url}/ready")).json()
@@ -175,7 +178,10 @@ async def test_a_worker_that_was_never_met_is_missed_although_others_serve() -> 
         Worker(worker_id="decode-0", info=info("decode-0", WorkerRole.DECODE)),
         Worker(worker_id="prefill-0", state="lost", reason="Connection refused"),
     )
-    async with serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url, httpx.AsyncClient() as client:
+    async with (
+        serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
         told = (await client.get(f"{url}/ready")).json()
     assert (told["ready"], told["degraded"]) == (True, "never met: prefill-0 is lost (Connection refused)")
 

@@ -27,7 +27,10 @@ def crew() -> Crew:
 
 
 async def test_every_ticket_of_every_worker_is_told_with_its_age_owner_and_bytes() -> None:
-    async with serving(make_gateway(Scripted(saying("hi")), fleet=crew())) as url, httpx.AsyncClient() as client:
+    async with (
+        serving(make_gateway(Scripted(saying("hi")), fleet=crew())) as url,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
         told = (await client.get(f"{url}/admin/kv")).json()
     assert (told["num_tickets"], told["num_bytes_reserved"], told["oldest_s"]) == (2, 4096, 2.5)
     prefill, decode, mute = told["workers"]
@@ -51,7 +54,10 @@ async def test_every_ticket_of_every_worker_is_told_with_its_age_owner_and_bytes
 
 async def test_a_worker_is_drained_by_its_name() -> None:
     fleet = crew()
-    async with serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url, httpx.AsyncClient() as client:
+    async with (
+        serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
         taken = await client.post(f"{url}/admin/workers/decode-0/drain")
         unknown = await client.post(f"{url}/admin/workers/decode-9/drain")
     assert (taken.status_code, taken.json()) == (202, {"worker_id": "decode-0", "num_running": 3})

@@ -68,7 +68,7 @@ class Document(HTMLParser):
 
 async def fetch(**changes: Any) -> Document:
     gateway = make_gateway(Scripted(saying("hi")), **changes)
-    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False, timeout=60) as client:
         response = await client.get("/")
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
@@ -111,7 +111,7 @@ async def test_what_it_is_told_never_becomes_html() -> None:
 async def test_the_page_needs_no_key_and_the_data_do(tmp_path: Path) -> None:
     (tmp_path / "tenants.toml").write_text(TENANTS)
     gateway = make_gateway(Scripted(saying("hi")), reception=Reception(tmp_path / "tenants.toml"))
-    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False, timeout=60) as client:
         page = await client.get("/")
         assert page.status_code == 200
         assert 'data-asks-for-keys="true"' in page.text

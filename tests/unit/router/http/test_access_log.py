@@ -44,7 +44,10 @@ def kept() -> Iterator[Kept]:
 
 
 async def test_what_is_answered_refused_or_not_there_has_a_line_each(kept: Kept) -> None:
-    async with serving(make_gateway(Scripted(saying("hi")))) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serving(make_gateway(Scripted(saying("hi")))) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         whole = await client.post("/v1/completions", json=BODY)
         await client.post("/v1/completions", json=BODY | {"stream": True}, headers={"x-baton-request-id": "mine"})
         await client.post("/v1/completions", json=BODY | {"temperature": 9})
@@ -69,7 +72,7 @@ async def test_what_is_answered_refused_or_not_there_has_a_line_each(kept: Kept)
 async def test_a_stream_that_fails_and_a_client_that_left_say_so(kept: Kept) -> None:
     steps: list[list[Any]] = [[NoWorkers("nobody")], [asyncio.Event()]]
     generate = Scripted(lambda job: steps.pop(0))
-    async with serving(make_gateway(generate)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(make_gateway(generate)) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         await client.post("/v1/completions", json=BODY | {"stream": True})
         generate.began.clear()
         asking = asyncio.create_task(client.post("/v1/completions", json=BODY | {"stream": True}))
@@ -84,7 +87,7 @@ async def test_a_stream_has_the_status_it_began_with_and_how_it_ended(kept: Kept
     endings: list[Any] = [NoWorkers("nobody"), asyncio.Event()]
     generate = Scripted(lambda job: [*list(saying("hello there")(job))[:1], endings.pop(0)])
     asked = BODY | {"stream": True}
-    async with serving(make_gateway(generate)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(make_gateway(generate)) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         await client.post("/v1/completions", json=asked)
         kept.turn.clear()
         async with client.stream("POST", "/v1/completions", json=asked) as left:
@@ -94,7 +97,10 @@ async def test_a_stream_has_the_status_it_began_with_and_how_it_ended(kept: Kept
 
 
 async def test_polling_has_no_lines_unless_it_fails(kept: Kept) -> None:
-    async with serving(make_gateway(Scripted(saying("hi")))) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serving(make_gateway(Scripted(saying("hi")))) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         for path in ("/ready", "/health", "/metrics", "/admin/status", "/admin/requests?limit=5"):
             assert (await client.get(path)).status_code == 200, path
         assert (await client.get("/admin/requests?limit=x")).status_code == 400
@@ -117,5 +123,8 @@ async def test_what_is_no_request_has_a_line(kept: Kept) -> None:
 
 async def test_nothing_is_made_of_it_where_there_is_no_log() -> None:
     assert not logging.getLogger("baton.access").isEnabledFor(logging.INFO)
-    async with serving(make_gateway(Scripted(saying("hi")))) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serving(make_gateway(Scripted(saying("hi")))) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200

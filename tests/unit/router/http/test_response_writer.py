@@ -31,7 +31,10 @@ def test_no_token_waits_for_the_acknowledgement_of_the_one_before(
     monkeypatch.setattr(HttpProtocol, "connection_made", connection_made)
 
     async def delays() -> list[int]:
-        async with serving(make_gateway(Scripted(saying("a b")))) as url, httpx.AsyncClient(base_url=url) as client:
+        async with (
+            serving(make_gateway(Scripted(saying("a b")))) as url,
+            httpx.AsyncClient(base_url=url, timeout=60) as client,
+        ):
             await client.get("/v1/models")
             sockets = [one.get_extra_info("socket") for one in accepted]
             return [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets]

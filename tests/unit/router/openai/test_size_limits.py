@@ -21,7 +21,7 @@ SAID = {"role": "user", "content": "x"}
 
 async def post(path: str, body: dict[str, Any], gateway: Gateway | None = None) -> httpx.Response:
     gateway = gateway or make_gateway(Scripted(saying("hi")))
-    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False) as client:
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False, timeout=60) as client:
         return await client.post(path, json=body)
 
 
