@@ -1,6 +1,6 @@
 """What `gpu_kernels.py` measures: launches in the shapes of an 8B Llama, the bytes each must move, its operations.
 
-`divisor` makes lengths and batches smaller, for trying the cases where nothing is measured.
+`divisor` makes lengths, batches, vocabulary and layers smaller, for trying the cases where nothing is measured.
 Legend: T tokens, N query heads, K key/value heads, D head dim, S rows.
 """
 
@@ -197,24 +197,25 @@ def other_cases(device: str, *, divisor: int = 1) -> Iterator[KernelCase]:
             num_bytes=gate_up.nbytes * 3 // 2,
         )
         yield _write(shape, tokens, device)
-    yield from _vocab(64 // min(divisor, 64), device)
-    yield from (_draw(64 // min(divisor, 64), filters, device) for filters in FILTERS)
-    num_blocks = max(2, 2048 // divisor)
-    cache = torch.empty(LAYERS, 2, num_blocks, K, BLOCK_SIZE, D, dtype=torch.bfloat16, device=device).normal_()
+    rows, vocab_size = 64 // min(divisor, 64), VOCAB_SIZE // min(divisor, 32)
+    yield from _vocab(rows, vocab_size, device)
+    yield from (_draw(rows, vocab_size, filters, device) for filters in FILTERS)
+    num_blocks, num_layers = max(2, 2048 // divisor), max(2, LAYERS // divisor)
+    cache = torch.empty(num_layers, 2, num_blocks, K, BLOCK_SIZE, D, dtype=torch.bfloat16, device=device).normal_()
     ids = torch.randperm(num_blocks, device=device)[: num_blocks // 2]
     payload = gather(cache, ids)
-    shape = f"{len(ids)} blocks, {LAYERS} layers"
+    shape = f"{len(ids)} blocks, {num_layers} layers"
     yield KernelCase(kernel="gather", shape=shape, launch=lambda: gather(cache, ids), num_bytes=2 * payload.nbytes)
     yield KernelCase(
         kernel="scatter", shape=shape, launch=lambda: scatter(cache, ids, payload), num_bytes=2 * payload.nbytes
     )
 
 
-def _vocab(rows: int, device: str, ranks: int = 2) -> Iterator[KernelCase]:
+def _vocab(rows: int, vocab_size: int, device: str, ranks: int = 2) -> Iterator[KernelCase]:
     """One rank's work of several; half of the ids are its own."""
-    share = -(-VOCAB_SIZE // ranks)
+    share = -(-vocab_size // ranks)
     table_SE = torch.randn(share, HIDDEN, device=device).bfloat16()
-    ids_T = torch.randint(0, VOCAB_SIZE, (rows,), device=device)
+    ids_T = torch.randint(0, vocab_size, (rows,), device=device)
     num_bytes = (1 + ranks) * rows * HIDDEN * 2 // ranks
     yield KernelCase(
         kernel="embed", shape=f"{rows} tokens", launch=lambda: embed(ids_T, table_SE, 0), num_bytes=num_bytes
@@ -223,14 +224,14 @@ def _vocab(rows: int, device: str, ranks: int = 2) -> Iterator[KernelCase]:
     yield KernelCase(
         kernel="join",
         shape=f"{rows} rows of {ranks} ranks",
-        launch=lambda: join(parts_PRS, VOCAB_SIZE),
+        launch=lambda: join(parts_PRS, vocab_size),
         num_bytes=parts_PRS.nbytes * 3,
     )
 
 
-def _draw(rows: int, filters: dict[str, float], device: str) -> KernelCase:
+def _draw(rows: int, vocab_size: int, filters: dict[str, float], device: str) -> KernelCase:
     """The floor is that of reading the logits once, though a filter reads them many times."""
-    logits_RV = torch.randn(rows, VOCAB_SIZE, device=device) * 3
+    logits_RV = torch.randn(rows, vocab_size, device=device) * 3
     params = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0} | filters
     draws = Draws.pack(
         temperatures=[params["temperature"]] * rows,
@@ -239,7 +240,7 @@ def _draw(rows: int, filters: dict[str, float], device: str) -> KernelCase:
         top_ps=[params["top_p"]] * rows,
         seeds=list(range(rows)),
         indices=[0] * rows,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         device=device,
     )
     named = ", ".join(f"{name} {value:g}" for name, value in filters.items())
