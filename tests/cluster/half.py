@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -31,6 +30,7 @@ from protos.values import (
     ShareRequest,
     Ticket,
 )
+from tests.cluster.forked import FORKS
 from tests.unit.decode_pool.pair import DECODE, DECODE_WEIGHT, LAYOUT, PREFILL, PREFILL_WEIGHT, SIZE, Side
 from workers.toy import ToyRunner
 from workers.transfer.mover import Dock, Mover
@@ -39,8 +39,6 @@ NUM_BLOCKS = 16
 LEASE_S = 60.0
 """Longer than any test: what is freed in time was not freed by a lease."""
 PATIENCE_S = 30.0
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__])
 
 
 def _told(name: str, *arguments: object) -> None:
@@ -155,8 +153,8 @@ class Distant:
     """A half in another process; what is called here happens there."""
 
     def __init__(self, pool: str, lanes: LaneConfig) -> None:
-        self._pipe, there = _context.Pipe()
-        self._process = _context.Process(target=_serve, args=(there, pool, lanes), daemon=True)
+        self._pipe, there = FORKS.Pipe()
+        self._process = FORKS.Process(target=_serve, args=(there, pool, lanes), daemon=True)
         self._process.start()
         there.close()
 

@@ -1,19 +1,18 @@
-"""The other process of tests of lanes: one end of a lane, told by its arguments what to do, until it is killed.
+"""The other process of tests of lanes: one end of a lane, which does what `run` is called with until it is killed.
 
-lane_peer.py send INCARNATION PORT DESTINATION_INCARNATION     offers block after block
-lane_peer.py receive INCARNATION                                says its port, then takes whatever comes
-lane_peer.py push RANK TP SIZE PORT TP_THERE SIZE_THERE        one rank's part of a prompt, out of blocks of so many
-                                                               tokens; SIZE_THERE and so on are the destination's
+send INCARNATION PORT DESTINATION_INCARNATION     offers block after block
+receive INCARNATION                               says its port, then takes all that comes
+push RANK TP SIZE PORT TP_THERE SIZE_THERE        one rank's part of a prompt, out of blocks of so many tokens;
+                                                  SIZE_THERE and so on are the destination's
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -25,8 +24,8 @@ from protos.values import KVLayout, LaneAddress, Ticket
 from workers.kv.storage import KVStorage
 from workers.transfer.mover import Dock
 
-ON = os.environ.get("LANES_ON", "cpu")
-OVER = cast(Preference, os.environ.get("LANES_OVER", "auto"))
+ON = "cpu"
+OVER: Preference = "auto"
 KEY = "of every board of these tests"
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 
@@ -71,18 +70,18 @@ def send(incarnation: int, port: int, destination_incarnation: int) -> None:
         sender.poll()
 
 
-def receive(incarnation: int) -> None:
+def receive(pipe: Connection, incarnation: int) -> None:
     bell = threading.Event()
     made = CollectiveTransport(config=LaneConfig(transport=OVER))
     receiver = made.receiver(address("d0", incarnation), LAYOUT, wake=bell.set)
     receiver.expect(address("p0", 1), LAYOUT)
-    print(receiver.address.port, flush=True)
+    pipe.send(receiver.address.port)
     while True:
         bell.wait()
         bell.clear()
         for event in receiver.poll():
             if isinstance(event, Arrived):
-                print(int(receiver.take(event.chunk, 1.0).max()), flush=True)
+                pipe.send(int(receiver.take(event.chunk, 1.0).max()))
 
 
 HEADS, LAYERS, TOKENS = 2, 3, 29
@@ -132,7 +131,10 @@ def push(rank: int, tp: int, size: int, port: int, tp_there: int, size_there: in
     threading.Event().wait()
 
 
-if __name__ == "__main__":
+def run(pipe: Connection, over: Preference, part: str, *arguments: int) -> None:
+    """One process: `part` is of those named above; what it says goes into the pipe."""
+    global OVER
+    OVER = over
     torch.set_num_threads(1)
-    parts: dict[str, Callable[..., None]] = {"send": send, "receive": receive, "push": push}
-    parts[sys.argv[1]](*map(int, sys.argv[2:]))
+    parts: dict[str, Callable[..., None]] = {"send": send, "receive": partial(receive, pipe), "push": push}
+    parts[part](*arguments)

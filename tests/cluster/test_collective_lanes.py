@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.reshard import heads_of
 from kvtransfer.transport import Arrived, LaneLost, Sent
 from kvtransfer.transports.collective.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
+from tests.cluster.forked import FORKS
 from tests.cluster.lane_peer import (
     CACHED,
     LAYOUT,
@@ -31,6 +30,7 @@ from tests.cluster.lane_peer import (
     prompt_chunks,
     prompt_kv,
     prompt_ticket,
+    run,
     ticket_to,
 )
 from workers.kv.storage import KVStorage
@@ -38,9 +38,35 @@ from workers.transfer.mover import Dock
 
 pytestmark = pytest.mark.cluster
 
-PEER = Path(__file__).with_name("lane_peer.py")
 PATIENCE_S = 60.0
 NEVER_S = 600.0  # as a stall: what is found out sooner was not found out by waiting
+
+
+class Peer:
+    """A process at the other end of a lane."""
+
+    def __init__(self, over: Preference, part: str, arguments: tuple[int, ...]) -> None:
+        self._pipe, there = FORKS.Pipe()
+        self._process: BaseProcess = FORKS.Process(target=run, args=(there, over, part, *arguments), daemon=True)
+        self._process.start()
+        there.close()
+
+    def said(self) -> int:
+        assert self._pipe.poll(PATIENCE_S), "the other process says nothing"
+        return int(self._pipe.recv())
+
+    def freeze(self) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def close(self) -> None:
+        self.kill()
+        self._process.close()
+        self._pipe.close()
 
 
 class Peers:
@@ -49,23 +75,12 @@ class Peers:
     def __init__(self, over: Preference) -> None:
         self.over = over
         self.bell = threading.Condition()
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[Peer] = []
         self._ends: list[CollectiveSender | CollectiveReceiver] = []
 
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
-        root = str(PEER.parents[2])
-        process = subprocess.Popen(
-            [sys.executable, str(PEER), *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": root, "LANES_OVER": self.over},
-        )
-        self._processes.append(process)
-        return process
-
-    def kill(self, process: subprocess.Popen[str]) -> None:
-        process.kill()
-        process.wait()
+    def start(self, part: str, *arguments: int) -> Peer:
+        self._processes.append(Peer(self.over, part, arguments))
+        return self._processes[-1]
 
     def sender(self, config: LaneConfig) -> CollectiveSender:
         end = CollectiveTransport(config=self._over(config)).sender(address("p0", 1), LAYOUT, wake=self._ring)
@@ -101,9 +116,7 @@ class Peers:
 
     def close(self) -> None:
         for process in self._processes:
-            self.kill(process)
-            assert process.stdout is not None
-            process.stdout.close()
+            process.close()
         for end in self._ends:
             end.close()
 
@@ -123,11 +136,6 @@ def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane ")], "a lane is left behind"
 
 
-def said(process: subprocess.Popen[str]) -> int:
-    assert process.stdout is not None
-    return int(process.stdout.readline())
-
-
 def test_a_killed_sender_is_noticed_and_its_next_life_is_served(peers: Peers) -> None:
     receiver = peers.receiver(LaneConfig(stall_s=NEVER_S, max_staged_bytes=100 * LAYOUT.block_bytes))
     for incarnation in (1, 2):
@@ -138,7 +146,7 @@ def test_a_killed_sender_is_noticed_and_its_next_life_is_served(peers: Peers) ->
         assert {event.source for event in arrived} == {f"p0#{incarnation}"}
         for index in range(5):
             assert torch.equal(receiver.take(chunk(index), 1.0), payload(index))
-        peers.kill(process)
+        process.kill()
         (lost,) = peers.wait_for(receiver, LaneLost)
         assert lost.peer == f"p0#{incarnation}"
         assert not receiver.lanes()
@@ -148,11 +156,11 @@ def test_a_killed_receiver_is_noticed_and_its_next_life_is_met(peers: Peers) -> 
     sender = peers.sender(LaneConfig(stall_s=NEVER_S, heartbeat_s=0.2))
     for incarnation in (1, 2):
         process = peers.start("receive", incarnation)
-        ticket = ticket_to(address("d0", incarnation, said(process)))
+        ticket = ticket_to(address("d0", incarnation, process.said()))
         sender.offer(ticket, chunk(7), payload(7))
-        assert said(process) == 7
+        assert process.said() == 7
         peers.wait_for(sender, Sent)
-        peers.kill(process)  # the lane is idle: only a beat finds out
+        process.kill()  # the lane is idle: only a beat finds out
         (lost,) = peers.wait_for(sender, LaneLost)
         assert lost.peer == f"d0#{incarnation}"
         assert not sender.busy()
@@ -161,15 +169,15 @@ def test_a_killed_receiver_is_noticed_and_its_next_life_is_met(peers: Peers) -> 
 def test_a_receiver_killed_in_the_middle_of_a_payload_is_noticed(peers: Peers) -> None:
     sender = peers.sender(LaneConfig(stall_s=NEVER_S))
     process = peers.start("receive", 1)
-    ticket = ticket_to(address("d0", 1, said(process)))
+    ticket = ticket_to(address("d0", 1, process.said()))
     sender.offer(ticket, chunk(0), payload(0))
-    assert said(process) == 0
-    process.send_signal(signal.SIGSTOP)
+    assert process.said() == 0
+    process.freeze()
     sender.offer(ticket, chunk(1), torch.zeros(64 * 2**20))
     with peers.bell:
         assert peers.bell.wait_for(lambda: len(sender.poll()) == 1, PATIENCE_S)
     assert sender.busy()
-    peers.kill(process)
+    process.kill()
     peers.wait_for(sender, LaneLost)
     assert not sender.busy()
 
@@ -190,17 +198,17 @@ def test_a_frozen_sender_is_a_lost_lane(peers: Peers) -> None:
     process = peers.start("send", 1, receiver.address.port, 1)
     for event in peers.wait_for(receiver, Arrived):
         receiver.drop(event.chunk, event.source)
-    process.send_signal(signal.SIGSTOP)
+    process.freeze()
     peers.wait_for(receiver, LaneLost)
 
 
 def test_a_frozen_receiver_is_a_lost_lane(peers: Peers) -> None:
     sender = peers.sender(FROZEN)
     process = peers.start("receive", 1)
-    ticket = ticket_to(address("d0", 1, said(process)))
+    ticket = ticket_to(address("d0", 1, process.said()))
     sender.offer(ticket, chunk(0), payload(0))
-    assert said(process) == 0
-    process.send_signal(signal.SIGSTOP)
+    assert process.said() == 0
+    process.freeze()
     sender.offer(ticket, chunk(1), torch.zeros(64 * 2**20))
     peers.wait_for(sender, LaneLost)
 
@@ -213,16 +221,16 @@ def test_closing_does_not_wait_for_a_frozen_peer(peers: Peers, frozen: str) -> N
         receiver.expect(address("p0", 1), LAYOUT)
         process = peers.start("send", 1, receiver.address.port, 1)
         peers.wait_for(receiver, Arrived)
-        process.send_signal(signal.SIGSTOP)
+        process.freeze()
         until_idle(receiver)
         receiver.close()
     else:
         sender = peers.sender(patient)
         process = peers.start("receive", 1)
-        ticket = ticket_to(address("d0", 1, said(process)))
+        ticket = ticket_to(address("d0", 1, process.said()))
         sender.offer(ticket, chunk(0), payload(0))
-        assert said(process) == 0
-        process.send_signal(signal.SIGSTOP)
+        assert process.said() == 0
+        process.freeze()
         sender.offer(ticket, chunk(1), torch.zeros(64 * 2**20))
         until_idle(sender)
         sender.close()
