@@ -8,19 +8,17 @@ A thread's own time leaves out what others take of its core, so that a busy mach
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bench.hardware import find_hardware, find_versions
+from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from protos.values import KVLayout
 from workers.attention.base import AttentionInputs
 from workers.attention.registry import attention_for
@@ -143,36 +141,30 @@ def show(figures: Sequence[AttentionFigures]) -> None:
 
 def draw(figures: Sequence[AttentionFigures], path: Path) -> None:
     """Milliseconds of each case, a panel for each dtype."""
-    from matplotlib import pyplot
-
     dtypes = list(dict.fromkeys(one.dtype for one in figures))
-    canvas, axes = pyplot.subplots(1, len(dtypes), figsize=(6 * len(dtypes), 3.5), squeeze=False, sharey=True)
-    for axis, dtype in zip(axes[0], dtypes, strict=True):
-        for number, backend in enumerate(dict.fromkeys(one.backend for one in figures)):
-            mine = [one for one in figures if (one.dtype, one.backend) == (dtype, backend)]
-            places = [place + 0.4 * number for place in range(len(mine))]
-            axis.barh(places, [one.seconds * 1000 for one in mine], height=0.4, label=backend)
-            axis.set_yticks([place + 0.2 for place in range(len(mine))], [one.case for one in mine], fontsize=7)
-        axis.set_xscale("log")
-        axis.set_xlabel("ms of one core")
-        axis.set_title(dtype, fontsize=10)
-        axis.legend(fontsize=8)
-    canvas.tight_layout()
-    canvas.savefig(path, metadata={"Date": None})
+    with drawing(path, size=(6 * len(dtypes), 3.5), columns=len(dtypes), sharey=True) as axes:
+        for axis, dtype in zip(axes[0], dtypes, strict=True):
+            for number, backend in enumerate(dict.fromkeys(one.backend for one in figures)):
+                mine = [one for one in figures if (one.dtype, one.backend) == (dtype, backend)]
+                places = [place + 0.4 * number for place in range(len(mine))]
+                axis.barh(places, [one.seconds * 1000 for one in mine], height=0.4, label=backend)
+                axis.set_yticks([place + 0.2 for place in range(len(mine))], [one.case for one in mine], fontsize=7)
+            axis.set_xscale("log")
+            axis.set_xlabel("ms of one core")
+            axis.set_title(dtype, fontsize=10)
+            axis.legend(fontsize=8)
 
 
 @torch.inference_mode()
 def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     figures = measured()
     show(figures)
-    if json_file is not None:
-        told = {"hardware": asdict(find_hardware()), "versions": dict(find_versions())}
-        json_file.write_text(json.dumps(told | {"figures": [asdict(one) for one in figures]}, indent=2) + "\n")
+    write_figures(json_file, figures=[asdict(one) for one in figures])
     if plot is not None:
         draw(figures, plot)
 

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.engine.floors import MachineRates, ModelCosts, Needs, TokenLoad, best_of, measure, needs
 from benchmarks.engine.random_llama import write_checkpoint
-from cluster.bench.hardware import find_hardware, find_versions
+from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from protos.values import GenerateRequest, SamplingParams
 from workers.build import build_engine, open_rank
 from workers.config import WorkerConfig
@@ -217,29 +217,27 @@ def show(figures: list[EngineFigures], machine: MachineRates) -> None:
 
 def draw(figures: list[EngineFigures], costs: dict[str, ModelCosts], machine: MachineRates, path: Path) -> None:
     """A roofline for each model: prompts to the right, answers to the left, the machine's roof above both."""
-    from matplotlib import pyplot
-
-    canvas, axes = pyplot.subplots(1, len(costs), figsize=(6 * len(costs), 4.5), squeeze=False, sharey=True)
-    for axis, model in zip(axes[0], costs, strict=True):
-        mine = [one for one in figures if one.model == model]
-        points = [point for one in mine for point in phases(one, costs[model])]
-        reach = [need.flops / need.num_bytes for _, _, need, _ in points]
-        edges = [0.5 * min(reach), machine.flops_per_s / machine.bytes_per_s, 2 * max(reach)]
-        roof = [min(machine.flops_per_s, edge * machine.bytes_per_s) / 1e9 for edge in sorted(edges)]
-        axis.loglog(sorted(edges), roof, color="grey", label="roof, measured")
-        for engine, marker in zip(dict.fromkeys(one.engine for one in mine), "osD", strict=False):
-            of_engine = [point for point in points if point[0] == engine]
-            intensities = [need.flops / need.num_bytes for _, _, need, _ in of_engine]
-            axis.scatter(intensities, [need.flops / s / 1e9 for *_, need, s in of_engine], marker=marker, label=engine)
-        for engine, name, need, seconds in points:
-            if engine == "baton":
-                axis.annotate(name, (need.flops / need.num_bytes, need.flops / seconds / 1e9), fontsize=6)
-        axis.set_title(model, fontsize=10)
-        axis.set_xlabel("operations for each byte read from memory")
-        axis.set_ylabel("GFLOP/s")
-        axis.legend(fontsize=8)
-    canvas.tight_layout()
-    canvas.savefig(path, metadata={"Date": None})
+    with drawing(path, size=(6 * len(costs), 4.5), columns=len(costs), sharey=True) as axes:
+        for axis, model in zip(axes[0], costs, strict=True):
+            mine = [one for one in figures if one.model == model]
+            points = [point for one in mine for point in phases(one, costs[model])]
+            reach = [need.flops / need.num_bytes for _, _, need, _ in points]
+            edges = [0.5 * min(reach), machine.flops_per_s / machine.bytes_per_s, 2 * max(reach)]
+            roof = [min(machine.flops_per_s, edge * machine.bytes_per_s) / 1e9 for edge in sorted(edges)]
+            axis.loglog(sorted(edges), roof, color="grey", label="roof, measured")
+            for engine, marker in zip(dict.fromkeys(one.engine for one in mine), "osD", strict=False):
+                of_engine = [point for point in points if point[0] == engine]
+                intensities = [need.flops / need.num_bytes for _, _, need, _ in of_engine]
+                axis.scatter(
+                    intensities, [need.flops / s / 1e9 for *_, need, s in of_engine], marker=marker, label=engine
+                )
+            for engine, name, need, seconds in points:
+                if engine == "baton":
+                    axis.annotate(name, (need.flops / need.num_bytes, need.flops / seconds / 1e9), fontsize=6)
+            axis.set_title(model, fontsize=10)
+            axis.set_xlabel("operations for each byte read from memory")
+            axis.set_ylabel("GFLOP/s")
+            axis.legend(fontsize=8)
 
 
 def phases(one: EngineFigures, costs: ModelCosts) -> list[tuple[str, str, Needs, float]]:
@@ -251,14 +249,8 @@ def phases(one: EngineFigures, costs: ModelCosts) -> list[tuple[str, str, Needs,
     ]
 
 
-def record(figures: list[EngineFigures], machine: MachineRates) -> dict[str, Any]:
-    derived = ("output_tokens_per_s", "tokens_per_s", "share")
-    return {
-        "hardware": asdict(find_hardware()),
-        "versions": dict(find_versions()),
-        "machine": asdict(machine),
-        "figures": [asdict(one) | {name: getattr(one, name) for name in derived} for one in figures],
-    }
+def record(one: EngineFigures) -> dict[str, Any]:
+    return asdict(one) | {name: getattr(one, name) for name in ("output_tokens_per_s", "tokens_per_s", "share")}
 
 
 def main(
@@ -271,8 +263,8 @@ def main(
     llama_divisor: Annotated[
         int, typer.Option(min=1, help="Give it, a slow one, so many times fewer of the first two loads.")
     ] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     num_threads = threads or len(os.sched_getaffinity(0))
     machines = [measure(num_threads)]
@@ -297,8 +289,7 @@ def main(
     for engine, model, costs, workloads, runs in rounds:
         figures += figures_of(engine, model, costs, workloads, runs, machine)
     show(figures, machine)
-    if json_file is not None:
-        json_file.write_text(json.dumps(record(figures, machine), indent=2) + "\n")
+    write_figures(json_file, machine=asdict(machine), figures=[record(one) for one in figures])
     if plot is not None:
         draw(figures, {model: costs for _, model, costs, _, _ in rounds}, machine, plot)
 

@@ -20,7 +20,7 @@ from typing import cast
 import typer
 import uvloop
 
-from benchmarks.bars import JsonFile, PlotFile, write
+from benchmarks.output import JsonFile, PlotFile, write_bars
 
 PROCESSES, ROUNDS, BACKLOG = 4, 8, 2048
 WAYS = ("shared", "reuseport", "handed on")
@@ -128,7 +128,7 @@ def measure(way: str) -> dict[str, float]:
 def main(json_file: JsonFile = None, plot: PlotFile = None) -> None:
     found = {way: measure(way) for way in WAYS}
     figures = {case: {way: found[way][case] for way in WAYS} for case in found[WAYS[0]]}
-    write(figures, unit="largest share / mean", json_file=json_file, plot=plot)
+    write_bars(figures, unit="largest share / mean", json_file=json_file, plot=plot)
 
 
 if __name__ == "__main__":

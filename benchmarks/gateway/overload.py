@@ -22,8 +22,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from cluster.bench.report import Objective, Record, Spread, spread
-from cluster.bench.verb import write_json
 from cluster.bench.workload import Lengths
 from cluster.config.config import PoolsConfig
 from cluster.simulate.latency.rough import Rough
@@ -228,31 +228,27 @@ def _rows(curve: Curve) -> Iterator[tuple[str, ...]]:
 
 def plot(curves: Sequence[Curve], file: Path) -> None:
     """Goodput of every seed against what is offered, both as shares of capacity."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for curve in curves:
-        multiples = sorted({point.multiple for point in curve.points})
-        [line] = axes.plot(multiples, [curve.goodput(one) / curve.capacity for one in multiples], label=curve.case)
-        axes.plot(
-            [point.multiple for point in curve.points],
-            [point.goodput / curve.capacity for point in curve.points],
-            ".",
-            color=line.get_color(),
-        )
-    axes.set(xlabel="offered / capacity", ylabel="answers with a first token in time / capacity", ylim=(0, None))
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.3)
-    figure.savefig(file)
+    with drawing(file, size=(7, 4.5)) as [[axes]]:
+        for curve in curves:
+            multiples = sorted({point.multiple for point in curve.points})
+            [line] = axes.plot(multiples, [curve.goodput(one) / curve.capacity for one in multiples], label=curve.case)
+            axes.plot(
+                [point.multiple for point in curve.points],
+                [point.goodput / curve.capacity for point in curve.points],
+                ".",
+                color=line.get_color(),
+            )
+        axes.set(xlabel="offered / capacity", ylabel="answers with a first token in time / capacity", ylim=(0, None))
+        axes.legend(frameon=False)
+        axes.grid(alpha=0.3)
 
 
 def main(
     seconds: Annotated[float, typer.Option(help="For which load is offered, at every rate.")] = 30.0,
     seed: Annotated[list[int] | None, typer.Option(help="Of the load; as often as wanted. Default: 101, 102.")] = None,
     case: Annotated[str, typer.Option(help="A part of the name of the only cluster to measure.")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them (needs matplotlib).")] = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
 ) -> None:
     """Offer 0.5 to 3 times the capacity of simulated clusters; `benchmarks.gateway.overload_live` loads a real one."""
     curves = []
@@ -260,8 +256,7 @@ def main(
         rate = capacity(one, num_requests=one.num_for_capacity)
         curves.append(measure(one, seconds=seconds, capacity=rate, seeds=seed or SEEDS))
         Console(width=None if sys.stdout.isatty() else 160).print(table(curves[-1]))
-    if json_file is not None:
-        write_json(json_file, {"format": FORMAT, "curves": [asdict(curve) for curve in curves]})
+    write_figures(json_file, format=FORMAT, curves=[asdict(curve) for curve in curves])
     if plot_file is not None:
         plot(curves, plot_file)
 

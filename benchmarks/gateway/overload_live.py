@@ -25,7 +25,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 from zlib import crc32
 
@@ -34,13 +33,13 @@ from rich.console import Console
 
 from benchmarks.gateway.overload import FORMAT, Curve, RatePoint, plot, point_of, table
 from benchmarks.gateway.router import gateway, worker_process
+from benchmarks.output import JsonFile, PlotFile, write_figures
 from cluster.bench.client import CompletionClient
-from cluster.bench.hardware import find_hardware, find_versions
 from cluster.bench.http import Endpoint
 from cluster.bench.load import run_load
 from cluster.bench.prompts import Prompts
 from cluster.bench.report import Record
-from cluster.bench.verb import Target, find_target, write_json
+from cluster.bench.verb import Target, find_target
 from cluster.bench.workload import Lengths, synthetic, with_poisson_arrivals, without_arrivals
 from protos.errors import Unavailable
 
@@ -170,8 +169,8 @@ def main(
     baton: Annotated[str, typer.Option(help="Flags of the `baton up` to be started.")] = "",
     url: Annotated[str, typer.Option(help="A cluster that runs, instead.")] = "",
     num_paced: Annotated[int, typer.Option("--paced", help="So many workers that wait, instead.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures and hardware to this file.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them (needs matplotlib).")] = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
 ) -> None:
     """Offer one to three times its capacity to a live cluster."""
     with paced(num_paced) if num_paced else _given(url) if url else running(baton) as where:
@@ -193,17 +192,15 @@ def main(
             )
         )
     Console(width=None if sys.stdout.isatty() else 180).print(table(curve))
-    if json_file is not None:
-        asked = {
-            "seconds": seconds,
-            "prompts": input_len,
-            "answers": output_len,
-            "at_once": at_once,
-            "baton": baton,
-            "paced": num_paced,
-        }
-        ran = {"format": FORMAT, "asked": asked, "hardware": asdict(find_hardware())}
-        write_json(json_file, ran | {"versions": find_versions(), "curves": [asdict(curve)]})
+    asked = {
+        "seconds": seconds,
+        "prompts": input_len,
+        "answers": output_len,
+        "at_once": at_once,
+        "baton": baton,
+        "paced": num_paced,
+    }
+    write_figures(json_file, format=FORMAT, asked=asked, curves=[asdict(curve)])
     if plot_file is not None:
         plot([curve], plot_file)
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import mean
 from typing import Annotated
 
 import typer
 
+from benchmarks.output import JsonFile, write_figures
 from cluster.bench.report import spread
-from cluster.bench.verb import write_json
 from cluster.bench.workload import Lengths
 from cluster.config.config import PoolsConfig
 from cluster.simulate.run.config import SimulationConfig, hardware_spec
@@ -72,7 +71,7 @@ def main(
     rate: Annotated[float, typer.Option(help="Requests a second, on average.")] = 60.0,
     gateways: Annotated[list[int] | None, typer.Option(help="Only so many. Default: 1, 2, 4, 8.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="As often as wanted. Default: 1, 2.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """TTFT of 4 prefill and 4 decode workers behind one to eight gateways."""
     print(f"{'TTFT, ms':14}{'mean':>8}{'p50':>8}{'p99':>8}{'errors':>8}", flush=True)
@@ -81,8 +80,7 @@ def main(
         told = [found(number, siblings, one, num_requests=requests, rate=rate) for one in seed or (1, 2)]
         print(row(told), flush=True)
         every += told
-    if json_file is not None:
-        write_json(json_file, {"requests": requests, "rate": rate, "found": [asdict(one) for one in every]})
+    write_figures(json_file, requests=requests, rate=rate, found=[asdict(one) for one in every])
 
 
 if __name__ == "__main__":

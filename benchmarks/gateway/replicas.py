@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 
-from benchmarks.bars import write
+from benchmarks.output import write_bars
 from kvtransfer.events import EventLog
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
@@ -235,7 +235,7 @@ def main() -> None:
     for name, rates in found.items():
         print(f"{name:32} {mean(rates):6.1%}   ({', '.join(f'{rate:.1%}' for rate in rates)})")
     figures = {name: {f"seed {seed}": rate for seed, rate in enumerate(rates)} for name, rates in found.items()}
-    write(figures, unit="share of blocks cached", json_file=given.json, plot=given.plot)
+    write_bars(figures, unit="share of blocks cached", json_file=given.json, plot=given.plot)
 
 
 if __name__ == "__main__":

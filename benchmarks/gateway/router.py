@@ -34,7 +34,7 @@ import httpx
 import uvloop
 
 from benchmarks.gateway.stub_worker import TOKENS
-from cluster.bench.hardware import find_hardware, find_versions
+from benchmarks.output import drawing, write_figures
 from cluster.bench.http import Connection, Connections, Endpoint
 from cluster.cli.serve import DEMO
 from kvtransfer.native import cache_folder, compile_c
@@ -232,16 +232,12 @@ def show(figures: GatewayFigures) -> None:
 
 
 def draw(figures: GatewayFigures, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    axes = figure.subplots()
-    counts = [one.at_once for one in figures.streams]
-    axes.plot(counts, [one.cpu_s_per_million_tokens for one in figures.streams], marker="o")
-    axes.set(xscale="log", xlabel="streams at once", ylabel="CPU seconds per million tokens", ylim=(0, None))
-    axes.set_title("One gateway process, everything it does", fontsize=10)
-    axes.grid(alpha=0.3)
-    figure.savefig(path)
+    with drawing(path, size=(6.4, 4)) as [[axes]]:
+        counts = [one.at_once for one in figures.streams]
+        axes.plot(counts, [one.cpu_s_per_million_tokens for one in figures.streams], marker="o")
+        axes.set(xscale="log", xlabel="streams at once", ylabel="CPU seconds per million tokens", ylim=(0, None))
+        axes.set_title("One gateway process, everything it does", fontsize=10)
+        axes.grid(alpha=0.3)
 
 
 def main() -> None:
@@ -263,9 +259,7 @@ def main() -> None:
             measure(url, pid, num_requests=args.num_requests, at_once=at_once, num_tokens=args.num_tokens)
         )
     show(figures)
-    if args.json is not None:
-        told = {"hardware": asdict(find_hardware()), "versions": dict(find_versions()), "figures": asdict(figures)}
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+    write_figures(args.json, figures=asdict(figures))
     if args.plot is not None:
         draw(figures, args.plot)
 

@@ -21,19 +21,20 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.engine.floors import ModelCosts, Needs, TokenLoad, needs
 from benchmarks.engine.random_llama import CONFIG
 from benchmarks.gpu.machine import GpuRates, measure_machine, name_of, require_gpu
-from cluster.bench.hardware import find_hardware, find_versions
 from protos.values import GenerateRequest, SamplingParams
 from workers.attention.registry import attention_for
 from workers.build import Rank, build_engine
@@ -308,28 +309,14 @@ def show(figures: Sequence[GpuFigure], served: Sequence[ServedLoad], machine: Gp
 
 
 def draw(figures: Sequence[GpuFigure], path: Path, device: str) -> None:
-    from matplotlib import pyplot
-
-    canvas, axis = pyplot.subplots(figsize=(7, 3.5))
-    places = range(len(figures))
-    axis.barh(places, [one.share for one in figures], color="tab:blue")
-    axis.plot([one.aim for one in figures], places, "k|", markersize=18, label="aim")
-    axis.set_yticks(places, [one.what for one in figures])
-    axis.set_xlabel("share of the measured floor")
-    axis.set_title(name_of(device), fontsize=10)
-    axis.legend()
-    canvas.tight_layout()
-    canvas.savefig(path, metadata={"Date": None})
-
-
-def record(figures: Sequence[GpuFigure], served: Sequence[ServedLoad], machine: GpuRates) -> dict[str, Any]:
-    return {
-        "hardware": asdict(find_hardware()),
-        "versions": dict(find_versions()),
-        "machine": asdict(machine),
-        "figures": [asdict(one) | {"share": one.share} for one in figures],
-        "served": [asdict(one) | {"output_tokens_per_s": one.output_tokens_per_s} for one in served],
-    }
+    with drawing(path, size=(7, 3.5)) as [[axis]]:
+        places = range(len(figures))
+        axis.barh(places, [one.share for one in figures], color="tab:blue")
+        axis.plot([one.aim for one in figures], places, "k|", markersize=18, label="aim")
+        axis.set_yticks(places, [one.what for one in figures])
+        axis.set_xlabel("share of the measured floor")
+        axis.set_title(name_of(device), fontsize=10)
+        axis.legend()
 
 
 def main(
@@ -337,8 +324,8 @@ def main(
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run with --tiny.")] = "cuda",
     layers: Annotated[int, typer.Option(min=1, help="Fewer layers of the 8B shape.")] = 32,
     peer: Annotated[bool, typer.Option(help="Measure transformers' continuous batching too.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     require_gpu(device, tiny)
     plan, config = (SMALL, TOY) if tiny else (LARGE, LLAMA_8B | {"num_hidden_layers": layers})
@@ -352,8 +339,12 @@ def main(
             torch.cuda.empty_cache()
         served = [ours, on_transformers(folder, plan, device)] if peer else [ours]
     show(figures, served, machine, device)
-    if json_file is not None:
-        json_file.write_text(json.dumps(record(figures, served, machine), indent=2) + "\n")
+    write_figures(
+        json_file,
+        machine=asdict(machine),
+        figures=[asdict(one) | {"share": one.share} for one in figures],
+        served=[asdict(one) | {"output_tokens_per_s": one.output_tokens_per_s} for one in served],
+    )
     if plot is not None:
         draw(figures, plot, device)
 

@@ -10,7 +10,6 @@ bytes counted), its operations over the rate of a matrix product, both measured 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +17,18 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.machine import GpuRates, measure_machine, median_s, name_of, require_gpu
-from cluster.bench.hardware import find_hardware, find_versions
 
 if TYPE_CHECKING:
     from benchmarks.gpu.cases import KernelCase
@@ -99,31 +99,18 @@ def show(figures: Sequence[KernelFigure], machine: GpuRates, device: str) -> Non
 
 def draw(figures: Sequence[KernelFigure], machine: GpuRates, path: Path, device: str) -> None:
     """A roofline: operations a byte against operations a second, attention kernels as points below the two roofs."""
-    from matplotlib import pyplot
-
-    canvas, axis = pyplot.subplots(figsize=(8, 5))
-    intensities = [2.0**power for power in range(-4, 13)]
-    roofs = [min(machine.flops_per_s, one * machine.bytes_per_s) / 1e12 for one in intensities]
-    axis.loglog(intensities, roofs, color="grey", label="measured roofs")
-    for one in figures:
-        if one.flops_per_s > 0:
-            intensity = one.flops_per_s / one.bytes_per_s
-            axis.loglog([intensity], [one.flops_per_s / 1e12], "o", label=f"{one.kernel}, {one.shape}")
-    axis.set_xlabel("operations a byte that must be moved")
-    axis.set_ylabel("TFLOP/s")
-    axis.set_title(name_of(device), fontsize=10)
-    axis.legend(fontsize=6)
-    canvas.tight_layout()
-    canvas.savefig(path)
-
-
-def record(figures: Sequence[KernelFigure], machine: GpuRates) -> dict[str, Any]:
-    return {
-        "hardware": asdict(find_hardware()),
-        "versions": dict(find_versions()),
-        "machine": asdict(machine),
-        "figures": [asdict(one) | {"share": one.share} for one in figures],
-    }
+    with drawing(path, size=(8, 5)) as [[axis]]:
+        intensities = [2.0**power for power in range(-4, 13)]
+        roofs = [min(machine.flops_per_s, one * machine.bytes_per_s) / 1e12 for one in intensities]
+        axis.loglog(intensities, roofs, color="grey", label="measured roofs")
+        for one in figures:
+            if one.flops_per_s > 0:
+                intensity = one.flops_per_s / one.bytes_per_s
+                axis.loglog([intensity], [one.flops_per_s / 1e12], "o", label=f"{one.kernel}, {one.shape}")
+        axis.set_xlabel("operations a byte that must be moved")
+        axis.set_ylabel("TFLOP/s")
+        axis.set_title(name_of(device), fontsize=10)
+        axis.legend(fontsize=6)
 
 
 def cases_of(device: str, *, sweep: bool, tiny: bool) -> Iterator[KernelCase]:
@@ -141,15 +128,14 @@ def main(
     sweep: Annotated[bool, typer.Option("--sweep", help="Also try the attention kernels with other tiles.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Small parts of each case: does the program run?")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run with --tiny.")] = "cuda",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where to draw a roofline (needs matplotlib).")] = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     require_gpu(device, tiny)
     machine = measure_machine(device)
     figures = [measure(case, machine, device) for case in cases_of(device, sweep=sweep, tiny=tiny)]
     show(figures, machine, device)
-    if json_file is not None:
-        json_file.write_text(json.dumps(record(figures, machine), indent=2) + "\n")
+    write_figures(json_file, machine=asdict(machine), figures=[asdict(one) | {"share": one.share} for one in figures])
     if plot is not None:
         draw(figures, machine, plot, device)
 

@@ -8,7 +8,6 @@ Between two decisions 25 workers tell of another load, and two hand-overs are le
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from benchmarks.output import JsonFile, write_figures
 from protos.values import WorkerLoad, WorkerRole
 from router.config import RouterConfig
 from router.fleet.candidate_table import Offers
@@ -102,7 +102,7 @@ def _hear(member: Member, rng: random.Random) -> None:
 def decisions_bench(
     workers: Annotated[list[int] | None, typer.Option(help="Numbers of workers.")] = None,
     policy: Annotated[str, typer.Option(help="Which policy decides.")] = "slo",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """A Markdown table on stdout."""
     rows = [measure(num_workers, policy=policy) for num_workers in workers or (4, 16, 100, 1000)]
@@ -111,8 +111,7 @@ def decisions_bench(
         cells = [f"{seconds * 1e3:.2f} ms" for seconds in (one.offer_s, one.choose_s, one.keep_s)]
         together = one.offer_s + one.choose_s + one.keep_s
         typer.echo(f"| {one.num_workers:,} | {' | '.join(cells)} | {together * 1e3:.2f} ms |")
-    if json_file is not None:
-        json_file.write_text(json.dumps({"policy": policy, "figures": [asdict(one) for one in rows]}, indent=1) + "\n")
+    write_figures(json_file, policy=policy, figures=[asdict(one) for one in rows])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Beside `slo`, the default, stands the best of the others by each figure: no sing
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from cluster.bench.report import Objective
 from cluster.bench.workload import Lengths
 from cluster.config.config import PoolsConfig
@@ -182,28 +182,25 @@ def _by_load(rows: Sequence[LoadFigures]) -> Mapping[str, list[LoadFigures]]:
 
 def draw(rows: Sequence[LoadFigures], path: Path) -> None:
     """Hits and times to the first token by speed, a column for each case."""
-    from matplotlib import pyplot
-
     cases = list(dict.fromkeys(one.case for one in rows))
     shown = (
         ("hit_rate", "share of prompt tokens cached"),
         ("ttft_mean_s", "mean TTFT, s"),
         ("ttft_p99_s", "TTFT p99, s"),
     )
-    figure, panels = pyplot.subplots(
-        len(shown), len(cases), figsize=(4.6 * len(cases), 3.2 * len(shown)), squeeze=False, sharex=True
-    )
-    for column, case in zip(panels.T, cases, strict=True):
-        column[0].set(title=case)
-        for panel, (name, label) in zip(column, shown, strict=True):
-            for policy in dict.fromkeys(one.policy for one in rows):
-                line = [(one.speed, getattr(one, name)) for one in rows if (one.case, one.policy) == (case, policy)]
-                panel.plot(*zip(*line, strict=True), marker="o", linewidth=2.2 if policy == OURS else 1.0, label=policy)
-            panel.set(ylabel=label, yscale="linear" if name == "hit_rate" else "log", xscale="log")
-        column[-1].set(xlabel="times the pace")
-    panels[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    size = (4.6 * len(cases), 3.2 * len(shown))
+    with drawing(path, size=size, rows=len(shown), columns=len(cases), sharex=True) as panels:
+        for column, case in zip(panels.T, cases, strict=True):
+            column[0].set(title=case)
+            for panel, (name, label) in zip(column, shown, strict=True):
+                for policy in dict.fromkeys(one.policy for one in rows):
+                    line = [(one.speed, getattr(one, name)) for one in rows if (one.case, one.policy) == (case, policy)]
+                    panel.plot(
+                        *zip(*line, strict=True), marker="o", linewidth=2.2 if policy == OURS else 1.0, label=policy
+                    )
+                panel.set(ylabel=label, yscale="linear" if name == "hit_rate" else "log", xscale="log")
+            column[-1].set(xlabel="times the pace")
+        panels[0][0].legend(fontsize=7)
 
 
 def loads_bench(
@@ -216,8 +213,8 @@ def loads_bench(
     workers: Annotated[int, typer.Option(help="Colocated ones, instead of two pools.")] = 0,
     num_requests: Annotated[int, typer.Option("--requests", help="Of each load.")] = 500,
     seed: Annotated[list[int] | None, typer.Option(help="Of load and ties. Default: 0.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     """Markdown tables on stdout."""
     logging.getLogger("baton").setLevel(logging.ERROR)
@@ -235,8 +232,7 @@ def loads_bench(
                 )
                 typer.echo(row(rows[-1]))
     typer.echo("\n" + "\n".join(beside(rows)))
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+    write_figures(json_file, figures=[asdict(one) for one in rows])
     if plot is not None:
         draw(rows, plot)
 

@@ -17,7 +17,6 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from benchmarks.routing.prefix_workload import (
     BLOCK_SIZE,
     LENGTHS,
@@ -40,7 +40,6 @@ from benchmarks.routing.prefix_workload import (
     resident_bytes,
     tokens_per_s,
 )  # fmt: skip
-from cluster.bench.hardware import find_hardware
 from kvtransfer.hashing import Hash, chain_hashes, fastest, in_python
 from protos.chain import Chain
 from protos.kv_pb2 import KVEvents as Message
@@ -148,17 +147,16 @@ async def warm_s(url: str) -> float:
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 4))
-    for name, told in found.items():
-        by_length = told["match_by_length"]
-        axes.plot([int(n) for n in by_length], [one["p99_us"] for one in by_length.values()], marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="blocks in the prompt", ylabel="match, p99, microseconds")
-    axes.set_title(f"{NUM_BLOCKS:,} blocks on {NUM_WORKERS} workers", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, bbox_inches="tight")
+    with drawing(path, size=(6.4, 4)) as [[axes]]:
+        for name, told in found.items():
+            by_length = told["match_by_length"]
+            axes.plot(
+                [int(n) for n in by_length], [one["p99_us"] for one in by_length.values()], marker="o", label=name
+            )
+        axes.set(xscale="log", yscale="log", xlabel="blocks in the prompt", ylabel="match, p99, microseconds")
+        axes.set_title(f"{NUM_BLOCKS:,} blocks on {NUM_WORKERS} workers", fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend()
 
 
 def show(found: dict[str, dict[str, Any]]) -> None:
@@ -192,8 +190,8 @@ def _apart(python: str, *arguments: str) -> dict[str, Any]:
 def main(
     dynamo_python: Annotated[str, typer.Option(help="An interpreter that has ai-dynamo-runtime.")] = "",
     redis: Annotated[str, typer.Option(help="URL of a Redis that may be written to.")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
     only: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     if only:
@@ -203,12 +201,11 @@ def main(
     if dynamo_python:
         found["Dynamo"] = _apart(dynamo_python, "benchmarks.peers.dynamo_index")
     show(found)
-    told: dict[str, Any] = {"hardware": asdict(find_hardware()), "found": found}
+    told: dict[str, Any] = {"found": found}
     if redis:
         told["warm_s"] = asyncio.run(warm_s(redis))
         print(f"a gateway is warm from Redis after {told['warm_s']:.2f} s")
-    if json_file is not None:
-        json_file.write_text(json.dumps(told, indent=1) + "\n")
+    write_figures(json_file, **told)
     if plot is not None:
         draw(found, plot)
 

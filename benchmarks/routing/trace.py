@@ -11,7 +11,6 @@ as it takes for that ideal worker to be busy for `--utilisation` of the time.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from benchmarks.routing.replay import Replay, ReplayedRequest, TraceRequest, WorkerSpeed, asked_of, read_trace
 from cluster.bench.workload import Lengths
 from cluster.simulate.world.workload import GENERATED, Load, generated
@@ -131,27 +131,23 @@ def row(one: TraceFigures) -> str:
 
 def draw(rows: Sequence[TraceFigures], path: Path) -> None:
     """Hit rate of the ideal's against imbalance, a panel for each number of workers."""
-    from matplotlib import pyplot
-
     sizes = sorted({one.num_workers for one in rows if one.policy != IDEAL and one.num_workers > 1})
-    figure, panels = pyplot.subplots(1, len(sizes), figsize=(5.5 * len(sizes), 4.2), sharey=True, squeeze=False)
-    for panel, size in zip(panels[0], sizes, strict=True):
-        for one in rows:
-            if one.num_workers == size and one.policy != IDEAL:
-                panel.scatter(one.token_imbalance, one.of_ideal, s=46)
-                panel.annotate(
-                    one.policy,
-                    (one.token_imbalance, one.of_ideal),
-                    xytext=(5, 4),
-                    textcoords="offset points",
-                    fontsize=8,
-                )
-        panel.axhline(0.95, color="grey", linewidth=0.8, linestyle="--")
-        panel.axvline(1.3, color="grey", linewidth=0.8, linestyle="--")
-        panel.set(title=f"{size} workers", xlabel="busiest worker's tokens over the mean", xlim=(1.0, 1.4))
-    panels[0][0].set(ylabel="hit rate, of the ideal's", ylim=(0.0, 1.05))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with drawing(path, size=(5.5 * len(sizes), 4.2), columns=len(sizes), sharey=True) as panels:
+        for panel, size in zip(panels[0], sizes, strict=True):
+            for one in rows:
+                if one.num_workers == size and one.policy != IDEAL:
+                    panel.scatter(one.token_imbalance, one.of_ideal, s=46)
+                    panel.annotate(
+                        one.policy,
+                        (one.token_imbalance, one.of_ideal),
+                        xytext=(5, 4),
+                        textcoords="offset points",
+                        fontsize=8,
+                    )
+            panel.axhline(0.95, color="grey", linewidth=0.8, linestyle="--")
+            panel.axvline(1.3, color="grey", linewidth=0.8, linestyle="--")
+            panel.set(title=f"{size} workers", xlabel="busiest worker's tokens over the mean", xlim=(1.0, 1.4))
+        panels[0][0].set(ylabel="hit rate, of the ideal's", ylim=(0.0, 1.05))
 
 
 def asked_for(
@@ -178,8 +174,8 @@ def trace_bench(
     blocks: Annotated[int, typer.Option(help="Blocks of 512 tokens that a worker caches.")] = 4000,
     utilisation: Annotated[float, typer.Option(help="Share of the time that the ideal worker reads.")] = 0.5,
     policy: Annotated[list[str] | None, typer.Option(help="Default: all there are.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     """A Markdown table on stdout."""
     asked = asked_for(trace, workload, num_requests=num_requests, rate=rate, seed=seed)
@@ -190,14 +186,14 @@ def trace_bench(
         for one in found:
             typer.echo(row(one))
         rows += found
-    if json_file is not None:
-        told = {
-            "trace": trace.name if trace is not None else workload,
-            "requests": len(asked),
-            "block_size": BLOCK_SIZE,
-            "utilisation": utilisation,
-        }
-        json_file.write_text(json.dumps(told | {"figures": [asdict(one) for one in rows]}, indent=1) + "\n")
+    write_figures(
+        json_file,
+        trace=trace.name if trace is not None else workload,
+        requests=len(asked),
+        block_size=BLOCK_SIZE,
+        utilisation=utilisation,
+        figures=[asdict(one) for one in rows],
+    )
     if plot is not None:
         draw(rows, plot)
 

@@ -13,7 +13,6 @@ import importlib.abc
 import importlib.machinery
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.output import write_figures
 from benchmarks.simulation.soak_mutants import MUTANTS, ROOT, Mutant
 
 TIMEOUT_S = 1800
@@ -116,13 +116,7 @@ def main() -> None:
     num_found = sum(row["seed"] is not None for row in bugs)
     without = sound["why"] or "none broken"
     console.print(f"{num_found} of {len(bugs)} bugs found within {args.seeds} clusters; without a bug: {without}")
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    hardware = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    args.json.write_text(
-        json.dumps(
-            {"hardware": hardware, "seeds": args.seeds, "first": args.first, "bugs": bugs, "sound": sound}, indent=1
-        )
-    )
+    write_figures(args.json, seeds=args.seeds, first=args.first, bugs=bugs, sound=sound)
 
 
 if __name__ == "__main__":

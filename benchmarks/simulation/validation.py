@@ -37,8 +37,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bench.hardware import find_hardware
-from cluster.bench.verb import write_json
+from benchmarks.output import JsonFile, write_figures
 from cluster.simulate.latency.base import Calibrated
 from cluster.simulate.latency.calibration import calibrate, read_points
 
@@ -130,7 +129,7 @@ def missed(compared: Sequence[Compared]) -> Sequence[str]:
 
 
 def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
+    json_file: JsonFile = None,
     rounds: Annotated[int, typer.Option(min=1, help="The loads are cut into so many parts.")] = 2,
 ) -> None:
     with tempfile.TemporaryDirectory() as scratch:
@@ -145,18 +144,16 @@ def main(
             compared.append(Compared(load=load, live=MeanTimes.mean(live[load.name]), simulated=own, foretold=others))
         same, num = decisions(profiles[OTHERS], folder)
     show(latency, compared, same, num)
-    if json_file is not None:
-        write_json(json_file, {
-            "format": FORMAT,
-            "command": "python -m benchmarks.simulation.validation",
-            "hardware": asdict(find_hardware()),
-            "load_average": os.getloadavg(),
-            "settings": SETTINGS,
-            "rounds": rounds,
-            "latency": asdict(latency),
-            "loads": [asdict(one) | {"errors": one.errors, "errors_foretold": one.errors_foretold} for one in compared],
-            "decisions": {"policy": DECIDING, "same": same, "of": num},
-        })  # fmt: skip
+    write_figures(
+        json_file,
+        format=FORMAT,
+        load_average=os.getloadavg(),
+        settings=SETTINGS,
+        rounds=rounds,
+        latency=asdict(latency),
+        loads=[asdict(one) | {"errors": one.errors, "errors_foretold": one.errors_foretold} for one in compared],
+        decisions={"policy": DECIDING, "same": same, "of": num},
+    )
     if same < num or missed(compared):
         raise typer.Exit(1)
 

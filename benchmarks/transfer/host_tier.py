@@ -24,9 +24,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bars import JsonFile, PlotFile, write
 from benchmarks.engine.cpu_engine import DEMO
 from benchmarks.engine.random_llama import write_checkpoint
+from benchmarks.output import JsonFile, PlotFile, write_bars
 from kvtransfer.hashing import chain_hashes
 from protos.values import GenerateRequest, HostLoad, SamplingParams
 from workers.build import build_engine, open_rank
@@ -126,7 +126,7 @@ def main(
             cells, figures[model] = measure(folder, tokens, rounds, clock)
             table.add_row(model, *cells)
     Console(width=140).print(table)
-    write(figures, unit=f"ms{' of one core' * core_time}, {tokens} tokens", json_file=json_file, plot=plot)
+    write_bars(figures, unit=f"ms{' of one core' * core_time}, {tokens} tokens", json_file=json_file, plot=plot)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ On a CPU, requests are then sent to real clusters, to see what a transfer adds (
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 import statistics
 import threading
@@ -33,6 +32,7 @@ from rich.table import Table
 
 from benchmarks.engine.cpu_engine import DEMO, opened
 from benchmarks.gpu.machine import name_of, require_gpu
+from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from benchmarks.transfer.destination import (
     CHUNK_BLOCKS,
     LAYOUT,
@@ -48,7 +48,7 @@ from benchmarks.transfer.destination import (
     settle,
 )
 from benchmarks.transfer.requests import LENGTHS, RequestTimes, ask_clusters, asked_table
-from cluster.bench.hardware import find_hardware, find_versions
+from cluster.bench.hardware import find_hardware
 from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.registry import transport
 from kvtransfer.transport import Chunk, LaneLost
@@ -400,18 +400,15 @@ def prompt_table(found: Sequence[Prompt], model: PromptModel) -> Table:
 
 
 def draw(figures: Sequence[TransferFigure], plan: TransferPlan, path: Path) -> None:
-    from matplotlib import pyplot
-
     title = find_hardware().cpu if plan.device == "cpu" and not plan.tiny else name_of(plan.device)
-    canvas, axis = pyplot.subplots(figsize=(8, 5))
-    for way in (way for pair in plan.bounds.items() for way in pair):
-        own = [figure for figure in figures if figure.way == way]
-        style = "-o" if way in LANES else "--"
-        axis.plot([f.num_blocks for f in own], [f.gb_per_s for f in own], style, label=way)
-    axis.set(xscale="log", xlabel="blocks of 2 MiB", ylabel="GB/s", ylim=(0, None), title=title)
-    axis.set_xticks(plan.blocks, map(str, plan.blocks))
-    axis.legend()
-    canvas.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    with drawing(path, size=(8, 5)) as [[axis]]:
+        for way in (way for pair in plan.bounds.items() for way in pair):
+            own = [figure for figure in figures if figure.way == way]
+            style = "-o" if way in LANES else "--"
+            axis.plot([f.num_blocks for f in own], [f.gb_per_s for f in own], style, label=way)
+        axis.set(xscale="log", xlabel="blocks of 2 MiB", ylabel="GB/s", ylim=(0, None), title=title)
+        axis.set_xticks(plan.blocks, map(str, plan.blocks))
+        axis.legend()
 
 
 def plan_for(device: str, tiny: bool) -> TransferPlan:
@@ -434,8 +431,8 @@ def main(
     tiny: Annotated[bool, typer.Option("--tiny", help="A few blocks: does the program run?")] = False,
     requests: Annotated[int, typer.Option(help="Of each length, to each of three clusters on this CPU; 0: none.")] = 9,
     tokens_per_s: Annotated[float, typer.Option(help="Prefill speed that prompts are set beside.")] = 10_000.0,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where to draw them (needs matplotlib).")] = None,
+    as_json: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     require_gpu(device, tiny=tiny or device == "cpu")
     plan = plan_for(device, tiny)
@@ -461,17 +458,14 @@ def main(
         console.print(name_of(device))
     for table in (*tables, *([asked_table(asked)] if asked else [])):
         console.print(table)
-    if as_json is not None:
-        told = {
-            "hardware": asdict(find_hardware()),
-            "versions": dict(find_versions()),
-            "throughput": [asdict(figure) for figure in figures],
-            "setup": [asdict(one) for one in setups],
-            "models": [asdict(model) for model in beside],
-            "prompts": [asdict(one) for found in beside.values() for one in found],
-            "requests": [asdict(one) for one in asked],
-        }
-        as_json.write_text(json.dumps(told, indent=2) + "\n")
+    write_figures(
+        as_json,
+        throughput=[asdict(figure) for figure in figures],
+        setup=[asdict(one) for one in setups],
+        models=[asdict(model) for model in beside],
+        prompts=[asdict(one) for found in beside.values() for one in found],
+        requests=[asdict(one) for one in asked],
+    )
     if plot is not None:
         draw(figures, plan, plot)
 

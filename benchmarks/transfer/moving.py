@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from benchmarks.bars import JsonFile, PlotFile, write
+from benchmarks.output import JsonFile, PlotFile, write_bars
 
 WINDOW_S = 0.25
 
@@ -119,7 +119,7 @@ def main(
         found = asyncio.run(measure(url, context, num_requests, max_tokens))
         typer.echo(f"| {context} | {num_requests} | {' | '.join(f'{value:.1f}' for value in found.values())} |")
         figures[f"{num_requests} x {context} tokens"] = found
-    write(figures, unit="ms", json_file=json_file, plot=plot)
+    write_bars(figures, unit="ms", json_file=json_file, plot=plot)
 
 
 if __name__ == "__main__":

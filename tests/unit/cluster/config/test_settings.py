@@ -252,5 +252,5 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_the_page_of_settings_is_current() -> None:
-    shown = (Path(__file__).resolve().parents[3] / "docs" / "settings.md").read_text()
+    shown = (Path(__file__).resolve().parents[4] / "docs" / "settings.md").read_text()
     assert shown == page(), "run: python -m cluster.config.reference > docs/settings.md"
