@@ -1,18 +1,25 @@
 """What the scheduler hands to a runner for one step, and what comes back. Values only: no torch, no engine state.
 
-The seam to the device has two shapes, and an engine takes either (`pipeline`)::
+The seam to the device has two shapes, and an engine accepts either (`pipeline`)::
 
-    Runner     run(batch) ──▶ StepOutput                               computes the step before it returns
-    Pipeline   launch(batch) ──▶ Pending ── fetch() ──▶ StepOutput     begins it; the host goes on meanwhile
+    Runner     run(batch) ──▶ StepOutput                                computes the step before it returns
+    Pipeline   launch(batch) ──▶ PendingStep ── fetch() ──▶ StepOutput  begins it; the host continues meanwhile
 
 Steps are launched, computed and fetched in one order. An engine of depth d launches step n before it has fetched step
-n - d: the tokens that n - d samples are then not known when n is planned, and go from the one to the other on the
-device (`Row.follows`).
+n - d: the tokens that n - d samples are then unknown when n is planned, and step n reads them on the device
+(`Row.depends_on_row`).
+
+A row that samples brings one token, or several (`RowOutput.token_ids`; `RowLimits` says what a pipeline computes)::
+
+    one more token each    draft_ids   their positions are computed in the same step, and each is verified: the row
+                                       brings the drafts up to the first rejected one, and one token after them
+    a step each            num_steps   the device decodes so many times, each time from the token before
+
+`Scheduler.apply` counts only what a row brought as computed: the position of a rejected draft is computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -26,10 +33,9 @@ class Sample(Value, frozen=True, kw_only=True):
     """How to choose the token after a row's last position.
 
     `index` counts the output tokens before it: with the seed it is all the randomness there is. `prompt_ids` and
-    `output_ids` are filled in only when a penalty is asked for (they are what penalties count); where the row follows
-    another, one more output token counts, which nobody knows yet. Under a grammar `output_ids` are filled in as well,
-    and all of them: such a row follows no other. `banned_ids` must not be chosen yet: end-of-sequence and stop ids
-    while `min_tokens` is not reached.
+    `output_ids` are filled in only for a penalty, which counts them; where the row depends on another one, the token
+    that this samples counts, too. Under a grammar `output_ids` has all output tokens: such a row depends on no other.
+    `banned_ids` must not be chosen: end-of-sequence and stop ids until there are `min_tokens`.
     """
 
     params: SamplingParams
@@ -45,10 +51,11 @@ def is_penalised(params: SamplingParams) -> bool:
 
 
 class Row(Value, frozen=True, kw_only=True):
-    """Positions [start, stop) of one sequence. `block_ids` covers all positions up to the last.
+    """Positions [start, stop) of one sequence. `block_ids` covers all positions that the step writes.
 
-    `token_ids` are the tokens there; if the last one is not known yet it is not among them, and `follows` says which
-    row of the batch before this one samples it.
+    `token_ids` are the tokens there, without the last one where that is still being sampled: `depends_on_row` is the
+    row of the batch before that samples it. `draft_ids` stand after them, at the last positions: proposed tokens,
+    which the step verifies.
 
     `sample` is None for a chunk that does not reach the end of what is known. `prompt_targets` asks for prompt
     logprobs: entry i is the prompt token that follows position start + i; empty when not asked for. It may be one
@@ -64,29 +71,39 @@ class Row(Value, frozen=True, kw_only=True):
     prompt_targets: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0
     prompt_len: int = 0
-    follows: int | None = None
+    depends_on_row: int | None = None
+    draft_ids: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) + (self.follows is not None)
+        return len(self.token_ids) + (self.depends_on_row is not None) + len(self.draft_ids)
 
     @property
     def stop(self) -> int:
-        return self.start + len(self.token_ids) + (self.follows is not None)  # asked of every row, several times a step
+        return (
+            self.start + len(self.token_ids) + (self.depends_on_row is not None) + len(self.draft_ids)
+        )  # no calls: hot
+
+    @property
+    def is_decode(self) -> bool:
+        """Computes one position, besides those of drafts."""
+        return len(self.token_ids) + (self.depends_on_row is not None) == 1
 
 
 class Batch(Value, frozen=True, kw_only=True):
-    """One step. Rows that continue a prompt and rows that decode one token are mixed; rows are in scheduling order."""
+    """One step. Rows that continue a prompt and rows that decode are mixed; rows are in scheduling order. With several
+    `num_steps` all rows decode, without drafts."""
 
     rows: tuple[Row, ...]
+    num_steps: int = 1
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        return sum(row.num_tokens for row in self.rows) * self.num_steps
 
     @property
-    def reads_prompts(self) -> bool:
-        return any(row.num_tokens > 1 for row in self.rows)
+    def has_prefill(self) -> bool:
+        return not all(row.is_decode for row in self.rows)
 
     @property
     def num_read(self) -> int:
@@ -100,21 +117,22 @@ class Batch(Value, frozen=True, kw_only=True):
 
 
 class RowOutput(Value, frozen=True, kw_only=True):
-    """`token_id` is None where the row had nothing to sample; `logprobs` None where none were asked for. With an
-    `error` the request cannot go on, for a reason of its own; `token_id` means nothing then. Nor does it where the row
-    was `late`: nothing is known yet of what its grammar allows, and its last position is to be computed again."""
+    """`token_ids` are the sampled tokens; none where the row had nothing to sample, and none where it could not yet:
+    the mask of its grammar is pending, and its last position is to be computed again. `logprobs` has an entry a token,
+    or none where none were asked for. With an `error` the request cannot continue, for a reason of its own."""
 
-    token_id: int | None = None
-    logprobs: Logprobs | None = None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
     error: ErrorInfo | None = None
-    late: bool = False
 
 
 class StepOutput(Value, frozen=True, kw_only=True):
-    """One `RowOutput` per row of the batch, in its order."""
+    """One `RowOutput` per row of the batch, in its order. `ends_s`: when each of its steps was over, by the engine's
+    clock, where there were several."""
 
     rows: tuple[RowOutput, ...]
+    ends_s: tuple[float, ...] = ()
 
 
 class Runner(Protocol):
@@ -127,9 +145,7 @@ class Runner(Protocol):
     def run(self, batch: Batch) -> StepOutput: ...
 
 
-class Pending(Protocol):
-    """A step under way."""
-
+class PendingStep(Protocol):
     def fetch(self) -> StepOutput:
         """Waits for the step's end. Called once, from the engine's thread, in the order of the launches. Raises what
         `Runner.run` raises."""
@@ -137,8 +153,8 @@ class Pending(Protocol):
 
 
 @runtime_checkable
-class Awaited(Protocol):
-    """A step under way on a device that computes by itself."""
+class PollableStep(Protocol):
+    """A pending step of a device that computes by itself."""
 
     def is_over(self) -> bool:
         """Would `fetch` return at once?"""
@@ -146,11 +162,11 @@ class Awaited(Protocol):
 
 
 @runtime_checkable
-class Timed(Protocol):
-    """A step under way whose device keeps time itself."""
+class DeviceTimedStep(Protocol):
+    """A pending step whose device keeps time itself."""
 
     def device_span(self) -> tuple[float, float] | None:
-        """After `fetch`: when the device began and ended it, by the timeline's clock; None if nobody recorded then."""
+        """After `fetch`: when the device began and ended it, by the timeline's clock; None if it was not recorded."""
         ...
 
 
@@ -158,37 +174,35 @@ class Timed(Protocol):
 class Pipeline(Protocol):
     """Computes steps one after the other, in the order they were launched, while the host prepares the next one.
 
-    A step sees all that the steps before it wrote into the cache, and so does whoever reads or writes blocks between
+    A step sees all that the steps before it wrote into the cache, and so does code that reads or writes blocks between
     two launches. Raises as `Runner.run` does, here or when the step is fetched.
     """
 
-    def launch(self, batch: Batch) -> Pending: ...
+    def launch(self, batch: Batch) -> PendingStep: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repeated:
-    """What steps that are all alike have brought: `tokens` of each row of the `batch`, which is the last one launched,
-    and is `pending` since `launched_s` where a step was in flight before them. `steps_s`: how long each took."""
+class RowLimits(Value, frozen=True, kw_only=True):
+    """What a pipeline or runner computes at most: `Batch.num_steps`, and `Row.draft_ids` of a row. By default rows
+    bring one token each."""
 
-    batch: Batch
-    tokens: Sequence[tuple[int, ...]]
-    steps_s: Sequence[float]
-    pending: Pending | None = None
-    launched_s: float = 0.0
+    num_steps: int = 1
+    num_drafts: int = 0
 
 
 @runtime_checkable
-class Repeating(Protocol):
-    """A pipeline that goes on by itself with a batch in which every row decodes."""
+class LimitsRows(Protocol):
+    """A runner or pipeline whose rows may bring several tokens."""
 
-    def repeat(self, num_steps: int, *, in_flight: bool, taken: Mapping[str, int]) -> Repeated:
-        """Launches the last batch so many times more, each row one position on, and fetches as many steps: those
-        before the last one if there is one `in_flight`. The last of them begins the blocks `taken` by some requests."""
-        ...
+    @property
+    def row_limits(self) -> RowLimits: ...
+
+
+def row_limits(runner: Runner | Pipeline) -> RowLimits:
+    return runner.row_limits if isinstance(runner, LimitsRows) else RowLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class CompletedStep:
     """A step that was over when its launch returned."""
 
     output: StepOutput
@@ -197,33 +211,37 @@ class Done:
         return self.output
 
 
-class InTurn:
+class SyncPipeline:
     """A runner as a pipeline: each step is computed within its launch, so any depth is right and none is faster."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._last = StepOutput(rows=())
 
-    def launch(self, batch: Batch) -> Done:
-        self._last = self._runner.run(followed(batch, self._last))
-        return Done(output=self._last)
+    @property
+    def row_limits(self) -> RowLimits:
+        return row_limits(self._runner)
+
+    def launch(self, batch: Batch) -> CompletedStep:
+        self._last = self._runner.run(resolved(batch, self._last))
+        return CompletedStep(output=self._last)
 
 
 def pipeline(runner: Runner | Pipeline) -> Pipeline:
-    return runner if isinstance(runner, Pipeline) else InTurn(runner)
+    return runner if isinstance(runner, Pipeline) else SyncPipeline(runner)
 
 
-def followed(batch: Batch, last: StepOutput) -> Batch:
-    """The batch with every token known, once the step before it is over: no row follows another."""
-    return Batch(rows=tuple(_followed(row, last) for row in batch.rows))
+def resolved(batch: Batch, last: StepOutput) -> Batch:
+    """The batch with every token known, once the step before it is over: no row depends on another."""
+    return Batch(rows=tuple(_resolved(row, last) for row in batch.rows), num_steps=batch.num_steps)
 
 
-def _followed(row: Row, last: StepOutput) -> Row:
-    if row.follows is None:
+def _resolved(row: Row, last: StepOutput) -> Row:
+    if row.depends_on_row is None:
         return row
-    token_id = last.rows[row.follows].token_id
-    assert token_id is not None, f"request {row.request_id} follows a row that sampled nothing"
+    token_ids = last.rows[row.depends_on_row].token_ids
+    assert token_ids, f"request {row.request_id} depends on a row that sampled nothing"
     sample = row.sample
     if sample is not None and is_penalised(sample.params):
-        sample = replace(sample, output_ids=(*sample.output_ids, token_id))
-    return replace(row, token_ids=(*row.token_ids, token_id), sample=sample, follows=None)
+        sample = replace(sample, output_ids=(*sample.output_ids, *token_ids))
+    return replace(row, token_ids=(*row.token_ids, token_ids[-1]), sample=sample, depends_on_row=None)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvtransfer.reshard import Cut
 from protos.errors import InvalidRequest
 from protos.values import Logprobs, SamplingParams, TokenLogprob
 from protos.wire import error_info
-from workers.batch import Batch, Row, RowOutput, Sample, StepOutput
+from workers.batch import Batch, Row, RowLimits, RowOutput, Sample, StepOutput
 from workers.grammar.base import Grammars, Mask
 
 Payload = npt.NDArray[np.int64]
@@ -96,6 +97,11 @@ class ToyRunner:
         """Calls it whenever a step has written its only layer, 0."""
         self._watchers.append(watcher)
 
+    @property
+    def row_limits(self) -> RowLimits:
+        """It verifies drafts of rows without a grammar or penalties."""
+        return RowLimits(num_drafts=self._block_size)
+
     def run(self, batch: Batch) -> StepOutput:
         """All rows write before any reads, as in a layer of a real model."""
         for row in batch.rows:
@@ -130,7 +136,7 @@ class ToyRunner:
         return self._blocks[block_id]
 
     def _write(self, row: Row) -> None:
-        for position, token_id in enumerate(row.token_ids, row.start):
+        for position, token_id in enumerate((*row.token_ids, *row.draft_ids), row.start):
             block_id = row.block_ids[position // self._block_size]
             self._block(block_id)[position % self._block_size] = toy_kv(token_id, position)
 
@@ -138,21 +144,31 @@ class ToyRunner:
         prompt_logprobs = tuple(self._logprobs(target, row.num_prompt_logprobs) for target in row.prompt_targets)
         if row.sample is None:
             return RowOutput(prompt_logprobs=prompt_logprobs)
-        num_positions = row.stop
-        kv = self.gather(row.block_ids).reshape(-1)[:num_positions].tolist()
         try:
             mask = self._mask(row.request_id, row.sample)
         except InvalidRequest as error:
             return RowOutput(error=error_info(error))
         if mask is None and row.sample.params.grammar:
-            return RowOutput(prompt_logprobs=prompt_logprobs, late=True)
-        token_id = toy_token(kv, weight=self._weight, vocab_size=self._vocab_size, sample=row.sample, mask=mask)
+            return RowOutput(prompt_logprobs=prompt_logprobs)
+        token_ids = self._sampled(row, row.sample, mask)
         num_top = row.sample.params.logprobs
         return RowOutput(
-            token_id=token_id,
-            logprobs=None if num_top is None else self._logprobs(token_id, num_top),
+            token_ids=token_ids,
+            logprobs=() if num_top is None else tuple(self._logprobs(token_id, num_top) for token_id in token_ids),
             prompt_logprobs=prompt_logprobs,
         )
+
+    def _sampled(self, row: Row, sample: Sample, mask: Mask | None) -> tuple[int, ...]:
+        """The token after the row's own positions, and after each draft that equals the token before it."""
+        kv = self.gather(row.block_ids).reshape(-1)[: row.stop].tolist()
+        num_known, token_ids = row.stop - len(row.draft_ids), list[int]()
+        for index, draft_id in enumerate((*row.draft_ids, None)):
+            at = replace(sample, index=sample.index + index)
+            seen = kv[: num_known + index]
+            token_ids.append(toy_token(seen, weight=self._weight, vocab_size=self._vocab_size, sample=at, mask=mask))
+            if token_ids[-1] != draft_id:
+                break
+        return tuple(token_ids)
 
     def _mask(self, request_id: str, sample: Sample) -> Mask | None:
         if not sample.params.grammar:

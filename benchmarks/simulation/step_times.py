@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.engine.cpu_engine import DEMO, opened
 from protos.values import GenerateRequest, SamplingParams
-from workers.batch import Batch, Pending
+from workers.batch import Batch, PendingStep
 from workers.engine.engine import Engine
 
 # (sequences, tokens of each prompt, tokens of each answer)
@@ -32,9 +32,9 @@ class Watched:
         self._pipeline = pipeline
         self.batches: list[Batch] = []
 
-    def launch(self, batch: Batch) -> Pending:
+    def launch(self, batch: Batch) -> PendingStep:
         self.batches.append(batch)
-        pending: Pending = self._pipeline.launch(batch)
+        pending: PendingStep = self._pipeline.launch(batch)
         return pending
 
 

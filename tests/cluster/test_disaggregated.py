@@ -30,7 +30,7 @@ from router.jobs import Job
 from router.prefix.memory import MemoryPrefixIndex
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, oracle_answers
-from workers.batch import Batch, Pending
+from workers.batch import Batch, PendingStep
 from workers.config import Seat, WorkerConfig
 from workers.parallel.ranks import open_store
 from workers.rpc.worker import Worker
@@ -253,7 +253,7 @@ def gated(worker: Worker) -> Iterator[threading.Event]:
     steps = worker._parts.engine._pipeline
     launch = steps.launch
 
-    def wait(batch: Batch) -> Pending:
+    def wait(batch: Batch) -> PendingStep:
         gate.wait()
         return launch(batch)
 

@@ -13,7 +13,7 @@ from protos.values import GenerateRequest, KVLayout, SamplingParams
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import random_tokens
 from tests.numerics.engines import answer, colocated
-from workers.batch import Batch, Pending
+from workers.batch import Batch, PendingStep
 from workers.config import WorkerConfig
 from workers.kv.host_copies import PIECE_BYTES, CudaCopies
 from workers.kv.storage import KVStorage
@@ -79,7 +79,7 @@ def test_neither_plans_nor_launches_wait_for_copies(tmp_path: Path, monkeypatch:
         pipeline, scheduler = engine._pipeline, engine.scheduler
         launch, plan = pipeline.launch, scheduler.plan
 
-        def strict_launch(batch: Batch) -> Pending:
+        def strict_launch(batch: Batch) -> PendingStep:
             torch.cuda.set_sync_debug_mode("error")
             try:
                 return launch(batch)

@@ -11,7 +11,7 @@ import torch
 from protos.values import GenerateRequest, SamplingParams
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.engines import colocated
-from workers.batch import Batch, Pending
+from workers.batch import Batch, PendingStep
 from workers.config import WorkerConfig
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ def test_no_launch_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda_g
         pipeline = engine._pipeline
         launch = pipeline.launch
 
-        def strict(batch: Batch) -> Pending:
+        def strict(batch: Batch) -> PendingStep:
             torch.cuda.set_sync_debug_mode("error")
             try:
                 return launch(batch)

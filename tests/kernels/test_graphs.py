@@ -53,7 +53,7 @@ class Trial:
             block_ids=tuple(range(sequence * BLOCKS_EACH, (sequence + 1) * BLOCKS_EACH)),
             sample=Sample(params=SamplingParams(temperature=0.0), index=len(tokens) - LENGTHS[sequence]),
             prompt_len=LENGTHS[sequence],
-            follows=follows,
+            depends_on_row=follows,
         )
 
     def serve(self, steps: list[tuple[int, ...]]) -> list[list[int]]:
@@ -72,7 +72,7 @@ class Trial:
 
     def add(self, step: tuple[int, ...], output: object) -> None:
         for sequence, row in zip(step, output.rows, strict=True):  # type: ignore[attr-defined]
-            self.tokens[sequence].append(row.token_id)
+            self.tokens[sequence] += row.token_ids
 
 
 STEPS: list[tuple[int, ...]] = [(0, 1, 2), (2, 0, 1), (1,), (1,), (1, 0)]

@@ -58,8 +58,7 @@ def test_greedy_tokens_are_the_oracles(family: str, tmp_path: Path, monkeypatch:
     for step in steps:
         output = runner.run(Batch(rows=tuple(sequence.next(count) for sequence, count in step)))
         for (sequence, _), row in zip(step, output.rows, strict=True):
-            if row.token_id is not None:
-                sequence.token_ids.append(row.token_id)
+            sequence.token_ids += row.token_ids
     for sequence in (long, short):
         with torch.inference_mode():
             logits = oracle(torch.tensor([sequence.token_ids[:-1]])).logits[0]

@@ -132,8 +132,8 @@ def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, mon
     runner.launch(Batch(rows=(*prompts, row("c", bound, token_ids=(5, 6), start=0))))
     for start in (3, 4, 5):
         following = (
-            row("a", plain, token_ids=(), start=start, follows=0),
-            row("b", busy, token_ids=(), start=start - 1, follows=1),
+            row("a", plain, token_ids=(), start=start, depends_on_row=0),
+            row("b", busy, token_ids=(), start=start - 1, depends_on_row=1),
         )
         step = runner.launch(Batch(rows=following))
     assert attention.num_attended == 4 * config.num_layers

@@ -151,7 +151,8 @@ def test_a_strangers_pickle_runs_nothing(tmp_path: Path) -> None:
 def test_all_that_rank_0_ever_says_has_its_types() -> None:
     assert {"stop", "meet", "launch", *Dock.OPERATIONS, *LeadingCopies.OPERATIONS} == set(OPERATIONS.bodies)
     row = Row(
-        request_id="r", token_ids=(3, 4), start=8, block_ids=(0, 7), prompt_targets=(4,), prompt_len=11, follows=0,
+        request_id="r", token_ids=(3, 4), start=8, block_ids=(0, 7), prompt_targets=(4,), prompt_len=11,
+        depends_on_row=0, draft_ids=(5, 6),
         sample=Sample(params=SamplingParams(logit_bias=((3, 0.5),), grammar="g", seed=2**63), index=1, output_ids=(9,)),
     )  # fmt: skip
     layers = Chunk(ticket_id="t", generation=2, first_block=0, num_blocks=1, first_layer=3, num_layers=1)

@@ -55,7 +55,7 @@ def test_tokens_come_from_transformers_distribution(name: str) -> None:
     rows = [
         Sample(params=params, index=index, prompt_ids=HISTORY[:2], output_ids=HISTORY[2:]) for index in range(NUM_DRAWS)
     ]
-    tokens = torch.tensor([row.token_id for row in sample(logits.expand(NUM_DRAWS, -1), rows).fetch()])
+    tokens = torch.tensor([row.token_ids[0] for row in sample(logits.expand(NUM_DRAWS, -1), rows).fetch()])
     assert (probs[tokens] > 0).all()
     shares = torch.bincount(tokens, minlength=VOCAB).cumsum(0) / NUM_DRAWS
     assert (shares - probs.cumsum(0)).abs().max() < 1.95 / NUM_DRAWS**0.5

@@ -1,25 +1,22 @@
-"""The engine: takes requests, steps, tells what each step did. It has no role of its own: pools compose it with one.
+"""The engine: accepts requests, takes steps, reports what each brought. It has no role of its own: pools compose it.
 
-    depth 0   plan n   launch n   fetch n   apply n            the device waits while the host plans and tells
+    depth 0   plan n   launch n   fetch n   apply n            the device waits while the host plans and publishes
     depth 1   plan n+1 launch n+1 fetch n   apply n            the host does both while the device computes n+1
 
-Not thread-safe: one thread owns an engine, its role and its blocks, and calls everything here (`workers.rpc.loop`).
+A launch queues the forward pass and the sampling. Not thread-safe: one thread owns an engine, its role and its blocks,
+and calls everything here (`workers.rpc.loop`).
 """
 
 from __future__ import annotations
 
-import math
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import pairwise
 
 from kvtransfer.events import EventLog
-from kvtransfer.hashing import Remembering
-from protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded, UnknownRequest, WorkerDraining
+from protos.errors import InvalidRequest, Overloaded, UnknownRequest, WorkerDraining
 from protos.values import (
     FinishReason,
     GenerateRequest,
@@ -31,85 +28,33 @@ from protos.values import (
     WorkerLoad,
 )
 from protos.wire import error_info
-from workers.batch import Awaited, Batch, Pending, Pipeline, Repeating, Runner, StepOutput, Timed, pipeline
+from workers.batch import (
+    Batch,
+    DeviceTimedStep,
+    PendingStep,
+    Pipeline,
+    PollableStep,
+    Runner,
+    StepOutput,
+    pipeline,
+    row_limits,
+)
+from workers.engine.speed import EngineSpeed
+from workers.engine.validation import check_length, check_tokens
 from workers.grammar.base import Grammars
 from workers.kv.blocks import BlockPool
+from workers.scheduling.role import Tick
 from workers.scheduling.scheduler import Scheduler
 from workers.timeline import Timeline
 
-LOOK_S = 0.0002
-"""How often KV that is behind is looked after while a step is waited for."""
-
-
-class Pace:
-    """How fast steps have been lately: older ones count less, each by a tenth than the one after it.
-
-    The first step of a kind does not count: memory is touched and code is loaded in it that later ones find there. Nor
-    do a few prompt tokens: what any step costs is most of their time, and would be taken for the speed of long prompts.
-    """
-
-    _KEEP = 0.9
-    _LEAST_PREFILL = 32
-
-    def __init__(self) -> None:
-        self._is_cold = {"prefill": True, "decode": True}
-        self._prefill_tokens = 0.0
-        self._prefill_s = 0.0
-        self._decode_steps = 0.0
-        self._decode_s = 0.0
-
-    def observe(self, batch: Batch, elapsed_s: float) -> None:
-        """A mixed step's time is shared out by tokens to prefill, and counts in full as a decode step: that is how
-        long the decoding clients waited."""
-        num_tokens = batch.num_tokens
-        num_prefill = num_tokens - sum(row.num_tokens == 1 for row in batch.rows)
-        if num_prefill and self._counts("prefill") and num_prefill >= self._LEAST_PREFILL:
-            self._prefill_tokens = self._prefill_tokens * self._KEEP + num_prefill
-            self._prefill_s = self._prefill_s * self._KEEP + elapsed_s * num_prefill / num_tokens
-        if num_prefill < num_tokens:
-            self.decoded(elapsed_s)
-
-    def decoded(self, elapsed_s: float) -> None:
-        """A step that decoded."""
-        if self._counts("decode"):
-            self._decode_steps = self._decode_steps * self._KEEP + 1
-            self._decode_s = self._decode_s * self._KEEP + elapsed_s
-
-    def num_steady(self, steps_s: Sequence[float]) -> int:
-        """How many steps of these times until `told_step_s` changes, that one included; all of them if it does not."""
-        steps, seconds, told_s = self._decode_steps, self._decode_s, self.told_step_s
-        num_cold = int(self._is_cold["decode"])
-        for number, elapsed_s in enumerate(steps_s[num_cold:], num_cold + 1):
-            steps, seconds = steps * self._KEEP + 1, seconds * self._KEEP + elapsed_s
-            if _rounded(seconds / steps) != told_s:
-                return number
-        return len(steps_s)
-
-    def _counts(self, kind: str) -> bool:
-        was_cold, self._is_cold[kind] = self._is_cold[kind], False
-        return not was_cold
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """0 until measured."""
-        return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
-
-    @property
-    def decode_step_s(self) -> float:
-        """0 until measured."""
-        return self._decode_s / self._decode_steps if self._decode_steps else 0.0
-
-    @property
-    def told_step_s(self) -> float:
-        """`decode_step_s` to a sixtieth: what hardly changes from step to step is not told with every one,
-        and whoever routes by it has nothing to work out anew."""
-        return _rounded(self.decode_step_s)
+POLL_S = 0.0002
+"""How often KV that is behind is moved on while the engine waits for a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launched:
     batch: Batch
-    pending: Pending
+    pending: PendingStep
     start_s: float
 
 
@@ -136,14 +81,14 @@ class Engine:
         self._grammars = grammars
         self._scheduler = scheduler
         self._pipeline = pipeline(runner)
-        self._repeating = self._pipeline if isinstance(self._pipeline, Repeating) else None
+        self._row_limits = row_limits(self._pipeline)
         self._depth = depth
         self._in_flight: deque[_Launched] = deque()
         self._fetched_s = 0.0
         self._role = scheduler.role
         self._events = events
         self._clock = clock
-        self._pace = Pace()
+        self.speed = EngineSpeed()
         self._num_drained = 0
         self.num_steps = 0
         self.draining = False
@@ -169,8 +114,8 @@ class Engine:
                 f"request_id {request.request_id!r} is in use on this worker: every attempt needs one of its own",
                 param="request_id",
             )
-        self._check_tokens(request)
-        self._check_length(request)
+        check_tokens(request, self._scheduler.config.vocab_size)
+        check_length(request, self._scheduler.max_len)
         if request.ticket is None:
             self._check_room()
         if request.sampling.grammar:
@@ -205,44 +150,25 @@ class Engine:
         return self._role.share(asked.ticket, asked.hashes, now, coming)
 
     def step(self, now: float) -> list[SequenceUpdate]:
-        """Launches the next step and tells what the one `depth` before it did; without a next one, the oldest."""
-        with self.timeline.span("tick"):
-            updates = self._tick(now)
-        with self.timeline.span("plan"):
-            batch = self._scheduler.plan(now, self._grammars.late() if self._grammars is not None else ())
-        if batch is not None:
-            self._launch(batch, now)
-        if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
-            oldest = self._in_flight.popleft()
-            output = self._fetch(oldest)
-            with self.timeline.span("apply", oldest.batch, step=self.num_steps):
-                updates += self._scheduler.apply(oldest.batch, output)
+        """Launches the next step and returns what the one `depth` before it brought; without a next one, the oldest."""
+        updates = self._tick(now)
+        updates += self.advance(now)
         if self._grammars is not None and len(self._grammars):
             self._prepare_masks(self._grammars, updates)
         return updates
 
-    def num_alike(self, last: Batch) -> int:
-        """How many of the next steps only decode a token for each running sequence, so that all but the tokens and the
-        step's number stays as it is, unless something comes from outside or the role has something to do."""
-        return self._scheduler.num_alike(last) if len(self._in_flight) <= 1 else 0
-
-    def num_steady(self, steps_s: Sequence[float]) -> int:
-        """How many steps that take so long until the load tells of another pace, that one included."""
-        return self._pace.num_steady(steps_s)
-
-    def repeat(self, num_steps: int) -> list[SequenceUpdate]:
-        """Takes steps that are alike (`num_alike`) at once, on a pipeline that can: all is then as if `step` had been
-        called so often, and what was to be told comes in one update for each sequence."""
-        assert self._repeating is not None
-        taken = self._scheduler.take(num_steps)
-        done = self._repeating.repeat(num_steps, in_flight=bool(self._in_flight), taken=taken)
-        for elapsed_s in done.steps_s:
-            self._pace.decoded(elapsed_s)
-        if done.pending is not None:
-            self._in_flight[0] = _Launched(batch=done.batch, pending=done.pending, start_s=done.launched_s)
-        self._fetched_s = self._clock()
-        self.num_steps += num_steps
-        return self._scheduler.repeat(done)
+    def advance(self, now: float, num_steps: int = 1) -> list[SequenceUpdate]:
+        """A step without a tick of the role, for a caller that knows that the role has nothing to do. With several
+        `num_steps` the next batch takes so many: as if this had been called so often, but the tokens come at once.
+        They must be within the pipeline's `row_limits` and the scheduler's (`Scheduler.plan`)."""
+        batch = self._plan(now, num_steps)
+        if batch is not None:
+            self._launch(batch, now)
+        if not self._in_flight or (batch is not None and len(self._in_flight) <= self._depth):
+            return []
+        oldest = self._in_flight.popleft()
+        output = self._fetch(oldest)
+        return self._apply(oldest.batch, output)
 
     def has_work(self) -> bool:
         """Must `step` go on being called? It may still find nothing to compute: then `num_steps` stays the same and
@@ -250,8 +176,12 @@ class Engine:
         return bool(self._in_flight) or self._scheduler.has_requests() or self._role.busy()
 
     @property
+    def depth(self) -> int:
+        return self._depth
+
+    @property
     def num_in_flight(self) -> int:
-        """Steps launched and not told of."""
+        """Steps launched and not applied."""
         return len(self._in_flight)
 
     def listen(self, wake: Callable[[], None]) -> None:
@@ -271,8 +201,8 @@ class Engine:
             queued_prefill_tokens=self._scheduler.queued_prefill_tokens,
             num_free_blocks=self.pool.num_free,
             num_blocks=self.pool.num_blocks,
-            prefill_tokens_per_s=self._pace.prefill_tokens_per_s,
-            decode_step_s=self._pace.told_step_s,
+            prefill_tokens_per_s=self.speed.prefill_tokens_per_s,
+            decode_step_s=self.speed.decode_step_s,
             draining=self.draining,
             host=self.pool.host.load() if self.pool.host is not None else None,
             **self._role.load(),
@@ -298,7 +228,8 @@ class Engine:
         size = self._scheduler.pool.block_size
         for launched in self._in_flight:
             for row in launched.batch.rows:
-                yield from row.block_ids[row.start // size : -(-row.stop // size)]
+                stop = row.stop + launched.batch.num_steps - 1
+                yield from row.block_ids[row.start // size : -(-stop // size)]
 
     def assert_idle(self) -> None:
         """Nothing runs, nothing moves, no block and no grammar is held."""
@@ -307,7 +238,10 @@ class Engine:
         self._scheduler.assert_idle()
 
     def _tick(self, now: float) -> list[SequenceUpdate]:
-        tick = self._role.tick(now, len(self._in_flight))
+        with self.timeline.span("tick"):
+            return self._updates_of(self._role.tick(now, len(self._in_flight)))
+
+    def _updates_of(self, tick: Tick) -> list[SequenceUpdate]:
         updates = [
             SequenceUpdate(request_id=request_id, finish_reason=FinishReason.MOVED)
             for request_id in tick.moved
@@ -327,6 +261,12 @@ class Engine:
         ]
         return updates
 
+    def _plan(self, now: float, num_steps: int) -> Batch | None:
+        assert num_steps <= self._row_limits.num_steps, f"the pipeline takes {self._row_limits.num_steps} steps at once"
+        with self.timeline.span("plan"):
+            late = self._grammars.late() if self._grammars is not None else ()
+            return self._scheduler.plan(now, late, num_steps)
+
     def _launch(self, batch: Batch, now: float) -> None:
         depth = len(self._in_flight)
         with self.timeline.span("launch", batch, step=self.num_steps + depth + 1, depth=depth):
@@ -336,29 +276,37 @@ class Engine:
 
     def _fetch(self, launched: _Launched) -> StepOutput:
         """Its time counts from when the step before it was over."""
-        step = self.num_steps + 1
+        step = self.num_steps + launched.batch.num_steps
         with self.timeline.span("fetch", launched.batch, step=step):
             self._wait(launched)
             output = launched.pending.fetch()
         start_s, self._fetched_s = max(launched.start_s, self._fetched_s), self._clock()
-        self._pace.observe(launched.batch, self._fetched_s - start_s)
-        self._scheduler.loads.prefill_tokens_per_s = self._pace.prefill_tokens_per_s
+        if output.ends_s:
+            for before_s, end_s in pairwise((start_s, *output.ends_s)):
+                self.speed.observe_decode(end_s - before_s)
+        else:
+            self.speed.observe(launched.batch, self._fetched_s - start_s)
+        self._scheduler.loads.prefill_tokens_per_s = self.speed.prefill_tokens_per_s
         if self.timeline.recording:
             pending, seen = launched.pending, (start_s, self._fetched_s)
-            start_s, end_s = (pending.device_span() if isinstance(pending, Timed) else None) or seen
+            start_s, end_s = (pending.device_span() if isinstance(pending, DeviceTimedStep) else None) or seen
             self.timeline.add("device", start_s, end_s, launched.batch, step=step, depth=len(self._in_flight))
         self.num_steps = step
         return output
+
+    def _apply(self, batch: Batch, output: StepOutput) -> list[SequenceUpdate]:
+        with self.timeline.span("apply", batch, step=self.num_steps):
+            return self._scheduler.apply(batch, output)
 
     def _wait(self, launched: _Launched) -> None:
         """KV that found no room on its lane goes on its way while the device computes: a step that reads a prompt takes
         longer than what a lane has staged. Others are not looked at so often, lest it costs them time."""
         pending, role = launched.pending, self._role
-        if not launched.batch.reads_prompts or not isinstance(pending, Awaited):
+        if not launched.batch.has_prefill or not isinstance(pending, PollableStep):
             return
         while role.is_behind() and not pending.is_over():
             role.go_on(self._clock(), 1 + len(self._in_flight))
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def _begin(self, request: GenerateRequest) -> None:
         """Its grammar is compiled from now on: it is admitted when its first token can be chosen."""
@@ -381,64 +329,8 @@ class Engine:
     def _check_room(self) -> None:
         limit = self._scheduler.config.max_waiting
         if self._scheduler.num_waiting >= limit:
-            speed = self._pace.prefill_tokens_per_s
+            speed = self.speed.prefill_tokens_per_s
             raise Overloaded(
                 f"{self._scheduler.num_waiting} requests wait to begin on this worker, as many as max_waiting allows",
                 retry_after_s=self._scheduler.queued_prefill_tokens / limit / speed if speed else None,
             )
-
-    def _check_tokens(self, request: GenerateRequest) -> None:
-        if not request.prompt_ids:
-            raise InvalidRequest("the prompt is empty: it needs at least one token", param="prompt")
-        vocab_size = self._scheduler.config.vocab_size
-        sampling = request.sampling
-        for param, token_ids in (
-            ("prompt", request.prompt_ids),
-            ("output_ids", request.output_ids),
-            ("stop_token_ids", sampling.stop_token_ids),
-            ("logit_bias", tuple(token_id for token_id, _ in sampling.logit_bias)),
-        ):
-            if token_ids and not _are_ids(token_ids, vocab_size):
-                wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-                raise InvalidRequest(
-                    f"{param} holds token id {wrong}: the model's ids are 0 to {vocab_size - 1}", param=param
-                )
-
-    def _check_length(self, request: GenerateRequest) -> None:
-        num_given, max_tokens = len(request.output_ids), request.sampling.max_tokens
-        if max_tokens < 0 or (num_given > 0 and num_given >= max_tokens):
-            raise InvalidRequest(
-                f"max_tokens is {max_tokens} and {num_given} output tokens are given: nothing is left to generate",
-                param="max_tokens",
-            )
-        num_tokens, limit = len(request.prompt_ids) + num_given, self._scheduler.max_len
-        if num_tokens + (max_tokens > 0) > limit:
-            raise ContextLengthExceeded(
-                f"the prompt has {num_tokens} tokens: this worker holds at most {limit} of prompt and answer, "
-                f"so {limit - 1} at most of the prompt",
-                param="prompt",
-            )
-
-
-def _are_ids(token_ids: Sequence[int], vocab_size: int) -> bool:
-    """Is each from 0 to below `vocab_size`?"""
-    if not isinstance(token_ids, Remembering):
-        return _are_below(token_ids, vocab_size)
-    if vocab_size not in token_ids.are_below:
-        token_ids.are_below[vocab_size] = _are_below(token_ids, vocab_size)
-    return token_ids.are_below[vocab_size]
-
-
-def _are_below(token_ids: Sequence[int], vocab_size: int) -> bool:
-    """In a third of the time that `min` and `max` take of a long prompt."""
-    try:
-        ids = array("I", tuple(token_ids))  # a plain one: `array` asks any other sequence for each of its items
-        return int(np.frombuffer(ids, dtype=np.uintc).max()) < vocab_size
-    except OverflowError:
-        return False
-
-
-def _rounded(seconds: float) -> float:
-    """To six binary digits."""
-    mantissa, exponent = math.frexp(seconds)
-    return math.ldexp(round(mantissa * 64), exponent - 6)

@@ -22,7 +22,7 @@ from kvtransfer.transports.rendezvous.store import Board, BoardStore
 from protos.codec import Messages
 from protos.errors import BatonError, UnreadableMessage, WorkerLost
 from protos.values import KVLayout, LaneAddress, SamplingParams, Ticket
-from workers.batch import Batch, Pending, Pipeline, Row, Sample
+from workers.batch import Batch, PendingStep, Pipeline, Row, Sample
 from workers.parallel.group import RankGroup, Solo, TensorParallel
 
 log = logging.getLogger("baton.worker")
@@ -88,7 +88,7 @@ class LeadingRunner:
         self._leader = leader
         self._runner = runner
 
-    def launch(self, batch: Batch) -> Pending:
+    def launch(self, batch: Batch) -> PendingStep:
         if not self._leader.alone:
             self._leader.tell("launch", for_followers(batch))
         return self._runner.launch(batch)

@@ -53,8 +53,8 @@ def pack(batch: Batch, *, block_size: int, sampled: Mapping[int, int]) -> Packed
     token_ids_T = np.fromiter(chain.from_iterable(map(_tokens, rows)), dtype=np.int64, count=num_tokens)
     follows_T = np.full(num_tokens, KNOWN)
     for row, stop in zip(rows, query_starts[1:].tolist(), strict=True):
-        if row.follows is not None:
-            follows_T[stop - 1] = sampled[row.follows]
+        if row.depends_on_row is not None:
+            follows_T[stop - 1] = sampled[row.depends_on_row]
     return Packed(
         token_ids_T=token_ids_T,
         follows_T=follows_T,
@@ -76,12 +76,12 @@ def sampled_rows(batch: Batch) -> dict[int, int]:
 
 
 def _tokens(row: Row) -> tuple[int, ...]:
-    return row.token_ids if row.follows is None else (*row.token_ids, 0)
+    return row.token_ids if row.depends_on_row is None else (*row.token_ids, 0)
 
 
 def _wanted(row: Row, start: int) -> list[int]:
     """Indices into T of a row that starts there: first the positions that predict its targets, then the sampled."""
     wanted = list(range(start, start + len(row.prompt_targets)))
     if row.sample is not None:
-        wanted.append(start + row.num_tokens - 1)
+        wanted += range(start + row.num_tokens - 1 - len(row.draft_ids), start + row.num_tokens)
     return wanted

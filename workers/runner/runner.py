@@ -20,7 +20,7 @@ from protos.values import ErrorInfo, Logprobs
 from protos.wire import error_info
 from workers.attention.base import AttentionBackend, AttentionInputs
 from workers.attention.watched import WatchedAttention
-from workers.batch import Batch, Done, Pending, Row, RowOutput, Sample, StepOutput, is_penalised
+from workers.batch import Batch, CompletedStep, PendingStep, Row, RowOutput, Sample, StepOutput, is_penalised
 from workers.grammar.base import Grammars, Mask
 from workers.kernels.staging import Queued, to_device
 from workers.models.decoder import Decoder, ModelInputs
@@ -70,7 +70,7 @@ class TorchRunner:
         return self.launch(batch).fetch()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Pending:
+    def launch(self, batch: Batch) -> PendingStep:
         """Raises WorkerLost when a rank has gone, and torch's own error when memory runs out."""
         timed = self._device_clock.begin() if self._device_clock is not None and self._timeline.recording else None
         packed = pack(batch, block_size=self._block_size, sampled=self._sampled)
@@ -81,7 +81,7 @@ class TorchRunner:
         if self._parallel.rank:
             self._ids_R = torch.zeros(len(self._sampled), dtype=torch.int64, device=self._device)
             self._share()
-            return Done(output=StepOutput(rows=()))
+            return CompletedStep(output=StepOutput(rows=()))
         with self._timeline.span("sample", batch):
             step = Sampling(batch, logits_RV, latest_R, timed, grammars=self._grammars)
         if step.drawn is not None:
@@ -120,7 +120,9 @@ class TorchRunner:
     def _latest(self, batch: Batch) -> torch.Tensor | None:
         """For the rows that sample, the token that each follows if penalties must count it."""
         places = [
-            self._sampled[row.follows] if row.follows is not None and is_penalised(row.sample.params) else NONE
+            self._sampled[row.depends_on_row]
+            if row.depends_on_row is not None and is_penalised(row.sample.params)
+            else NONE
             for row in batch.rows
             if row.sample is not None
         ]
@@ -201,7 +203,7 @@ class Sampling:
         drawn = iter(self.drawn.fetch() if self.drawn is not None else ())
         rows = [next(drawn) if row.sample is not None else RowOutput() for row in self._batch.rows]
         for index, error in self._failed.items():
-            rows[index] = replace(rows[index], error=error, late=error is None)
+            rows[index] = replace(rows[index], error=error, token_ids=(), logprobs=())
         for index, scores in self._scored.items():
             rows[index] = _with_prompt(rows[index], scores.fetch())
         return StepOutput(rows=tuple(rows))

@@ -44,7 +44,7 @@ class Drawn:
         (ids_R,) = self._landing.wait()
         logprobs = self._scores.fetch() if self._scores is not None else []
         return [
-            RowOutput(token_id=token_id, logprobs=logprobs[self._logprobs[row]] if row in self._logprobs else None)
+            RowOutput(token_ids=(token_id,), logprobs=(logprobs[self._logprobs[row]],) if row in self._logprobs else ())
             for row, token_id in enumerate(ids_R.tolist())
         ]
 

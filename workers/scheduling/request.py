@@ -45,8 +45,8 @@ class Request:
     `rank` orders requests: the smallest goes first, the largest is preempted first. `num_given` output tokens came
     with the request. `num_cached` is what its first admission found (a recomputation is not the client's gain).
     `num_prompt_reported` prompt logprobs are with the client. `num_due` tokens are being sampled by steps in flight.
-    `awaited` is a block another request is computing. `num_spared` tokens were cached or being computed when it came.
-    `load` are blocks that come from the host before it can start. `decodes_plainly`: nothing is asked for that makes
+    `waiting_on_block` is a block that another request computes. `num_spared` tokens were cached or being computed when
+    it came. `load` are blocks that come from the host before it can start. `text_only`: nothing is asked for that makes
     steps differ, no stop ids, logprobs, penalties or grammar.
     """
 
@@ -58,7 +58,7 @@ class Request:
     ticket: Ticket | None = None
     pull: Ticket | None = None
     tells_progress: bool = False
-    decodes_plainly: bool = False
+    text_only: bool = False
     arrival_s: float = 0.0
     since_s: float = 0.0
     lacks_seat: bool = False
@@ -77,7 +77,7 @@ class Request:
     num_given: int = 0
     num_prompt_reported: int = 0
     adopted: bool = False
-    awaited: BlockHash | None = None
+    waiting_on_block: BlockHash | None = None
     load: Load | None = None
 
     @classmethod
@@ -92,7 +92,7 @@ class Request:
             ticket=request.ticket,
             pull=request.pull,
             tells_progress=request.tells_progress,
-            decodes_plainly=_decodes_plainly(request.sampling),
+            text_only=_text_only(request.sampling),
             arrival_s=arrival_s,
             since_s=arrival_s,
             output_ids=list(request.output_ids),
@@ -140,6 +140,6 @@ class Request:
         return self.prompt_ids if not first and stop <= self.num_prompt else self.tokens(first * block_size, stop)
 
 
-def _decodes_plainly(sampling: SamplingParams) -> bool:
+def _text_only(sampling: SamplingParams) -> bool:
     asks = sampling.stop_token_ids or sampling.logprobs is not None or sampling.grammar
     return not asks and not is_penalised(sampling)

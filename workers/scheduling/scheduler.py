@@ -33,19 +33,19 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 from kvtransfer.hashing import chain_hashes, salted
 from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate
-from workers.batch import Batch, Repeated, Row, RowOutput, StepOutput, is_penalised
+from workers.batch import Batch, Row, RowOutput, StepOutput
 from workers.config import SchedulerConfig
 from workers.kv.blocks import BlockPool
-from workers.scheduling.alike import Limits, extended, num_alike, take
 from workers.scheduling.checks import check_request
 from workers.scheduling.host_loads import Loads
+from workers.scheduling.pending_blocks import PendingBlocks
 from workers.scheduling.request import Request, State
 from workers.scheduling.role import Disposition, Role
-from workers.scheduling.step_rows import end_at, next_row, update_of
+from workers.scheduling.step_rows import extend, may_follow, next_row
 from workers.scheduling.turns import givers, sit, step_back
 
 
@@ -89,7 +89,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []  # by rank
-        self._promised: dict[BlockHash, Request] = {}  # blocks of running prompts that are not sealed yet
+        self._pending = PendingBlocks()  # of running prompts, not sealed yet
         self._in_flight: deque[_Step] = deque()
 
     def __contains__(self, request_id: str) -> bool:
@@ -102,6 +102,16 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """By rank, which is the order of a batch's rows that decode."""
+        return self._running
+
+    @property
+    def num_leaving_blocks(self) -> int:
+        """References to blocks of requests that have gone, which end when the last step that computes them does."""
+        return sum([len(freed) for step in self._in_flight for freed in step.freed])
 
     @property
     def blocked(self) -> bool:
@@ -171,9 +181,12 @@ class Scheduler:
 
     # -- plan ----------------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float, late: Collection[str] = ()) -> Batch | None:
-        """The next step, or None if nothing can run, or not before a step in flight is applied. Every batch must be
-        applied, in the order they were planned. Requests that are `late` neither begin nor decode."""
+    def plan(self, now: float, late: Collection[str] = (), num_steps: int = 1) -> Batch | None:
+        """The next batch, or None if nothing can run, or not before a step in flight is applied. Every batch must be
+        applied, in the order they were planned. Requests that are `late` neither begin nor decode.
+
+        A batch of several steps must have all it needs: every running request decodes, none ends before the last step,
+        and there are blocks for all of them."""
         self.loads.poll()
         if self._waiting and (leaving := givers(self._running, self._waiting, self.pool, self.config, now)):
             if self._in_flight:
@@ -183,12 +196,12 @@ class Scheduler:
         rows: list[tuple[Request, Row]] = []
         budget = self.config.max_num_batched_tokens
         decodable = [one for one in self._running if one.num_to_plan == 1 and one.request_id not in late]
-        decoding = [request for request in decodable if self._may_follow(request)]
-        if self._in_flight and sum(map(self._num_lacking, decoding)) > self.pool.num_free:
+        decoding = [(one, self._num_lacking(one, num_steps)) for one in decodable if self._has_token(one)]
+        if self._in_flight and sum([num_lacking for _, num_lacking in decoding]) > self.pool.num_free:
             return None
-        for request in decoding:
-            if request.state is State.RUNNING and self._grow(request):
-                rows.append((request, self._row(request, 1)))
+        for request, num_lacking in decoding:
+            if request.state is State.RUNNING and (num_lacking <= 0 or self._grow(request, num_lacking)):
+                rows.append((request, self._row(request, 1, num_steps)))
                 budget -= 1
         for request in self._running:
             if request.num_to_plan > 1 and budget > 0:
@@ -199,20 +212,13 @@ class Scheduler:
         if not rows:
             return None
         sampling = {request: index for index, (request, row) in enumerate(rows) if row.sample is not None}
-        self._in_flight.append(_Step(requests=tuple(request for request, _ in rows), sampling=sampling))
-        return Batch(rows=tuple(row for _, row in rows))
+        assert num_steps == 1 or len(sampling) == len(rows) == len(self._running), "not every request decodes"
+        self._in_flight.append(_Step(requests=tuple([request for request, _ in rows]), sampling=sampling))
+        return Batch(rows=tuple([row for _, row in rows]), num_steps=num_steps)
 
-    def _may_follow(self, request: Request) -> bool:
-        """May the token that is being sampled for this request be computed before anybody has seen it?"""
-        if request.num_due == 0:
-            return True
-        num_output = len(request.output_ids) + request.num_due
-        ends = num_output >= request.sampling.max_tokens or request.num_expected >= self.max_len
-        is_first = num_output == request.num_given + 1
-        may_be_handed_over = is_first and request.ticket is not None and not request.adopted
-        uncounted = bool(request.sampling.grammar) or (request.num_due > 1 and is_penalised(request.sampling))
-        is_next = request in self._in_flight[-1].sampling
-        return is_next and not (ends or may_be_handed_over or uncounted)
+    def _has_token(self, request: Request) -> bool:
+        """Is its last token known, or sampled by the step before, where the device finds it?"""
+        return request.num_due == 0 or (request in self._in_flight[-1].sampling and may_follow(request, self.max_len))
 
     def _take_chunk(self, request: Request, budget: int, rows: list[tuple[Request, Row]]) -> int:
         num_tokens = min(request.num_to_plan, self.config.prefill_chunk, budget)
@@ -270,25 +276,21 @@ class Scheduler:
         """
         if request.block_ids:
             return []
-        if request.awaited is not None and request.awaited in self._promised:
+        if request.waiting_on_block in self._pending:
             return None
         usable = request.hashes[: self._num_cacheable(request)]
         matched = self.pool.match(usable)
-        num_shared = len(matched) + self._num_promised(usable[len(matched) :])
-        request.awaited = usable[num_shared - 1] if num_shared > len(matched) else None
-        return matched if request.awaited is None else None
+        num_shared = len(matched) + self._pending.num_leading(usable[len(matched) :])
+        request.waiting_on_block = usable[num_shared - 1] if num_shared > len(matched) else None
+        return matched if request.waiting_on_block is None else None
 
     def _spared(self, request: Request) -> int:
         """Tokens that a newcomer need not compute if nothing is evicted before its turn."""
         usable = request.hashes[: self._num_cacheable(request)]
         num_blocks = len(self.pool.match(usable))
         num_blocks += self.loads.num_on_host(usable[num_blocks:])
-        num_blocks += self._num_promised(usable[num_blocks:])
+        num_blocks += self._pending.num_leading(usable[num_blocks:])
         return num_blocks * self.pool.block_size
-
-    def _num_promised(self, hashes: Iterable[BlockHash]) -> int:
-        """How many of the first are being computed or loaded."""
-        return len(list(takewhile(self._promised.__contains__, hashes)))
 
     def _num_cacheable(self, request: Request) -> int:
         """Blocks that need not be computed if they are cached: never the last token, which is to be sampled from,
@@ -317,25 +319,19 @@ class Scheduler:
         request.num_sealed += len(matched)
         if slots:
             self.loads.begin(request, slots)
-            self._promise(request)
+            self._pending.add(request, self._uncomputed(request))
             self.loads.poll()
         return True
 
-    def _promise(self, request: Request) -> None:
-        for block_hash in request.hashes[request.num_computed // self.pool.block_size :]:
-            self._promised.setdefault(block_hash, request)
-
-    def _unpromise(self, request: Request, hashes: Sequence[BlockHash]) -> None:
-        for block_hash in hashes:
-            if self._promised.get(block_hash) is request:
-                del self._promised[block_hash]
+    def _uncomputed(self, request: Request) -> list[BlockHash]:
+        return request.hashes[request.num_computed // self.pool.block_size :]
 
     def _start(self, request: Request, now: float) -> None:
         if request.num_preemptions == 0 and not request.adopted:
             request.num_cached = request.num_computed
         if request.load is not None:
             num_blocks = request.num_computed // self.pool.block_size
-            self._unpromise(request, request.hashes[:num_blocks])
+            self._pending.discard(request, request.hashes[:num_blocks])
             if request.load.num_clears != self.pool.num_clears:
                 request.num_sealed = num_blocks  # the cache was reset meanwhile: they are the request's own
         if not request.adopted:
@@ -343,15 +339,16 @@ class Scheduler:
         request.num_planned = request.num_computed
         sit(request, now)
         insort(self._running, request, key=_rank)
-        self._promise(request)
+        self._pending.add(request, self._uncomputed(request))
         self._seal(request)
 
-    def _grow(self, request: Request) -> bool:
-        """A block for the token about to be computed, if need be another request's. False: it was the last in rank
+    def _grow(self, request: Request, num_blocks: int) -> bool:
+        """Blocks for the tokens about to be computed, if need be another request's. False: it was the last in rank
         itself, and has been preempted."""
-        while self._num_lacking(request):
+        while num_blocks > 0:
             if (fresh := self.pool.allocate(1)) is not None:
                 request.block_ids += fresh
+                num_blocks -= 1
                 continue
             last = self._running.pop()
             self._preempt(last)
@@ -359,8 +356,10 @@ class Scheduler:
                 return False
         return True
 
-    def _num_lacking(self, request: Request) -> int:
-        return self.pool.blocks_for(request.num_expected) - len(request.block_ids)
+    def _num_lacking(self, request: Request, num_steps: int) -> int:
+        """Blocks that its next tokens need and that it does not have."""
+        num_tokens = len(request.prompt_ids) + len(request.output_ids) + request.num_due + num_steps - 1
+        return -(-num_tokens // self.pool.block_size) - len(request.block_ids)
 
     def _preempt(self, request: Request) -> None:
         assert self._last_step_of(request) is None, "a step in flight computes the request"
@@ -375,78 +374,74 @@ class Scheduler:
     def _unseat(self, request: Request, now: float) -> None:
         """Out of the batch, behind those that wait, with its blocks."""
         self._unqueue(request)
-        self._unpromise(request, request.hashes[request.num_sealed :])
+        self._pending.discard(request, request.hashes[request.num_sealed :])
         step_back(request, self.config, now)
         insort(self._waiting, request, key=_rank)
 
-    def _row(self, request: Request, num_tokens: int) -> Row:
-        follows = self._in_flight[-1].sampling.get(request) if self._in_flight else None
-        return next_row(request, num_tokens, eos_ids=self.config.eos_ids, follows=follows)
+    def _row(self, request: Request, num_tokens: int, num_steps: int = 1) -> Row:
+        depends_on_row = self._in_flight[-1].sampling.get(request) if self._in_flight else None
+        eos_ids = self.config.eos_ids
+        return next_row(request, num_tokens, eos_ids=eos_ids, depends_on_row=depends_on_row, num_steps=num_steps)
 
     # -- apply ---------------------------------------------------------------------------------------------------------
 
     def apply(self, batch: Batch, output: StepOutput) -> list[SequenceUpdate]:
-        """What the oldest planned batch brought. Rows of requests that are gone by now are dropped."""
+        """What the oldest planned batch brought. Rows of requests that are gone by now are dropped.
+
+        A row that samples may bring any number of tokens: none while its mask is pending, more with drafts. What it
+        computed beyond them counts as not computed, so that no such block is sealed; and since how many will come is
+        not known before, no row of the batch after it depends on such a row."""
         step = self._in_flight.popleft()
         for block_ids in step.freed:
             self.pool.release(block_ids)
         updates = []
         for request, row, out in zip(step.requests, batch.rows, output.rows, strict=True):
             assert request.request_id == row.request_id, "batches are applied in the order they were planned"
-            if request.state is State.RUNNING and (update := self._advance(request, row, out)) is not None:
-                updates.append(update)
+            if request.state is State.RUNNING:
+                update = self._advance(request, row, out, batch.num_steps)
+                if update is not None:
+                    updates.append(update)
         return updates
 
-    def _advance(self, request: Request, row: Row, out: RowOutput) -> SequenceUpdate | None:
+    def _advance(self, request: Request, row: Row, out: RowOutput, num_steps: int) -> SequenceUpdate | None:
         assert request.num_computed == row.start
-        request.num_computed = row.stop - out.late
-        self._seal(request)
-        prompt_logprobs = out.prompt_logprobs[request.num_prompt_reported - row.start :] if row.prompt_targets else ()
-        request.num_prompt_reported += len(prompt_logprobs)
+        finish_reason: FinishReason | None = None
+        token_ids: tuple[int, ...] = ()
+        num_computed = row.stop - len(row.draft_ids)
+        if row.sample is not None and out.error is None:
+            first = len(request.output_ids) == request.num_given and bool(out.token_ids)
+            token_ids, finish_reason = extend(request, out.token_ids, eos_ids=self.config.eos_ids, max_len=self.max_len)
+            num_computed += len(token_ids) - 1
+            request.num_due -= num_steps
+            if len(token_ids) != num_steps:
+                request.num_planned = num_computed
+        else:  # the latter: max_tokens is 0, and the prompt is all there is
+            first = row.sample is None and num_computed == request.num_tokens
+            finish_reason = FinishReason.LENGTH if first else None
+        request.num_computed = num_computed
+        if num_computed // self.pool.block_size > request.num_sealed:
+            self._seal(request)
         if out.error is not None:
             self._end(request)
             return SequenceUpdate(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=out.error)
-        finish_reason: FinishReason | None = None
-        first = False
-        if out.late:
-            request.num_due -= 1
-            request.num_planned = request.num_computed
-        elif row.sample is not None:
-            assert out.token_id is not None, f"nothing was sampled for request {request.request_id}"
-            request.num_due -= 1
-            request.output_ids.append(out.token_id)
-            finish_reason = end_at(request, out.token_id, eos_ids=self.config.eos_ids, max_len=self.max_len)
-            first = len(request.output_ids) == request.num_given + 1
-        elif request.num_to_compute == 0:  # max_tokens is 0: it was all about the prompt
-            finish_reason, first = FinishReason.LENGTH, True
-        reading = request.tells_progress and (first or not request.output_ids)
+        prompt_logprobs = out.prompt_logprobs[request.num_prompt_reported - row.start :] if row.prompt_targets else ()
+        request.num_prompt_reported += len(prompt_logprobs)
+        in_prompt = request.tells_progress and (first or not request.output_ids)
         if finish_reason is not None:
             self._end(request)
         elif first:
             finish_reason = self._after_prefill(request)
-        elif (row.sample is None or out.late) and not prompt_logprobs and not reading:
+        elif not token_ids and not prompt_logprobs and not in_prompt:
             return None
-        return update_of(request, row, out, prompt_logprobs, finish_reason, first=first, reading=reading)
-
-    def num_alike(self, last: Batch) -> int:
-        """How many steps from here on are plain ones (`workers.scheduling.alike`)."""
-        if self._waiting or not self._running or len(self.loads) or any(step.freed for step in self._in_flight):
-            return 0
-        return num_alike(self._running, last, Limits.of(self), len(self._in_flight))
-
-    def take(self, num_steps: int) -> dict[str, int]:
-        """Plans so many plain steps: the blocks that the last of them begins, by request (`alike`)."""
-        return take(self._running, self.pool, num_steps)
-
-    def repeat(self, done: Repeated) -> list[SequenceUpdate]:
-        """What the plain steps that were planned brought, applied at once."""
-        requests = [self._requests[row.request_id] for row in done.batch.rows]
-        updates = [extended(request, tokens) for request, tokens in zip(requests, done.tokens, strict=True)]
-        size = self.pool.block_size
-        for request in requests:
-            if request.num_computed // size > request.num_sealed:  # most plain steps fill no block
-                self._seal(request)
-        return updates
+        return SequenceUpdate(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            logprobs=out.logprobs[: len(token_ids)],
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            num_cached_tokens=request.num_cached if first or in_prompt else 0,
+            num_prompt_computed=min(num_computed, request.num_prompt) if in_prompt else 0,
+        )
 
     def _after_prefill(self, request: Request) -> FinishReason | None:
         disposition = self.role.after_prefill(request)
@@ -469,7 +464,7 @@ class Scheduler:
         start, request.num_sealed = request.num_sealed, num_full
         hashes = request.hashes[start:num_full]
         self.pool.seal_chain(request.block_ids[start:num_full], hashes, request.hashes[start - 1] if start else b"")
-        self._unpromise(request, hashes)
+        self._pending.discard(request, hashes)
 
     def _extend_hashes(self, request: Request) -> None:
         size, known = self.pool.block_size, len(request.hashes)
@@ -494,14 +489,14 @@ class Scheduler:
             del queue[bisect_left(queue, request.rank, key=_rank)]
 
     def _free(self, request: Request) -> None:
-        self._unpromise(request, request.hashes[request.num_sealed :])
+        self._pending.discard(request, request.hashes[request.num_sealed :])
         step = self._last_step_of(request)
         if step is not None:
             step.freed.append(request.block_ids)
         elif not self.loads.forget(request):
             self.pool.release(request.block_ids)
         request.block_ids = []
-        request.awaited = None
+        request.waiting_on_block = None
 
     def _last_step_of(self, request: Request) -> _Step | None:
         return next((step for step in reversed(self._in_flight) if request in step.requests), None)
@@ -510,12 +505,12 @@ class Scheduler:
 
     def check_balance(self, num_reserved: int = 0) -> None:
         """The part of `check_integrity` that is cheap enough for after every event: numbers of references."""
-        num_freed = sum(len(freed) for step in self._in_flight for freed in step.freed)
         num_held = sum(len(request.block_ids) for request in self._requests.values())
-        self.pool.check_balance(num_reserved + num_freed + num_held + sum(1 for _ in self.loads.held_ids()))
+        num_loading = sum(1 for _ in self.loads.held_ids())
+        self.pool.check_balance(num_reserved + self.num_leaving_blocks + num_held + num_loading)
 
     def check_integrity(self, reserved_ids: Sequence[int] = ()) -> None:
-        """Every reference in the pool is some request's, or one of `reserved_ids` (blocks promised by tickets)."""
+        """Every reference in the pool is some request's, or one of `reserved_ids` (blocks reserved for tickets)."""
         self.pool.check_integrity()
         for queue, state in ((self._waiting, State.WAITING), (self._running, State.RUNNING)):
             assert all(request.state is state for request in queue)
@@ -532,14 +527,12 @@ class Scheduler:
         for block_id in range(self.pool.num_blocks):
             held_by, counted = references[block_id], self.pool.num_references(block_id)
             assert held_by == counted, f"block {block_id} has {counted} references, its holders know of {held_by}"
-        for block_hash, request in self._promised.items():
-            assert request.state is State.RUNNING or request.load, "a block is promised by nobody who computes"
-            assert block_hash in request.hashes[request.num_sealed :]
+        self._pending.check_integrity()
 
     def assert_idle(self) -> None:
         """Nothing is known of any request, and no block is held."""
         assert not self._requests, f"requests {sorted(self._requests)} are still here"
-        assert not self._promised
+        assert not len(self._pending)
         assert not self._in_flight
         assert not len(self.loads), "blocks are still being loaded"
         self.pool.assert_idle()

@@ -1,32 +1,49 @@
-"""One request's part of a step: what a runner is told of it, and what is told of what it brought."""
+"""One request's part of a step: the row that the runner gets, and what the tokens of its output mean."""
 
 from __future__ import annotations
 
-from protos.values import FinishReason, Logprobs, SequenceUpdate
-from workers.batch import Row, RowOutput, Sample, is_penalised
+from protos.values import FinishReason
+from workers.batch import Row, Sample, is_penalised
 from workers.scheduling.request import Request
 
 
-def next_row(request: Request, num_tokens: int, *, eos_ids: tuple[int, ...], follows: int | None) -> Row:
-    """The request's next positions, which are planned now. Its last one samples if nothing after it is known;
-    `follows` is the row of the step before that samples its last token, if that is not known yet."""
-    start, stop = request.num_planned, request.num_planned + num_tokens
-    samples = stop == request.num_expected and request.sampling.max_tokens > 0
+def next_row(
+    request: Request, num_tokens: int, *, eos_ids: tuple[int, ...], depends_on_row: int | None, num_steps: int = 1
+) -> Row:
+    """The request's next positions, which are planned now, with those of the batch's further steps. The last one
+    samples if nothing after it is known; `depends_on_row` is the row of the batch before that samples its token, if
+    that is not known yet."""
+    start, prompt_ids, sampling = request.num_planned, request.prompt_ids, request.sampling
+    stop, num_known = start + num_tokens, len(prompt_ids) + len(request.output_ids)
+    samples = stop == num_known + request.num_due and sampling.max_tokens > 0
     sample = _sample(request, eos_ids) if samples else None
-    owes = request.owes_prompt_logprobs
-    request.num_planned = stop
-    request.num_due += samples
+    owes = sampling.prompt_logprobs is not None and request.owes_prompt_logprobs
+    request.num_planned = stop + num_steps - 1
+    request.num_due += num_steps if samples else 0
     return Row(
         request_id=request.request_id,
-        token_ids=request.tokens(start, min(stop, request.num_tokens)),
+        token_ids=request.tokens(start, min(stop, num_known)) if start < num_known else (),
         start=start,
         block_ids=tuple(request.block_ids),
         sample=sample,
-        prompt_targets=request.prompt_ids[start + 1 : stop + 1] if owes else (),
-        num_prompt_logprobs=(request.sampling.prompt_logprobs or 0) if owes else 0,
-        prompt_len=request.num_prompt,
-        follows=follows if stop > request.num_tokens else None,
+        prompt_targets=prompt_ids[start + 1 : stop + 1] if owes else (),
+        num_prompt_logprobs=(sampling.prompt_logprobs or 0) if owes else 0,
+        prompt_len=len(prompt_ids),
+        depends_on_row=depends_on_row if stop > num_known else None,
     )
+
+
+def may_follow(request: Request, max_len: int) -> bool:
+    """May the token that is being sampled for the request be computed before the host knows it? Not if the request ends
+    with it, its role may hand the request over then, or the host needs it to choose the token after it."""
+    num_output = len(request.output_ids) + request.num_due
+    if num_output >= request.sampling.max_tokens or len(request.prompt_ids) + num_output >= max_len:
+        return False
+    is_first = num_output == request.num_given + 1
+    if is_first and request.ticket is not None and not request.adopted:
+        return False
+    uncounted = not request.text_only and request.num_due > 1 and is_penalised(request.sampling)
+    return not (uncounted or request.sampling.grammar)
 
 
 def stop_ids(request: Request, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -34,41 +51,26 @@ def stop_ids(request: Request, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
     return (() if request.sampling.ignore_eos else eos_ids) + request.sampling.stop_token_ids
 
 
-def end_at(request: Request, token_id: int, *, eos_ids: tuple[int, ...], max_len: int) -> FinishReason | None:
-    """Does its last token end the answer?"""
-    if token_id in stop_ids(request, eos_ids):
-        return FinishReason.STOP
-    if len(request.output_ids) >= request.sampling.max_tokens or request.num_tokens >= max_len:
-        return FinishReason.LENGTH
-    return None
-
-
-def update_of(
-    request: Request,
-    row: Row,
-    out: RowOutput,
-    prompt_logprobs: tuple[Logprobs, ...],
-    finish_reason: FinishReason | None,
-    *,
-    first: bool,
-    reading: bool,
-) -> SequenceUpdate:
-    """What is told of a row once it is computed: the `first` that samples, or one of a prompt that is `reading`."""
-    sampled = row.sample is not None and not out.late
-    return SequenceUpdate(
-        request_id=request.request_id,
-        token_ids=(out.token_id,) if sampled and out.token_id is not None else (),
-        logprobs=(out.logprobs,) if sampled and out.logprobs is not None else (),
-        prompt_logprobs=prompt_logprobs,
-        finish_reason=finish_reason,
-        num_cached_tokens=request.num_cached if first or reading else 0,
-        num_prompt_computed=min(request.num_computed, request.num_prompt) if reading else 0,
-    )
+def extend(
+    request: Request, token_ids: tuple[int, ...], *, eos_ids: tuple[int, ...], max_len: int
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Appends sampled tokens to the answer, up to the one that ends it. Returns those, and why the answer ends."""
+    num_output = len(request.output_ids)
+    room = min(request.sampling.max_tokens - num_output, max_len - len(request.prompt_ids) - num_output)
+    taken = token_ids[:room]
+    finish_reason = FinishReason.LENGTH if len(taken) == room else None
+    stops = stop_ids(request, eos_ids)
+    for number, token_id in enumerate(taken, 1) if stops else ():
+        if token_id in stops:
+            taken, finish_reason = taken[:number], FinishReason.STOP
+            break
+    request.output_ids += taken
+    return taken, finish_reason
 
 
 def _sample(request: Request, eos_ids: tuple[int, ...]) -> Sample:
     params = request.sampling
-    penalised = is_penalised(params)
+    penalised = not request.text_only and is_penalised(params)
     index = len(request.output_ids) + request.num_due
     return Sample(
         params=params,

@@ -7,10 +7,10 @@ comes back; in between only its new positions are added, unless the device is `t
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from struct import pack
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from cluster.simulate.latency.base import Chance, Latency, Step, step_of
 from kvtransfer.reshard import Cut
 from protos.values import KVLayout, Logprobs, TokenLogprob
-from workers.batch import Batch, Repeated, Row, RowOutput, Sample, StepOutput
+from workers.batch import Batch, Row, RowLimits, RowOutput, StepOutput
 from workers.toy import MODULUS, STRIDE, summed_token
 
 WEIGHT = 7
@@ -55,7 +55,7 @@ class Tally:
         self.answer_s += step_s * num_answer / step.num_tokens
         self.prompt_s += step_s * num_prompt / step.num_tokens
 
-    def count_plain(self, num_rows: int, steps_s: Sequence[float]) -> None:
+    def count_decode(self, num_rows: int, steps_s: Sequence[float]) -> None:
         """Steps that make a token for each of so many answers."""
         self.num_answer_tokens += num_rows * len(steps_s)
         for step_s in steps_s:
@@ -112,85 +112,80 @@ class Device:
         self._content = np.zeros((num_blocks, layout.block_size), dtype=np.uint16)  # modulo `MODULUS`, as tokens are
         self._flat = self._content.data.cast("B").cast("H")  # the same, quicker for a few positions
         self._sums = array("q", bytes(8 * num_blocks))  # over a block's positions
-        self._steps_s: list[float] = []  # foreseen
-        self._frees_s: list[float] = []
+        self._steps_s: list[float] = []  # foreseen: how long the next steps take
+        self._ends_s: list[float] = []  # and when they are over
         self._totals: dict[str, tuple[int, int]] = {}  # request -> (positions, their sum) of the last batch
 
     # -- a pipeline ----------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch) -> Launched:
         """Begins when the step before it is over."""
-        sizes = [(len(row.token_ids) + (row.follows is not None), row.start) for row in batch.rows]
-        step = step_of([(num, start + num) for num, start in sizes])
-        step_s = self._latency.step_s(step) * self.slowness
-        if self._chance is not None:
-            step_s = self._chance.step_s(self._num_launched, step_s)
-        self._num_launched += 1
-        self._free_s = max(self._free_s, self.now_s) + step_s
+        if batch.num_steps > 1:
+            return self._launch_foreseen(batch)
+        sizes = [(row.num_tokens, row.stop) for row in batch.rows]
+        step = step_of(sizes)
+        step_s = self._step_s(self._num_launched, step)
         self.tally.count(step, sum([num == 1 for num, _ in sizes]), step_s)
-        self.last, self.before_s, self.last_s = batch, self.last_s, step_s
         self._output = self._compute(batch)
-        return Launched(device=self, output=self._output, end_s=self._free_s)
+        return self._launched(batch, step_s, max(self._free_s, self.now_s) + step_s)
+
+    def _step_s(self, number: int, step: Step) -> float:
+        step_s = self._latency.step_s(step) * self.slowness
+        return step_s if self._chance is None else self._chance.step_s(number, step_s)
+
+    @property
+    def row_limits(self) -> RowLimits:
+        """As many steps as were foreseen."""
+        return RowLimits(num_steps=sys.maxsize)
 
     def clock(self) -> float:
         return self.now_s
 
-    # -- steps that are all alike --------------------------------------------------------------------------------------
+    # -- several steps at once -----------------------------------------------------------------------------------------
 
     def foresee(self, num_steps: int, *, in_flight: bool) -> list[float]:
         """When so many more steps would be over, counted from the one `in_flight` if there is one."""
         rows = self.last.rows
         num_rows, read = len(rows), sum([stop for stop, _ in self._totals.values()])  # each of them sampled
-        free_s = max(self._free_s, self.now_s)
-        self._steps_s, self._frees_s = [], []
+        end_s = max(self._free_s, self.now_s)
+        self._steps_s, self._ends_s = [], []
         for number in range(self._num_launched, self._num_launched + num_steps):
             read += num_rows
-            step_s = self._latency.step_s(Step(num_rows, num_rows, read, float(read), num_rows, read)) * self.slowness
-            if self._chance is not None:
-                step_s = self._chance.step_s(number, step_s)
-            free_s += step_s
+            step_s = self._step_s(number, Step(num_rows, num_rows, read, float(read), num_rows, read))
+            end_s += step_s
             self._steps_s.append(step_s)
-            self._frees_s.append(free_s)
-        return [self._free_s, *self._frees_s[:-1]] if in_flight else self._frees_s
+            self._ends_s.append(end_s)
+        return [self._free_s, *self._ends_s[:-1]] if in_flight else self._ends_s
 
-    def repeat(self, num_steps: int, *, in_flight: bool, taken: Mapping[str, int]) -> Repeated:
-        """As many of the steps as were foreseen, or fewer; what was foreseen of the others stays true."""
-        start_s, steps_s, frees_s = self.now_s, self._steps_s[:num_steps], self._frees_s[:num_steps]
-        ends_s = [self._free_s, *frees_s[:-1]] if in_flight else frees_s
-        rows, totals, tokens, outputs = list[Row](), {}, [], []
-        for row, output in zip(self.last.rows, self._output.rows, strict=True):
-            assert output.token_id is not None
-            block_id = taken.get(row.request_id)
-            block_ids = row.block_ids if block_id is None else (*row.block_ids, block_id)
-            known, total, written = self._go_on(row, block_ids, output.token_id, num_steps)
-            tokens.append(tuple(known[:-1] if in_flight else known[1:]))
-            rows.append(_moved(row, block_ids, written, len(rows) if in_flight else known[-2], follows=in_flight))
-            outputs.append(RowOutput(token_id=known[-1]))
-            totals[row.request_id] = (written, total)
-        self.tally.count_plain(len(rows), steps_s)
-        self.last, self.last_s = Batch(rows=tuple(rows)), steps_s[-1]
-        self._totals, self._output = totals, StepOutput(rows=tuple(outputs))
-        self._free_s, self.now_s = frees_s[-1], ends_s[-1]
-        del self._steps_s[:num_steps], self._frees_s[:num_steps]
-        self._num_launched += num_steps
-        began_s = [start_s, *ends_s]
-        return Repeated(
-            batch=self.last,
-            tokens=tokens,
-            steps_s=[end_s - before_s for before_s, end_s in pairwise(began_s)],
-            pending=Launched(device=self, output=self._output, end_s=self._free_s) if in_flight else None,
-            launched_s=began_s[-2],
-        )
+    def _launch_foreseen(self, batch: Batch) -> Launched:
+        """Steps that were foreseen, and of which no other has been launched since."""
+        num_steps, rows = batch.num_steps, batch.rows
+        steps_s, ends_s = self._steps_s[:num_steps], self._ends_s[:num_steps]
+        assert len(steps_s) == num_steps, "a batch of several steps has not been foreseen"
+        totals, outputs = {}, []
+        for row in rows:
+            token_ids, totals[row.request_id] = self._decode(row, self._tokens(row)[-1], num_steps)
+            outputs.append(RowOutput(token_ids=token_ids))
+        self.tally.count_decode(len(rows), steps_s)
+        self._totals, self._output = totals, StepOutput(rows=tuple(outputs), ends_s=tuple(ends_s))
+        return self._launched(batch, steps_s[-1], ends_s[-1])
 
-    def _go_on(self, row: Row, block_ids: Sequence[int], token_id: int, num_steps: int) -> tuple[list[int], int, int]:
-        """The row's last token and those that follow; the sum over all positions, and how many these are."""
+    def _launched(self, batch: Batch, step_s: float, end_s: float) -> Launched:
+        self.last, self.before_s, self.last_s = batch, self.last_s, step_s
+        self._num_launched += batch.num_steps
+        self._free_s = end_s
+        self._steps_s, self._ends_s = [], []
+        return Launched(device=self, output=self._output, end_s=end_s)
+
+    def _decode(self, row: Row, token_id: int, num_steps: int) -> tuple[tuple[int, ...], tuple[int, int]]:
+        """The tokens of so many steps from the row's own on; how many positions there are then, and their sum."""
         start, total = self._totals[row.request_id]
-        assert start == row.stop
+        assert start == row.start
         assert row.sample is not None
         params, size = row.sample.params, self._vocab_size
         seed, stride = (params.seed * 31, 17) if params.temperature > 0 else (0, 0)
-        total += (base := WEIGHT * STRIDE + seed + row.sample.index * stride)  # what `summed_token` adds
-        flat, tokens, stop = self._flat, [token_id], start + num_steps
+        total += (base := WEIGHT * STRIDE + seed + (row.sample.index - 1) * stride)  # what `summed_token` adds
+        flat, tokens, stop, block_ids = self._flat, list[int](), start + num_steps, row.block_ids
         while start < stop:
             index, offset = divmod(start, self._block_size)
             block_id = block_ids[index]
@@ -209,7 +204,7 @@ class Device:
                 place += 1
             self._sums[block_id] += added
             start = there.stop
-        return tokens, total - base - num_steps * stride, stop
+        return tuple(tokens), (stop, total - base - num_steps * stride)
 
     def _compute(self, batch: Batch) -> StepOutput:
         """All rows write before any reads. A sequence that only went on by a token need not be read again."""
@@ -231,17 +226,17 @@ class Device:
                 stop, total = known[0] + 1, known[1] + value
             totals[row.request_id] = (stop, total)
             token_id = summed_token(total, weight=WEIGHT, vocab_size=self._vocab_size, sample=row.sample)
-            outputs.append(RowOutput(token_id=token_id, prompt_logprobs=_logprobs(row)))
+            outputs.append(RowOutput(token_ids=(token_id,), prompt_logprobs=_logprobs(row)))
         self._totals = totals
         return StepOutput(rows=tuple(outputs))
 
     def _tokens(self, row: Row) -> Sequence[int]:
         """With the one that the step before this has sampled."""
-        if row.follows is None:
+        if row.depends_on_row is None:
             return row.token_ids
-        token_id = self._output.rows[row.follows].token_id
-        assert token_id is not None, f"request {row.request_id} follows a row that sampled nothing"
-        return (*row.token_ids, token_id)
+        token_ids = self._output.rows[row.depends_on_row].token_ids
+        assert token_ids, f"request {row.request_id} depends on a row that sampled nothing"
+        return (*row.token_ids, token_ids[-1])
 
     # -- what blocks hold ----------------------------------------------------------------------------------------------
 
@@ -309,22 +304,6 @@ class Device:
         full, rest = divmod(stop, self._block_size)
         total = sum([self._sums[block_id] for block_id in block_ids[:full]])
         return total + (int(self._content[block_ids[full], :rest].sum()) if rest else 0)
-
-
-def _moved(row: Row, block_ids: tuple[int, ...], stop: int, last: int, *, follows: bool) -> Row:
-    """The row so many plain steps on that it ends at `stop`, also if it has just read the last of a prompt; `last` is
-    its token, or which row it follows: its own of the step before, even if its token was known then, as after a
-    preemption."""
-    assert row.sample is not None
-    return Row(
-        request_id=row.request_id,
-        token_ids=() if follows else (last,),
-        start=stop - 1,
-        block_ids=block_ids,
-        sample=Sample(params=row.sample.params, index=row.sample.index + stop - row.stop),
-        prompt_len=row.prompt_len,
-        follows=last if follows else None,
-    )
 
 
 def _logprobs(row: Row) -> tuple[Logprobs, ...]:

@@ -2,9 +2,9 @@
 
     wake ─▶ inbox ─▶ Engine.step ─▶ (the device's time passes) ─▶ publish, inbox ─▶ Engine.step ─▶ ...
 
-A leap: plain steps (`workers.scheduling.alike`), of which nobody but their clients would hear before the last, are
-not taken one by one. When they would be over is foreseen; they are taken at once, and told in one message, when the
-last of them is over, or when something comes from outside. Nothing that a gateway decides by can change meanwhile.
+A leap: steps that are alike (`cluster.simulate.node.leaps`) are not taken one by one. When they would be over is
+foreseen; a batch whose rows take so many tokens is launched, and its tokens are published in one message, when the last
+of them is over, or when something comes from outside. Nothing that a gateway decides by can change meanwhile.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from cluster.simulate.node.device import Device
 from cluster.simulate.node.itl import Gaps
+from cluster.simulate.node.leaps import num_steady, num_uniform
 from cluster.simulate.world.clock import Timer, running_loop
 from protos.values import Health, KVEvents, SequenceUpdate, StepMessage, WorkerLoad
 from workers.engine.engine import Engine
@@ -255,7 +256,7 @@ class EngineTurns:
         num_steps, before = engine.num_steps, device.last if engine.num_in_flight else None
         self.ticked_s = start_s + self.skew_s
         updates = engine.step(self.ticked_s)
-        self._reads = (before or device.last).reads_prompts
+        self._reads = (before or device.last).has_prefill
         self._note(updates, (device.now_s,))
         return device.now_s if engine.num_steps != num_steps or engine.num_in_flight else None
 
@@ -344,7 +345,8 @@ class EngineTurns:
         arrived, by messages of the steps that follow.
         """
         engine, device = self._engine, self._device
-        num_steps = engine.num_alike(device.last)
+        num_in_flight = engine.num_in_flight
+        num_steps = num_uniform(engine.scheduler, device.last, num_in_flight) if num_in_flight == engine.depth else 0
         if not num_steps:
             return []
         if self._num_calm < LEAST_CALM:
@@ -352,13 +354,11 @@ class EngineTurns:
         now = self._loop.time()
         quiet_until_s = self._quiet_until() - self.skew_s if self._quiet_until is not None else now
         device.now_s = now
-        ends_s = device.foresee(num_steps, in_flight=bool(engine.num_in_flight))
+        ends_s = device.foresee(num_steps, in_flight=bool(num_in_flight))
         starts_s = [now, *ends_s[:-1]]
         num_steps = bisect_left(starts_s, quiet_until_s)
-        num_steps = engine.num_steady(
-            [end_s - start_s for start_s, end_s in zip(starts_s, ends_s[:num_steps], strict=False)]
-        )
-        return ends_s[:num_steps]
+        steps_s = [end_s - start_s for start_s, end_s in zip(starts_s, ends_s[:num_steps], strict=False)]
+        return ends_s[: num_steady(engine.speed, steps_s)]
 
     def _leap(self) -> bool:
         if self._quiet_until is None:
@@ -416,8 +416,15 @@ class EngineTurns:
             self._go_on_until(ahead_s[num_over])
 
     def _take(self, ends_s: Sequence[float]) -> None:
-        """Plain steps that are over then."""
-        self._note(self._engine.repeat(len(ends_s)), ends_s)
+        """The steps of a leap that are over then. With one in flight before them, the last that is launched is over
+        after them: a batch of its own."""
+        engine, num_steps, updates = self._engine, len(ends_s), list[SequenceUpdate]()
+        now = self._device.now_s + self.skew_s
+        if engine.num_in_flight and num_steps > 1:
+            updates += engine.advance(now, num_steps - 1)
+            num_steps = 1
+        updates += engine.advance(now, num_steps)
+        self._note(merged(updates), ends_s)
 
 
 def merged(updates: Sequence[SequenceUpdate]) -> tuple[SequenceUpdate, ...]:

@@ -25,7 +25,7 @@ from protos.values import (
     Ticket,
 )
 from tests.unit.workers.harness import ToyCopies
-from workers.batch import Batch, InTurn, Pending, StepOutput
+from workers.batch import Batch, PendingStep, StepOutput, SyncPipeline
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.kv.blocks import BlockPool
@@ -89,7 +89,7 @@ class _Aside:
     """A pipeline whose steps are over when `looked` says so, though all is computed at once."""
 
     def __init__(self, runner: ToyRunner, looked: Callable[[], bool]) -> None:
-        self._in_turn = InTurn(runner)
+        self._in_turn = SyncPipeline(runner)
         self._looked = looked
 
     def launch(self, batch: Batch) -> _UnderWay:
@@ -98,7 +98,7 @@ class _Aside:
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    done: Pending
+    done: PendingStep
     is_over: Callable[[], bool]
 
     def fetch(self) -> StepOutput:

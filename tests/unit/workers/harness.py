@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtransfer.events import EventLog
 from protos.values import ErrorInfo, FinishReason, GenerateRequest, Logprobs, SamplingParams, SequenceUpdate
-from workers.batch import Batch, InTurn, Pending, Runner, StepOutput
+from workers.batch import Batch, PendingStep, Runner, StepOutput, SyncPipeline
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.grammar.base import Grammars
@@ -61,10 +61,10 @@ class AtLast:
     """A pipeline that computes nothing before it must: what is freed or overwritten too early shows in the tokens."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner = InTurn(runner)
+        self._runner = SyncPipeline(runner)
         self._launched: deque[_Queued] = deque()
 
-    def launch(self, batch: Batch) -> Pending:
+    def launch(self, batch: Batch) -> PendingStep:
         self._launched.append(_Queued(self, batch))
         return self._launched[-1]
 

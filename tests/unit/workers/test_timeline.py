@@ -9,7 +9,7 @@ import pytest
 
 from protos.values import Span
 from tests.unit.workers.harness import ToyEngine, ask, by_hand
-from workers.batch import Batch, Pending, Row
+from workers.batch import Batch, PendingStep, Row
 from workers.runner.device_clock import DeviceClock
 from workers.timeline import Timeline
 
@@ -171,7 +171,7 @@ def test_the_time_of_a_device_is_its_own_where_it_has_one(monkeypatch: pytest.Mo
     launch = toy.engine._pipeline.launch
 
     class Known:
-        def __init__(self, pending: Pending) -> None:
+        def __init__(self, pending: PendingStep) -> None:
             self.fetch = pending.fetch
 
         def device_span(self) -> tuple[float, float]:

@@ -24,18 +24,18 @@ def test_the_answer_can_be_computed_on_paper() -> None:
 def test_a_runner_reads_its_kv_through_the_block_table() -> None:
     runner = ToyRunner(WEIGHT, 4, VOCAB)
     expected = by_hand(PROMPT, 1)[0]
-    assert runner.run(row((2, 0, 1))).rows[0].token_id == expected
-    assert runner.run(row((2, 0, 1), start=8)).rows[0].token_id == expected
+    assert runner.run(row((2, 0, 1))).rows[0].token_ids[0] == expected
+    assert runner.run(row((2, 0, 1), start=8)).rows[0].token_ids[0] == expected
     for wrong in ((0, 2, 1), (2, 1, 0), (2, 3, 1)):  # in another order; a block that was never written
-        assert runner.run(row(wrong, start=8)).rows[0].token_id != expected
+        assert runner.run(row(wrong, start=8)).rows[0].token_ids[0] != expected
 
 
 def test_kv_moved_to_another_runner_goes_on_with_its_weight() -> None:
     prefill, decode = ToyRunner(11, 4, VOCAB), ToyRunner(WEIGHT, 4, VOCAB)
-    first = prefill.run(row((0, 1, 2))).rows[0].token_id
+    first = prefill.run(row((0, 1, 2))).rows[0].token_ids[0]
     assert first == by_hand(PROMPT, 1, weight=11)[0] != by_hand(PROMPT, 1)[0]
     decode.scatter((7, 5, 3), prefill.gather((0, 1, 2)))
-    again = decode.run(row((7, 5, 3), start=8)).rows[0].token_id
+    again = decode.run(row((7, 5, 3), start=8)).rows[0].token_ids[0]
     assert again == by_hand(PROMPT, 1)[0]
     assert toy_tokens(PROMPT, 3, weight=WEIGHT, first_weight=11, vocab_size=VOCAB)[0] == first
 
@@ -62,15 +62,15 @@ def test_banned_ids_are_not_chosen_and_unasked_rows_sample_nothing() -> None:
     runner = ToyRunner(WEIGHT, 4, VOCAB)
     expected = by_hand(PROMPT, 1)[0]
     banned = Sample(params=GREEDY.params, index=0, banned_ids=(expected,))
-    assert runner.run(row((0, 1, 2), sample=banned)).rows[0].token_id == expected + 1
-    assert runner.run(row((0, 1, 2), sample=None)).rows[0].token_id is None
+    assert runner.run(row((0, 1, 2), sample=banned)).rows[0].token_ids[0] == expected + 1
+    assert runner.run(row((0, 1, 2), sample=None)).rows[0].token_ids == ()
 
 
 def test_logprobs_come_as_asked() -> None:
     runner = ToyRunner(WEIGHT, 4, VOCAB)
     sample = Sample(params=SamplingParams(temperature=0.0, logprobs=2), index=0)
     out = runner.run(row((0, 1, 2), sample=sample)).rows[0]
-    assert out.logprobs is not None
-    assert out.logprobs.chosen.token_id == out.token_id
-    assert len(out.logprobs.top) == 2
-    assert out.logprobs.top[0].logprob == pytest.approx(np.log(0.5))
+    (logprobs,) = out.logprobs
+    assert (logprobs.chosen.token_id,) == out.token_ids
+    assert len(logprobs.top) == 2
+    assert logprobs.top[0].logprob == pytest.approx(np.log(0.5))

@@ -19,7 +19,7 @@ from router.policies.base import Candidate, Decision, RequestView
 from router.policies.costs import num_uncached
 from router.policies.registry import policy_of
 from workers.batch import Batch, Row
-from workers.engine.engine import Pace
+from workers.engine.speed import EngineSpeed
 
 BLOCK_SIZE, BLOCK_BYTES = 16, 49_152
 ANSWER = 30
@@ -29,12 +29,12 @@ class Worker:
     def __init__(self, name: str, role: WorkerRole) -> None:
         self.name, self.role = name, role
         self.num_cached = 0
-        self.pace = Pace()
+        self.speed = EngineSpeed()
         self.is_cold = True
 
     def load(self) -> WorkerLoad:
-        pace = self.pace
-        return WorkerLoad(prefill_tokens_per_s=pace.prefill_tokens_per_s, decode_step_s=pace.told_step_s)
+        speed = self.speed
+        return WorkerLoad(prefill_tokens_per_s=speed.prefill_tokens_per_s, decode_step_s=speed.decode_step_s)
 
 
 class Town:
@@ -82,7 +82,7 @@ class Town:
         step_s = self._noisy(0.002 + 7e-5 * num_read)
         first_s = self._noisy(0.006) + step_s + (self._draw.uniform(0.05, 1.0) if reader.is_cold else 0.0)
         reader.is_cold = False
-        reader.pace.observe(Batch(rows=(_row(num_read),)), step_s)
+        reader.speed.observe(Batch(rows=(_row(num_read),)), step_s)
         self.now += first_s
         predictor.saw_first_token(
             reader.name, reader.role, num_tokens=num_read, seconds=first_s, now=self.now, on_idle=True
@@ -94,7 +94,7 @@ class Town:
                 reader.name, writer.name, num_bytes=num_read * BLOCK_BYTES / BLOCK_SIZE, seconds=seconds, now=self.now
             )
         token_s = 0.002 * (1 + num_tokens / 2000) * self._draw.lognormvariate(0, 0.1)
-        writer.pace.decoded(token_s)
+        writer.speed.observe_decode(token_s)
         self.now += token_s * ANSWER
         predictor.saw_answer(
             writer.name, writer.role, num_sequences=1, num_tokens=ANSWER, seconds=token_s, now=self.now

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protos.values import FinishReason, GenerateRequest, KVLayout, LaneAddress, Ticket
 from tests.unit.workers.harness import Adopting, Answer, Handing, ToyEngine, ask, by_hand
-from workers.batch import Batch, Row, RowOutput, StepOutput, followed, pipeline
+from workers.batch import Batch, Row, RowOutput, StepOutput, pipeline, resolved
 from workers.scheduling.request import Request
 from workers.scheduling.role import Disposition, Tick
 
@@ -216,19 +216,19 @@ def test_a_runner_that_only_runs_is_a_pipeline_that_follows_by_itself() -> None:
     class Counts:
         def run(self, batch: Batch) -> StepOutput:
             seen.append(batch)
-            return StepOutput(rows=(RowOutput(token_id=len(seen)),))
+            return StepOutput(rows=(RowOutput(token_ids=(len(seen),)),))
 
     steps = pipeline(Counts())
     first = Row(request_id="r", token_ids=(7, 8), start=0, block_ids=(0,))
-    second = Row(request_id="r", token_ids=(), start=2, block_ids=(0,), follows=0)
+    second = Row(request_id="r", token_ids=(), start=2, block_ids=(0,), depends_on_row=0)
     assert (second.num_tokens, second.stop) == (1, 3)
     steps.launch(Batch(rows=(first,)))
-    assert steps.launch(Batch(rows=(second,))).fetch().rows[0].token_id == 2
+    assert steps.launch(Batch(rows=(second,))).fetch().rows[0].token_ids == (2,)
     assert seen[1].rows[0].token_ids == (1,)
     assert pipeline(steps) is steps
 
 
 def test_a_row_that_follows_nothing_is_a_fault_of_ours() -> None:
-    row = Row(request_id="r", token_ids=(), start=2, block_ids=(0,), follows=0)
-    with pytest.raises(AssertionError, match="request r follows"):
-        followed(Batch(rows=(row,)), StepOutput(rows=(RowOutput(),)))
+    row = Row(request_id="r", token_ids=(), start=2, block_ids=(0,), depends_on_row=0)
+    with pytest.raises(AssertionError, match="request r depends on"):
+        resolved(Batch(rows=(row,)), StepOutput(rows=(RowOutput(),)))

@@ -25,7 +25,7 @@ from protos.values import BlockRemoved, BlockStored, Cleared, FinishReason, Gene
 from tests.unit.workers.harness import VOCAB, Adopting, Answer, Handing, ToyEngine, ask, by_hand
 from workers.batch import Batch, Row
 from workers.config import SchedulerConfig
-from workers.engine.engine import Pace
+from workers.engine.speed import EngineSpeed
 from workers.scheduling.request import Request
 from workers.scheduling.role import Disposition, Tick
 
@@ -254,26 +254,26 @@ class TestLoad:
 
 
 def test_a_mixed_step_counts_for_both_kinds_of_work() -> None:
-    pace = Pace()
+    speed = EngineSpeed()
     prompt, decode = (Row(request_id="r", token_ids=(1,) * n, start=0, block_ids=()) for n in (90, 1))
-    pace.observe(Batch(rows=(decode,) * 10 + (prompt,)), 60.0)
-    assert (pace.prefill_tokens_per_s, pace.decode_step_s) == (0.0, 0.0), "the first step is cold"
-    pace.observe(Batch(rows=(decode,) * 10 + (prompt,)), 2.0)
-    assert pace.prefill_tokens_per_s == pytest.approx(90 / 1.8)
-    assert pace.decode_step_s == pytest.approx(2.0)
-    pace.observe(Batch(rows=(decode,)), 1.0)
-    assert pace.prefill_tokens_per_s == pytest.approx(90 / 1.8)
-    assert 1.0 < pace.decode_step_s < 1.5
+    speed.observe(Batch(rows=(decode,) * 10 + (prompt,)), 60.0)
+    assert (speed.prefill_tokens_per_s, speed.decode_step_s) == (0.0, 0.0), "the first step is cold"
+    speed.observe(Batch(rows=(decode,) * 10 + (prompt,)), 2.0)
+    assert speed.prefill_tokens_per_s == pytest.approx(90 / 1.8)
+    assert speed.decode_step_s == pytest.approx(2.0)
+    speed.observe(Batch(rows=(decode,)), 1.0)
+    assert speed.prefill_tokens_per_s == pytest.approx(90 / 1.8)
+    assert 1.0 < speed.decode_step_s < 1.5
 
 
 def test_a_few_tokens_of_a_prompt_say_nothing_of_long_ones() -> None:
-    pace = Pace()
+    speed = EngineSpeed()
     short, long = (Row(request_id="r", token_ids=(1,) * n, start=0, block_ids=()) for n in (10, 1000))
     for _ in range(3):
-        pace.observe(Batch(rows=(short,)), 0.1)
-    assert pace.prefill_tokens_per_s == 0.0
-    pace.observe(Batch(rows=(long,)), 0.2)
-    assert pace.prefill_tokens_per_s == pytest.approx(5000)
+        speed.observe(Batch(rows=(short,)), 0.1)
+    assert speed.prefill_tokens_per_s == 0.0
+    speed.observe(Batch(rows=(long,)), 0.2)
+    assert speed.prefill_tokens_per_s == pytest.approx(5000)
 
 
 def mirror(known: set[bytes], message: KVEvents, cursor: EventCursor) -> set[bytes]:

@@ -116,7 +116,7 @@ all_samples = st.builds(
 @given(st.lists(all_samples, min_size=1, max_size=6), st.integers(0, 2**31))
 def test_every_choice_is_the_reference_choice(samples: list[Sample], seed: int) -> None:
     logits = random_logits(len(samples), seed)
-    chosen = [row.token_id for row in sample(logits, samples)]
+    chosen = [row.token_ids[0] for row in sample(logits, samples)]
     assert chosen == [reference_choice(logits[row].tolist(), one) for row, one in enumerate(samples)]
 
 
@@ -148,9 +148,9 @@ def test_frequencies_follow_the_distribution(params: dict[str, Any]) -> None:
     num_draws = 8_000
     logits = random_logits(1)
     rows = sample(logits.expand(num_draws, -1), [make(index, seed=42, **params) for index in range(num_draws)])
-    counts = Counter(row.token_id for row in rows)
+    counts = Counter(row.token_ids[0] for row in rows)
     probs = reference_probs(logits[0].tolist(), make(**params))
-    assert all(probs[token_id] > 0 for token_id in counts if token_id is not None)
+    assert all(probs[token_id] > 0 for token_id in counts)
     cells = [(counts[token_id], num_draws * prob) for token_id, prob in enumerate(probs) if num_draws * prob >= 5]
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
     assert statistic < len(cells) + 4 * math.sqrt(2 * len(cells))
@@ -168,23 +168,25 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others() -> None:
 
 def test_ties_go_to_the_lowest_id() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0, 3.0]])
-    assert sample(logits, [make(temperature=0.0)])[0].token_id == 1
-    assert sample(logits.expand(50, -1), [make(index, top_k=1) for index in range(50)]) == [RowOutput(token_id=1)] * 50
-    two = {row.token_id for row in sample(logits.expand(50, -1), [make(index, top_k=2) for index in range(50)])}
+    assert sample(logits, [make(temperature=0.0)])[0].token_ids == (1,)
+    assert (
+        sample(logits.expand(50, -1), [make(index, top_k=1) for index in range(50)]) == [RowOutput(token_ids=(1,))] * 50
+    )
+    two = {row.token_ids[0] for row in sample(logits.expand(50, -1), [make(index, top_k=2) for index in range(50)])}
     assert two == {1, 2}
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-9])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = random_logits(8)
-    tokens = [row.token_id for row in sample(logits, [make(index, temperature=temperature) for index in range(8)])]
+    tokens = [row.token_ids[0] for row in sample(logits, [make(index, temperature=temperature) for index in range(8)])]
     assert tokens == logits.argmax(dim=-1).tolist()
 
 
 def test_top_p_finds_its_mass_beyond_the_first_thousand_tokens() -> None:
     """A flat distribution over 5,000 tokens: the nucleus of 0.8999 is its first 4,500."""
     draws = sample(torch.zeros(500, 5000), [make(index, top_p=0.8999) for index in range(500)])
-    tokens = [row.token_id for row in draws if row.token_id is not None]
+    tokens = [token_id for row in draws for token_id in row.token_ids]
     assert max(tokens) < 4500
     assert max(tokens) > 4300
 
@@ -201,8 +203,8 @@ def test_masked_rows_choose_what_is_allowed_and_free_rows_do_not_change() -> Non
     bound: dict[str, Any] = {"grammar": "start: /x/", "logit_bias": ((5, 100.0),)}
     samples = [make(temperature=0.0), make(temperature=1.0, seed=3, **bound)]
     samples += [make(temperature=1.0, seed=4), make(temperature=0.0, ban=[64], **bound)]
-    tokens = [row.token_id for row in begin(logits, samples, None, masks).fetch()]
-    free = [row.token_id for row in sample(logits[[0, 2]], [samples[0], samples[2]])]
+    tokens = [row.token_ids[0] for row in begin(logits, samples, None, masks).fetch()]
+    free = [row.token_ids[0] for row in sample(logits[[0, 2]], [samples[0], samples[2]])]
     assert tokens[::2] == free
     assert tokens[1] in allowed[1]
     assert tokens[3] == 64
@@ -259,17 +261,17 @@ def test_logprobs_are_the_models_own() -> None:
             make(temperature=0.0),
         ],
     )
-    first, second = rows[0].logprobs, rows[1].logprobs
+    (first,), (second,) = rows[0].logprobs, rows[1].logprobs
     assert first is not None
     assert second is not None
-    assert rows[0].token_id != best
-    assert first.chosen.token_id == rows[0].token_id
+    assert rows[0].token_ids[0] != best
+    assert first.chosen.token_id == rows[0].token_ids[0]
     assert first.chosen.logprob == pytest.approx(float(expected[0, first.chosen.token_id]), abs=1e-6)
     values, ids = expected[0].topk(2)
     assert [top.token_id for top in first.top] == ids.tolist()
     assert [top.logprob for top in first.top] == pytest.approx(values.tolist(), abs=1e-6)
     assert second.top == ()
-    assert rows[2].logprobs is None
+    assert rows[2].logprobs == ()
 
 
 def test_equal_logprobs_are_listed_by_id() -> None:

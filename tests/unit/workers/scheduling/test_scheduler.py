@@ -452,7 +452,7 @@ class TestAbort:
         toy.scheduler.abort(["gone"])
         if resubmitted:
             toy.submit(ask("gone", [5, 6], 2))
-        updates = toy.scheduler.apply(batch, StepOutput(rows=(RowOutput(token_id=9), RowOutput(token_id=9))))
+        updates = toy.scheduler.apply(batch, StepOutput(rows=(RowOutput(token_ids=(9,)), RowOutput(token_ids=(9,)))))
         toy.engine.check_integrity()
         assert told(updates) == {"stays": 1}
         toy.engine.abort(["stays"])

@@ -57,14 +57,14 @@ def test_leaps_change_no_event_in_trouble_either(seed: int) -> None:
 @pytest.fixture
 def leaps_of_preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Who leapt after having been preempted: without any, a seed no longer has the situation that it stands for."""
-    repeat, found = Engine.repeat, list[str]()
+    advance, found = Engine.advance, list[str]()
 
-    def watched(engine: Engine, num_steps: int) -> list[SequenceUpdate]:
-        running = engine.scheduler._running
-        found.extend(request.request_id for request in running if request.num_preemptions)
-        return repeat(engine, num_steps)
+    def watched(engine: Engine, now: float, num_steps: int = 1) -> list[SequenceUpdate]:
+        if num_steps > 1:
+            found.extend(request.request_id for request in engine.scheduler.running if request.num_preemptions)
+        return advance(engine, now, num_steps)
 
-    monkeypatch.setattr(Engine, "repeat", watched)
+    monkeypatch.setattr(Engine, "advance", watched)
     return found
 
 

@@ -1,0 +1,86 @@
+"""How far a simulated engine may leap: how many of the next steps are alike, so that one batch takes them all.
+
+In each every running sequence decodes one token, and nothing else happens: no answer ends or could end, no request
+waits, and no block is taken or becomes full but by the last of them. So of what a worker publishes, only tokens and the
+number of the step change before the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+
+from protos.value import Value
+from workers.batch import Batch
+from workers.engine.speed import EngineSpeed
+from workers.scheduling.request import Request
+from workers.scheduling.scheduler import Scheduler
+
+
+class LeapLimits(Value, frozen=True, kw_only=True):
+    """Of the scheduler. `has_eos`: some tokens end an answer that does not ignore them. `can_grow`: there is a block
+    for every sequence, and taking it changes nothing else."""
+
+    block_size: int
+    max_len: int
+    has_eos: bool
+    can_grow: bool
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> LeapLimits:
+        return cls(
+            block_size=scheduler.pool.block_size,
+            max_len=scheduler.max_len,
+            has_eos=bool(scheduler.config.eos_ids),
+            can_grow=scheduler.pool.can_spare(scheduler.num_running),
+        )
+
+
+def num_uniform(scheduler: Scheduler, last: Batch, num_in_flight: int) -> int:
+    """How many steps from here on are alike, the one that takes or fills a block included, with so many launched
+    already. They continue the `last` batch: it must have sampled for the running sequences, and for no others."""
+    running = scheduler.running
+    if num_in_flight > 1 or not running or scheduler.num_waiting or len(scheduler.loads):
+        return 0
+    if len(last.rows) != len(running) or scheduler.num_leaving_blocks:
+        return 0
+    limits = LeapLimits.of(scheduler)
+    least = limits.max_len
+    for request, row in zip(running, last.rows, strict=True):
+        if row.sample is None or row.request_id != request.request_id:
+            return 0
+        least = min(least, _num_uniform(request, limits, num_in_flight))
+        if least <= 0:
+            return 0
+    return least
+
+
+def _num_uniform(request: Request, limits: LeapLimits, num_in_flight: int) -> int:
+    num_output, sampling, size = len(request.output_ids), request.sampling, limits.block_size
+    num_tokens, num_due, num_computed = len(request.prompt_ids) + num_output, request.num_due, request.num_computed
+    num_planned = request.num_planned
+    decodes = num_tokens + num_due - num_planned == 1 and num_due == num_in_flight and num_output > request.num_given
+    if not decodes or num_planned - num_computed != num_in_flight:  # the latter: a rest after a preemption
+        return 0
+    may_stop = limits.has_eos and not sampling.ignore_eos
+    if may_stop or num_output < sampling.min_tokens or not request.text_only:
+        return 0
+    ahead = max(num_in_flight, 1)
+    return min(
+        sampling.max_tokens - num_output - ahead,
+        limits.max_len - num_tokens - ahead,
+        len(request.block_ids) * size + 1 - num_tokens - num_due + limits.can_grow,
+        (request.num_sealed + 1) * size - 1 - num_computed + limits.can_grow,
+    )
+
+
+def num_steady(speed: EngineSpeed, steps_s: Sequence[float]) -> int:
+    """How many steps of these times until the published time of a step changes, that one included; all of them if it
+    does not."""
+    speed = copy(speed)
+    published_s = speed.decode_step_s
+    for number, step_s in enumerate(steps_s, 1):
+        speed.observe_decode(step_s)
+        if speed.decode_step_s != published_s:
+            return number
+    return len(steps_s)

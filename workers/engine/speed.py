@@ -1,0 +1,57 @@
+"""How fast an engine's steps have been lately."""
+
+from __future__ import annotations
+
+import math
+
+from workers.batch import Batch
+
+_KEEP = 0.9
+_LEAST_PREFILL = 32
+
+
+class EngineSpeed:
+    """Older steps count less, each by a tenth than the one after it.
+
+    The first step of a kind does not count: it touches memory and loads code that later ones find there. Nor do a few
+    prompt tokens: most of such a step's time is what any step costs, and would be taken for the speed of long prompts.
+    """
+
+    def __init__(self) -> None:
+        self._has_prefilled = False
+        self._has_decoded = False
+        self._prefill_tokens = 0.0
+        self._prefill_s = 0.0
+        self._decode_steps = 0.0
+        self._decode_s = 0.0
+
+    def observe(self, batch: Batch, elapsed_s: float) -> None:
+        """A mixed step's time is shared out by tokens to prefill, and counts in full as a decode step: that is how
+        long the decoding clients waited."""
+        chunks = [row.num_tokens for row in batch.rows if not row.is_decode]
+        if chunks:
+            num_prefill = sum(chunks)
+            if self._has_prefilled and num_prefill >= _LEAST_PREFILL:
+                self._prefill_tokens = self._prefill_tokens * _KEEP + num_prefill
+                self._prefill_s = self._prefill_s * _KEEP + elapsed_s * num_prefill / batch.num_tokens
+            self._has_prefilled = True
+        if len(chunks) < len(batch.rows):
+            self.observe_decode(elapsed_s)
+
+    def observe_decode(self, elapsed_s: float) -> None:
+        if self._has_decoded:
+            self._decode_steps = self._decode_steps * _KEEP + 1
+            self._decode_s = self._decode_s * _KEEP + elapsed_s
+        self._has_decoded = True
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """0 until measured."""
+        return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
+
+    @property
+    def decode_step_s(self) -> float:
+        """0 until measured. To six binary digits, so that gateways are not notified of changes too small to alter a
+        decision."""
+        mantissa, exponent = math.frexp(self._decode_s / self._decode_steps if self._decode_steps else 0.0)
+        return math.ldexp(round(mantissa * 64), exponent - 6)
