@@ -1,8 +1,9 @@
-"""`python -m benchmarks`: what can be measured, a line each."""
+"""`python -m benchmarks` lists the benchmarks, a line each."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -15,8 +16,9 @@ def main() -> None:
         if 'if __name__ == "__main__":' not in source or path.name == "__main__.py":
             continue
         name = ".".join(path.relative_to(HERE.parent).with_suffix("").parts)
-        first = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0]
-        print(f"python -m {name:<42} {' '.join(first.split())}")
+        paragraph = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0]
+        sentence = re.split(r"(?<=\.)\s", " ".join(paragraph.split()), maxsplit=1)[0]
+        print(f"python -m {name:<38} {sentence}")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocstringEntry:
-    """A name of the standard library and what its docstring says about it."""
+    """A name of the standard library and its docstring."""
 
     name: str
     kind: str
@@ -90,7 +90,7 @@ def load_corpus() -> Corpus:
 
 
 def source_documents(root: Path) -> Iterator[Document]:
-    """Every source file below `root` worth reading, each opened by a comment with its path."""
+    """Every useful source file below `root`, each beginning with a comment with its path."""
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         folders = path.relative_to(root).parts[:-1]
@@ -178,7 +178,7 @@ def public_names(module_name: str, module: types.ModuleType) -> list[str]:
 
 
 def entry_of(name: str, kind: str, thing: object, *, well_known: bool) -> Iterator[DocstringEntry]:
-    """Zero or one entries: none where the thing has no docstring of its own worth repeating."""
+    """Zero or one entries: none where the object has no docstring worth learning."""
     doc = getattr(thing, "__doc__", None)
     if isinstance(doc, str):
         answer = shorten(inspect.cleandoc(doc))

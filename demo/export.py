@@ -1,4 +1,4 @@
-"""Writes the model as a Hugging Face folder, each file atomically: a reader never sees half of one."""
+"""Writes the model as a Hugging Face folder, each file atomically."""
 
 import json
 import os
@@ -76,7 +76,7 @@ template in `tokenizer_config.json` writes it. Texts that are not dialogues are 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """What the model card tells about the training run."""
+    """The facts of the training run that the model card states."""
 
     steps: int
     tokens_per_step: int
@@ -99,7 +99,7 @@ class TrainingRun:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file so that whoever opens it gets the old content or the new one, whole."""
+    """Write a file atomically: who opens it gets the old content or the new one, whole."""
     fresh = path.with_name(path.name + ".new")
     fresh.write_bytes(content)
     os.replace(fresh, path)

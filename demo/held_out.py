@@ -1,4 +1,4 @@
-"""The held-out sample: texts no batch contained, stored beside the weights so that anybody can repeat the figures."""
+"""The held-out sample: texts that no batch contained, stored beside the weights so that the figures can be repeated."""
 
 import json
 import random

@@ -25,7 +25,7 @@ class Mixture:
 
 
 def ask(entry: DocstringEntry, rng: random.Random) -> str:
-    """One of the ways to ask about an entry."""
+    """One of the question templates about an entry."""
     return rng.choice(QUESTIONS[entry.kind]).format(name=entry.name)
 
 

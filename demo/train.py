@@ -158,7 +158,7 @@ class Training:
         return loss.item()
 
     def _export(self, seconds: float) -> str:
-        """Export the model, measure what was exported, and say so in one line."""
+        """Export the model, measure it, and print one line."""
         plan = self._plan
         write_folder(plan.out, self._model, self._tokenizer, self._sample)
         exported: torch.nn.Module = LlamaForCausalLM.from_pretrained(plan.out, dtype=torch.float32)

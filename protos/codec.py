@@ -2,8 +2,8 @@
 
     1 byte: length of the name | the message's name | msgpack of its body, which is of the type listed under that name
 
-A message that is damaged, of another version or from a stranger raises UnreadableMessage; no bytes make a reader run
-anything but the constructors of the types listed.
+A message that is damaged, of another version or from a stranger raises UnreadableMessage. Decoding runs nothing but the
+constructors of the listed types.
 """
 
 from __future__ import annotations

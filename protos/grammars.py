@@ -1,5 +1,7 @@
-"""What llguidance says of a grammar, in our words: what has happened, and what to do about it. A grammar goes from the
-gateway, which tries it, to workers, which follow it, and both may find it wrong."""
+"""Translates llguidance's errors: what is wrong with a grammar, and what to do about it.
+
+The gateway compiles a grammar first, then workers follow it, and both may find it wrong.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import re
 from llguidance import LLParserLimits
 
 MAX_TOLD_CHARS = 1000
-"""Of the library's own words: it may quote all of the grammar."""
+"""Of the library's message, which may quote the whole grammar."""
 
 _LIMITS = LLParserLimits()
 _TOO_MUCH_TO_READ = (
@@ -36,8 +38,8 @@ _FIXES = {
         f"more than {_LIMITS.max_items_in_row:,} rules are possible at one place (max_items_in_row): make it less "
         "ambiguous, or nest and repeat fewer of them"
     ),
-    "incompatible types": "no value has all that it asks for (type, const, enum, allOf): let them agree",
-    "NoExtensionBias": "what it describes leads only back to itself, and no text is ever whole: give it an end",
+    "incompatible types": "no value can satisfy it (type, const, enum, allOf): make them agree",
+    "NoExtensionBias": "it refers only to itself, so that no text is ever complete: give it an end",
 }
 
 
@@ -46,12 +48,12 @@ _NUMBERED = re.compile(r"token by number: (.{1,100})")
 
 
 def in_our_words(told: str) -> str:
-    """The library's, cut, for what we have no words for."""
+    """Our explanation, or the library's message, cut."""
     told = told.replace("<non-verbose/>", "").strip()
     if (special := _SPECIAL.search(told)) is not None:
         return (
-            f"it names the special token {special[1]}: an answer is text, and ends by itself where its grammar is "
-            "fulfilled. Put the name in double quotes for its text, or leave it out"
+            f"it names the special token {special[1]}: an answer is text, and ends by itself where its grammar "
+            "is complete. Put the name in double quotes for its text, or leave it out"
         )
     if (numbered := _NUMBERED.search(told)) is not None:
         return (

@@ -1,4 +1,4 @@
-"""How errors and logs tell of names, numbers and files: which one is meant, which there are, how many, what to do."""
+"""Words for errors and logs: which name was probably meant, which there are, how many, and what to do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def counted(num: int, noun: str) -> str:
 
 
 def unusable(error: OSError, *, to_write: bool = False) -> str:
-    """Why a file that somebody named cannot be read or written, and what to do about it."""
+    """Why a file that the user named cannot be read or written, and what to do about it."""
     wanted = "write to" if to_write else "read"
     fixes = {
         errno.ENOENT: "make its folder first, or give another path" if to_write else "correct the path",

@@ -1,6 +1,6 @@
 """Typed errors <-> gRPC statuses: the one place where an error of `protos.errors` becomes an RPC's end, and back.
 
-The status says the kind, its details say the message, and the trailing metadata carry the error exactly: `baton-code`
+The status is the kind, its details are the message, and the trailing metadata carry the error exactly: `baton-code`
 for people and foreign clients, `baton-error-bin` (a serialised ErrorInfo) for our own.
 """
 
@@ -62,7 +62,8 @@ async def abort_with(context: Any, error: BaseException) -> NoReturn:
 
 
 def peer_error(failed: grpc.RpcError) -> BatonError | None:
-    """What a Baton peer ended the call with; None when it had no say: the connection was lost, or it crashed."""
+    """The error with which a Baton peer ended the call; None if it sent none: the connection was lost, or it
+    crashed."""
     for key, value in _trailing(failed):
         if key == ERROR_KEY:
             try:
@@ -81,7 +82,7 @@ def error_of(failed: grpc.RpcError) -> BatonError:
 
 
 def in_words(details: str) -> str:
-    """What has become of a connection, for people; what gRPC said where that is not known to mean anything else."""
+    """The state of a connection, for people; gRPC's own text where its meaning is not known."""
     return next((told for sign, told in _CONNECTIONS.items() if re.search(sign, details)), details)
 
 

@@ -28,8 +28,8 @@ class DeepThreads(ThreadPoolExecutor):
         self._next: DeepThreads | None = None
 
     def successor(self) -> DeepThreads:
-        """As many others, which take over what waits here, and what is still given to these by who does not know yet.
-        What is being done is done to its end, and its thread ends with it once nobody has these any more."""
+        """As many new threads, which take over what waits here and what callers still submit to these. Work under way
+        is finished, and its thread ends with it once these threads have no owner any more."""
         other = DeepThreads(self._name, self._num, self._begin)
         with _starting, suppress(Empty):
             self._next = other

@@ -16,7 +16,7 @@ from protos.hints import unusable
 from protos.settings import setting
 
 WORKER_NAME = "baton-worker"
-"""What every worker's certificate is for (a DNS name of its subjectAltName). Workers come and go at changing addresses,
+"""The name in every worker's certificate (a DNS name of its subjectAltName). Workers come and go at changing addresses,
 so the name is one for all, and an address is not looked at."""
 
 TOKEN_KEY = "authorization"
@@ -28,24 +28,24 @@ _REFUSALS = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not of the authority in peers.ca: both sides need the same one",
     "Hostname Verification": f"its certificate is not for the name {WORKER_NAME}: issue it for that (subjectAltName)",
     "failed to connect to all addresses.*Socket closed": (
-        "it hung up at once: with [peers] it takes only callers who show a certificate of its peers.ca, so give ca, "
+        "it closed the connection: with [peers] it takes only callers with a certificate of its peers.ca, so give ca, "
         "cert and key here, of the same authority"
     ),
 }
 
 
 def why_refused(told: str) -> str:
-    """What is wrong with certificates, and whose, where that is what gRPC tells; else ""."""
+    """What is wrong with certificates, and with whose, where gRPC reports that; else ""."""
     return next((why for sign, why in _REFUSALS.items() if re.search(sign, told)), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerTls:
-    """How gateways and workers know each other.
+    """How gateways and workers authenticate each other.
 
     Every call to a worker shows the `token`; a supervisor makes one for its run where none is given. `ca`, `cert` and
-    `key` are files (PEM): each member shows `cert`, and takes what `ca` has signed. All three or none: without them
-    calls are in the clear, and whoever can read the network reads the token as well.
+    `key` are files (PEM): each member shows `cert`, and accepts what `ca` has signed. All three or none: without them
+    calls are not encrypted, and a reader of the network learns the token, too.
     """
 
     ca: str = setting("", "Authority that signed the certificates of gateways and workers (PEM file).")
@@ -53,7 +53,7 @@ class PeerTls:
     key: str = setting("", "Private key of this member (PEM file).")
     token: str = setting(
         "",
-        "What callers of a worker show; prefer the variable: other users can see flags.",
+        "Token that callers of a worker show; prefer the variable: other users can see flags.",
         variable="BATON_TOKEN",
         repr=False,
     )
@@ -73,7 +73,7 @@ class PeerTls:
             )
 
     def with_token(self) -> PeerTls:
-        """The same with a random token, unless one is given."""
+        """The same with a random token if none is given."""
         return self if self.token else replace(self, token=secrets.token_urlsafe(32))
 
     def check(self) -> None:
@@ -88,7 +88,7 @@ class PeerTls:
             raise Misconfigured(f"peers.ca: {self.ca} has no certificate (PEM): {error}", param="peers.ca") from error
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """What a worker listens with: it asks for its callers' certificates. Raises Misconfigured."""
+        """Credentials of a worker's server, which requires its callers' certificates. Raises Misconfigured."""
         if not self.ca:
             return None
         return grpc.ssl_server_credentials(
@@ -98,7 +98,7 @@ class PeerTls:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """What a gateway calls with. Raises Misconfigured."""
+        """Credentials of a gateway's calls. Raises Misconfigured."""
         if not self.ca:
             return None
         return grpc.ssl_channel_credentials(

@@ -23,8 +23,8 @@ class WorkerRole(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a worker has nothing more to say about a request. PREFILLED: the first token is out, decode goes on.
-    MOVED: another worker goes on, after all the tokens that were told."""
+    """Why a worker sends nothing more about a request. PREFILLED: the first token is out, decode continues.
+    MOVED: another worker continues, after all the tokens that were sent."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -67,8 +67,8 @@ class SamplingParams(Value, frozen=True, kw_only=True):
 
 class KVLayout(Value, frozen=True, kw_only=True):
     """Shape of one worker's KV cache; `num_kv_heads` counts over all its `tp` ranks, `block_size` is in tokens.
-    `model` names what made the KV: equal shapes of two models do not make their caches the same. `device` is whose
-    memory it lies in, "cpu" or "cuda", "" where that is not said."""
+    `model` names what made the KV: caches of two models differ even with equal shapes. `device` is the kind of memory:
+    "cpu", "cuda", or "" if not known."""
 
     num_layers: int
     num_kv_heads: int
@@ -104,8 +104,8 @@ class Ticket(Value, frozen=True, kw_only=True):
     """A decode worker's promise to keep `block_ids` for one request, and the right to write into them.
 
     The blocks hold tokens [num_cached_tokens, prompt length), in order; `num_cached_tokens` is a multiple of the
-    block size. `lease_s` runs from the moment the ticket is received, and anew with each block that lands and each
-    time its request is asked again. A message that carries an older generation than the ledger's is dropped.
+    block size. `lease_s` runs from the receipt of the ticket, and anew with each block that arrives and each renewal by
+    the gateway. A message of an older generation than the ledger's is dropped.
     """
 
     ticket_id: str
@@ -120,12 +120,12 @@ class Ticket(Value, frozen=True, kw_only=True):
 class GenerateRequest(Value, frozen=True, kw_only=True):
     """One sequence to be continued after `prompt_ids + output_ids`.
 
-    `output_ids` are tokens the client has already: the first token when decode takes over from prefill, or all of
-    them when the request moves to another pair. `ticket` says where a prefill worker pushes the KV, or which
-    reservation a decode worker adopts; None means that the worker does the whole request by itself. `pull` is a
-    reservation on the worker that reads the prompt, for its first blocks, which another worker is pushing: without
-    them it computes. With `tells_progress` updates say how far the prompt is read. A larger `priority` goes first.
-    `number`: what the gateway's stream may call it (`StepMessage`).
+    `output_ids` are tokens the client has already: the first token when decode takes over from prefill, or all of them
+    when the request moves to another pair. `ticket` is where a prefill worker pushes the KV, or which reservation a
+    decode worker adopts; None: the worker serves the whole request. `pull` is a reservation on the worker that
+    prefills, for the prompt's first blocks, which another worker pushes: without them it computes. With
+    `tells_progress` updates report how much of the prompt is computed. A larger `priority` goes first. `number`: its
+    short name in the gateway's stream (`StepMessage`).
     """
 
     request_id: str
@@ -141,9 +141,9 @@ class GenerateRequest(Value, frozen=True, kw_only=True):
 
 
 class ReserveRequest(Value, frozen=True, kw_only=True):
-    """Asks a worker for blocks that `source` may write. `lease_s` bounds how long they are kept while
-    no KV comes and nobody asks again with the same `request_id` and `generation`, which renews it; with a `gateway_id`
-    they also go when that gateway's stream does. A sequence that grows while it moves needs room for `num_tokens`."""
+    """Requests blocks into which `source` may write. They are freed after `lease_s` without KV and without a renewal,
+    which is the same request with the same `request_id` and `generation`; with a `gateway_id` also when that gateway's
+    stream ends. A sequence that grows while it moves needs room for `num_tokens`."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -195,8 +195,8 @@ class ErrorInfo(Value, frozen=True, kw_only=True):
 
 class SequenceUpdate(Value, frozen=True, kw_only=True):
     """What one engine step did to one request. `num_cached_tokens` is set on the first update that has tokens, and with
-    `num_prompt_computed`: so many tokens of the prompt are read, cached ones among them, where that was asked for.
-    An `error` without a `finish_reason` says why a move failed: the request goes on where it is."""
+    `num_prompt_computed`: the computed tokens of the prompt, cached ones included, if progress was requested.
+    An `error` without a `finish_reason` is why a move failed: the request continues here."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -209,7 +209,7 @@ class SequenceUpdate(Value, frozen=True, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """New tokens, and nothing else to say."""
+        """New tokens, and nothing else."""
         return (
             self.finish_reason is None
             and self.error is None
@@ -219,10 +219,11 @@ class SequenceUpdate(Value, frozen=True, kw_only=True):
 
 
 class Tier(IntEnum):
-    """Where a worker keeps a block: `DEVICE` is the cache that steps read, `HOST` what it evicts to and loads from.
+    """Where a worker keeps a block: `DEVICE` is the cache that steps read, `HOST` the memory it evicts to and loads
+    from.
 
-    A block may be in both. Of a chain, what is in either is a prefix, unless the worker has said that it lost a block
-    of it; and so is what is on the device.
+    A block may be in both. The blocks of a chain that are in either are a prefix, unless the worker has reported one of
+    them as lost; and so are those on the device.
     """
 
     DEVICE = 0
@@ -316,8 +317,8 @@ class WorkerLoad(Value, frozen=True, kw_only=True):
 
 
 class StepMessage(Value, frozen=True, kw_only=True):
-    """Everything one engine step has to tell one gateway. Requests that it has numbered, and has heard of, may be
-    told of by `numbers` and `token_ids`, one for each, where there is one more token and nothing else to say."""
+    """What one engine step reports to one gateway. Requests that it has numbered, and has sent an update of, may be
+    reported by `numbers` and `token_ids`, one for each, where there is one more token and nothing else."""
 
     updates: tuple[SequenceUpdate, ...] = ()
     events: tuple[KVEvents, ...] = ()
@@ -335,8 +336,8 @@ class Hello(Value, frozen=True, kw_only=True):
 
 
 class WorkerInfo(Value, frozen=True, kw_only=True):
-    """What a worker says of itself at the handshake. `address` is host:port of its gRPC service. One that
-    `reads_further` may be told several things by one message. `process_id` is its rank 0's, on its host."""
+    """What a worker reports of itself at the handshake. `address` is host:port of its gRPC service. One that
+    `reads_further` takes several messages in one. `process_id` is its rank 0's, on its host."""
 
     worker_id: str
     incarnation: int
@@ -366,7 +367,7 @@ class TicketStats(Value, frozen=True, kw_only=True):
 
 
 class LaneStats(Value, frozen=True, kw_only=True):
-    """One lane to one peer. `busy_s` was spent moving bytes; `idle_s` has passed since the last progress. `reason` says
+    """One lane to one peer. `busy_s` was spent moving bytes; `idle_s` has passed since the last progress. `reason` is
     why its transport is not a faster one, or why it is in quarantine."""
 
     peer: str
@@ -379,9 +380,9 @@ class LaneStats(Value, frozen=True, kw_only=True):
 
 
 class TierStats(Value, frozen=True, kw_only=True):
-    """The blocks of one tier of a worker, "device" or "host". Of `num_blocks`, `num_used` hold what nothing else may be
-    put over now, and `num_cached` are to be found by prompts. Since its start so many cached ones had to make room, or
-    were copied from here to the device, and so many tokens of prompts were found here."""
+    """The blocks of one tier of a worker, "device" or "host". Of `num_blocks`, `num_used` may not be overwritten now,
+    and `num_cached` can be found by prompts. The others count since the start: cached blocks evicted, blocks copied
+    from here to the device, and prompt tokens found here."""
 
     tier: str
     num_blocks: int
@@ -409,8 +410,8 @@ class Health(Value, frozen=True, kw_only=True):
 
 
 class KVPiece(Value, frozen=True, kw_only=True):
-    """Part of a ticket's KV on its way: so many bytes (of rank 0) of some blocks, and of them some layers. `peer` is
-    the other end of the lane; for `hidden_s` of the time the sequence was still computed."""
+    """Part of a ticket's KV on its way: the bytes (of rank 0) of some layers of some blocks. `peer` is the other end of
+    the lane; for `hidden_s` of the time the sequence was still computed."""
 
     peer: str
     ticket_id: str

@@ -3,7 +3,7 @@
 A value and its message have the same field names, so one table-driven codec serves them all; the few fields whose
 shapes differ (packed hashes, the event union, bias pairs) have an entry in `_SPECIAL`.
 Decoders are built once per class. Only the hot ones are written out: `SequenceUpdate`, which tokens pass through, and
-what every step of a worker brings, since a process that sleeps between steps finds whatever it runs in no cache.
+what every step of a worker brings, because a process that sleeps between steps finds its code in no cache.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ PROTOBUF = Encoding()
 
 
 def error_info(error: BaseException) -> values.ErrorInfo:
-    """An error as it crosses a boundary; anything not of our tree is a bug and says only its type."""
+    """An error as it crosses a boundary; an error outside our tree is a bug, and only its type is sent."""
     if not isinstance(error, BatonError):
         text = encodable(f"internal error: {type(error).__name__}: {error}")
         return values.ErrorInfo(code=Internal.code, message=text)
@@ -205,7 +205,7 @@ def _decode_events(messages: Iterable[Any]) -> tuple[values.KVEvent, ...]:
 
 
 def _decode_event(message: Any) -> values.KVEvent:
-    """Written out: a router hears thousands a second."""
+    """Written out: a router decodes thousands a second."""
     kind = message.WhichOneof("event")
     if kind == "stored":
         stored = message.stored

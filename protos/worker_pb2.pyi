@@ -136,7 +136,7 @@ class GenerateRequest(_message.Message):
     number: _builtins.int
     """its short name in FromWorker.numbers of this stream; 0: it has none"""
     tells_progress: _builtins.bool
-    """updates say how far the prompt is read"""
+    """updates report how much of the prompt is computed"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -221,7 +221,7 @@ class ToWorker(_message.Message):
     def move(self) -> Global___MoveRequest: ...
     @_builtins.property
     def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToWorker]:
-        """what else was to be said by then, in order; to a worker that reads_further"""
+        """further messages, in order; only to a worker that reads_further"""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class Logprobs(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
-    """of the chosen token, 1 being the most likely; 0: not told"""
+    """of the chosen token, 1 being the most likely; 0: not known"""
     @_builtins.property
     def chosen(self) -> Global___TokenLogprob: ...
     @_builtins.property
@@ -340,7 +340,7 @@ class SequenceUpdate(_message.Message):
     num_cached_tokens: _builtins.int
     """of the prompt, found in this worker's cache"""
     num_prompt_computed: _builtins.int
-    """so much of the prompt is read, if that was asked for; 0: nothing new of it"""
+    """computed tokens of the prompt, if progress was requested; 0: nothing new"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -349,7 +349,7 @@ class SequenceUpdate(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
-        """position 1 onward, in pieces as the prompt is read"""
+        """position 1 onward, in parts as the prompt is computed"""
 
     @_builtins.property
     def error(self) -> Global___ErrorInfo:
@@ -419,7 +419,7 @@ class WorkerLoad(_message.Message):
     num_failed_pulls: _builtins.int
     """computed here instead"""
     num_moved: _builtins.int
-    """running sequences that went on elsewhere"""
+    """running sequences that moved to another worker"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneLoad]: ...
     @_builtins.property
@@ -482,7 +482,7 @@ class HostLoad(_message.Message):
     num_hit_tokens: _builtins.int
     """of prompts, loaded instead of computed"""
     num_passed_tokens: _builtins.int
-    """here, and computed all the same: that was quicker"""
+    """found here and computed all the same, because that was quicker"""
     stored_bytes: _builtins.int
     loaded_bytes: _builtins.int
     load_s: _builtins.float
@@ -529,7 +529,7 @@ class LaneLoad(_message.Message):
     """since start, as are the next three"""
     num_lost: _builtins.int
     num_stuck: _builtins.int
-    """of those lost: nothing moved, though the peer had not hung up"""
+    """of those lost: no progress, though the connection was open"""
     num_corrupt: _builtins.int
     """of those lost: a checksum was wrong"""
     def __init__(
@@ -568,7 +568,7 @@ class FromWorker(_message.Message):
     def load(self) -> Global___WorkerLoad: ...
     @_builtins.property
     def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """One more token each, and nothing else to say: requests that have a number, after their first update."""
+        """Requests with one more token and nothing else, by their number, after their first update."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -620,7 +620,7 @@ class WorkerInfo(_message.Message):
     reads_further: _builtins.bool
     """ToWorker.further"""
     process_id: _builtins.int
-    """of its rank 0, on its host; 0: not told"""
+    """of its rank 0, on its host; 0: not known"""
     @_builtins.property
     def layout(self) -> _kv_pb2.KVLayout: ...
     @_builtins.property
@@ -683,9 +683,9 @@ class ReserveRequest(_message.Message):
     generation: _builtins.int
     lease_s: _builtins.float
     gateway_id: _builtins.str
-    """with its stream the reservation ends; empty: with its lease only"""
+    """the reservation ends with this gateway's stream; empty: only with its lease"""
     num_tokens: _builtins.int
-    """room for so many, should the sequence grow meanwhile; 0: for the prompt"""
+    """room for this many, if the sequence grows meanwhile; 0: for the prompt"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -717,7 +717,7 @@ Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
 
 @_typing.final
 class MoveRequest(_message.Message):
-    """A running sequence is to go on elsewhere: its KV is pushed to the ticket while it runs, then it is handed over."""
+    """Moves a running sequence: its KV is pushed to the ticket while it runs, then another worker continues it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -742,7 +742,7 @@ Global___MoveRequest: _TypeAlias = MoveRequest  # noqa: Y015
 
 @_typing.final
 class ShareRequest(_message.Message):
-    """Cached blocks are to be pushed to the ticket: those of its blocks that are cached here, up to the first that is not."""
+    """Pushes cached blocks to the ticket: those of its blocks that are cached here, up to the first that is not."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -772,7 +772,7 @@ class ShareReply(_message.Message):
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
-    """of the ticket, that are on their way"""
+    """of the ticket, that will be pushed"""
     def __init__(
         self,
         *,
@@ -1008,11 +1008,11 @@ class TierStats(_message.Message):
     """"device" or "host" """
     num_blocks: _builtins.int
     num_used: _builtins.int
-    """that nothing else may be put into now"""
+    """that may not be overwritten now"""
     num_cached: _builtins.int
     """with a hash, to be found by prompts"""
     num_evicted: _builtins.int
-    """cached blocks that had to make room"""
+    """cached blocks that were evicted"""
     num_loaded: _builtins.int
     """copied from here to the device"""
     num_hit_tokens: _builtins.int
@@ -1042,7 +1042,7 @@ class HealthRequest(_message.Message):
 
     FROM_SUPERVISOR_FIELD_NUMBER: _builtins.int
     from_supervisor: _builtins.bool
-    """without whose requests a worker on another machine ends"""
+    """a worker on another machine ends without these"""
     def __init__(
         self,
         *,
@@ -1083,13 +1083,13 @@ Global___HealthReply: _TypeAlias = HealthReply  # noqa: Y015
 
 @_typing.final
 class ProfileRequest(_message.Message):
-    """The reply tells what was recorded before it was asked."""
+    """The reply has what was recorded before the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RECORDING_FIELD_NUMBER: _builtins.int
     recording: _builtins.bool
-    """begin anew, or end; absent: go on as before"""
+    """true: begin anew; false: end; absent: continue"""
     def __init__(
         self,
         *,
@@ -1132,7 +1132,7 @@ class Span(_message.Message):
     num_read: _builtins.int
     """positions of KV that the step reads, each once a row"""
     num_attended: _builtins.int
-    """pairs of a computed position and one it looks at"""
+    """pairs of a computed position and one that it attends to"""
     @_builtins.property
     def kv(self) -> Global___KVPiece:
         """of spans that are about KV on its way"""
@@ -1211,7 +1211,7 @@ class ProfileReply(_message.Message):
     NUM_DROPPED_FIELD_NUMBER: _builtins.int
     WALL_OFFSET_S_FIELD_NUMBER: _builtins.int
     num_dropped: _builtins.int
-    """older ones, for which there was no room"""
+    """older spans that did not fit"""
     wall_offset_s: _builtins.float
     """added to a span's times it gives seconds since 1970"""
     @_builtins.property

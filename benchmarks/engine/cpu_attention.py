@@ -1,9 +1,9 @@
-"""Measures the CPU's attention backends against one another, on one thread and in that thread's own time.
+"""Compares the CPU's attention backends, in CPU time of one thread.
 
     python -m benchmarks.engine.cpu_attention                  compiled and torch, decode and prefill, bf16 and float32
     python -m benchmarks.engine.cpu_attention --json figures.json --plot figures.svg
 
-A thread's own time leaves out what others take of its core, so that a busy machine gives the figures of an idle one.
+CPU time leaves out what other processes take of the core, so that a busy machine gives the figures of an idle one.
 """
 
 from __future__ import annotations

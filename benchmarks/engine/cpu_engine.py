@@ -1,4 +1,4 @@
-"""Measures the engine on this machine's CPUs, in this process, beside the floor that was measured in the same run.
+"""Measures the engine on this machine's CPUs, beside the floor measured in the same run.
 
     python -m benchmarks.engine.cpu_engine --json figures.json --plot figures.svg
     python -m benchmarks.engine.cpu_engine --vllm-python ENV/bin/python     the same on vLLM too (peers/vllm_cpu.py)
@@ -155,7 +155,7 @@ def figures_of(
     rounds: list[list[EngineRun]],
     machine: MachineRates,
 ) -> list[EngineFigures]:
-    """The best round of each workload: whatever else runs on a machine only slows it down."""
+    """The best round of each workload counts: other load on the machine only makes a round slower."""
     found = []
     for workload, runs in zip(workloads, zip(*rounds, strict=True), strict=True):
         best = min(runs, key=lambda run: run.seconds)

@@ -1,4 +1,4 @@
-"""Where a step goes, part by part, on one thread and in its own time: what others take of the core is left out.
+"""Shows how long each part of a step takes, in CPU time of one thread.
 
 python -m benchmarks.engine.cpu_profile                     the demo model and the random one of 368 million parameters
 """
@@ -94,7 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         write_checkpoint(Path(scratch))
         for model, folder in (("demo", DEMO), ("368M", Path(scratch))):
-            # In one call nobody can tell parts apart: what is shown is layer by layer, with Python between them.
+            # A step in one call has no parts to time: this times it layer by layer, with Python between.
             with patch.object(runner, "fused_layers", return_value=None), opened(folder) as engine:
                 profile(engine, 1, 32, 3)
                 for load in LOADS:

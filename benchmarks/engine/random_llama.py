@@ -1,4 +1,4 @@
-"""Writes a Llama of random weights, the size that the peers of docs/performance.md were measured with: 368 million."""
+"""Writes a Llama of random weights, of 368 million parameters, as in docs/performance.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How evenly connections spread over processes behind one port: the largest share over the mean, by who accepts.
+"""Measures how evenly connections spread over processes behind one port: the largest share over the mean.
 
 shared       every process accepts from the same listening socket
 reuseport    every process has a listening socket of its own (SO_REUSEPORT), the kernel chooses by a hash
@@ -70,7 +70,7 @@ async def hand_on(listening: socket.socket, ends: list[socket.socket], ready: so
 
 
 async def shares(port: int, count: int, gap_s: float) -> Counter[int]:
-    """Which process answered how many of so many connections."""
+    """The number of connections that each process answered."""
 
     async def connect(place: int) -> tuple[int, asyncio.StreamWriter]:
         await asyncio.sleep(gap_s * place)
@@ -107,7 +107,7 @@ def measure(way: str) -> dict[str, float]:
     processes = [context.Process(target=uvloop.run, args=(one,), daemon=True) for one in work]
     for process in processes:
         process.start()
-    for one in given:  # what is nobody's any more must not be given connections
+    for one in given:  # a closed process must not be given connections
         one.close()
     for _ in processes:
         ours.recv(1)

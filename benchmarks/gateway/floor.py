@@ -1,11 +1,11 @@
-"""What a gateway cannot do without: CPU microseconds of a write to a connection, of a message from a worker, and of a
-short request: an HTTP answer in two chunks under the same server, and a message to a worker and one back.
+"""Measures the least that a gateway needs: CPU time of a socket write, a gRPC message and a short HTTP request.
 
     python -m benchmarks.gateway.floor
 
-Clients on the same machine read from a process of their own, so that only what is counted for the writer is measured:
-its system call, and the receiver's side of the network, which Linux runs within it. Every round writes once to each of
-256 connections and then waits 20 ms, as steps of a worker do.
+The short request is an HTTP answer in two chunks under the gateway's server, and a gRPC message to a worker and one
+back. Clients are in another process on the same machine, so that only the writer is measured: its system call, and the
+receiver's side of the network, which Linux runs within it. Every round writes once to each of 256 connections and then
+waits 20 ms, as steps of a worker do.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cpu_s() -> float:
 
 
 def drain(port: int, count: int) -> None:
-    """Reads all that comes over so many connections."""
+    """Reads everything from this number of connections."""
     selector = selectors.DefaultSelector()
     for _ in range(count):
         connection = socket.create_connection(("127.0.0.1", port))

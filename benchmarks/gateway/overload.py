@@ -1,13 +1,13 @@
-"""What is left of a cluster's goodput when more is asked of it than it can do, every request with a bound on its TTFT.
+"""Measures the goodput of a simulated cluster under up to three times the load that it can serve.
 
     python -m benchmarks.gateway.overload                               a table
     python -m benchmarks.gateway.overload --json f.json --plot f.svg    and figures
     python -m benchmarks.gateway.overload --case colocated --seed 7 --seed 8
 
 The cluster is simulated (docs/simulation.md): admission, dispatch and workers are the production code in virtual time,
-steps are a roofline's, the load is open: nobody waits for anybody's answer, or comes again. Capacity is measured first,
-as the first tokens a second while there always is a line, without bounds. Goodput is of answers whose first token came
-in time. The first seconds of a rate do not count: no batch is full yet.
+steps are a roofline's. Every request has a bound on its TTFT, and goodput counts answers whose first token came in
+time. The load is open: clients do not wait for answers and do not retry. Capacity is measured first, as first tokens
+a second without bounds while requests always wait. The first seconds of a rate do not count: no batch is full yet.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REFUSED = "overloaded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverloadCase:
-    """A cluster and what is asked of it, `workload` by `cluster.simulate.world.workload.GENERATED`."""
+    """A cluster and its load, `workload` of `cluster.simulate.world.workload.GENERATED`."""
 
     name: str
     pools: PoolsConfig
@@ -121,14 +121,14 @@ class Curve:
 def measure(
     case: OverloadCase, *, seconds: float, capacity: float, seeds: Sequence[int], multiples: Sequence[float] = MULTIPLES
 ) -> Curve:
-    """A point of each multiple and seed, of so many seconds of load."""
+    """A point for each multiple and seed, of `seconds` of load."""
     points = [_point(case, multiple, capacity, seconds, seed) for multiple in multiples for seed in seeds]
     return Curve(case=case.name, ttft_s=case.ttft_s, capacity=capacity, points=tuple(points))
 
 
 def capacity(case: OverloadCase, *, num_requests: int, seed: int = 0) -> float:
-    """Requests begun a second when all come at once and wait: those between a third of them and the last. By then
-    answers end as fast as others begin, and nobody has run out of a line."""
+    """Requests begun a second when all arrive at once and wait, from the first third of them to the last. By then
+    answers end as fast as others begin, and requests still wait."""
     patient = simulated_router(case.policy, admission=AdmissionConfig(max_queued=10**6, max_queue_s=3600.0))
     records = _run(replace(_config(case, seed), router=patient), case, num_requests, rate=1e6, seed=seed)
     begun = sorted(record.arrivals_s[0] for record in records if not record.error)

@@ -1,16 +1,14 @@
-"""What is left of a live cluster's goodput when more is asked of it than it can do, each request with a bound on its
-TTFT.
+"""Measures the goodput of a running cluster under up to three times the load that it can serve.
 
     python -m benchmarks.gateway.overload_live                                 starts `baton up`, measures, and stops it
     python -m benchmarks.gateway.overload_live --json f.json --plot f.svg --baton="--colocated --workers 2"
     python -m benchmarks.gateway.overload_live --url http://127.0.0.1:8000      a cluster that runs
     python -m benchmarks.gateway.overload_live --paced 2                        workers that wait instead of computing
 
-As `benchmarks.gateway.overload`, over HTTP: capacity is measured first, as the answers a second of as many patient
-clients as keep a line; then the load is open, nobody comes again, and the first seconds of a rate do not count. Load
-client and cluster share the machine: what is spent on offering, and on refusing, is missing for answers. Not so with
-`--paced`: gateway, client and protocol are real, and a worker's steps take the time of a model, whatever else the
-machine does.
+It does over HTTP what `benchmarks.gateway.overload` simulates. Capacity is measured first, as answers a second with
+enough patient clients that requests always wait. Load client and cluster share the machine, so CPU time for sending
+and refusing requests is missing for answers. `--paced` avoids that: gateway, client and protocol are real, and a
+worker's steps take the time of a model without computing.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ REST_S = 1.0  # between rates, for what runs to end and for lateness to be forgo
 
 
 class Site:
-    """A cluster and what is asked of it."""
+    """A cluster and its load."""
 
     def __init__(self, target: Target, prompts: Lengths, outputs: Lengths, ttft_s: float) -> None:
         self._target = target
@@ -60,7 +58,7 @@ class Site:
         self.ttft_s = ttft_s
 
     async def capacity(self, *, num_requests: int, at_once: int) -> float:
-        """Answers a second while nobody is refused: those between a third of them and the last."""
+        """Answers a second while no request is refused, from the first third of them to the last."""
         records = await self._run(num_requests, seed=0, at_once=at_once)
         if failed := [record.message for record in records if record.error]:
             raise Unavailable(f"{len(failed)} of {num_requests} patient requests failed, one with: {failed[0]}")
@@ -138,7 +136,7 @@ def running(flags: str) -> Iterator[str]:
 
 @contextmanager
 def paced(count: int) -> Iterator[str]:
-    """The URL of a `baton gateway` before so many workers that wait instead of computing."""
+    """The URL of a `baton gateway` with `num_workers` workers that wait instead of computing."""
     with ExitStack() as stack:
         addresses = [
             stack.enter_context(worker_process("benchmarks.gateway.paced_worker", "--name", f"paced-{number}"))

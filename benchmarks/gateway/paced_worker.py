@@ -1,12 +1,12 @@
-"""A worker whose steps take the time that a model says, over the real protocol: it waits instead of computing, so that
-several of them, a gateway and a load client leave two cores time to spare.
+"""Runs a worker that waits for the modelled time of a step instead of computing it, over the real protocol.
 
     python -m benchmarks.gateway.paced_worker --name w0       prints its address, serves until it is killed
 
-A step writes one token for each running request and reads prompts, first come first served, with what is left of its
-tokens. It takes `step_s`, and more for each token read and each sequence written. Steps follow each other by the clock:
-one that a busy machine begins late is shorter, so that the worker keeps its pace; what it says of its speed is what it
-took. There is a block for 16 tokens; who finds none, waits. Nothing is ever found cached.
+Several of them, a gateway and a load client fit on two cores. A step decodes one token for each running request and
+prefills prompts in their order with the rest of its tokens. It takes `step_s`, and more for each prefilled token and
+each decoded sequence. Steps follow each other by the clock: a step that a busy machine begins late is shorter, so that
+the worker keeps its pace; it reports the speed that it really had. There is a block for 16 tokens; a request without a
+free block waits. Nothing is ever found cached.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PacedStep:
 
 @dataclass(slots=True)
 class PacedEngine:
-    """What waits, what runs. Pure: whoever makes the steps says when."""
+    """Waiting and running sequences. Pure: the caller decides when a step ends."""
 
     pace: StepCost
     waiting: deque[PacedSequence] = field(default_factory=deque)

@@ -1,9 +1,9 @@
-"""What it costs that several gateways choose without knowing of each other's choices, and what telling saves.
+"""Measures what gateways lose by not knowing each other's choices, and what sharing them saves (simulated).
 
     python -m benchmarks.gateway.processes --json f.json
 
-Simulated (docs/simulation.md): router and workers are the production code in virtual time. Gateways apart are replicas,
-which know workers by what these say after each step; siblings are processes of one gateway (`--processes`).
+Router and workers are the production code in virtual time (docs/simulation.md). Separate gateways are replicas, which
+know only the load that workers report after each step; siblings are processes of one gateway (`--processes`).
 """
 
 from __future__ import annotations

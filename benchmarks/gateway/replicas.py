@@ -1,13 +1,13 @@
-"""How much of the prompts is found cached when several gateways route to the same workers: what sharing is worth.
+"""Measures the share of prompts found cached when several gateways route to the same workers.
 
-    one gateway            knows everything: the measure of the others
-    shared                 gateways that hear the workers, and share what they expect of them through Redis
+    one gateway            knows everything: the reference
+    shared                 gateways that receive the workers' events, and share what they expect of them through Redis
     siblings               the same without Redis: processes of one gateway, over sockets on their machine
-    events only            gateways that hear the workers, and nothing of each other
+    events only            gateways that receive the workers' events, and nothing from each other
     own decisions only     gateways that remember what they routed themselves: what unshared peers do
 
 Policy, index, feed, hashes and block pools are the product's, Redis is a real one; a worker is a block pool that takes
-time to read. Documents are asked about in bursts of siblings, each of which arrives at a gateway of its own choice.
+time to prefill. Prompts about a document come in bursts, each prompt at a gateway of its own choice.
 
     python -m benchmarks.gateway.replicas --redis redis://localhost:6379 --json replicas.json
 """
@@ -60,7 +60,7 @@ class SharingWorker:
         self._turn = asyncio.Lock()
 
     async def read(self, hashes: Chain, num_uncached: int) -> None:
-        """One prompt after the other; everybody who hears this worker knows when one is done."""
+        """One prompt after the other; every gateway that receives events of this worker knows when one is done."""
         self.num_queued += num_uncached
         async with self._turn:
             cached = self.pool.match(hashes)
@@ -79,7 +79,7 @@ class SharingWorker:
 
 
 class SharingGateway:
-    """Decides, and tells the worker. `hears` says whether the worker's events come here."""
+    """Decides, and sends the prompt to the worker. `hears`: whether it receives the worker's events."""
 
     def __init__(
         self, gateway_id: str, workers: list[SharingWorker], index: PrefixIndex, peers: Peers | None, hears: bool
@@ -151,9 +151,9 @@ async def hit_rate(
     settled: bool = False,
     folder: Path | None = None,
 ) -> float:
-    """The share of blocks that were read from a cache. With `url`, gateways share through Redis; with `folder`, through
-    sockets there, as processes of one gateway do. `settled`: the next
-    prompt comes when every gateway has heard where the last one went, however slow this machine is."""
+    """The share of blocks that were found in a cache. With `url`, gateways share through Redis; with `folder`, through
+    sockets there, as processes of one gateway do. `settled`: the next prompt comes when every gateway knows where the
+    last one went, however slow this machine is."""
     rng = random.Random(seed)
     workers = [SharingWorker(f"w{number}", num_blocks=400) for number in range(num_workers)]
     async with AsyncExitStack() as stack:

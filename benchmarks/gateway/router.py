@@ -1,15 +1,15 @@
-"""What a gateway costs: CPU seconds a request and a token, and the latency it adds, with all its work done.
+"""Measures what a gateway costs: CPU seconds for each request and token, and the latency it adds.
 
     python -m benchmarks.gateway.router --json router.json --plot router.svg
 
 A stub worker speaks the real protocol and computes nothing; the gateway is `baton gateway` with the demo model's
 tokenizer and template: it validates, tokenises, hashes, matches, decides, detokenises and writes SSE. CPU time is what
-the operating system counts for its process, so that a busy machine disturbs it little; latency and tokens a second want
+the operating system counts for its process, so that a busy machine disturbs it little; latency and tokens a second need
 an idle one.
 
     a request   chat of about 30 tokens, answered with 1         CPU of the gateway / requests
-    a token     answers of 256 tokens, 20 ms apart, so many at once  (CPU - requests' share) / tokens
-    added       first token, one request at a time: the client's clock, the stub's own way included (about 0.3 ms)
+    a token     answers of 256 tokens, 20 ms apart               (CPU - requests' share) / tokens
+    added       first token, one request at a time: the client's clock, the stub included (about 0.3 ms)
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def cpu_s(pid: int) -> float:
 
 @contextmanager
 def worker_process(module: str, *flags: str) -> Iterator[str]:
-    """The address of one that computes nothing: a process of its own that prints it first."""
+    """The address of a worker process that computes nothing; the process prints it first."""
     with subprocess.Popen([sys.executable, "-m", module, *flags], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -115,8 +115,8 @@ def _ready(url: str) -> bool:
 
 
 def read_streams(connections: Sequence[socket.socket]) -> int:
-    """The events of answers until all have ended: read by compiled code, and not understood. At a hundred thousand a
-    second whoever measures must not be what limits them. Other threads run meanwhile."""
+    """The number of events of these answers until all have ended. Compiled code counts them without parsing, so that
+    the client is not the limit at a hundred thousand events a second. Other threads run meanwhile."""
     library = ctypes.CDLL(str(compile_c(Path(__file__).with_name("streams.c"), cache_folder())))
     library.streams_read.argtypes, library.streams_read.restype = _READ, ctypes.c_int64
     fds = (ctypes.c_int * len(connections))(*(one.fileno() for one in connections))

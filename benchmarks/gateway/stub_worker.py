@@ -1,9 +1,4 @@
-"""A worker that answers at once and computes nothing, over the real protocol: what is left is the gateway.
-
-    python -m benchmarks.gateway.stub_worker --step-ms 20     prints its address, serves until it is killed
-
-Every step gives each running request one token; a request that finds the worker idle has its first one at once.
-"""
+"""Runs a worker that answers at once and computes nothing, over the real protocol, so that the gateway is measured."""
 
 from __future__ import annotations
 
@@ -124,7 +119,7 @@ class StubStreams:
         return bool(self._begun)
 
     def add(self, request_id: str, num_tokens: int, number: int) -> None:
-        """`number` 0: its tokens are told by its name."""
+        """With `number` 0 the tokens are sent by the name of the request."""
         end = self._step + num_tokens
         self._begun[request_id] = end, number
         self._begins.append(request_id)

@@ -1,8 +1,7 @@
-"""Measures a running cluster under the loads that docs/benchmarking.md describes; a JSON file each, and a table for a
-README.
+"""Measures a running cluster under several loads: a JSON file for each, and a table of all.
 
-    python -m benchmarks.gateway.sweep --out results                         a cluster at http://127.0.0.1:8000
-    python -m benchmarks.gateway.sweep --out results --trace trace.jsonl      and a Mooncake trace, scaled to it
+python -m benchmarks.gateway.sweep --out results                         a cluster at http://127.0.0.1:8000
+python -m benchmarks.gateway.sweep --out results --trace trace.jsonl      and a Mooncake trace, scaled to it
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def _vocab(rows: int, vocab_size: int, device: str, ranks: int = 2) -> Iterator[
 
 
 def _draw(rows: int, vocab_size: int, filters: dict[str, float], device: str) -> KernelCase:
-    """The floor is that of reading the logits once, though a filter reads them many times."""
+    """The floor is that of one read of the logits, though a filter reads them many times."""
     logits_RV = torch.randn(rows, vocab_size, device=device) * 3
     params = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0} | filters
     draws = Draws.pack(

@@ -1,4 +1,4 @@
-"""Measures the whole engine on this machine's GPU: decode steps and prompts beside their floors, and transformers.
+"""Measures the engine on a GPU: decode steps and prompts beside their floors, and transformers.
 
     python -m benchmarks.gpu.engine --json engine.json --plot engine.svg      a Llama 3 8B in shape, random weights
     python -m benchmarks.gpu.engine --tiny --device cpu                       the same program on a toy: does it run?
@@ -215,7 +215,7 @@ def finish(engine: Engine) -> float:
 
 
 def decode_step_s(engine: Engine, chance: random.Random, batch: int, plan: EnginePlan) -> float:
-    """From when one step is told of to when the next one is, host and device together: the median of `num_steps`."""
+    """From the report of one step to that of the next one, host and device together: the median of `num_steps`."""
     submit(engine, chance, batch, plan.context, 2 * plan.num_steps)
     told: list[float] = []
     while engine.has_work():

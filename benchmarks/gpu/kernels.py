@@ -1,4 +1,4 @@
-"""Measures every Triton kernel on this machine's GPU, each beside its floor and, for prefill, beside torch's attention.
+"""Measures every Triton kernel on a GPU beside its floor, and prefill beside torch's attention.
 
     python -m benchmarks.gpu.kernels --json kernels.json --plot kernels.svg
     python -m benchmarks.gpu.kernels --sweep                  the attention kernels with other tiles, too
@@ -67,7 +67,7 @@ def measure(case: KernelCase, machine: GpuRates, device: str) -> KernelFigure:
 
 
 def usable(peers: Sequence[Callable[[], object]], device: str) -> Iterator[Callable[[], object]]:
-    """Backends say only when they are called that they do not serve a shape or a machine."""
+    """Backends report that they do not serve a shape or a machine only when they are called."""
     for peer in peers:
         try:
             peer()

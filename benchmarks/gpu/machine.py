@@ -44,7 +44,7 @@ def name_of(device: str) -> str:
 
 
 def median_s(work: Callable[[], object], device: str) -> float:
-    """On a GPU with a cold L2: Triton's bench empties it before every run. On a CPU once: nobody believes it."""
+    """On a GPU with a cold L2: Triton's bench empties it before every run. On a CPU one run, as a dry run."""
     if device == "cuda":
         from triton.testing import do_bench
 

@@ -1,4 +1,4 @@
-"""Runs everything that waits for a GPU, the cheapest proof first, and writes down what came of it (docs/gpu.md).
+"""Runs everything that needs a GPU, the cheapest check first, and writes the outcomes (docs/gpu.md).
 
     python -m benchmarks.gpu.verify --out results            or: make gpu
 

@@ -1,4 +1,4 @@
-"""The prefix index of NVIDIA Dynamo, measured with our workload by an interpreter that has `ai-dynamo-runtime`.
+"""Measures NVIDIA Dynamo's prefix index with our workload, in a Python that has `ai-dynamo-runtime`.
 
 Its block names are 64 bits; events enter as JSON, which is counted, for there is no other way in. Prints one
 JSON object.

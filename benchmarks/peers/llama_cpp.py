@@ -1,9 +1,9 @@
-"""Runs Baton's CPU workloads on llama.cpp. Imports nothing of Baton: it is run by the Python of an environment of its
-own that has `llama-cpp-python`, `gguf` and numpy.
+"""Runs Baton's CPU workloads on llama.cpp. Imports nothing of Baton, because it runs in another environment, which has
+`llama-cpp-python`, `gguf` and numpy.
 
     python llama_cpp.py MODEL_FOLDER '[{"num_requests": 8, "input_len": 128, "output_len": 32}]' ROUNDS THREADS TYPE
 
-TYPE is q8_0 (weights of 8 bits, llama.cpp's fast path) or bf16 (the numbers everybody else computes with). The
+TYPE is q8_0 (weights of 8 bits, llama.cpp's fast path) or bf16 (as the other engines compute). The
 checkpoint, a Llama without a tokenizer, is converted first. Sequences are batched as its server does it: one token for
 each that answers, filled up with prompts to 2,048 tokens a step. Prints one line of JSON, as vllm_cpu.py does.
 
@@ -95,7 +95,7 @@ def tensors(path: Path, numpy: Any) -> Any:
 
 
 class LlamaRun:
-    """One workload in a context of its own, which is made before the clock starts."""
+    """One workload in its own context, which is made before the clock starts."""
 
     def __init__(self, llama: Any, model: Any, num_vocab: int, work: dict[str, int], num_threads: int) -> None:
         self._llama, self._num_vocab, self._work = llama, num_vocab, work

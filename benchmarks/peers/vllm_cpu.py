@@ -1,4 +1,4 @@
-"""Runs Baton's CPU workloads on vLLM. Imports nothing of Baton: it is run by the Python of vLLM's own environment.
+"""Runs Baton's CPU workloads on vLLM. Imports nothing of Baton, because it runs in vLLM's environment.
 
     python vllm_cpu.py MODEL_FOLDER '[{"num_requests": 8, "input_len": 128, "output_len": 32}]' ROUNDS THREADS
 

@@ -1,9 +1,9 @@
-"""How long a gateway takes to decide where one request goes, by the number of its workers.
+"""Measures how long a gateway takes to decide where one request goes, by its number of workers.
 
-    python -m benchmarks.routing.decisions                       4, 16, 100 and 1,000 workers, half of them read prompts
+    python -m benchmarks.routing.decisions                       4, 16, 100 and 1,000 workers, half of them prefill
     python -m benchmarks.routing.decisions --workers 2000 --json f.json
 
-Between two decisions 25 workers tell of another load, and two hand-overs are learned from. Processor time, the mean.
+Between two decisions 25 workers report another load, and the predictor learns from two hand-overs. Mean CPU time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every routing policy from half the pace to seven times of it: who finds more, whose users wait less.
+"""Compares the routing policies from half of a pace to seven times it: cached tokens and waiting times.
 
     python -m benchmarks.routing.loads                                        three generated workloads, 4 + 4 workers
     python -m benchmarks.routing.loads --trace conversation.jsonl --requests 1500 --prefill 8 --decode 8
@@ -36,7 +36,7 @@ OURS = "slo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCase:
-    """What is asked: a trace, or a generated workload with so many requests a second at speed 1."""
+    """The load: a trace, or a generated workload of `rate` requests a second at speed 1."""
 
     name: str
     trace: Path | None = None

@@ -1,10 +1,11 @@
-"""The prefix index and the block hash: tables, plain Python, and NVIDIA Dynamo's radix tree with the same workload.
+"""Compares the prefix index and block hash with plain Python and NVIDIA Dynamo's radix tree.
 
     python -m benchmarks.routing.prefix_index --dynamo-python ENV/bin/python --redis redis://localhost:6379 \\
         --json figures.json --plot matches.svg
 
-ENV has `ai-dynamo-runtime`. Matches are asked of 1,000,000 blocks on 100 workers, memory is counted with 10,000,000.
-Calls are timed from Python on both sides, one after the other, and each subject has a process of its own.
+ENV has `ai-dynamo-runtime`. Matches are looked up among 1,000,000 blocks on 100 workers; memory is counted with ten
+times as many.
+Calls are timed from Python on both sides, one after the other, and each subject runs in another process.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _matches(index: PrefixIndex, work: PrefixWorkload) -> dict[str, Any]:
 
 
 async def warm_s(url: str) -> float:
-    """How long a gateway takes from nothing to all that another one has heard of 1,000,000 blocks on 100 workers."""
+    """Seconds until a new gateway knows what another one has received of 1,000,000 blocks on 100 workers."""
 
     def gateway(gateway_id: str) -> tuple[RedisPrefixIndex, Feed]:
         store = Store(parse(url, setting="redis").client(timeout_s=2.0), model="benchmark", gateway_id=gateway_id)
@@ -181,7 +182,7 @@ def _pair(told: dict[str, float]) -> str:
 
 
 def _apart(python: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that a process of its own prints last."""
+    """The JSON that another process prints last."""
     ran = subprocess.run([python, "-m", *arguments], check=True, stdout=subprocess.PIPE, text=True)
     told: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return told

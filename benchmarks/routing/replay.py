@@ -1,8 +1,8 @@
-"""Workers in virtual time for a trace to be routed over, by the router's own policies, index, feed and predictions.
+"""Routes a trace over workers in virtual time, by the router's own policies, index, feed and predictions.
 
-A worker reads prompts one after the other at a constant speed, writes answers beside it, and caches blocks in the
-engine's own block pool. All that is made up here is time: what is cached, evicted, matched, predicted and chosen is
-decided by the code that serves. Deterministic: two replays of one trace are equal.
+A worker prefills prompts one after the other at a constant speed, decodes answers beside them, and caches blocks in the
+engine's own block pool. Only time is modelled: what is cached, evicted, matched, predicted and chosen is decided by the
+production code. Deterministic: two replays of one trace are equal.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class VirtualWorker:
         )
 
     def begin(self) -> float | None:
-        """Takes the next prompt if there is room for it; how many seconds reading it takes."""
+        """Takes the next prompt if there is room for it; returns the seconds that its prefill takes."""
         if self.reading is not None or not self.waiting:
             return None
         one = self.waiting[0]

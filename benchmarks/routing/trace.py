@@ -1,4 +1,4 @@
-"""How much of a trace's prompts each routing policy finds in caches, and what that costs in balance and in waiting.
+"""Measures what each routing policy finds in caches on a trace, and its cost in balance and waiting.
 
     python -m benchmarks.routing.trace synthetic.jsonl                         a table, 1, 4 and 16 workers
     python -m benchmarks.routing.trace synthetic.jsonl --json f.json --plot f.png

@@ -1,4 +1,4 @@
-"""The shape of a load: lengths, conversations, and how much of its prompts earlier prompts had.
+"""Describes a load: lengths, conversations, and the share of prompt tokens that earlier prompts had.
 
     python -m benchmarks.routing.workload_shape conversation_trace.jsonl --requests 4000
     python -m benchmarks.routing.workload_shape --workload assistant --requests 4000 --seed 1

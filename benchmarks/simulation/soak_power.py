@@ -1,9 +1,9 @@
-"""How many planted bugs `baton simulate --soak` finds, and after how many clusters.
+"""Counts the planted bugs that `baton simulate --soak` finds, and the clusters until then.
 
     python -m benchmarks.simulation.soak_power
 
-Each bug (`benchmarks.simulation.soak_mutants`) runs in a process of its own, over the same seeds, until one of
-them breaks. Prints a table and writes JSON. Found after more than `TIMEOUT_S` seconds of wall time counts as not found.
+Each bug (`benchmarks.simulation.soak_mutants`) runs in another process, over the same seeds, until a cluster breaks.
+Prints a table and writes JSON. A bug found after more than `TIMEOUT_S` seconds of wall time counts as not found.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def hunt(mutant: Mutant | None, seeds: range) -> dict[str, Any]:
 
 
 def _hunted(place: int, seeds: range) -> dict[str, Any]:
-    """In a process of its own."""
+    """In another process."""
     command = [sys.executable, "-m", "benchmarks.simulation.soak_power", "--only", str(place)]
     command += ["--first", str(seeds.start), "--seeds", str(len(seeds))]
     name = MUTANTS[place].name if place >= 0 else "no bug"

@@ -1,4 +1,4 @@
-"""How far `baton simulate`'s roofline is from measured kernels (NVIDIA's aiconfigurator), step by step.
+"""Compares `baton simulate`'s step times with measured kernels (NVIDIA's aiconfigurator).
 
     pip install 'baton[aiconfigurator]'
     python -m benchmarks.simulation.step_errors
@@ -65,7 +65,7 @@ class StepPoint:
 
     @property
     def is_fitted(self) -> bool:
-        """Were kernels of this model on so many GPUs fitted to?"""
+        """Whether the coefficients were fitted to kernels of this model and number of GPUs."""
         return self.model == MIXTURE or self.tp in FITTED_ON.get(self.model, ())
 
 

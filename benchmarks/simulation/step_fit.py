@@ -54,14 +54,14 @@ REDUCED = ("ar_1", "ar_2", "embedding_ar")
 
 
 class FitPoint(NamedTuple):
-    """What `predicted` says with some coefficients should be `seconds`."""
+    """`predicted`, given some coefficients, should return `seconds`."""
 
     predicted: Callable[[Kernels], float]
     seconds: float
 
 
 class MeasuredSet(NamedTuple):
-    """A model on so many GPUs, and its measured kernels."""
+    """A model on `tp` GPUs, and its measured kernels."""
 
     gpu: str
     model: Model

@@ -1,4 +1,4 @@
-"""How long steps of a worker on this machine take, as the points that `baton simulate --calibration` is fitted to.
+"""Measures this machine's step times, as points for `baton simulate --calibration`.
 
 python -m benchmarks.simulation.step_times > steps.json          the demo model, one thread
 python -m benchmarks.simulation.step_times --model FOLDER --threads 2

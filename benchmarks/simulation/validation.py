@@ -1,4 +1,4 @@
-"""Is the simulator right? The same requests on a live cluster of this machine, and in a simulation calibrated on it.
+"""Compares the simulator with a live cluster of this machine, on the same requests, after calibration on it.
 
 python -m benchmarks.simulation.validation                     about four minutes
 python -m benchmarks.simulation.validation --json f.json       and figures
@@ -8,11 +8,10 @@ python -m benchmarks.simulation.validation --json f.json       and figures
         ├── baton bench --profile, other requests ───┤
         └── baton bench --profile --trace ───────────┴─▶ TTFT, TPOT          against its own
 
-In rounds, each of which asks one after the other, and then each load twice: with other requests, and with those that
-are compared. What is simulated is calibrated twice. On the steps of the very run it is compared with: what shows is
-what the simulator makes of them, in batches, queues and waits, whatever else the machine did in these seconds. And on
-those of the other requests of all loads, of other seconds. Both are held to the aim. Decisions are compared on two
-workers, with requests one after the other and a policy to which time is nothing.
+Each round profiles requests one after the other, and each load twice: with other requests, and with those that are
+compared. Two calibrations are compared. One is on the steps of the compared run itself, and shows what the simulator
+makes of batches, queues and waits. The other is on the other requests of all loads. Both are held to the aim. Decisions
+are compared on two workers, with requests one after the other and a policy that ignores time.
 """
 
 from __future__ import annotations
@@ -261,10 +260,10 @@ def _simulate(trace_file: Path, files: Sequence[Path], *more: str) -> None:
 
 
 def decisions(files: Sequence[Path], folder: Path) -> tuple[int, int]:
-    """How many of so many requests, asked one after the other, went to the same worker live and simulated.
+    """The number of requests, sent one after the other, that went to the same worker live and simulated.
 
-    Workers that are alike take turns, and a request before these, such as a bench's probe, moves the turn on: names are
-    matched as they fit best.
+    Equal workers take turns, and an earlier request, such as a bench's probe, moves the turn on: names are matched as
+    they fit best.
     """
     load = OpenLoad(name="apart", num_requests=NUM_DECISIONS, rate=1 / 30, prompts=(60, 400), answers=(2, 6))
     asked = trace(load, folder)
@@ -281,7 +280,7 @@ def decisions(files: Sequence[Path], folder: Path) -> tuple[int, int]:
 
 
 def trace(load: OpenLoad, folder: Path, *, part: str = "", parts: int = 1) -> Path:
-    """In Mooncake's format: the same for the same part of a load, which has so many."""
+    """In Mooncake's format: the same for the same part of a load."""
     chance, at_s, lines = random.Random(f"{load.name} {part}"), 0.0, []
     for number in range(load.num_requests // parts):
         at_s += chance.expovariate(load.rate)

@@ -1,4 +1,4 @@
-"""The other process of benchmarks/transfer/lanes.py: receives in whatever way it is told, and says what that took.
+"""Is the receiving process of benchmarks/transfer/lanes.py: receives as it is ordered, and reports its CPU time.
 
 parent ── Order ──▶ serve ── where to meet ──▶ parent ══ payloads ══▶ serve ── CPU seconds, once all is here ──▶ parent
 """
@@ -38,8 +38,8 @@ _cuda: Any = torch.cuda
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """`what` is "lanes" (to receive rounds of chunks of so many bytes each from `sources`), "raw" (the same by gloo's
-    own receive, or NCCL's on a GPU) or "end"."""
+    """`what` is "lanes" (receive rounds of chunks of these sizes from `sources`), "raw" (the same by gloo's own
+    receive, or NCCL's on a GPU) or "end"."""
 
     what: str
     device: str = "cpu"
@@ -49,7 +49,7 @@ class Order:
 
 
 def chunk_sizes(num_blocks: int) -> tuple[int, ...]:
-    """Bytes of the chunks that so many blocks travel in."""
+    """Bytes of the chunks in which `num_blocks` blocks travel."""
     full, rest = divmod(num_blocks, CHUNK_BLOCKS)
     return (CHUNK_BLOCKS * LAYOUT.block_bytes,) * full + ((rest * LAYOUT.block_bytes,) if rest else ())
 
@@ -96,12 +96,12 @@ def rss_bytes() -> int:
 
 
 def free_on_device(device: str) -> int:
-    """Memory of a GPU that nobody has; 0 on a CPU."""
+    """Free memory of a GPU; 0 on a CPU."""
     return int(_cuda.mem_get_info()[0]) if device == "cuda" else 0
 
 
 def serve_alone(parent: Connection) -> None:
-    """In a process of its own."""
+    """In another process."""
     torch.set_num_threads(1)
     play_host("destination")
     serve(parent)
@@ -137,7 +137,7 @@ def _receive_raw(parent: Connection, order: Order) -> None:
 
 
 def _receive_lanes(parent: Connection, order: Order) -> None:
-    """Each round is of one source's; without rounds the lanes are only opened, until the parent says enough."""
+    """Each round comes from one source; without rounds the lanes are only opened, until the parent ends them."""
     bell = threading.Event()
     made = transport("collective")(device=order.device, config=LaneConfig(transport=order.preference))
     receiver = made.receiver(LaneAddress(worker_id="d", incarnation=1, host="127.0.0.1", port=0), LAYOUT, wake=bell.set)

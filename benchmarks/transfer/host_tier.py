@@ -1,10 +1,10 @@
-"""What a hit on the host tier costs: time to the first token of a prompt that is computed, on the host, on the device.
+"""Measures the time to the first token of a prompt that is computed, in host memory, or on the device.
 
     python -m benchmarks.transfer.host_tier
     python -m benchmarks.transfer.host_tier --core-time      seconds of one core, where others use the machine as well
 
-One engine in this process, on a CPU, where the host's memory is the device's: it shows what the copies and the books
-cost, not what the link of a GPU does. Rounds take turns, each with a prompt of its own; the medians count.
+One engine in this process, on a CPU, where the host's memory is the device's: it shows the cost of
+copies and bookkeeping, not the link of a GPU. Rounds take turns, each with a prompt of its own; the medians count.
 """
 
 from __future__ import annotations

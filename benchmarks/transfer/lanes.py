@@ -1,5 +1,5 @@
-"""Measures lanes beside what bounds them, in the same run: raw gloo for the network, memcpy for shared memory; on a GPU
-NCCL's own send and receive, and a copy within the card.
+"""Measures KV lanes beside their bounds, in the same run. Bounds are raw gloo for the network and memcpy for shared
+memory; on a GPU NCCL's own send and receive, and a copy within the card.
 
     python -m benchmarks.transfer.lanes --json figures.json --plot figures.svg
     python -m benchmarks.transfer.lanes --device cuda           two ranks on one card
@@ -70,7 +70,7 @@ LANES: dict[str, Preference] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
     """Numbers of blocks, each moved `num_rounds` times and once before, over the ways of `device`; `num_setups` lanes
-    are opened. If it is `tiny` the other end is no process of its own."""
+    are opened. With `tiny` the other end is not another process."""
 
     device: str
     blocks: tuple[int, ...] = (1, 4, 16, 64, 256, 512)
@@ -85,7 +85,7 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferFigure:
-    """One way of moving so many blocks: seconds of the best round, and of the cores (both processes') in it."""
+    """One way of moving `num_blocks` blocks: seconds of the best round, and CPU seconds of both processes in it."""
 
     way: str
     num_blocks: int

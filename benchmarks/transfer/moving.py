@@ -1,4 +1,4 @@
-"""How long a client waits for the next token when its sequence moves to another worker with its KV.
+"""Measures how long a client waits when its sequence moves to another worker with its KV.
 
     baton up --colocated --workers 2
     python -m benchmarks.transfer.moving                 a cluster at http://127.0.0.1:8000
@@ -54,7 +54,8 @@ async def listen(client: httpx.AsyncClient, body: dict[str, Any], heard: Receive
 async def ask(
     client: httpx.AsyncClient, bodies: list[dict[str, Any]], *, drain: bool
 ) -> tuple[list[ReceivedAnswer], float]:
-    """Drains whoever runs most of them once they are under way; the answers, and when that was."""
+    """Drains the worker that runs most of the requests once they are under way; returns the answers, and when that
+    was."""
     heard = [ReceivedAnswer() for _ in bodies]
     async with asyncio.TaskGroup() as tasks:
         for body, one in zip(bodies, heard, strict=True):

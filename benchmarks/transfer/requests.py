@@ -72,7 +72,7 @@ class RequestTimes:
 
 
 def ask_clusters(num_requests: int, model: str = "demo") -> list[RequestTimes]:
-    """The demo model or a random one of 311 million parameters: what they say to such prompts is of no interest."""
+    """With the demo model or a random one of 311 million parameters, whose answers do not matter."""
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
         folder = make_model(model, Path(scratch) / "model")
         urls = {name: running.enter_context(serving(name, folder, Path(scratch))) for name in CLUSTERS}

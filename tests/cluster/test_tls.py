@@ -87,7 +87,7 @@ async def test_a_worker_talks_to_those_its_authority_knows_and_to_nobody_else(fi
     async with toy(files.peers) as address:
         assert await described(address, files.peers) == "w"
         for nobody in (files.stranger, PeerTls()):
-            with pytest.raises(WorkerLost, match=r"it hung up at once: with \[peers\]"):
+            with pytest.raises(WorkerLost, match=r"it closed the connection: with \[peers\]"):
                 await described(address, nobody)
 
 
