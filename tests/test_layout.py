@@ -90,7 +90,7 @@ def test_no_product_package_reads_what_can_run_code() -> None:
                 elif isinstance(node, ast.ImportFrom):
                     names = {(node.module or "").partition(".")[0], *(alias.name for alias in node.names)}
                 elif isinstance(node, ast.Attribute):
-                    names = {node.attr, ast.unparse(node)} - RUNS_CODE
+                    names = {node.attr} - RUNS_CODE | ({ast.unparse(node)} if node.attr == "load" else set())
                 else:
                     continue
                 for name in sorted(names & RUNS_CODE | names & RUNS_CODE_TOO):
