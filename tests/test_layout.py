@@ -261,6 +261,26 @@ def test_documents_name_files_that_exist() -> None:
     report(offences())
 
 
+def test_documents_name_settings_that_exist() -> None:
+    """Those of docs/settings.md, which another test compares with the code."""
+    page = (ROOT / "docs" / "settings.md").read_text()
+    known = {
+        f"{section}.{name}"
+        for section, table in re.findall(r"^## \[([\w.]+)\]\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+        for name in re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+    }
+    sections = "|".join(sorted({name.partition(".")[0] for name in known}))
+    named = re.compile(rf"`(?:--set )?((?:{sections})(?:\.\w+)+)[`=]")
+    report(
+        f"{path}:{number}: there is no setting {name}: docs/settings.md lists them"
+        for path in files("*.md")
+        if path.name != "CHANGELOG.md"
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+        for name in named.findall(line)
+        if name not in known and not (ROOT / f"{name.replace('.', '/')}.py").is_file()
+    )
+
+
 def test_documents_are_narrow() -> None:
     """Tables and code blocks, too: what is wider wraps in a terminal, and a diff of it cannot be read."""
     report(
