@@ -29,8 +29,9 @@ from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.values import BlockStored, WorkerRole
 from router.config import RouterConfig
-from router.policies.base import Candidate, RequestView
+from router.policies.base import RequestView
 from router.policies.registry import policy_of
+from router.policies.table import Candidate, CandidateTable
 from router.prefix.feed import Feed, Peers
 from router.prefix.index import PrefixIndex
 from router.prefix.redis import RedisPrefixIndex
@@ -129,7 +130,7 @@ class SharingGateway:
             for name, worker in self._workers.items()
         ]
         view = RequestView(request_id="r", num_tokens=num_tokens, block_size=BLOCK_SIZE, num_decided=self._num_decided)
-        chosen = self._policy(view, candidates).decode
+        chosen = self._policy(view, CandidateTable.of(candidates)).decode
         self._num_decided += 1
         num_uncached = len(hashes) - matched.blocks.get(chosen, 0)
         self._since[chosen] += num_uncached

@@ -20,12 +20,12 @@ import typer
 from benchmarks.output import JsonFile, write_figures
 from protos.values import WorkerLoad, WorkerRole
 from router.config import RouterConfig
-from router.fleet.candidate_table import Offers
+from router.fleet.candidate_table import FleetTable
 from router.fleet.worker import Member, WorkerState
 from router.latency.predictor import Predictor
 from router.policies.base import RequestView
-from router.policies.costs import outlook
-from router.policies.pair import told
+from router.policies.costs import estimate
+from router.policies.pair import kept_candidates
 from router.policies.registry import policy_of
 from router.prefix.index import Match
 
@@ -44,11 +44,11 @@ class DecisionFigures:
 
 def measure(num_workers: int, *, num_decisions: int = 300, policy: str = "slo") -> DecisionFigures:
     rng, predictor = random.Random(num_workers), Predictor()
-    offers = Offers(predictor)
+    table = FleetTable(predictor)
     members = [_met(number, num_workers) for number in range(num_workers)]
     for member in members:
         _hear(member, rng)
-        offers.add(member)
+        table.add(member)
     decide = policy_of(RouterConfig(model_path=Path("none"), model_name="none"), policy)
     spent = [0.0, 0.0, 0.0]
     for number in range(num_decisions):
@@ -58,7 +58,7 @@ def measure(num_workers: int, *, num_decisions: int = 300, policy: str = "slo") 
             reader, writer = rng.choice(members[: num_workers // 2]), rng.choice(members[num_workers // 2 :])
             predictor.saw_transfer(reader.worker_id, writer.worker_id, num_bytes=1e8, seconds=0.01, now=float(number))
         times = [time.process_time()]
-        candidates = offers.candidates(Match({members[0].worker_id: 4}), 2000, BLOCK_SIZE, now=float(number))
+        candidates = table.candidates(Match({members[0].worker_id: 4}), 2000, BLOCK_SIZE, now=float(number))
         times.append(time.process_time())
         view = RequestView(
             request_id="r", num_tokens=2000, block_size=BLOCK_SIZE, num_decided=number, answer_tokens=200.0,
@@ -66,8 +66,8 @@ def measure(num_workers: int, *, num_decisions: int = 300, policy: str = "slo") 
         )  # fmt: skip
         decision = decide(view, candidates)
         times.append(time.process_time())
-        outlook(view, candidates, decision)
-        told(candidates, decision)
+        estimate(view, candidates, decision)
+        kept_candidates(candidates, decision)
         times.append(time.process_time())
         spent = [so_far + after - before for so_far, before, after in zip(spent, times, times[1:], strict=False)]
     offer_s, choose_s, keep_s = (seconds / num_decisions for seconds in spent)

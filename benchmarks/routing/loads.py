@@ -28,7 +28,7 @@ from cluster.simulate.results.report import summarise
 from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, room_of
 from cluster.simulate.run.simulation import simulate
 from cluster.simulate.world.workload import ASSISTANT_RATE, Load, Session, fitting, generated, recorded
-from router.policies.names import NAMES
+from router.policies.registry import NAMES
 
 SPEEDS = (0.5, 1.0, 2.0, 4.0, 7.0)
 OURS = "slo"

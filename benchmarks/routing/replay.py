@@ -23,10 +23,10 @@ from kvtransfer.events import EventLog
 from protos.chain import Chain
 from protos.values import BlockHash, WorkerLoad, WorkerRole
 from router.dispatch.sessions import Sessions
-from router.latency.predictor import Expectation, Predictor
-from router.policies.base import Candidate, Policy, RequestView
-from router.policies.costs import outlook
-from router.policies.table import Candidates
+from router.latency.predictor import Predictor
+from router.policies.base import Policy, RequestView
+from router.policies.costs import estimate
+from router.policies.table import Candidate, CandidateTable, WorkerSet
 from router.prefix.feed import Feed
 from router.prefix.index import PrefixIndex
 from workers.kv.blocks import BlockPool
@@ -223,7 +223,7 @@ class Replay:
         self._num_decided = 0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._num_due = 0
-        self._names = tuple(worker.name for worker in self.workers)
+        self._worker_set = WorkerSet((worker.name for worker in self.workers), (ROLE for _ in self.workers))
         for worker in self.workers:
             self._feed.hello(worker.name, 1)
 
@@ -268,30 +268,28 @@ class Replay:
         self._index.expect(worker.name, asked.hashes, until=self._now + SIBLING_S)
         one = _Running(
             asked=asked, number=number, decided_s=self._now, blocks=[],
-            ahead=worker.queued_tokens, predicted_ttft_s=outlook(view, candidates, decision).ttft_s,
+            ahead=worker.queued_tokens, predicted_ttft_s=estimate(view, candidates, decision).ttft_s,
         )  # fmt: skip
         worker.waiting.append(one)
         one.counted = len(worker.pool.match(asked.hashes)) * self._block_size
         worker.queued_tokens += asked.num_prompt - one.counted
         self._begin(worker)
 
-    def _candidates(self, matched: Mapping[str, int], asked: TraceRequest) -> Candidates:
+    def _candidates(self, matched: Mapping[str, int], asked: TraceRequest) -> CandidateTable:
         loads = [worker.load() for worker in self.workers]
-        standings = [
-            self.predictor.standing(worker.name, ROLE, load, now=self._now)
+        candidates = [
+            self._candidate(worker, load, matched.get(worker.name, 0), asked)
             for worker, load in zip(self.workers, loads, strict=True)
         ]
-        expected = self.predictor.expectations(self._names, np.array(standings).T, now=self._now)
-        return Candidates.of(
-            [
-                self._candidate(worker, load, matched.get(worker.name, 0), asked, expected.of(place))
-                for place, (worker, load) in enumerate(zip(self.workers, loads, strict=True))
-            ]
-        )
+        features = [
+            self.predictor.features(worker.name, ROLE, load, now=self._now)
+            for worker, load in zip(self.workers, loads, strict=True)
+        ]
+        table = CandidateTable(self._worker_set, CandidateTable.of(candidates).values)
+        self.predictor.predict(table, np.array(features).T, now=self._now)
+        return table
 
-    def _candidate(
-        self, worker: VirtualWorker, load: WorkerLoad, num_blocks: int, asked: TraceRequest, expected: Expectation
-    ) -> Candidate:
+    def _candidate(self, worker: VirtualWorker, load: WorkerLoad, num_blocks: int, asked: TraceRequest) -> Candidate:
         return Candidate(
             worker_id=worker.name,
             role=ROLE,
@@ -301,10 +299,6 @@ class Replay:
             num_free_blocks=load.num_free_blocks,
             num_blocks=load.num_blocks,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
-            reading=expected.reading,
-            stepping=expected.stepping,
-            receiving=expected.receiving,
-            recent_tokens=expected.recent_tokens,
         )
 
     def _begin(self, worker: VirtualWorker) -> None:

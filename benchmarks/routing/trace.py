@@ -24,8 +24,7 @@ from benchmarks.routing.replay import Replay, ReplayedRequest, TraceRequest, Wor
 from cluster.bench.workload import Lengths
 from cluster.simulate.world.workload import GENERATED, Load, generated
 from router.config import RouterConfig
-from router.policies.names import NAMES
-from router.policies.registry import policy_of
+from router.policies.registry import NAMES, policy_of
 from router.prefix.registry import local_index
 
 BLOCK_SIZE = 512  # tokens of a block in Mooncake's traces

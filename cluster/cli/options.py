@@ -16,7 +16,7 @@ from cluster.config.settings import Table, make_blaming, make_config, merge, rea
 from cluster.process.logs import LogFormat
 from protos.errors import Misconfigured
 from protos.settings import number
-from router.policies.names import check_names
+from router.policies.registry import check_names
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings; `baton config` prints one.")

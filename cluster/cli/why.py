@@ -33,7 +33,7 @@ MEANINGS = {
     "shortage": "the wait for KV blocks, where too few are free",
     "late_tpot": "for tokens that are further apart than the objective (router.tpot_ms)",
     "transfer": "until the KV has come from the prefill worker",
-    "reading": "the prefill worker's total",
+    "prefill": "the prefill worker's total",
 }
 
 View = Mapping[str, Any]
@@ -180,8 +180,8 @@ def _cached(candidate: View) -> str:
 
 
 def _terms(scored: View) -> Mapping[str, float]:
-    """One column for the reading, whoever does it."""
-    return {"reading" if name.startswith("reading by ") else name: cost for name, cost in scored["terms"].items()}
+    """One column for the prefill, by whichever worker."""
+    return {"prefill" if name.startswith("prefill by ") else name: cost for name, cost in scored["terms"].items()}
 
 
 def _shadow(one: View) -> str:

@@ -7,8 +7,9 @@ from typing import Any, Literal
 from protos.values import LaneStats, Profile, TicketStats, TierStats
 from router.fleet.worker import WorkerStatus
 from router.openai.responses import Reply
-from router.policies.base import Alone, Candidate
-from router.policies.costs import Outlook
+from router.policies.base import Alone
+from router.policies.costs import LatencyEstimate
+from router.policies.table import Candidate
 from router.replicas.peers import ProcessStatus
 from router.traces.cache_misses import Miss
 
@@ -93,7 +94,7 @@ class ShadowChoice(Reply):
     policy: str
     prefill: str | None
     decode: str | None
-    expected: Outlook
+    expected: LatencyEstimate
     ttft_difference_s: float
 
 
@@ -106,7 +107,7 @@ class ChoiceView(Reply):
     prefill: str | None
     decode: str | None
     alone: Alone | None
-    expected: Outlook
+    expected: LatencyEstimate
     scores: list[ScoreView]
     candidates: list[Candidate]
     num_candidates: int

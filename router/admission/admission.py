@@ -26,7 +26,7 @@ from router.admission.fair_queue import Entry, FairQueue
 from router.admission.retry_queue import LEAST_MEASURED_S, Rate, Returning
 from router.config import RouterConfig
 from router.jobs import Generate, Job, Tap, TokenDelta
-from router.policies.table import Candidates
+from router.policies.table import CandidateTable
 from router.prefix.index import Match
 
 LEAST_RETRY_S = 0.1
@@ -42,8 +42,8 @@ class Fleet(Protocol):
     def block_size(self) -> int | None: ...
     @property
     def num_turned_away(self) -> int: ...
-    def candidates(self, matched: Match, num_tokens: int) -> Candidates: ...
-    def loads(self) -> Candidates: ...
+    def candidates(self, matched: Match, num_tokens: int) -> CandidateTable: ...
+    def loads(self) -> CandidateTable: ...
     def overhead_s(self) -> float: ...
     async def wait(self, *, until: float) -> None: ...
 
@@ -240,7 +240,7 @@ class Admission:
         overhead_s = self._fleet.overhead_s()
         return predicted_ttft_s(self._candidates(job, now), len(job.prompt_ids), 0, overhead_s=overhead_s)
 
-    def _candidates(self, job: Job, now: float) -> Candidates:
+    def _candidates(self, job: Job, now: float) -> CandidateTable:
         fleet = self._fleet
         return fleet.candidates(fleet.match(job.hashes, now=now), len(job.prompt_ids))
 
@@ -277,7 +277,7 @@ class Admission:
         rate = self._begun.at(now)
         return min(most_s, (self._line.tokens_ahead(entry) + entry.num_tokens) / rate) if rate else most_s
 
-    def _retry_s(self, wait_s: float, entry: Entry, candidates: Candidates) -> float:
+    def _retry_s(self, wait_s: float, entry: Entry, candidates: CandidateTable) -> float:
         """After what is ahead now, and after those who were told to come again before."""
         behind_s = self._returning.after_s(entry, speed=reading_speed(candidates), now=_now())
         return max(LEAST_RETRY_S, wait_s, min(wait_s + behind_s, self._config.admission.max_queue_s))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from router.policies.costs import load_s
-from router.policies.table import FEW, Candidates, Figures, Floats, figures_of, readers_of
+from router.policies.table import Bools, CandidateTable, Floats
 
 HALF_LIFE_S = 3.0
 _ATTACK = 0.3
@@ -26,33 +25,25 @@ class Room:
     max_backlog_s: float
     max_waiting: int
 
-    def reads(self, load: Candidates | Figures) -> Any:
-        """Of one, or of each."""
+    def reads(self, load: CandidateTable) -> Bools:
         speed = load.prefill_tokens_per_s
         in_time = (speed == 0) | (load.queued_prefill_tokens <= self.max_backlog_s * speed)
-        return (load.num_waiting < self.max_waiting) & (in_time | (load.num_waiting == 0))
+        reads: Bools = (load.num_waiting < self.max_waiting) & (in_time | (load.num_waiting == 0))
+        return reads
 
-    def writes(self, load: Candidates | Figures, num_blocks: int) -> Any:
+    def writes(self, load: CandidateTable, num_blocks: int) -> Bools:
         has_room = (load.num_free_blocks > num_blocks) & (load.num_waiting < self.max_waiting)
-        return has_room | (load.num_requests == 0)
+        writes: Bools = has_room | (load.num_requests == 0)
+        return writes
 
-    def fits(self, candidates: Candidates, num_blocks: int) -> bool:
+    def fits(self, candidates: CandidateTable, num_blocks: int) -> bool:
         """Is there a worker, or a pair of them, that would begin with a request of so many blocks soon? Where nobody
         writes at all the answer is yes: what to do then is for the dispatcher to say. A decode worker does not count as
         a reader while there are others: it has nothing to read, and reads little, if any, of what comes."""
-        readers, writers = candidates.readers, candidates.writers
+        readers, writers = candidates.prefill_pool, candidates.decode_pool
         if not len(writers):
             return True
-        alone = writers.crew.colocated if len(readers) else np.ones(len(writers), dtype=np.bool_)
-        if len(candidates) <= FEW:
-            having_room = [
-                (one, reads)
-                for one, reads in zip(figures_of(writers), alone.tolist(), strict=True)
-                if self.writes(one, num_blocks)
-            ]
-            if any(reads and self.reads(one) for one, reads in having_room):
-                return True
-            return bool(having_room) and any(map(self.reads, figures_of(readers)))
+        alone = writers.workers.colocated if len(readers) else np.ones(len(writers), dtype=np.bool_)
         room = self.writes(writers, num_blocks)
         if (idle := room & alone).any() and (idle & self.reads(writers)).any():
             return True
@@ -89,14 +80,14 @@ class Overrun:
 
 
 def predicted_ttft_s(
-    candidates: Candidates, num_tokens: int, num_ahead: int, *, overhead_s: float = 0.0
+    candidates: CandidateTable, num_tokens: int, num_ahead: int, *, overhead_s: float = 0.0
 ) -> float | None:
     """Seconds to the first token on the best reader, with `num_ahead` prompt tokens in line before it at the gateway.
 
     What is in line is shared out by all readers. `overhead_s` comes to every first token, besides the reading. None
     while no reader's speed is known.
     """
-    readers = readers_of(candidates)
+    readers = candidates.prompt_pool
     speed = reading_speed(readers)
     if not speed:
         return None
@@ -104,10 +95,10 @@ def predicted_ttft_s(
     return num_ahead / speed + float(_reading_s(measured, num_tokens, overhead_s).min())
 
 
-def least_ttft_s(candidates: Candidates, num_tokens: int, *, overhead_s: float = 0.0) -> float | None:
+def least_ttft_s(candidates: CandidateTable, num_tokens: int, *, overhead_s: float = 0.0) -> float | None:
     """Seconds to the first token on the best reader if nothing else were to be done; None where nobody reads. A reader
     that has not told its speed, for want of prompts that show it, may be the fastest: it may read at once."""
-    readers = readers_of(candidates)
+    readers = candidates.prompt_pool
     if not len(readers):
         return None
     measured = readers.take(np.flatnonzero(readers.prefill_tokens_per_s))
@@ -115,29 +106,29 @@ def least_ttft_s(candidates: Candidates, num_tokens: int, *, overhead_s: float =
     return least_s if len(measured) == len(readers) else min(least_s, overhead_s)
 
 
-def nobody_here(candidates: Candidates) -> bool:
+def nobody_here(candidates: CandidateTable) -> bool:
     """Has no worker any request?"""
     return not (candidates.num_requests.any() or candidates.queued_prefill_tokens.any())
 
 
-def reading_speed(candidates: Candidates) -> float:
+def reading_speed(candidates: CandidateTable) -> float:
     """Tokens a second of all readers; 0 while none has been measured."""
-    return float(sum(readers_of(candidates).prefill_tokens_per_s.tolist()))
+    return float(sum(candidates.prompt_pool.prefill_tokens_per_s.tolist()))
 
 
-def _reading_s(readers: Candidates, num_tokens: int, overhead_s: float) -> Floats:
+def _reading_s(readers: CandidateTable, num_tokens: int, overhead_s: float) -> Floats:
     """As the worker measures its steps, or as first tokens have come of late, which also waited for each other's steps
     and for answers in between: whatever is longer. Of one with nothing to read the shorter: were it believed to be late
     for good, nobody would be sent there to find out."""
     queued = readers.queued_prefill_tokens
     before = queued + num_tokens - readers.num_cached_tokens
-    busy_s = np.maximum(before / readers.prefill_tokens_per_s, readers.reading(before)) + load_s(readers)
+    busy_s = np.maximum(before / readers.prefill_tokens_per_s, readers.prefill_time(before)) + load_s(readers)
     return np.where(queued > 0, busy_s, _idle_s(readers, num_tokens, overhead_s))
 
 
-def _idle_s(readers: Candidates, num_tokens: int, overhead_s: float) -> Floats:
+def _idle_s(readers: CandidateTable, num_tokens: int, overhead_s: float) -> Floats:
     missing = num_tokens - readers.num_cached_tokens
     stepping_s = missing / readers.prefill_tokens_per_s + overhead_s
-    expected_s = readers.reading(missing)
+    expected_s = readers.prefill_time(missing)
     seconds: Floats = np.minimum(stepping_s, np.where(expected_s > 0, expected_s, stepping_s)) + load_s(readers)
     return seconds

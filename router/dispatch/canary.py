@@ -21,8 +21,8 @@ from enum import StrEnum
 
 from protos.errors import BatonError
 from router.jobs import Generate, Job, Tap, TokenDelta
-from router.policies.base import Candidate, Decision, Policy, RequestView
-from router.policies.table import Candidates
+from router.policies.base import Decision, Policy, RequestView
+from router.policies.table import CandidateTable
 
 log = logging.getLogger("baton.router")
 
@@ -40,8 +40,8 @@ class Outcome(StrEnum):
 def by_one_worker(policy: Policy) -> Policy:
     """The policy's choice of a worker, which reads the prompt itself."""
 
-    def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
-        return replace(policy(view, Candidates.of(candidates).writers), prefill=None)
+    def decide(view: RequestView, candidates: CandidateTable) -> Decision:
+        return replace(policy(view, candidates.decode_pool), prefill=None)
 
     return decide
 

@@ -19,12 +19,11 @@ from router.dispatch.sessions import Sessions
 from router.fleet.fleet import Fleet
 from router.jobs import Job
 from router.policies.base import Decision, Policy, RequestView
-from router.policies.costs import num_off_device, num_uncached, outlook
+from router.policies.costs import estimate, handed_bytes
 from router.policies.limits import avoiding
-from router.policies.names import check_names, shadow_names
-from router.policies.pair import told
-from router.policies.registry import policy_of
-from router.policies.table import Candidates, readers_of
+from router.policies.pair import kept_candidates
+from router.policies.registry import check_names, policy_of, shadow_names
+from router.policies.table import CandidateTable
 from router.traces.cache_misses import Losses
 from router.traces.request_trace import Choice, Record, Records
 from router.traces.shadow import Shadow
@@ -70,7 +69,7 @@ class Chooser:
         records = self._routing.records.find(request_id)
         return tuple(choice.decision for record in records for choice in record.choices)
 
-    def choose(self, journal: Journal, candidates: Candidates) -> Decision:
+    def choose(self, journal: Journal, candidates: CandidateTable) -> Decision:
         """Of candidates of which one at least can write."""
         fleet, record, now = self._fleet, journal.record, _now()
         block_size = fleet.block_size or 1
@@ -89,7 +88,7 @@ class Chooser:
         away = journal.failed | journal.full
         decision = avoiding(self._policy, away)(view, candidates)
         self._num_decided += 1
-        expected = outlook(view, candidates, decision)
+        expected = estimate(view, candidates, decision)
         shadows = tuple(one.consider(view, candidates, decision, expected) for one in self._routing.shadows)
         if not record.choices:
             self._routing.records.keep_chain(record, hashes, block_size)
@@ -97,19 +96,19 @@ class Chooser:
             Choice(
                 at_s=now,
                 view=view,
-                candidates=told(candidates, decision),
+                candidates=kept_candidates(candidates, decision),
                 num_candidates=len(candidates),
                 decision=decision,
-                outlook=expected,
+                estimate=expected,
                 shadows=shadows,
             )
         )
         return decision
 
-    def _session(self, journal: Journal, hashes: Chain, candidates: Candidates) -> str:
+    def _session(self, journal: Journal, hashes: Chain, candidates: CandidateTable) -> str:
         """Found once for a job: a prompt that is tried again is not asked more often."""
         if journal.session is None:
-            journal.session = self._sessions.of(hashes, len(readers_of(candidates)))
+            journal.session = self._sessions.of(hashes, len(candidates.prompt_pool))
         return journal.session
 
     # -- what came of it -----------------------------------------------------------------------------------------------
@@ -125,8 +124,8 @@ class Chooser:
             self._fleet.predictor.saw_first_token(
                 reader.worker_id,
                 reader.role,
-                num_tokens=reader.queued_prefill_tokens + num_uncached(choice.view, reader),
-                seconds=max(0.0, now - choice.at_s - choice.outlook.load_s),
+                num_tokens=reader.queued_prefill_tokens + choice.view.num_tokens - reader.num_cached_tokens,
+                seconds=max(0.0, now - choice.at_s - choice.estimate.load_s),
                 now=now,
                 on_idle=reader.num_requests == 0,
             )
@@ -138,12 +137,11 @@ class Chooser:
         if marks.prefilled_s is None or not record.choices:
             return
         choice = record.choices[-1]
-        missing = num_off_device(choice.view, choice.writer)
         self._fleet.predictor.saw_transfer(
             choice.reader.worker_id,
             choice.writer.worker_id,
-            num_bytes=missing / choice.view.block_size * choice.view.block_bytes,
-            seconds=max(0.0, now - marks.prefilled_s - choice.outlook.tpot_s),
+            num_bytes=handed_bytes(choice.view, choice.candidates.only(choice.decision.decode)).item(),
+            seconds=max(0.0, now - marks.prefilled_s - choice.estimate.tpot_s),
             now=now,
         )
 

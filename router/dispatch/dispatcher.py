@@ -36,7 +36,7 @@ from router.fleet.worker import Member
 from router.fleet.worker_client import Updates
 from router.jobs import Job, Tap, TokenDelta
 from router.policies.base import Decision, Policy
-from router.policies.table import Candidates
+from router.policies.table import CandidateTable
 from router.prefix.index import NO_MATCH
 from router.traces.request_trace import What
 
@@ -170,10 +170,10 @@ class Dispatcher:
         """Raises NoWorkers. The load the decision brings to its workers counts from now on."""
         fleet = self._fleet
         candidates = self._candidates(journal)
-        if not len(candidates.writers):
+        if not len(candidates.decode_pool):
             raise NoWorkers(": ".join(filter(None, ("no worker is ready", ", ".join(fleet.successors.of(None))))))
         decision = self._chooser.choose(journal, candidates)
-        journal.know_cached(candidates.most_cached)
+        journal.know_cached(int(candidates.num_cached_tokens.max()))
         request_id, generation = journal.next_attempt()
         reader = fleet.member(decision.prefill or decision.decode)
         pull = self.pulls.choose(journal, request_id, generation, reader, candidates)
@@ -184,7 +184,7 @@ class Dispatcher:
             decode=fleet.member(decision.decode),
             pull=pull,
         )
-        known = candidates.named(reader.worker_id).num_cached_tokens
+        known = int(candidates.only(reader.worker_id).num_cached_tokens.item())
         num_cached = pull.num_tokens if pull is not None else known
         journal.unread.setdefault(reader.worker_id, known // (fleet.block_size or 1))
         num_blocks = -(-journal.num_tokens // (fleet.block_size or 1))
@@ -210,13 +210,13 @@ class Dispatcher:
 
     def _elsewhere(self, journal: Journal, besides: Member) -> Member:
         """Where a sequence that is written by a worker had better go on. Raises NoWorkers."""
-        writers = self._candidates(journal).writers
+        writers = self._candidates(journal).decode_pool
         candidates = writers.besides((besides.worker_id,))
-        if besides.worker_id in candidates.crew.places or not len(candidates):
+        if besides.worker_id in candidates.workers.places or not len(candidates):
             raise NoWorkers(f"no other worker than {besides.worker_id} can write")
         return self._fleet.member(self._chooser.choose(journal, candidates).decode)
 
-    def _candidates(self, journal: Journal) -> Candidates:
+    def _candidates(self, journal: Journal) -> CandidateTable:
         fleet = self._fleet
         matched = fleet.match(journal.hashes, now=_now()).at_most(journal.unread)
         return fleet.candidates(matched, journal.num_tokens)
@@ -369,7 +369,7 @@ class Dispatcher:
         change of a load lets one of them ask again, so that a full pool is not drowned in questions."""
         journal.full.add(attempt.refuser.worker_id)
         offered = self._fleet.candidates(NO_MATCH, 1)
-        pools = [set(pool.crew.worker_ids) for pool in (offered.readers, offered.writers) if len(pool)]
+        pools = [set(pool.workers.worker_ids) for pool in (offered.prefill_pool, offered.decode_pool) if len(pool)]
         if pools and all(pool - journal.full for pool in pools):
             return
         journal.full.clear()

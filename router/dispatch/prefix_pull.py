@@ -19,9 +19,8 @@ from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
 from router.dispatch.job_state import Journal
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Member
-from router.policies.base import Candidate
 from router.policies.costs import load_s
-from router.policies.table import Candidates
+from router.policies.table import Candidate, CandidateTable
 from router.traces.request_trace import What
 
 log = logging.getLogger("baton.router")
@@ -113,26 +112,26 @@ class Pulls:
         self.failures: Counter[str] = Counter()
 
     def choose(
-        self, journal: Journal, request_id: str, generation: int, reader: Member, candidates: Candidates
+        self, journal: Journal, request_id: str, generation: int, reader: Member, candidates: CandidateTable
     ) -> Pull | None:
         """What the reader of an attempt, one of the candidates, had best fetch, and from whom. Nothing, when logprobs
         of the prompt are asked for: these are computed."""
         if reader.info is None or (journal.job.sampling.prompt_logprobs is not None and not journal.output_ids):
             return None
-        if not candidates.most_cached:
+        if not (caching := candidates.caching):
             return None
         layout, most = reader.info.layout, journal.num_tokens - 1
         holders = [
             holder
-            for place in candidates.having()
-            if (worker_id := candidates.crew.worker_ids[place]) != reader.worker_id
-            for holder in self._holders(candidates.named(worker_id), most, layout.block_size)
+            for worker_id in caching
+            if worker_id != reader.worker_id
+            for holder in self._holders(candidates.candidate(worker_id), most, layout.block_size)
         ]
-        own = candidates.named(reader.worker_id)
+        own = candidates.candidate(reader.worker_id)
         puller = Puller(
             num_cached=own.num_cached_tokens,
             num_on_host=own.num_host_tokens,
-            load_s=load_s(own),
+            load_s=load_s(candidates.only(reader.worker_id)).item(),
             tokens_per_s=reader.load.prefill_tokens_per_s,
             bytes_per_token=layout.block_bytes / layout.block_size,
         )
@@ -157,7 +156,7 @@ class Pulls:
                     worker_id=one.worker_id,
                     num_tokens=num_tokens // block_size * block_size,
                     bytes_per_s=bytes_per_s,
-                    load_s=float(one.loading(num_tokens - on_device)) if num_tokens > on_device else 0.0,
+                    load_s=float(one.load_time(num_tokens - on_device)) if num_tokens > on_device else 0.0,
                 )
 
     async def fetch(self, journal: Journal, pull: Pull) -> Ticket | None:

@@ -20,7 +20,7 @@ from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
 from protos.values import BlockHash, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from protos.wire import PROTOBUF, Encoding
 from router.config import RouterConfig
-from router.fleet.candidate_table import Offers
+from router.fleet.candidate_table import FleetTable
 from router.fleet.channels import OpenChannel, open_channel
 from router.fleet.host_metrics import HostTotals
 from router.fleet.lane_metrics import LaneTotals
@@ -28,7 +28,7 @@ from router.fleet.successors import Successor, Successors
 from router.fleet.worker import Member, WorkerState, WorkerStatus
 from router.fleet.worker_client import WorkerClient
 from router.latency.predictor import Predictor
-from router.policies.table import Candidates, readers_of
+from router.policies.table import CandidateTable
 from router.prefix.feed import Feed, Observe, Peers
 from router.prefix.index import Match, PrefixIndex
 
@@ -81,7 +81,7 @@ class Fleet:
         self._turn = asyncio.Event()
         self.successors = Successors()
         self.predictor = Predictor()
-        self._offers = Offers(self.predictor)
+        self._table = FleetTable(self.predictor)
         self.totals = {role: PoolTotals() for role in WorkerRole}
         self.lane_totals = LaneTotals()
         self.host_totals = HostTotals()
@@ -109,7 +109,7 @@ class Fleet:
             self.successors.arrived(worker_id)
         if member is None:
             member = self._members[worker_id] = Member(worker_id, address)
-            self._offers.add(member)
+            self._table.add(member)
             again = self._again[worker_id] = asyncio.Event()
             self._keepers[worker_id] = asyncio.create_task(self._keep(member, again), name=f"keep {worker_id}")
         elif member.address != address:
@@ -123,7 +123,7 @@ class Fleet:
         self.successors.arrived(worker_id)
         if worker_id not in self._members:
             return
-        self._offers.remove(self._members.pop(worker_id))
+        self._table.remove(self._members.pop(worker_id))
         del self._again[worker_id]
         self._feed.drop(worker_id)
         self.predictor.forget(worker_id)
@@ -181,24 +181,24 @@ class Fleet:
         """
         size = self.block_size or 1
         matched = self.index.match(hashes(size), now=now)
-        for other in self._offers.block_sizes:
+        for other in self._table.block_sizes:
             if other != size:
                 matched = matched.joined(self.index.match(hashes(other), now=now).scaled(other, size))
         return matched
 
-    def candidates(self, matched: Match, num_tokens: int) -> Candidates:
+    def candidates(self, matched: Match, num_tokens: int) -> CandidateTable:
         """Workers that take new work, without those whose breaker gives them a pause. `matched` is an index's answer
         for a sequence of `num_tokens` tokens, of which the last must always be computed."""
         now = asyncio.get_running_loop().time()
-        return self._offers.candidates(matched, num_tokens, self.block_size or 1, now=now)
+        return self._table.candidates(matched, num_tokens, self.block_size or 1, now=now)
 
-    def loads(self) -> Candidates:
+    def loads(self) -> CandidateTable:
         """Workers that take new work, for whoever looks at their load alone, and keeps nothing of it."""
-        return self._offers.loads()
+        return self._table.loads()
 
     def overhead_s(self) -> float:
         """What lately came to every first token, besides the reading of its prompt; 0 while that is not known."""
-        now, roles = asyncio.get_running_loop().time(), dict.fromkeys(readers_of(self.loads()).crew.roles)
+        now, roles = asyncio.get_running_loop().time(), dict.fromkeys(self.loads().prompt_pool.workers.roles)
         return min((self.predictor.overhead_s(role, now=now) for role in roles), default=0.0)
 
     def ready(self) -> bool:
@@ -282,7 +282,7 @@ class Fleet:
             self._doubt(member, member.breaker.failed_elsewhere(now, sibling=sibling, in_row=in_row))
 
     def _doubt(self, member: Member, paused: bool) -> None:
-        self._offers.doubt(member)
+        self._table.doubt(member)
         if paused and member.role is not None:
             log.warning(
                 "worker %s keeps failing what it is given: it gets no new requests for a while",

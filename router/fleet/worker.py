@@ -27,7 +27,7 @@ from protos.values import (
 )
 from router.fleet.circuit_breaker import Breaker
 from router.fleet.worker_client import Updates, WorkerClient
-from router.policies.table import Figures
+from router.policies.table import LoadRow
 
 SUCCEEDED = "as it was told to; its successor is due"
 SUCCESSOR_S = 600.0  # as long as `baton drain` waits: large weights take minutes
@@ -229,10 +229,10 @@ class Member:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def figures(self) -> Figures:
+    def load_row(self) -> LoadRow:
         """Its load with what was routed here."""
         load, routed = self.load, self._routed.values()
-        return Figures(
+        return LoadRow(
             load.num_running + load.num_waiting + load.num_tickets + len(routed),
             load.num_waiting + sum(work.num_tokens > 0 for work in routed),
             load.queued_prefill_tokens + sum(work.num_tokens for work in routed),

@@ -19,15 +19,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protos.values import WorkerLoad, WorkerRole
 from router.latency.prefill_speeds import Speeds, counted, slowness
 from router.latency.recent_work import Recent, since_whole, whole
 from router.latency.ttft_overhead import Overhead
-from router.latency.worker_features import Numbers, Standing, where
-from router.policies.base import Line
-from router.policies.table import LINES, Floats, Lines, Places, Ways
+from router.latency.worker_features import WorkerFeatures
+from router.policies.table import ROLES, CandidateTable, Floats, LaneLatencies, Line, WorkerSet
 
 HALF_LIFE_S = 300.0
 HALF_COUNT = 32
@@ -38,44 +36,11 @@ OUTLIER = 4.0  # mean errors off the line
 FAR = 10.0  # times as long as believed: the most that one of the first observations says
 
 # Of a cluster that nothing is known of: neither a laptop nor the largest card, and wrong for a few requests only.
-READING = Line(fixed_s=0.005, each_s=1e-4)
-STEPPING = Line(fixed_s=0.02, each_s=1e-4)
-RECEIVING = Line(fixed_s=0.0, each_s=1e-9)
-LOADING = Line(fixed_s=0.0, each_s=1e-10)  # from host memory: of a worker that has loaded nothing yet
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expectation:
-    """Of one worker, as `Candidate` has it; but `loading` is by bytes."""
-
-    reading: Line = READING
-    loading: Line = LOADING
-    stepping: Line = STEPPING
-    receiving: Line = RECEIVING
-    recent_tokens: float = 0.0
-
-
-_ROLES = tuple(WorkerRole)
-_COLOCATED = _ROLES.index(WorkerRole.COLOCATED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expectations:
-    """Of many workers, as columns."""
-
-    reading: Lines
-    loading: Lines
-    stepping: Lines
-    receiving: Lines
-    recent_tokens: Floats
-
-    def of(self, place: int) -> Expectation:
-        lines = {name: getattr(self, name) for name in LINES}
-        each = {
-            name: Line(fixed_s=float(many.fixed_s[place]), each_s=float(many.each_s[place]))
-            for name, many in lines.items()
-        }
-        return Expectation(**each, recent_tokens=float(self.recent_tokens[place]))
+PREFILL = Line(fixed_s=0.005, each_s=1e-4)
+STEP = Line(fixed_s=0.02, each_s=1e-4)
+TRANSFER = Line(fixed_s=0.0, each_s=1e-9)
+LOAD = Line(fixed_s=0.0, each_s=1e-10)  # from host memory, a byte: of a worker that has loaded nothing yet
+UNOBSERVED = {"prefill_time": PREFILL, "load_time": LOAD, "step_time": STEP, "transfer_time": TRANSFER}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,16 +210,16 @@ class Predictor:
     """The fits of all workers and lanes. A worker that nobody has measured counts as its pool does."""
 
     def __init__(self) -> None:
-        self._reading: dict[str, Pace] = {}
-        self._stepping: dict[str, Pace] = {}
-        self._receiving: dict[str, Fit] = {}
+        self._prefill: dict[str, Pace] = {}
+        self._step: dict[str, Pace] = {}
+        self._transfer: dict[str, Fit] = {}
         self._pools: dict[WorkerRole, tuple[Fit, Fit]] = {role: (Fit(), Fit()) for role in WorkerRole}
         self._overheads = {role: Overhead() for role in WorkerRole}
         self._all_lanes = Fit()
-        self._offered: tuple[Sequence[str], dict[str, int], _Priors] = ((), {}, ())
-        self._priors: dict[str, tuple[float, ...]] = {}  # of workers that are not among those offered last
+        self._offered = _NOTHING_OFFERED
+        self._priors: dict[str, _Prior] = {}  # of workers that are not among those offered last
         self._fits_of_lanes: dict[str, dict[str, Fit]] = {}
-        self._lanes: dict[str, Ways] = {}
+        self._lanes: dict[str, LaneLatencies] = {}
         self._recent = {role: Recent() for role in WorkerRole}
         self._speeds = {role: Speeds() for role in WorkerRole}
         self._changed: dict[str, None] = {}
@@ -262,141 +227,88 @@ class Predictor:
 
     # -- what is expected ----------------------------------------------------------------------------------------------
 
-    def standing(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> Standing[float]:
-        """It stays as it is while its load does and `changed` does not name it."""
-        colocated = role is WorkerRole.COLOCATED
-        self._speeds[role].tell(worker_id, load.prefill_tokens_per_s)
+    def features(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> WorkerFeatures[float]:
+        """Stays the same while the worker's load does and `changed` does not name it."""
+        speeds, measured = self._speeds[role], load.transfer_bytes > 0
+        speeds.tell(worker_id, load.prefill_tokens_per_s)
         self._overheads[role].met(worker_id)
-        reading, stepping = self._reading.get(worker_id), None if colocated else self._stepping.get(worker_id)
-        if reading is not None:
-            reading.tell(self._speeds[role].slower(worker_id))
-        lane = Line(each_s=load.transfer_s / load.transfer_bytes) if load.transfer_bytes else None
-        receiving = self._receiving.get(worker_id)
-        fitted = receiving.line(lane) if receiving is not None and lane is not None else lane
-        loading = _load_line(load)
-        return Standing(
-            _ROLES.index(role),
+        prefill = self._prefill.get(worker_id)
+        step = None if role is WorkerRole.COLOCATED else self._step.get(worker_id)
+        if prefill is not None:
+            prefill.tell(speeds.slower(worker_id))
+        lane = Line(each_s=load.transfer_s / load.transfer_bytes) if measured else _UNKNOWN
+        transfer = self._transfer.get(worker_id)
+        fitted = transfer.line(lane) if transfer is not None and measured else lane
+        onload = _load_line(load)
+        return WorkerFeatures(
             load.num_running,
-            self._speeds[role].of(worker_id),
+            speeds.of(worker_id) or math.nan,
             load.decode_step_s,
-            lane.each_s if lane is not None else np.nan,
-            loading.fixed_s,
-            loading.each_s,
-            reading.ratio if reading is not None else 1.0,
-            stepping.ratio if stepping is not None else 1.0,
-            receiving is not None and lane is None,
-            fitted.fixed_s if fitted is not None else np.nan,
-            fitted.each_s if fitted is not None else np.nan,
+            onload.fixed_s,
+            onload.each_s,
+            lane.fixed_s,
+            lane.each_s,
+            fitted.fixed_s,
+            fitted.each_s,
+            prefill.ratio if prefill is not None else 1.0,
+            step.ratio if step is not None else 1.0,
+            transfer is not None and not measured,
             *whole(*self._recent[role].of(worker_id, now=now)),
         )
 
     def changed(self) -> Sequence[str]:
-        """Workers of which something was observed since this was last asked, or whose speed has come to count
-        otherwise, for others have told theirs."""
+        """Workers whose features have changed since the last call: something was observed of them, or other workers'
+        speeds make a difference of theirs, or none any more."""
         crossed = [worker_id for speeds in self._speeds.values() for worker_id in speeds.crossed()]
         changed, self._changed = tuple(dict.fromkeys((*self._changed, *crossed))), {}
         return changed
 
-    def expectations(self, worker_ids: Sequence[str], standings: Floats, *, now: float) -> Expectations:
-        """Of workers with these `standings`, a row for each number of a `Standing`. They count as offered from now on:
-        what is observed of them is held against this."""
-        standing: Standing[Floats] = Standing(*standings)
-        pools = standing.role.astype(np.intp)
-        found = self._expected(
-            standing,
-            _columns([self._pools[one][0].line(READING) for one in _ROLES], pools),
-            _columns([self._pools[one][1].line(STEPPING) for one in _ROLES], pools),
-            np.array([self._speeds[one].mean for one in _ROLES])[pools],
-            np.array([float(self._pools[one][1].known) for one in _ROLES])[pools],
+    def predict(self, table: CandidateTable, features: Floats, *, now: float) -> None:
+        """Fills in the lines of workers with these `features`, a row for each of `WorkerFeatures`, and their recent
+        tokens; `load_time` is by bytes. What is observed of them from now on is compared with this."""
+        known: WorkerFeatures[Floats] = WorkerFeatures(*features)
+        pools = np.array([self._pool_numbers(role, now) for role in ROLES]).T[:, table.workers.role_numbers]
+        speed, has_steps, recent_share, recent_from = pools[4:]
+        priors = np.empty((6, len(table)))
+        priors[:4] = pools[:4]
+        _, prefill_each_s, step_fixed_s, step_each_s, *_ = priors
+        slower = slowness(known.prefill_tokens_per_s, speed)
+        np.copyto(prefill_each_s, slower / speed, where=speed == speed)
+        # A slow step of long ago must not keep an idle worker idle: it counts as its pool does.
+        as_pool = (known.num_running < has_steps) | (known.step_s == 0)
+        np.copyto(step_fixed_s, np.maximum(known.step_s - step_each_s * known.num_running, 0.0), where=~as_pool)
+        if WorkerRole.COLOCATED in table.workers.roles:
+            # A colocated worker's steps are long while it has prompts: they show where prompts went, not where to send
+            # the next one. So the pool's line counts, by how fast each computes prompts.
+            np.copyto(priors[2:4], pools[2:4] * slower, where=table.workers.colocated)
+        lane, own = self._all_lanes.line(TRANSFER), features[_LANE_ROWS]
+        priors[4:], transfer = np.where(np.isnan(own), np.array([[lane.fixed_s], [lane.each_s]] * 2), own).reshape(
+            2, 2, -1
         )
-        priors, reading, stepping, receiving = found
-        self._offer(worker_ids, np.array(priors).T)
-        lane = self._all_lanes.line(RECEIVING)
-        for place in np.flatnonzero(standing.awaits_fit).tolist():
-            fitted = self._receiving[worker_ids[place]].line(lane)
-            receiving[0][place], receiving[1][place] = fitted.fixed_s, fitted.each_s
-        shares, wholes = np.array([since_whole(self._recent[one].clock(now)) for one in _ROLES]).T
-        left = np.ldexp(shares[pools], (standing.recent_at - wholes[pools]).astype(np.intc))
-        return Expectations(
-            reading=Lines(*reading),
-            loading=Lines(standing.load_fixed_s, standing.load_each_s),
-            stepping=Lines(*stepping),
-            receiving=Lines(*receiving),
-            recent_tokens=standing.recent_tokens * left,
-        )
+        self._offer(table.workers, priors)
+        lines = table.lines
+        np.multiply(priors[:2], known.prefill_ratio, out=lines[:2])
+        lines[2:4] = features[_LOAD_ROWS]
+        np.multiply(priors[2:4], known.step_ratio, out=lines[4:6])
+        lines[6:] = transfer
+        for place in np.flatnonzero(known.awaits_fit).tolist():
+            fitted = self._transfer[table.workers.worker_ids[place]].line(lane)
+            lines[6:, place] = fitted.fixed_s, fitted.each_s
+        left = np.ldexp(recent_share, (known.recent_at - recent_from).astype(np.intc))
+        np.multiply(known.recent_tokens, left, out=table.recent_tokens)
 
-    def expected_of_few(
-        self, worker_ids: Sequence[str], standings: Sequence[Standing[float]], *, now: float
-    ) -> list[tuple[float, ...]]:
-        """The same of few workers, by turns: for each `recent_tokens`, then both numbers of its lines, in the order of
-        a candidate's."""
-        told, priors = list[tuple[float, ...]](), list[Sequence[float]]()
-        lane = self._all_lanes.line(RECEIVING)
-        for worker_id, standing in zip(worker_ids, standings, strict=True):
-            role = _ROLES[int(standing.role)]
-            reads, writes = self._pools[role]
-            read, step = reads.line(READING), writes.line(STEPPING)
-            lines, known = ((read.fixed_s, read.each_s), (step.fixed_s, step.each_s)), float(writes.known)
-            found = self._expected(standing, *lines, self._speeds[role].mean, known)
-            prior, reading, stepping, receiving = found
-            if standing.awaits_fit:
-                fitted = self._receiving[worker_id].line(lane)
-                receiving = fitted.fixed_s, fitted.each_s
-            loading = standing.load_fixed_s, standing.load_each_s
-            share, last = since_whole(self._recent[role].clock(now))
-            recent = standing.recent_tokens * math.ldexp(share, int(standing.recent_at) - last)
-            told.append((recent, *reading, *loading, *stepping, *receiving))
-            priors.append(prior)
-        self._offer(worker_ids, priors)
-        return told
-
-    def _expected(
-        self,
-        standing: Standing[Numbers],
-        read: tuple[Numbers, Numbers],
-        step: tuple[Numbers, Numbers],
-        speed: Numbers,
-        known: Numbers,
-    ) -> tuple[Sequence[Numbers], tuple[Numbers, Numbers], tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
-        """The priors, and the lines of reading, stepping and receiving: of one worker as numbers, or of many as arrays
-        of them, to the same bits. `read` and `step` are the lines of its pool; is the latter `known` (0: no)? `speed`
-        is what its workers have told on average, 0 if none has."""
-        running, step_s, lane_s = standing.num_running, standing.step_s, standing.lane_s
-        reading_ratio, stepping_ratio = standing.reading_ratio, standing.stepping_ratio
-        (step_fixed_s, step_each_s), lane = step, self._all_lanes.line(RECEIVING)
-        slower = slowness(standing.read_speed, speed)
-        read_each_s = where(speed > 0, slower / where(speed > 0, speed, 1.0), read[1])
-        # What an idle worker took long ago must not keep it idle for ever.
-        as_pool = ((running == 0) & (known != 0)) | (step_s == 0)
-        own_step_s = step_s - step_each_s * running
-        own_fixed_s = where(own_step_s > 0.0, own_step_s, 0.0)
-        steps: tuple[Numbers, Numbers] = (where(as_pool, step_fixed_s, own_fixed_s), step_each_s)
-        colocated = standing.role == _COLOCATED
-        if np.any(colocated) if isinstance(colocated, np.ndarray) else colocated:
-            # Steps in which prompts are read are long for as long as there are prompts, and whoever writes there meets
-            # its neighbours' wherever it goes: what one worker's steps took tells where prompts went, not where to send
-            # the next one. So of colocated workers the pool's line counts, by how fast each reads.
-            steps = (
-                where(colocated, step_fixed_s * slower, steps[0]),
-                where(colocated, step_each_s * slower, steps[1]),
-            )
-        own_lane = lane_s == lane_s
-        prior_fixed_s, prior_each_s = where(own_lane, 0.0, lane.fixed_s), where(own_lane, lane_s, lane.each_s)
-        fixed_s = where(own_lane, standing.fitted_fixed_s, lane.fixed_s)
-        each_s = where(own_lane, standing.fitted_each_s, lane.each_s)
+    def _pool_numbers(self, role: WorkerRole, now: float) -> Sequence[float]:
+        prefill, step = self._pools[role]
+        prefill_line, step_line = prefill.line(PREFILL), step.line(STEP)
         return (
-            (read[0], read_each_s, steps[0], steps[1], prior_fixed_s, prior_each_s),
-            (read[0] * reading_ratio, read_each_s * reading_ratio),
-            (steps[0] * stepping_ratio, steps[1] * stepping_ratio),
-            (fixed_s, each_s),
+            prefill_line.fixed_s,
+            prefill_line.each_s,
+            step_line.fixed_s,
+            step_line.each_s,
+            self._speeds[role].mean or math.nan,
+            step.known,
+            *since_whole(self._recent[role].clock(now)),
         )
-
-    def expect(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> Expectation:
-        """Of one worker."""
-        standing = self.standing(worker_id, role, load, now=now)
-        [(recent, *lines)] = self.expected_of_few((worker_id,), [standing], now=now)
-        each = [Line(fixed_s=lines[at], each_s=lines[at + 1]) for at in range(0, len(lines), 2)]
-        return Expectation(**dict(zip(LINES, each, strict=True)), recent_tokens=recent)
 
     def overhead_s(self, role: WorkerRole, *, now: float) -> float:
         """What no first token of such workers has come without lately, though they were idle, besides the reading; 0
@@ -404,7 +316,7 @@ class Predictor:
         return self._overheads[role].at(now)
 
     @property
-    def lanes(self) -> Mapping[str, Ways]:
+    def lanes(self) -> Mapping[str, LaneLatencies]:
         """By reader and writer, of those measured. It goes on changing."""
         return self._lanes
 
@@ -412,10 +324,10 @@ class Predictor:
         """By worker: of first tokens, and of the time between tokens."""
         return {
             worker_id: (
-                self._reading[worker_id].errors.so_far if worker_id in self._reading else Errors(),
-                self._stepping[worker_id].errors.so_far if worker_id in self._stepping else Errors(),
+                self._prefill[worker_id].errors.so_far if worker_id in self._prefill else Errors(),
+                self._step[worker_id].errors.so_far if worker_id in self._step else Errors(),
             )
-            for worker_id in self._reading.keys() | self._stepping.keys()
+            for worker_id in self._prefill.keys() | self._step.keys()
         }
 
     def routed(self, worker_id: str, role: WorkerRole, num_tokens: int, *, beside: int, now: float) -> None:
@@ -431,14 +343,14 @@ class Predictor:
         """A first token came so long after its decision; until then the worker had so many tokens to read. `on_idle`:
         it had no other request when it was given this one."""
         pool = self._pools[role][0]
-        if (prior := self._prior(worker_id)) is not None:
-            pace = self._reading.setdefault(worker_id, Pace())
-            pace.observe(num_tokens, seconds, line=prior.reading, now=now, learn=pool.sure)
+        if (prior := self._prior_of(worker_id)) is not None:
+            pace = self._prefill.setdefault(worker_id, Pace())
+            pace.observe(num_tokens, seconds, line=prior.prefill, now=now, learn=pool.sure)
             self._changed[worker_id] = None
-        pool.observe(num_tokens, seconds, prior=READING, now=now)
+        pool.observe(num_tokens, seconds, prior=PREFILL, now=now)
         if on_idle:  # others' steps are no part of what comes to everybody
-            pooled_s = pool.line(READING).each_s
-            each_s = pooled_s if prior is None else max(prior.reading.each_s, pooled_s)
+            pooled_s = pool.line(PREFILL).each_s
+            each_s = pooled_s if prior is None else max(prior.prefill.each_s, pooled_s)
             self._overheads[role].observe(seconds, reading_s=num_tokens * each_s, now=now)
 
     def saw_answer(
@@ -446,31 +358,31 @@ class Predictor:
     ) -> None:
         """The tokens of an answer, written among so many sequences, were so many seconds apart."""
         pool = self._pools[role][1]
-        if (prior := self._prior(worker_id)) is not None:
-            pace = self._stepping.setdefault(worker_id, Pace())
-            pace.observe(num_sequences, seconds, line=prior.stepping, now=now, learn=pool.sure)
+        if (prior := self._prior_of(worker_id)) is not None:
+            pace = self._step.setdefault(worker_id, Pace())
+            pace.observe(num_sequences, seconds, line=prior.step, now=now, learn=pool.sure)
             self._changed[worker_id] = None
-        pool.observe(num_sequences, seconds, prior=STEPPING, now=now)
+        pool.observe(num_sequences, seconds, prior=STEP, now=now)
         self.answer_tokens += (num_tokens - self.answer_tokens) / HALF_COUNT
 
     def saw_transfer(self, reader: str, writer: str, *, num_bytes: float, seconds: float, now: float) -> None:
         """An answer was held up by so much, for KV of so many bytes."""
-        if self._prior(reader) is not None and (known := self._prior(writer)) is not None:
-            prior = known.receiving
+        if self._prior_of(reader) is not None and (known := self._prior_of(writer)) is not None:
+            prior = known.transfer
             lane = self._fits_of_lanes.setdefault(reader, {}).setdefault(writer, Fit())
             lane.observe(num_bytes, seconds, prior=prior, now=now)
-            self._lanes.setdefault(reader, Ways()).set(writer, lane.line(prior))
-            self._receiving.setdefault(writer, Fit()).observe(num_bytes, seconds, prior=prior, now=now)
+            self._lanes.setdefault(reader, LaneLatencies()).set(writer, lane.line(prior))
+            self._transfer.setdefault(writer, Fit()).observe(num_bytes, seconds, prior=prior, now=now)
             self._changed[writer] = None
-        self._all_lanes.observe(num_bytes, seconds, prior=RECEIVING, now=now)
+        self._all_lanes.observe(num_bytes, seconds, prior=TRANSFER, now=now)
 
     def forget(self, worker_id: str) -> None:
         """A worker has left, with its lanes."""
-        self._reading.pop(worker_id, None)
-        self._stepping.pop(worker_id, None)
-        self._receiving.pop(worker_id, None)
+        self._prefill.pop(worker_id, None)
+        self._step.pop(worker_id, None)
+        self._transfer.pop(worker_id, None)
+        self._keep_priors()
         self._priors.pop(worker_id, None)
-        self._offered[1].pop(worker_id, None)
         self._changed.pop(worker_id, None)
         for role in WorkerRole:
             self._recent[role].forget(worker_id)
@@ -479,7 +391,7 @@ class Predictor:
         for known in (self._fits_of_lanes, self._lanes):
             known.pop(worker_id, None)
         for reader in [reader for reader, fits in self._fits_of_lanes.items() if fits.pop(worker_id, None)]:
-            self._lanes[reader].forget(worker_id)
+            self._lanes[reader].drop(worker_id)
             if not self._lanes[reader]:
                 del self._lanes[reader], self._fits_of_lanes[reader]
 
@@ -489,47 +401,54 @@ class Predictor:
         """How many tokens could be read in the time that one more answer costs those beside it. Who reads and writes
         may be busy with prompts that it has cached; what a lone conversation finds on an idle worker costs nobody."""
         reading, stepping = self._pools[role]
-        each_s = reading.line(READING).each_s
+        each_s = reading.line(PREFILL).each_s
         if role is not WorkerRole.COLOCATED or not each_s:
             return 0.0
-        return self.answer_tokens * stepping.line(STEPPING).each_s * beside / each_s
+        return self.answer_tokens * stepping.line(STEP).each_s * beside / each_s
 
-    def _offer(self, worker_ids: Sequence[str], priors: _Priors) -> None:
-        before, places, old = self._offered
-        if worker_ids is before:
-            self._offered = (before, places, priors)
-            return
-        self._priors.update((worker_id, tuple(map(float, old[place]))) for worker_id, place in places.items())
-        self._offered = (worker_ids, {worker_id: place for place, worker_id in enumerate(worker_ids)}, priors)
+    def _offer(self, workers: WorkerSet, priors: Floats) -> None:
+        if workers is not self._offered[0]:
+            self._keep_priors()
+        self._offered = (workers, priors)
 
-    def _prior(self, worker_id: str) -> _Prior | None:
+    def _keep_priors(self) -> None:
+        workers, priors = self._offered
+        self._priors.update((worker_id, _prior(priors[:, place])) for worker_id, place in workers.places.items())
+        self._offered = _NOTHING_OFFERED
+
+    def _prior_of(self, worker_id: str) -> _Prior | None:
         """What was expected of a worker when it was last offered, without what its jobs taught; None if it never was,
         or has left."""
-        _, places, priors = self._offered
-        place = places.get(worker_id)
-        values = tuple(map(float, priors[place])) if place is not None else self._priors.get(worker_id)
-        return _Prior(*[Line(fixed_s=values[i], each_s=values[i + 1]) for i in range(0, 6, 2)]) if values else None
+        workers, priors = self._offered
+        place = workers.places.get(worker_id)
+        return self._priors.get(worker_id) if place is None else _prior(priors[:, place])
 
 
-_Priors = NDArray[np.float64] | Sequence[Sequence[float]]
-"""Of each worker, the numbers of a `_Prior`."""
+_UNKNOWN = Line(fixed_s=math.nan, each_s=math.nan)
+
+
+_LOAD_ROWS = slice(WorkerFeatures._fields.index("load_fixed_s"), WorkerFeatures._fields.index("lane_fixed_s"))
+_LANE_ROWS = slice(WorkerFeatures._fields.index("lane_fixed_s"), WorkerFeatures._fields.index("prefill_ratio"))
+_NOTHING_OFFERED = (WorkerSet((), ()), np.empty((6, 0)))
 
 
 class _Prior(NamedTuple):
-    reading: Line
-    stepping: Line
-    receiving: Line
+    prefill: Line
+    step: Line
+    transfer: Line
 
 
-def _columns(lines: Sequence[Line], pools: Places) -> tuple[Floats, Floats]:
-    """For each worker its pool's line."""
-    return np.array([line.fixed_s for line in lines])[pools], np.array([line.each_s for line in lines])[pools]
+def _prior(numbers: Floats) -> _Prior:
+    values = numbers.tolist()
+    return _Prior(
+        *(Line(fixed_s=fixed_s, each_s=each_s) for fixed_s, each_s in zip(values[::2], values[1::2], strict=True))
+    )
 
 
 def _load_line(load: WorkerLoad) -> Line:
     """As the worker measures its copies."""
     host = load.host
-    return Line(each_s=host.load_s / host.loaded_bytes) if host is not None and host.loaded_bytes else LOADING
+    return Line(each_s=host.load_s / host.loaded_bytes) if host is not None and host.loaded_bytes else LOAD
 
 
 def _share_kept(age_s: float) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.latency.worker_features import Numbers
+from router.policies.table import Floats
 
 ALIKE = 2.0  # times as fast as another, within which workers are of one kind: the router learns what differs less
 
@@ -80,13 +80,10 @@ class Speeds:
             self._mean = None
 
 
-def slowness(speed: Numbers, mean: Numbers) -> Numbers:
-    """How many times slower than the mean, of numbers as of arrays: 1 of those like it, and of those unknown (0)."""
-    if isinstance(speed, np.ndarray):
-        known = speed > 0
-        times = np.where(known, mean, 1.0) / np.where(known, speed, 1.0)
-        return np.where((times >= ALIKE) | (times * ALIKE <= 1), times, 1.0)
-    return counted(mean / speed) if speed else 1.0
+def slowness(speed: Floats, mean: Floats) -> Floats:
+    """How many times slower than the mean: 1 of those like it, and of those unknown (NaN)."""
+    times = mean / speed
+    return np.where((times >= ALIKE) | (times * ALIKE <= 1), times, 1.0)
 
 
 def _kind(slower: float) -> int:

@@ -12,19 +12,26 @@ from math import ceil
 
 import numpy as np
 
-from router.policies.base import RequestView
-from router.policies.table import Candidates, Scores, scores
+from router.config import RouterConfig
+from router.policies.base import Policy, RequestView
+from router.policies.pair import ShortRemainder, pair
+from router.policies.scores import Scores, scores
+from router.policies.table import CandidateTable
 
 BOUND = 1.25
 
 
-def session_affinity(view: RequestView, candidates: Candidates) -> Scores:
-    """`place` in the session's order; whoever has no room comes after everybody who has. A request without a session
-    is one of its own."""
+def session_affinity(config: RouterConfig) -> Policy:
+    return pair("session_affinity", prefill=_session_order, decode=_session_order, short=ShortRemainder.of(config))
+
+
+def _session_order(view: RequestView, candidates: CandidateTable) -> Scores:
+    """`place` in the session's order; workers without room come after all that have room. A request without a session
+    is a session of its own."""
     session, count = view.session or view.request_id, len(candidates)
     num_requests = candidates.num_requests
     most = ceil(BOUND * (num_requests.sum() + 1) / count)
-    draws = [_draw(session, worker_id) for worker_id in candidates.crew.worker_ids]
+    draws = [_draw(session, worker_id) for worker_id in candidates.workers.worker_ids]
     place = np.empty(count)
     place[sorted(range(count), key=draws.__getitem__, reverse=True)] = np.arange(count)
     return scores(candidates, place=place, no_room=count * (num_requests + 1 > most).astype(np.float64))

@@ -1,7 +1,6 @@
 """The nouns of routing decisions. Everything here is a value or a pure function over values.
 
-    Candidate ...──▶ Rank (basic, prefix_aware) ──▶ Score ... ──▶ pair ──▶ Decision
-                     limits wrap a Rank or a Policy         all at once, as columns: `candidates`
+    RequestView, CandidateTable ──▶ Policy ──▶ Decision
 
 A score is a cost: the lowest total wins.
 """
@@ -12,26 +11,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-from protos.value import Value
 from protos.values import WorkerRole
-
-if TYPE_CHECKING:
-    from router.policies.table import Ways
-
-
-class Line(Value, frozen=True, kw_only=True):
-    """Seconds for an amount of work: `fixed_s`, and `each_s` for each unit of it."""
-
-    fixed_s: float = 0.0
-    each_s: float = 0.0
-
-    def __call__(self, amount: float) -> float:
-        return self.fixed_s + self.each_s * amount
-
-
-UNKNOWN = Line()
+from router.policies.table import CandidateTable, LaneLatencies, Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +21,9 @@ class RequestView:
     """What a policy may know of a request. `num_tokens` must be in the KV cache before the next token can be made:
     the prompt, and what was answered before the request had to move. `num_decided` decisions came before this one.
 
-    Requests of one `session` are turns of one conversation: the client's word for it, or the first block that few share
-    (`router.dispatch.sessions`). An answer is expected to have `answer_tokens`, and its first one is wanted within
-    `within_s`.
-    The KV of a block has `block_bytes`; `lanes` are the seconds that KV of so many bytes is awaited from a reader by a
-    writer, for pairs that have been measured.
+    Requests of one `session` are turns of one conversation: the client names it, or else it is the first block that few
+    prompts share (`router.dispatch.sessions`). An answer is expected to have `answer_tokens`; its first token is due
+    within `within_s`. The KV of a block has `block_bytes`; `lanes` are the measured lanes by prefill worker.
     """
 
     request_id: str
@@ -54,39 +34,11 @@ class RequestView:
     answer_tokens: float = 64.0
     within_s: float = math.inf
     block_bytes: int = 0
-    lanes: Mapping[str, Ways] = field(default_factory=dict)
+    lanes: Mapping[str, LaneLatencies] = field(default_factory=dict)
 
-
-class Candidate(Value, frozen=True, kw_only=True):
-    """A worker that takes new work. Load is what it said last plus what was routed there and it has not seen yet.
-
-    `num_cached_tokens` of this request are in its cache, always fewer than the request has; `num_host_tokens` of them
-    only in its host's memory, and must be loaded. `num_waiting` of its `num_requests` have not begun. Speed and step
-    are as the worker measured them last, 0 before the first measurement.
-
-    What is expected of it (`router.latency.predictor`): `reading` are the seconds to a first token, by the tokens to be
-    read before it; `loading` those until tokens that its host has are on its device; `stepping` those between tokens,
-    by the sequences it writes at a time; `receiving` those that KV is awaited, by its bytes, from a reader that no lane
-    of the view comes from. `recent_tokens` were sent there to be computed lately, or could have been while answers
-    slowed down those beside them: the older, the less they count.
-    """
-
-    worker_id: str
-    role: WorkerRole
-    num_cached_tokens: int = 0
-    num_host_tokens: int = 0
-    num_requests: int = 0
-    num_waiting: int = 0
-    queued_prefill_tokens: int = 0
-    num_free_blocks: int = 0
-    num_blocks: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
-    reading: Line = UNKNOWN
-    loading: Line = UNKNOWN
-    stepping: Line = UNKNOWN
-    receiving: Line = UNKNOWN
-    recent_tokens: float = 0.0
+    def lane(self, prefill_id: str, decode_id: str) -> Line | None:
+        """None for a lane that was not measured."""
+        return lanes.get(decode_id) if (lanes := self.lanes.get(prefill_id)) is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +62,8 @@ class Alone(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`prefill` is None when `decode` reads the prompt itself, and `alone` says why. `scores` are those of the readers
-    and of the writers; of large pools the lowest and the chosen one's."""
+    """`prefill` is None when the worker `decode` computes the prompt itself, and `alone` gives the reason. `scores` are
+    those of the prefill workers, then those of the decode workers; of large pools the lowest and the chosen one's."""
 
     policy: str
     prefill: str | None
@@ -120,19 +72,19 @@ class Decision:
     scores: Sequence[Score] = ()
 
 
-Policy = Callable[[RequestView, Sequence[Candidate]], Decision]
-"""Chooses from all pools. There is at least one candidate."""
+Policy = Callable[[RequestView, CandidateTable], Decision]
+"""Chooses from all pools; pure. There is at least one candidate."""
 
 
 def cost_unit(policy: str) -> tuple[str, float]:
-    """In which unit people read a policy's costs, and how many of it are one of the policy's. What `slo` weighs are
-    seconds, what others weigh has no unit."""
+    """The unit in which a policy's costs are shown, and how many of it are one of the policy's. `slo` weighs seconds;
+    other policies' costs have no unit."""
     return ("ms", 1000.0) if policy == "slo" else ("", 1.0)
 
 
 def cost_figure(cost: float) -> str:
-    """A cost as people read it, on the page (router/dashboard/script.js) as well: three digits, and all before the
-    point; 0 for what is nearer to it than to a thousandth."""
+    """A cost as shown, also by the page (router/dashboard/script.js): three digits, and all before the point; 0 for
+    what is nearer to it than to a thousandth."""
     if abs(cost) < 0.0005:
         return "0"
     return f"{cost:,.0f}" if abs(cost) >= 999.5 else f"{cost:.3g}"

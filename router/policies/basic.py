@@ -1,4 +1,4 @@
-"""Ranks that do not look at caches: round robin, least loaded, the less loaded of two."""
+"""Policies that do not look at caches: round robin, least loaded, the less loaded of two."""
 
 from __future__ import annotations
 
@@ -6,30 +6,46 @@ import random
 
 import numpy as np
 
-from router.policies.base import RequestView
-from router.policies.table import Candidates, Scores, scores
+from router.config import RouterConfig
+from router.policies.base import Decision, Policy, RequestView
+from router.policies.pair import ShortRemainder, pair
+from router.policies.scores import Scores, scores
+from router.policies.table import CandidateTable
 
 
-def round_robin(view: RequestView, candidates: Candidates) -> Scores:
-    """Each in turn: the turn is the number of decisions before this one."""
+def round_robin(config: RouterConfig) -> Policy:
+    return pair("round_robin", prefill=_turns, decode=_turns, short=ShortRemainder.of(config))
+
+
+def least_loaded(config: RouterConfig) -> Policy:
+    return pair("least_loaded", prefill=load, decode=load, short=ShortRemainder.of(config))
+
+
+def power_of_two(config: RouterConfig) -> Policy:
+    """The less loaded of two workers of each pool, drawn by the request's id.
+
+    Mitzenmacher, "The power of two choices in randomized load balancing" (2001).
+    """
+    policy = pair("power_of_two", prefill=load, decode=load, short=ShortRemainder.of(config))
+
+    def decide(view: RequestView, candidates: CandidateTable) -> Decision:
+        drawn: list[int] = []
+        for pool in (candidates.prefill_pool, candidates.decode_pool):
+            ids = random.Random(view.request_id).sample(pool.workers.worker_ids, k=min(2, len(pool)))
+            drawn += (candidates.workers.places[worker_id] for worker_id in ids)
+        return policy(view, candidates.take(drawn))
+
+    return decide
+
+
+def _turns(view: RequestView, candidates: CandidateTable) -> Scores:
+    """`turn` is the number of decisions until the worker's turn."""
     count = len(candidates)
     places = np.arange(count, dtype=np.float64)
     return scores(candidates, turn=(places - view.num_decided % count) % count)
 
 
-def least_loaded(view: RequestView, candidates: Candidates) -> Scores:
-    """Fewest requests; a prompt waiting to be read counts by its blocks, of a thousand to a request."""
-    return scores(
-        candidates,
-        requests=candidates.num_requests,
-        queue=candidates.queued_prefill_tokens / view.block_size / 1000,
-    )
-
-
-def power_of_two(view: RequestView, candidates: Candidates) -> Scores:
-    """The less loaded of two drawn at random; the draw is a function of the request's id.
-
-    Mitzenmacher, "The power of two choices in randomized load balancing" (2001).
-    """
-    drawn = random.Random(view.request_id).sample(range(len(candidates)), k=min(2, len(candidates)))
-    return least_loaded(view, candidates.take(drawn)).at(drawn)
+def load(view: RequestView, candidates: CandidateTable) -> Scores:
+    """The number of requests; a thousand queued prompt blocks count as one more."""
+    queue = candidates.queued_prefill_tokens / view.block_size / 1000
+    return scores(candidates, requests=candidates.num_requests, queue=queue)

@@ -1,4 +1,4 @@
-"""The seconds a request takes on a candidate or a pair: what `slo` weighs, and what every decision is held against.
+"""The seconds that a request takes on candidates: what `slo` weighs, and what every decision is compared with.
 
 decided ──overhead──▶ ──queue──▶ ──load──▶ ──compute──▶ first token ──transfer──▶ second ──step──▶ ... ──step──▶ last
 """
@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import numpy as np
 
-from router.policies.base import Candidate, Decision, RequestView
-from router.policies.table import Candidates, Floats, named
+from router.policies.base import Decision, RequestView
+from router.policies.table import CandidateTable, Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
-    """What is expected of a decision. `num_cached_tokens` are those that its reader has, `num_host_tokens` of them on
-    its host: loading them takes `load_s`. Seconds to the first token are from the decision on; `transfer_s` is what the
-    second token waits for its KV."""
+class LatencyEstimate:
+    """What is expected of a decision. The worker that computes the prompt has `num_cached_tokens` of it,
+    `num_host_tokens` of them on its host; loading those takes `load_s`. The time to the first token begins with the
+    decision; the second token waits `transfer_s` for its KV."""
 
     ttft_s: float
     tpot_s: float
@@ -29,103 +28,65 @@ class Outlook:
     load_s: float = 0.0
 
 
-Numbers = TypeVar("Numbers", float, Floats)
-"""One candidate's, or an array of all of theirs."""
+def num_uncached(view: RequestView, candidates: CandidateTable) -> Floats:
+    return view.num_tokens - candidates.num_cached_tokens
 
 
-class LineOf(Protocol[Numbers]):
-    @property
-    def each_s(self) -> Numbers: ...
-    def __call__(self, amount: Numbers) -> Numbers: ...
+def num_off_device(view: RequestView, candidates: CandidateTable) -> Floats:
+    """Tokens that need room on the device, whether they are loaded, received or computed."""
+    return num_uncached(view, candidates) + candidates.num_host_tokens
 
 
-class KnownOf(Protocol[Numbers]):
-    """A `Candidate`, or `Candidates`."""
-
-    @property
-    def num_cached_tokens(self) -> Numbers: ...
-    @property
-    def num_host_tokens(self) -> Numbers: ...
-    @property
-    def num_requests(self) -> Numbers: ...
-    @property
-    def queued_prefill_tokens(self) -> Numbers: ...
-    @property
-    def reading(self) -> LineOf[Numbers]: ...
-    @property
-    def loading(self) -> LineOf[Numbers]: ...
-    @property
-    def stepping(self) -> LineOf[Numbers]: ...
+def load_s(candidates: CandidateTable) -> Floats:
+    """Until the tokens of the host are on the device; a worker computes them instead where that takes less."""
+    num_tokens = candidates.num_host_tokens
+    return np.minimum(candidates.load_time(num_tokens), candidates.prefill_time.each_s * num_tokens)
 
 
-def num_uncached(view: RequestView, candidate: KnownOf[Numbers]) -> Numbers:
-    return view.num_tokens - candidate.num_cached_tokens
+def ttft_s(view: RequestView, candidates: CandidateTable, load: Floats) -> Floats:
+    """To the first token, behind the prompts that are queued already; `load` is `load_s` of the same candidates."""
+    queued = candidates.queued_prefill_tokens + num_uncached(view, candidates)
+    return candidates.prefill_time(queued) + load
 
 
-def num_off_device(view: RequestView, candidate: KnownOf[Numbers]) -> Numbers:
-    """What needs room on the device, wherever it comes from."""
-    return num_uncached(view, candidate) + candidate.num_host_tokens
-
-
-def load_s(candidate: KnownOf[Numbers]) -> Numbers:
-    """Until what its host has is on the device; a worker computes instead where that takes less."""
-    num_tokens = candidate.num_host_tokens
-    return least(candidate.loading(num_tokens), candidate.reading.each_s * num_tokens)
-
-
-def ttft_s(view: RequestView, reader: KnownOf[Numbers]) -> Numbers:
-    """To the first token, behind what the reader has to read already."""
-    return reader.reading(reader.queued_prefill_tokens + num_uncached(view, reader)) + load_s(reader)
-
-
-def tpot_s(writer: KnownOf[Numbers]) -> Numbers:
+def tpot_s(candidates: CandidateTable) -> Floats:
     """Between tokens, with one sequence more than there are."""
-    return writer.stepping(writer.num_requests + 1)
+    return candidates.step_time(candidates.num_requests + 1)
 
 
-def least(one: Numbers, other: Numbers) -> Numbers:
-    """The smaller one, of numbers as of arrays."""
-    if isinstance(one, np.ndarray):
-        return np.minimum(one, other)
-    return min(one, other)
-
-
-def transfer_s(view: RequestView, readers: Sequence[str], writers: Candidates) -> Floats:
-    """[readers, writers]: how long an answer is held up for its KV, which is what the writer's device lacks, over the
-    lane between the two."""
-    num_bytes = _handed_bytes(view, writers)
-    unmeasured = writers.receiving(num_bytes)
-    seconds = np.empty((len(readers), len(writers)))
-    for row, reader in zip(seconds, readers, strict=True):
-        if ways := view.lanes.get(reader):
-            lines = ways.lines(writers.crew)
-            np.multiply(lines.each_s, num_bytes, out=row)
-            row += lines.fixed_s
-            np.copyto(row, unmeasured, where=np.isnan(row))
+def transfer_s(view: RequestView, prefill_ids: Sequence[str], decode: CandidateTable) -> Floats:
+    """[prefill workers, decode workers]: how long an answer waits for its KV, which is what the decode worker's device
+    lacks, over the lane between the two."""
+    num_bytes = handed_bytes(view, decode)
+    unmeasured = decode.transfer_time(num_bytes)
+    seconds = np.empty((len(prefill_ids), len(decode)))
+    for row, prefill_id in zip(seconds, prefill_ids, strict=True):
+        if lanes := view.lanes.get(prefill_id):
+            measured = lanes.lines(decode.workers)(num_bytes)
+            np.copyto(row, np.where(np.isnan(measured), unmeasured, measured))
         else:
             row[:] = unmeasured
     return seconds
 
 
-def _handed_bytes(view: RequestView, writer: KnownOf[Numbers]) -> Numbers:
-    """Bytes of KV that it needs from a reader."""
-    return num_off_device(view, writer) / view.block_size * view.block_bytes
+def handed_bytes(view: RequestView, decode: CandidateTable) -> Floats:
+    """Bytes of KV that a decode worker needs from a prefill worker."""
+    return num_off_device(view, decode) / view.block_size * view.block_bytes
 
 
-def outlook(view: RequestView, candidates: Sequence[Candidate], decision: Decision) -> Outlook:
-    """What to expect of a decision, whatever policy made it."""
-    writer = named(candidates, decision.decode)
-    reader = writer if decision.prefill is None else named(candidates, decision.prefill)
-    handing = 0.0
-    if reader is not writer:
-        ways = view.lanes.get(reader.worker_id)
-        lane = writer.receiving if ways is None else ways.get(writer.worker_id, writer.receiving)
-        handing = lane(_handed_bytes(view, writer))
-    return Outlook(
-        ttft_s=ttft_s(view, reader),
-        tpot_s=tpot_s(writer),
-        transfer_s=handing,
-        num_cached_tokens=reader.num_cached_tokens,
-        num_host_tokens=reader.num_host_tokens,
-        load_s=load_s(reader),
+def estimate(view: RequestView, candidates: CandidateTable, decision: Decision) -> LatencyEstimate:
+    """What to expect of a decision, by whichever policy."""
+    prefill, decode = candidates.only(decision.prefill or decision.decode), candidates.only(decision.decode)
+    load, handed_s = load_s(prefill), 0.0
+    if decision.prefill is not None:
+        lane = view.lane(decision.prefill, decision.decode)
+        [num_bytes] = handed_bytes(view, decode).tolist()
+        handed_s = lane(num_bytes) if lane is not None else decode.transfer_time(num_bytes).item()
+    return LatencyEstimate(
+        ttft_s=ttft_s(view, prefill, load).item(),
+        tpot_s=tpot_s(decode).item(),
+        transfer_s=handed_s,
+        num_cached_tokens=int(prefill.num_cached_tokens.item()),
+        num_host_tokens=int(prefill.num_host_tokens.item()),
+        load_s=load.item(),
     )

@@ -1,11 +1,12 @@
-"""Limits as wrappers: what no policy may do, whatever it would like to."""
+"""Limits as wrappers: what no policy may do."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from router.policies.base import Candidate, Decision, Policy, RequestView
-from router.policies.table import Candidates, Rank, Scores
+from router.policies.base import Decision, Policy, RequestView
+from router.policies.scores import Rank, Scores
+from router.policies.table import CandidateTable
 
 MAX_DIFFERENCE = 32
 MAX_RATIO = 1.1
@@ -19,23 +20,22 @@ def balanced(rank: Rank) -> Rank:
     bounds of SGLang's cache-aware router.
     """
 
-    def guarded(view: RequestView, candidates: Candidates) -> Scores:
+    def guarded(view: RequestView, candidates: CandidateTable) -> Scores:
         queues, ranked = candidates.num_requests, rank(view, candidates)
         longest, shortest = queues.max(), queues.min()
         if longest - shortest > MAX_DIFFERENCE and longest > MAX_RATIO * shortest:
-            return ranked.plus(imbalance=(queues[ranked.places] - shortest) * FORBIDDING)
+            return ranked.plus(imbalance=(queues - shortest) * FORBIDDING)
         return ranked
 
     return guarded
 
 
 def avoiding(policy: Policy, worker_ids: Collection[str]) -> Policy:
-    """Keeps away from workers that have just failed the request, except where a pool has no other."""
+    """Avoids workers that have just failed the request, except where a pool has no other."""
 
-    def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
-        offered = Candidates.of(candidates)
-        pools = (offered.readers.besides(worker_ids), offered.writers.besides(worker_ids))
-        kept = [offered.crew.places[worker_id] for pool in pools for worker_id in pool.crew.worker_ids]
-        return policy(view, offered.take(kept))
+    def decide(view: RequestView, candidates: CandidateTable) -> Decision:
+        pools = (candidates.prefill_pool.besides(worker_ids), candidates.decode_pool.besides(worker_ids))
+        places = candidates.workers.places
+        return policy(view, candidates.take([places[one] for pool in pools for one in pool.workers.worker_ids]))
 
     return decide if worker_ids else policy

@@ -1,19 +1,26 @@
-"""The rank that looks at caches alone: what others are measured against, and no policy to serve with."""
+"""The policy that looks at caches alone: a baseline to compare others with, not one to serve with."""
 
 from __future__ import annotations
 
-from router.policies.base import RequestView
-from router.policies.basic import least_loaded
+from router.config import RouterConfig
+from router.policies import basic
+from router.policies.base import Policy, RequestView
 from router.policies.costs import num_uncached
-from router.policies.table import Candidates, Scores, scores
+from router.policies.pair import ShortRemainder, pair
+from router.policies.scores import Scores, scores
+from router.policies.table import CandidateTable
 
 MATCH = 0.5  # of the prompt, as in SGLang's cache-aware router (its cache_threshold)
 
 
-def longest_prefix(view: RequestView, candidates: Candidates) -> Scores:
-    """Tokens to be computed, where a worker has at least `MATCH` of the prompt cached: the worker that has read much is
-    sent more of it. A shorter match may be what all prompts begin with: then the least loaded worker reads it, or the
-    first worker that had the beginning would read everything."""
+def longest_prefix(config: RouterConfig) -> Policy:
+    return pair("longest_prefix", prefill=_prefix, decode=_prefix, short=ShortRemainder.of(config))
+
+
+def _prefix(view: RequestView, candidates: CandidateTable) -> Scores:
+    """Tokens to be computed, where a worker has at least `MATCH` of the prompt cached. A shorter match may be the
+    beginning of all prompts: then the least loaded worker is chosen, or the first worker with that beginning would
+    compute every prompt."""
     if candidates.num_cached_tokens.max() < MATCH * view.num_tokens:
-        return least_loaded(view, candidates)
+        return basic.load(view, candidates)
     return scores(candidates, uncached=num_uncached(view, candidates))

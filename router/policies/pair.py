@@ -1,27 +1,28 @@
-"""The joint choice of who reads a prompt and who writes its answer.
+"""The joint choice of the worker that computes a prompt and the worker that decodes its answer.
 
-    for each decode worker d:   cost(d) = writing(d) + reading by d itself                            if d works alone
-                                          writing(d) + reading by p + KV from p to d, the best p      else
+    for each decode worker d:   cost(d) = decode(d) + prefill by d itself                       if d serves both halves
+                                          decode(d) + prefill by p + KV from p to d, the best p      else
 
-Where nobody decodes, the prefill workers stand in: each is a d that works alone.
+Without decode workers the prefill workers stand in: each is a d that serves both halves.
 
-d works alone when it serves both halves anyway, when there is no prefill worker, or when so little of the prompt is
-missing on it that handing KV over would not pay (conditional disaggregation): where seconds are compared, unless it
-would by them. Or whoever lacks more of a prompt would be offered a reader, and would be preferred for that.
+d serves both halves when it is colocated, when there is no prefill worker, or when so little of the prompt is missing
+on it that a transfer would not pay (conditional disaggregation): where costs are seconds, unless it would pay by them.
+Otherwise a decode worker that lacks more of a prompt would be offered a prefill worker, and be preferred for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protos.values import WorkerRole
-from router.policies.base import Alone, Candidate, Decision, Policy, RequestView, Score
-from router.policies.table import Candidates, Floats, Known, Places, Rank, Scores, Ways, cheapest
+from router.config import RouterConfig
+from router.policies.base import Alone, Decision, Policy, RequestView
+from router.policies.costs import num_uncached
+from router.policies.scores import CostBreakdown, Rank, Scores, cheapest, scored_workers
+from router.policies.table import Bools, CandidateTable, Floats, LaneLatencies, Places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,294 +32,209 @@ class ShortRemainder:
     max_tokens: int
     max_share: float
 
-    def __call__(self, view: RequestView, writer: Known) -> Any:
-        """Of one, or of each."""
-        missing = view.num_tokens - writer.num_cached_tokens
+    @classmethod
+    def of(cls, config: RouterConfig) -> ShortRemainder:
+        return cls(max_tokens=config.local_prefill_tokens, max_share=config.local_prefill_share)
+
+    def __call__(self, view: RequestView, decode: CandidateTable) -> Bools:
+        missing = num_uncached(view, decode)
         return (missing < self.max_tokens) & (missing < self.max_share * view.num_tokens)
 
 
-Between = Callable[[RequestView, Sequence[str], Candidates], Floats]
-"""[readers, writers]: the cost of handing KV over from each of some readers to each of the writers."""
+TransferCost = Callable[[RequestView, Sequence[str], CandidateTable], Floats]
+"""[prefill workers, decode workers]: the cost of sending KV from each of some prefill workers to each decode worker."""
 
-NEAR_READERS = 8  # that may win by a better lane; those behind them would have to be better by far
-NEVER = 1e15
-"""What reading costs whom a rank has left out: more than anything else."""
-MAX_TOLD = 16
-"""Scores of a pool that a decision tells of: the lowest, and the chosen one's."""
+NEAR_PREFILL = 8  # the cheapest prefill workers, of which a better lane may decide
+MAX_SCORES = 16
+"""Scores of a pool that a decision keeps: the lowest, and the chosen one's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reading:
-    """Who reads for each writer: one of `readers`, by its place, or with -1 the writer itself. `cost` is the reading's;
-    `transfer` the hand-over's, NaN where there is none."""
+class _PrefillChoice:
+    """For each decode worker the place of its prefill worker in `scores`, or -1 for itself. `cost` is the prefill's,
+    `transfer` the KV's, NaN where none is sent."""
 
-    readers: Scores | None
+    scores: Scores | None
     place: Places
     cost: Floats
     transfer: Floats | None = None
 
 
 def pair(
-    name: str, *, read: Rank, write: Rank, short: ShortRemainder, between: Between | None = None, tolerance: float = 0.0
+    name: str,
+    *,
+    prefill: Rank,
+    decode: Rank,
+    short: ShortRemainder,
+    transfer: TransferCost | None = None,
+    tolerance: float = 0.0,
 ) -> Policy:
-    """A policy called `name`, from a rank of readers and a rank of writers whose costs can be added up. Costs that
-    differ by less than the share `tolerance` of them are equal."""
+    """A policy called `name`, from a rank of prefill workers and a rank of decode workers whose costs can be added up.
+    Costs that differ by less than the share `tolerance` are equal."""
 
-    def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
-        offered = Candidates.of(candidates)
-        return _only(view, offered) or weighed(view, offered)
+    def decide(view: RequestView, candidates: CandidateTable) -> Decision:
+        return without_choice(view, candidates) or weigh(view, candidates)
 
-    def _only(view: RequestView, offered: Candidates) -> Decision | None:
-        """Where there is no choice there is nothing to weigh, until somebody asks for the scores."""
-        readers, writers = offered.readers, offered.writers
-        if len(writers) != 1 or len(readers) > 1:
+    def without_choice(view: RequestView, candidates: CandidateTable) -> Decision | None:
+        """Where only one pair is possible it is weighed when its scores are read."""
+        prefill_ids, pool = candidates.prefill_pool.workers.worker_ids, candidates.decode_pool
+        if len(pool) != 1 or len(prefill_ids) > 1:
             return None
-        [worker_id], [role] = writers.crew.worker_ids, writers.crew.roles
-        lanes = {
-            reader: Ways({worker_id: line})
-            for reader in readers.crew.worker_ids
-            if (ways := view.lanes.get(reader)) is not None and (line := ways.get(worker_id)) is not None
-        }
-        is_bound = role is WorkerRole.COLOCATED or not len(readers)
-        alone = is_bound or bool(short(view, writers[0]))
-        if alone and not is_bound and between is not None:
-            return None  # it would be handed over if that took less
+        [worker_id], [role] = pool.workers.worker_ids, pool.workers.roles
+        is_bound = role is WorkerRole.COLOCATED or not prefill_ids
+        single = is_bound or bool(short(view, pool)[0])
+        if single and not is_bound and transfer is not None:
+            return None  # a transfer may take less
+        seen = replace(view, lanes=_lanes_to(worker_id, prefill_ids, view))
         return Decision(
             policy=name,
-            prefill=None if alone else readers.crew.worker_ids[0],
+            prefill=None if single else prefill_ids[0],
             decode=worker_id,
-            alone=_why(role, has_readers=bool(len(readers))) if alone else None,
-            scores=Later(lambda: weighed(replace(view, lanes=lanes), offered).scores),  # the view's go on changing
+            alone=_reason(role, has_prefill=bool(prefill_ids)) if single else None,
+            scores=CostBreakdown(lambda: _parts(weigh(seen, candidates))),
         )
 
-    def weighed(view: RequestView, offered: Candidates) -> Decision:
-        readers, writers = offered.readers, offered.writers
-        assert len(writers), "the dispatcher waits until there is a worker"
-        reading = read(view, readers) if len(readers) else None
-        writing = write(view, writers)
-        if writing.crew is not writers.crew:
-            writers = writers.take(writing.places)
-        if reading is None:
-            alone = np.ones(len(writers), dtype=np.bool_)
-            chosen = _all_alone(_spread(read(view, writers), len(writers)))
-        else:
-            colocated, is_short = writers.crew.colocated, short(view, writers)
-            alone = colocated | is_short
-            chosen = _handed_over(view, reading, readers, writers, between, tolerance)
-            if alone.any():
-                own = read(view, writers)
+    def weigh(view: RequestView, candidates: CandidateTable) -> Decision:
+        prefill_pool, pool = candidates.prefill_pool, candidates.decode_pool
+        assert len(pool), "the dispatcher waits until there is a worker"
+        decoding = decode(view, pool)
+        if len(prefill_pool):
+            prefilling, colocated, is_short = prefill(view, prefill_pool), pool.workers.colocated, short(view, pool)
+            single = colocated | is_short
+            chosen = _disaggregated(view, prefilling, prefill_pool, pool, transfer, tolerance)
+            if single.any():
+                own = prefill(view, pool)
                 if chosen.transfer is not None:
-                    handed = _unsteered(reading)[chosen.place] + chosen.transfer
-                    soon = _spread(own, len(writers), _unsteered(own)) <= (1 + tolerance) * handed
-                    alone = colocated | is_short & soon
-                chosen = _or_alone(chosen, alone, _spread(own, len(writers)))
-        costs = writing.totals if chosen.transfer is None else writing.totals + _or_none(chosen.transfer)
+                    handed = _unsteered(prefilling)[chosen.place] + chosen.transfer
+                    single = colocated | is_short & (_unsteered(own) <= (1 + tolerance) * handed)
+                chosen = _or_single_worker(chosen, single, own.totals)
+        else:
+            single = np.ones(len(pool), dtype=np.bool_)
+            chosen = _PrefillChoice(scores=None, place=np.full(len(pool), -1), cost=prefill(view, pool).totals)
+        costs = decoding.totals if chosen.transfer is None else decoding.totals + _or_zero(chosen.transfer)
         totals = costs + chosen.cost
-        place = cheapest(_evened(totals, chosen.cost, tolerance), view, among=writers if tolerance else None)
-        reader = int(chosen.place[place])
+        place = cheapest(_evened(totals, chosen.cost, tolerance), view, among=pool if tolerance else None)
+        by = int(chosen.place[place])
         return Decision(
             policy=name,
-            prefill=reading.crew.worker_ids[reader] if reading is not None and reader >= 0 else None,
-            decode=writers.crew.worker_ids[place],
-            alone=_why(writers.crew.roles[place], has_readers=reading is not None) if alone[place] else None,
-            scores=Later(lambda: _told(writing, totals, chosen, place)),
+            prefill=chosen.scores.workers.worker_ids[by] if chosen.scores is not None and by >= 0 else None,
+            decode=pool.workers.worker_ids[place],
+            alone=_reason(pool.workers.roles[place], has_prefill=len(prefill_pool) > 0) if single[place] else None,
+            scores=CostBreakdown(lambda: _kept_scores(decoding, totals, chosen, place)),
         )
 
     return decide
 
 
-def _handed_over(
+def _lanes_to(decode_id: str, prefill_ids: Sequence[str], view: RequestView) -> Mapping[str, LaneLatencies]:
+    """A copy: the view's own lanes go on changing."""
+    measured = [(prefill_id, view.lane(prefill_id, decode_id)) for prefill_id in prefill_ids]
+    return {prefill_id: LaneLatencies({decode_id: line}) for prefill_id, line in measured if line is not None}
+
+
+def _disaggregated(
     view: RequestView,
-    reading: Scores,
-    readers: Candidates,
-    writers: Candidates,
-    between: Between | None,
+    prefilling: Scores,
+    prefill_pool: CandidateTable,
+    decode_pool: CandidateTable,
+    transfer: TransferCost | None,
     tolerance: float,
-) -> _Reading:
-    """For each writer the cheapest of the near readers with their ways to it; the best reader unless another is better
-    by what counts as equal."""
-    count = len(writers)
-    slack = tolerance * float(reading.totals.min())
-    best = cheapest(reading.totals, view, slack=slack, among=_ranked(reading, readers) if tolerance else None)
-    if between is None:
-        return _Reading(readers=reading, place=np.full(count, best), cost=np.full(count, reading.totals[best]))
-    near = reading.cheapest(NEAR_READERS)
-    worker_ids, readings = reading.crew.worker_ids, reading.totals[near]
-    handing = between(view, [worker_ids[place] for place in near], writers)
+) -> _PrefillChoice:
+    """For each decode worker the cheapest of the near prefill workers with their lanes to it; the best prefill worker
+    unless another is cheaper by more than counts as equal."""
+    count, totals = len(decode_pool), prefilling.totals
+    slack = tolerance * float(totals.min())
+    best = cheapest(totals, view, slack=slack, among=prefill_pool if tolerance else None)
+    if transfer is None:
+        return _PrefillChoice(scores=prefilling, place=np.full(count, best), cost=np.full(count, totals[best]))
+    near, worker_ids = prefilling.cheapest(NEAR_PREFILL), prefilling.workers.worker_ids
     if best not in near:
-        [own] = between(view, [worker_ids[best]], writers)
-        return _Reading(
-            readers=reading, place=np.full(count, best), cost=np.full(count, reading.totals[best]), transfer=own
-        )
-    found = (readings[:, None] + handing).argmin(axis=0)
+        near = np.array([best])
+    costs, handed = totals[near], transfer(view, [worker_ids[place] for place in near], decode_pool)
+    found = (costs[:, None] + handed).argmin(axis=0)
     columns, first = np.arange(count), int(np.flatnonzero(near == best)[0])
-    gain = readings[first] + handing[first] - readings[found] - handing[found, columns]
+    gain = costs[first] + handed[first] - costs[found] - handed[found, columns]
     rows = np.where(gain > slack, found, first)
-    return _Reading(readers=reading, place=near[rows], cost=readings[rows], transfer=handing[rows, columns])
+    return _PrefillChoice(scores=prefilling, place=near[rows], cost=costs[rows], transfer=handed[rows, columns])
 
 
-def _ranked(scores: Scores, candidates: Candidates) -> Candidates:
-    """Those that a rank has not left out."""
-    return candidates if len(scores) == len(candidates) else candidates.take(scores.places)
-
-
-def _all_alone(own: Floats) -> _Reading:
-    """`own` is what reading costs each."""
-    return _Reading(readers=None, place=np.full(len(own), -1), cost=own)
-
-
-def _or_alone(chosen: _Reading, alone: NDArray[np.bool_], own: Floats) -> _Reading:
-    """With those reading themselves who work alone."""
-    return _Reading(
-        readers=chosen.readers,
-        place=np.where(alone, -1, chosen.place),
-        cost=np.where(alone, own, chosen.cost),
-        transfer=None if chosen.transfer is None else np.where(alone, np.nan, chosen.transfer),
+def _or_single_worker(chosen: _PrefillChoice, single: Bools, own: Floats) -> _PrefillChoice:
+    """With the decode workers that serve both halves as their own prefill workers, at the cost `own`."""
+    return _PrefillChoice(
+        scores=chosen.scores,
+        place=np.where(single, -1, chosen.place),
+        cost=np.where(single, own, chosen.cost),
+        transfer=None if chosen.transfer is None else np.where(single, np.nan, chosen.transfer),
     )
 
 
-def _spread(own: Scores, count: int, costs: Floats | None = None) -> Floats:
-    """Whom the rank has left out reads nothing."""
-    cost = np.full(count, NEVER)
-    cost[own.places] = own.totals if costs is None else costs
-    return cost
-
-
 def _unsteered(scores: Scores) -> Floats:
-    """Without what keeps a pool even: that says nothing about which of two pools should read."""
+    """Without the term that keeps a pool even: it does not compare workers of two pools."""
     return scores.totals - dict(scores.terms).get("imbalance", 0.0)
 
 
-def _or_none(transfer: Floats) -> Floats:
-    """Of those who work alone there is none."""
+def _or_zero(transfer: Floats) -> Floats:
     return np.where(np.isnan(transfer), 0.0, transfer)
 
 
-def _evened(totals: Floats, reading: Floats, tolerance: float) -> Floats:
-    """Without what differs less than `tolerance` in reading, or in writing: an answer of seconds that all would write
-    alike must not hide which of them reads the prompt soonest."""
-    writing = totals - reading
-    least_read, least_write = (1 + tolerance) * reading.min(), (1 + tolerance) * writing.min()
-    evened: Floats = np.maximum(reading, least_read) + np.maximum(writing, least_write)
+def _evened(totals: Floats, prefill: Floats, tolerance: float) -> Floats:
+    """Without differences below `tolerance` in prefill, or in decode: an answer of seconds that every worker would
+    decode alike must not hide which of them computes the prompt soonest."""
+    decode = totals - prefill
+    least_prefill, least_decode = (1 + tolerance) * prefill.min(), (1 + tolerance) * decode.min()
+    evened: Floats = np.maximum(prefill, least_prefill) + np.maximum(decode, least_decode)
     return evened
 
 
-def _why(role: WorkerRole, *, has_readers: bool) -> Alone:
+def _reason(role: WorkerRole, *, has_prefill: bool) -> Alone:
     if role is WorkerRole.COLOCATED:
         return Alone.COLOCATED
     if role is WorkerRole.PREFILL:
         return Alone.STANDS_IN
-    return Alone.SHORT_REMAINDER if has_readers else Alone.NO_PREFILL_WORKER
+    return Alone.SHORT_REMAINDER if has_prefill else Alone.NO_PREFILL_WORKER
 
 
-# -- what is told of a decision ----------------------------------------------------------------------------------------
+# -- what is kept of a decision ----------------------------------------------------------------------------------------
 
 
-class Later(Sequence[Score]):
-    """Scores that are worked out for whoever asks for them first."""
-
-    __slots__ = ("_found", "_make")
-
-    def __init__(self, make: Callable[[], Sequence[Score]]) -> None:
-        self._make: Callable[[], Sequence[Score]] | None = make
-        self._found: Sequence[Score] = ()
-
-    def now(self) -> Sequence[Score]:
-        if self._make is not None:
-            self._found, self._make = self._make(), None
-        return self._found
-
-    def __len__(self) -> int:
-        return len(self.now())
-
-    @overload
-    def __getitem__(self, place: int) -> Score: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Score]: ...
-    def __getitem__(self, place: int | slice) -> Score | Sequence[Score]:
-        return self.now()[place]
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
+def _parts(decision: Decision) -> Sequence[Scores]:
+    assert isinstance(decision.scores, CostBreakdown)
+    return decision.scores.parts
 
 
-class Costs(Sequence[Score]):
-    """Of a decision: what reading costs, then what writing costs with it, each by whom it names."""
-
-    __slots__ = ("_by", "_reading", "_whole")
-
-    def __init__(self, reading: Scores | None, whole: Scores, by: Sequence[str]) -> None:
-        self._reading = reading
-        self._whole = whole
-        self._by = by
-
-    @property
-    def worker_ids(self) -> Sequence[str]:
-        return (*(() if self._reading is None else self._reading.crew.worker_ids), *self._whole.crew.worker_ids)
-
-    def __len__(self) -> int:
-        return (0 if self._reading is None else len(self._reading)) + len(self._whole)
-
-    @overload
-    def __getitem__(self, place: int) -> Score: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Score]: ...
-    def __getitem__(self, place: int | slice) -> Score | Sequence[Score]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(len(self))[place]]
-        number = range(len(self))[place]
-        before = len(self) - len(self._whole)
-        if self._reading is not None and number < before:
-            return self._reading[number]
-        scored = self._whole[number - before]
-        *terms, (_, reading) = scored.terms
-        terms.append((f"reading by {self._by[number - before]}", reading))
-        return Score(worker_id=scored.worker_id, role=scored.role, total=scored.total, terms=tuple(terms))
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _told(writing: Scores, totals: Floats, chosen: _Reading, place: int) -> Costs:
-    more = [] if chosen.transfer is None else [("transfer", chosen.transfer)]
-    whole = Scores(writing.crew, totals, (*writing.terms, *more, ("reading", chosen.cost)), writing.places)
+def _kept_scores(decoding: Scores, totals: Floats, chosen: _PrefillChoice, place: int) -> Sequence[Scores]:
+    """Of the prefill pool, and of the decode pool with the prefill that each of its workers would have."""
+    transfer = [] if chosen.transfer is None else [("transfer", chosen.transfer)]
+    whole = Scores(decoding.workers, totals, (*decoding.terms, *transfer, ("prefill", chosen.cost)))
     kept = _lowest(whole, place)
-    readers, reader = chosen.readers, int(chosen.place[place])
-    worker_ids = [] if readers is None else readers.crew.worker_ids
-    by = [
-        worker_ids[number] if number >= 0 else writing.crew.worker_ids[at]
-        for at, number in zip(kept, chosen.place[kept].tolist(), strict=True)
+    prefill_ids = () if chosen.scores is None else chosen.scores.workers.worker_ids
+    names = [
+        f"prefill by {prefill_ids[by] if by >= 0 else decoding.workers.worker_ids[at]}"
+        for at, by in zip(kept, chosen.place[kept].tolist(), strict=True)
     ]
-    return Costs(None if readers is None else readers.take(_lowest(readers, reader)), whole.take(kept), by)
+    whole = whole.take(kept).renamed("prefill", names)
+    by = int(chosen.place[place])
+    return [whole] if chosen.scores is None else [chosen.scores.take(_lowest(chosen.scores, by)), whole]
 
 
 def _lowest(scores: Scores, chosen: int) -> Sequence[int]:
     """In their order: all of them, or the lowest with the chosen."""
-    count = len(scores)
-    if count <= MAX_TOLD:
-        return range(count)
-    lowest = set(scores.cheapest(MAX_TOLD).tolist())
+    if len(scores) <= MAX_SCORES:
+        return range(len(scores))
+    lowest = set(scores.cheapest(MAX_SCORES).tolist())
     return sorted(lowest | {chosen} if chosen >= 0 else lowest)
 
 
-def told(candidates: Candidates, decision: Decision) -> Candidates:
-    """Those that are of interest afterwards: all of few; of many those whose scores the decision tells, and whoever
-    might have read the prompt and had most of it."""
-    if len(candidates) <= 2 * MAX_TOLD:
+def kept_candidates(candidates: CandidateTable, decision: Decision) -> CandidateTable:
+    """The candidates that a record keeps: all of few; of many those whose scores the decision keeps, and of the pool
+    that computes the prompt the other worker that had most of it."""
+    if len(candidates) <= 2 * MAX_SCORES:
         return candidates
-    places = candidates.crew.places
-    reader = places[decision.prefill or decision.decode]
+    workers, prefill_id = candidates.workers, decision.prefill or decision.decode
+    by = workers.places[prefill_id]
+    pool = workers.prefill_pool if prefill_id in workers.prefill_pool.workers.places else workers.decode_pool
     rivals = candidates.num_cached_tokens.copy()
-    rivals[reader] = -1
-    role = candidates.crew.roles[reader]
-    crew = candidates.crew
-    pool = (crew.readers if role is WorkerRole.PREFILL and not crew.stands_in else crew.writers).places
-    costs = decision.scores.now() if isinstance(decision.scores, Later) else decision.scores
-    named = costs.worker_ids if isinstance(costs, Costs) else [one.worker_id for one in costs]
-    kept = {*(places[worker_id] for worker_id in named), reader, places[decision.decode]}
-    kept.add(int(pool[rivals[pool].argmax()]))
-    return candidates.take(sorted(kept))
+    rivals[by] = -1
+    rival = pool.workers.worker_ids[int(rivals[pool.columns].argmax())]
+    kept = {*scored_workers(decision.scores), prefill_id, decision.decode, rival}
+    return candidates.take(sorted(workers.places[worker_id] for worker_id in kept))

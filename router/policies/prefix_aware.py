@@ -1,29 +1,39 @@
-"""Ranks that send a prompt to where its beginning is cached, unless the way there costs more than it saves.
+"""The policy that sends a prompt to where its beginning is cached, unless the queue there costs more than it saves.
 
-All costs are in tokens to be read by the fastest worker of the pool. A worker of unknown speed counts as the fastest.
+All costs are in prompt tokens computed by the fastest worker of the pool. A worker of unknown speed counts as the
+fastest.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from router.policies.base import RequestView
+from router.config import RouterConfig
+from router.policies.base import Policy, RequestView
 from router.policies.costs import num_off_device, num_uncached
-from router.policies.table import Candidates, Floats, Scores, scores
+from router.policies.limits import balanced
+from router.policies.pair import ShortRemainder, pair
+from router.policies.scores import Scores, scores
+from router.policies.table import CandidateTable, Floats
 
 COMPUTING_WEIGHT = 2.0  # a token to be computed takes this request's time, and that of those queued behind it
 TRANSFER_SHARE = 0.1  # moving the KV of a token, against computing it
 LOAD_SHARE = 0.1  # loading it from the worker's own host
-REQUEST_TOKENS = 64.0  # what one more running sequence slows its neighbours down by, in tokens read meanwhile
+REQUEST_TOKENS = 64.0  # by which one more running sequence slows down its neighbours
 SHORTAGE_SHARE = 10.0  # a token without a free block waits for others to end, or evicts and recomputes them
 
 
-def reading(view: RequestView, candidates: Candidates) -> Scores:
-    """What it takes until the prompt has been read: its uncached tokens, after those queued before it.
+def prefix_aware(config: RouterConfig) -> Policy:
+    short = ShortRemainder.of(config)
+    return pair("prefix_aware", prefill=balanced(_prefill), decode=balanced(_decode), short=short)
 
-    Waiting for a sibling that is just being read is cheaper than reading the same prompt again elsewhere.
+
+def _prefill(view: RequestView, candidates: CandidateTable) -> Scores:
+    """The prompt's uncached tokens, after those queued before it.
+
+    Waiting for the prefill of a prompt with the same beginning is cheaper than a second prefill elsewhere.
     """
-    slowness = slower(candidates.prefill_tokens_per_s)
+    slowness = _slowness(candidates.prefill_tokens_per_s)
     return scores(
         candidates,
         uncached=num_uncached(view, candidates) * COMPUTING_WEIGHT * slowness,
@@ -32,8 +42,8 @@ def reading(view: RequestView, candidates: Candidates) -> Scores:
     )
 
 
-def writing(view: RequestView, candidates: Candidates) -> Scores:
-    """What an answer costs where it is written: KV to be moved there, a place among the running, blocks to hold it."""
+def _decode(view: RequestView, candidates: CandidateTable) -> Scores:
+    """KV to be moved to the worker, a place among its running sequences, and blocks to hold the answer."""
     steps = candidates.decode_step_s
     known = steps > 0
     slowness = np.where(known, steps / steps[known].min(), 1.0) if known.any() else np.ones(len(steps))
@@ -47,7 +57,7 @@ def writing(view: RequestView, candidates: Candidates) -> Scores:
     )
 
 
-def slower(speeds: Floats) -> Floats:
+def _slowness(speeds: Floats) -> Floats:
     """How many times slower each is than the fastest; one of unknown speed counts as the fastest."""
     fastest = speeds.max() or 1.0
     return fastest / np.where(speeds > 0, speeds, fastest)

@@ -20,9 +20,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.policies.base import RequestView
-from router.policies.costs import load_s, num_off_device, num_uncached, tpot_s, ttft_s
-from router.policies.table import Candidates, Floats, Rank, Scores, scores
+from router.config import RouterConfig
+from router.policies.base import Policy, RequestView
+from router.policies.costs import load_s, num_off_device, num_uncached, tpot_s, transfer_s, ttft_s
+from router.policies.pair import ShortRemainder, pair
+from router.policies.scores import Rank, Scores, scores
+from router.policies.table import CandidateTable, Floats
 
 # Tried on Mooncake's synthetic trace (benchmarks/routing/trace.py): hits and time to the first token, 4 and 16 workers.
 DISPLACED = 3.0  # seconds that others lose by a second of computing on an idle worker: by what it evicts
@@ -41,13 +44,26 @@ class Objectives:
     tpot_s: float
 
 
-def reading(objectives: Objectives) -> Rank:
-    """Ranks readers by the time to the first token, and what it costs others."""
+def slo(config: RouterConfig) -> Policy:
+    objectives = Objectives(ttft_s=config.ttft_ms / 1000, tpot_s=config.tpot_ms / 1000)
+    return pair(
+        "slo",
+        prefill=prefill_rank(objectives),
+        decode=decode_rank(objectives),
+        short=ShortRemainder.of(config),
+        transfer=transfer_s,
+        tolerance=TOLERANCE,
+    )
 
-    def rank(view: RequestView, candidates: Candidates) -> Scores:
-        line, first_s = candidates.reading, ttft_s(view, candidates)
+
+def prefill_rank(objectives: Objectives) -> Rank:
+    """By the time to the first token, and what it costs other requests."""
+
+    def rank(view: RequestView, candidates: CandidateTable) -> Scores:
+        line, load = candidates.prefill_time, load_s(candidates)
         compute = line.each_s * num_uncached(view, candidates)
         above = _excess(view, candidates) / GUARD
+        first_s = ttft_s(view, candidates, load)
         late = _late(first_s, objectives.ttft_s) * LATE
         if view.within_s < math.inf:
             late = late + _late(first_s, view.within_s) * OVERDUE
@@ -55,7 +71,7 @@ def reading(objectives: Objectives) -> Rank:
             candidates,
             overhead=line.fixed_s,
             queue=line.each_s * candidates.queued_prefill_tokens,
-            load=load_s(candidates),
+            load=load,
             compute=compute,
             displaced=compute * (DISPLACED + _congestion(candidates) * candidates.num_requests),
             imbalance=line.each_s * view.num_tokens * (1 + DISPLACED) * (above * above),
@@ -65,13 +81,13 @@ def reading(objectives: Objectives) -> Rank:
     return rank
 
 
-def writing(objectives: Objectives) -> Rank:
-    """Ranks writers by the time of the answer, its cost to those beside it, and the wait for blocks."""
+def decode_rank(objectives: Objectives) -> Rank:
+    """By the time of the answer, its cost to the answers beside it, and the wait for blocks."""
 
-    def rank(view: RequestView, candidates: Candidates) -> Scores:
+    def rank(view: RequestView, candidates: CandidateTable) -> Scores:
         step_s = tpot_s(candidates)
         answer = view.answer_tokens * step_s
-        others = view.answer_tokens * candidates.stepping.each_s * candidates.num_requests
+        others = view.answer_tokens * candidates.step_time.each_s * candidates.num_requests
         return scores(
             candidates,
             decode=answer + others,
@@ -82,7 +98,7 @@ def writing(objectives: Objectives) -> Rank:
     return rank
 
 
-def _congestion(candidates: Candidates) -> float:
+def _congestion(candidates: CandidateTable) -> float:
     """0 while some reader has no queue, 1 when all queues are equally long: the shortest queue over the mean."""
     queues = candidates.queued_prefill_tokens
     total = _sum(queues)
@@ -95,10 +111,10 @@ def _late(seconds: Floats, objective_s: float) -> Floats:
     return np.maximum(0.0, seconds - objective_s) if kept else np.zeros(len(seconds))
 
 
-def _excess(view: RequestView, candidates: Candidates) -> Floats:
+def _excess(view: RequestView, candidates: CandidateTable) -> Floats:
     """By which share each one's recent work, for the speed it is believed to have, is above its pool's mean; 0 for
     those below."""
-    each_s = candidates.reading.each_s
+    each_s = candidates.prefill_time.each_s
     mean_s = _sum(each_s) / len(each_s)
     work = candidates.recent_tokens * each_s / mean_s if mean_s else candidates.recent_tokens
     mean = _sum(work) / len(work)
@@ -112,7 +128,7 @@ def _sum(values: Floats) -> float:
     return float(np.cumsum(values)[-1])
 
 
-def _shortage(view: RequestView, candidates: Candidates) -> Floats:
+def _shortage(view: RequestView, candidates: CandidateTable) -> Floats:
     """How much of the present answers must end before there are blocks for this one: 0 with room, 1 for all."""
     needed = num_off_device(view, candidates) / view.block_size + 1
     used = candidates.num_blocks - candidates.num_free_blocks

@@ -1,122 +1,43 @@
-"""Candidates and their scores as columns, so that a thousand workers are weighed in a few operations on arrays.
+"""What is known of workers as columns, so that a thousand of them are weighed in a few operations on arrays.
 
-    Crew        who they are: the same from request to request, worked out once
-    Candidates  what is known of each: a row of `table` for every number that a `Candidate` has
-    Scores      what each would cost, term by term
+    WorkerSet        ids and roles: the same object from request to request
+    CandidateTable   a row of `values` for every number of a `Candidate`, a column for every worker
 
-A column has the name that the number has in a `Candidate`: a formula over one of them serves all. Arrays are float64,
-[workers]; whole numbers stay exact in them. Added up, multiplied and compared only: the same on every processor.
+Arrays are float64, [workers]; whole numbers stay exact in them. Formulas only add, multiply and compare: their results
+are the same on every processor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property, reduce
-from operator import add
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from protos.value import Value
 from protos.values import WorkerRole
-from router.policies.base import Candidate, Line, RequestView, Score
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 Places = NDArray[np.intp]
 Columns = Places | slice
 
-NUMBERS = (
-    "num_cached_tokens", "num_host_tokens", "num_requests", "num_waiting", "queued_prefill_tokens", "num_free_blocks",
-    "num_blocks",
-)  # fmt: skip
-AMOUNTS = ("prefill_tokens_per_s", "decode_step_s", "recent_tokens")
-LINES = ("reading", "loading", "stepping", "receiving")
-_SINGLE = (*NUMBERS, *AMOUNTS)
-ROWS = {name: row for row, name in enumerate(_SINGLE)} | {
-    name: len(_SINGLE) + 2 * number for number, name in enumerate(LINES)
-}
-"""Where a number stands in a table; of a line it is the fixed part, and what each unit takes stands below it."""
-NUM_ROWS = len(_SINGLE) + 2 * len(LINES)
-Row = Sequence[float]
-"""Of one worker, a number for each row of a table."""
+ROLES = tuple(WorkerRole)
 
 
-class Figures(NamedTuple):
-    """A worker's load, as it stands in a row from `num_requests` on."""
+class Line(Value, frozen=True, kw_only=True):
+    """Seconds for an amount of work: `fixed_s`, and `each_s` for each unit of it."""
 
-    num_requests: float
-    num_waiting: float
-    queued_prefill_tokens: float
-    num_free_blocks: float
-    num_blocks: float
-    prefill_tokens_per_s: float
-    decode_step_s: float
+    fixed_s: float = 0.0
+    each_s: float = 0.0
+
+    def __call__(self, amount: float) -> float:
+        return self.fixed_s + self.each_s * amount
 
 
-_FIGURES = slice(ROWS["num_requests"], ROWS["decode_step_s"] + 1)
-assert tuple(ROWS)[_FIGURES] == Figures._fields
-
-
-class Crew:
-    """Some workers, in an order that lasts."""
-
-    def __init__(self, worker_ids: Sequence[str], roles: Sequence[WorkerRole]) -> None:
-        self.worker_ids = tuple(worker_ids)
-        self.roles = tuple(roles)
-
-    def __len__(self) -> int:
-        return len(self.worker_ids)
-
-    @cached_property
-    def places(self) -> dict[str, int]:
-        return {worker_id: place for place, worker_id in enumerate(self.worker_ids)}
-
-    @cached_property
-    def readers(self) -> Pool:
-        """The prefill pool. Empty while it stands in for the decode pool: then each of its workers serves whole
-        requests."""
-        return self._pool(lambda role: role is WorkerRole.PREFILL and not self.stands_in)
-
-    @cached_property
-    def writers(self) -> Pool:
-        """Those that decode: while no other worker is here, the prefill pool."""
-        return self._pool(lambda role: role is not WorkerRole.PREFILL or self.stands_in)
-
-    @cached_property
-    def stands_in(self) -> bool:
-        """Does the prefill pool do the decode pool's work?"""
-        return all(role is WorkerRole.PREFILL for role in self.roles)
-
-    @cached_property
-    def colocated(self) -> NDArray[np.bool_]:
-        return np.array([role is WorkerRole.COLOCATED for role in self.roles], dtype=np.bool_)
-
-    def take(self, places: Sequence[int] | Places) -> Crew:
-        return Crew([self.worker_ids[place] for place in places], [self.roles[place] for place in places])
-
-    def _pool(self, belongs: Callable[[WorkerRole], bool]) -> Pool:
-        places = [place for place, role in enumerate(self.roles) if belongs(role)]
-        crew = self if len(places) == len(self) else self.take(places)
-        return Pool(crew, np.array(places, dtype=np.intp), columns(places))
-
-
-class Pool(NamedTuple):
-    """Some of a crew: who they are, where they stand among it, and the columns that a table of it has for them."""
-
-    crew: Crew
-    places: Places
-    columns: Columns
-
-
-def columns(places: Sequence[int]) -> Columns:
-    """Of places that ascend: a slice, which needs no copy, where they have no gap, as a pool's have none."""
-    if places and places[-1] - places[0] + 1 == len(places):
-        return slice(places[0], places[-1] + 1)
-    return np.array(places, dtype=np.intp)
-
-
-FEW = 8
-"""Workers up to which a row of numbers each is cheaper than an array of each number."""
+UNKNOWN = Line()
 
 
 class Lines:
@@ -128,84 +49,193 @@ class Lines:
         self.fixed_s = fixed_s
         self.each_s = each_s
 
-    def __call__(self, amount: Any) -> Floats:
-        seconds: Floats = self.fixed_s + self.each_s * amount
-        return seconds
+    def __call__(self, amount: Floats) -> Floats:
+        return self.fixed_s + self.each_s * amount
 
 
-class Ways(Mapping[str, Line]):
-    """From one reader to the writers for which they were measured. Of a crew that is asked for again and again the
-    lines are kept as arrays."""
+class LoadRow(NamedTuple):
+    """A worker's load with the work that was routed to it and that its load does not show yet."""
 
-    __slots__ = ("_crew", "_known", "_lines")
+    num_requests: float
+    num_waiting: float
+    queued_prefill_tokens: float
+    num_free_blocks: float
+    num_blocks: float
+    prefill_tokens_per_s: float
+    decode_step_s: float
 
-    def __init__(self, known: Mapping[str, Line] | None = None) -> None:
-        self._known = dict(known or {})
-        self._crew: Crew | None = None
-        self._lines = Lines(np.empty(0), np.empty(0))
 
-    def __getitem__(self, writer: str) -> Line:
-        return self._known[writer]
+class Candidate(Value, frozen=True, kw_only=True):
+    """A worker that takes new work: one column of a `CandidateTable`.
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
+    `num_cached_tokens` of this request are in its cache, always fewer than the request has; `num_host_tokens` of them
+    only in its host's memory, and must be loaded. `num_waiting` of its `num_requests` have not begun. Speed and step
+    are the worker's latest measurements, 0 before the first.
+
+    The predictor (`router.latency.predictor`) fills in the rest: seconds to a first token by the tokens to be computed
+    before it (`prefill_time`), seconds to load tokens from the host (`load_time`), seconds between tokens by the
+    sequences that it decodes at a time (`step_time`), and seconds that KV is awaited, by its bytes, over a lane that
+    has not been measured (`transfer_time`). `recent_tokens` is the prefill work that it was given lately, in tokens;
+    the older the work, the less it counts.
+    """
+
+    worker_id: str
+    role: WorkerRole
+    num_cached_tokens: int = 0
+    num_host_tokens: int = 0
+    num_requests: int = 0
+    num_waiting: int = 0
+    queued_prefill_tokens: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    prefill_time: Line = UNKNOWN
+    load_time: Line = UNKNOWN
+    step_time: Line = UNKNOWN
+    transfer_time: Line = UNKNOWN
+    recent_tokens: float = 0.0
+
+
+_COUNTS = ("num_cached_tokens", "num_host_tokens", *LoadRow._fields[:5])
+NUMBERS = (*_COUNTS, *LoadRow._fields[5:], "recent_tokens")
+LINES = ("prefill_time", "load_time", "step_time", "transfer_time")
+ROWS = {name: row for row, name in enumerate(NUMBERS)} | {
+    name: len(NUMBERS) + 2 * number for number, name in enumerate(LINES)
+}
+"""Where a number is in a table; of a line the fixed part, and in the next row what each unit takes."""
+NUM_ROWS = len(NUMBERS) + 2 * len(LINES)
+LOAD_ROWS = slice(ROWS["num_requests"], ROWS["decode_step_s"] + 1)
+
+
+class WorkerSet:
+    """Some workers in an order that lasts."""
+
+    def __init__(self, worker_ids: Iterable[str], roles: Iterable[WorkerRole]) -> None:
+        self.worker_ids = tuple(worker_ids)
+        self.roles = tuple(roles)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self.worker_ids)
 
-    def set(self, writer: str, line: Line) -> None:
-        self._known[writer] = line
-        if self._crew is not None and (place := self._crew.places.get(writer)) is not None:
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        return {worker_id: place for place, worker_id in enumerate(self.worker_ids)}
+
+    @cached_property
+    def prefill_pool(self) -> WorkerSubset:
+        """Empty while it stands in for the decode pool: then each of its workers serves whole requests."""
+        return self._subset(lambda role: role is WorkerRole.PREFILL and not self.stands_in)
+
+    @cached_property
+    def decode_pool(self) -> WorkerSubset:
+        """The workers that decode: the prefill pool while no other worker is here."""
+        return self._subset(lambda role: role is not WorkerRole.PREFILL or self.stands_in)
+
+    @cached_property
+    def stands_in(self) -> bool:
+        """Whether the prefill pool does the decode pool's work."""
+        return all(role is WorkerRole.PREFILL for role in self.roles)
+
+    @cached_property
+    def colocated(self) -> Bools:
+        return np.array([role is WorkerRole.COLOCATED for role in self.roles], dtype=np.bool_)
+
+    @cached_property
+    def role_numbers(self) -> Places:
+        """Of each worker the place of its role in `ROLES`."""
+        return np.array([ROLES.index(role) for role in self.roles], dtype=np.intp)
+
+    def take(self, places: Iterable[int]) -> WorkerSet:
+        kept = tuple(places)
+        return WorkerSet((self.worker_ids[place] for place in kept), (self.roles[place] for place in kept))
+
+    def _subset(self, belongs: Callable[[WorkerRole], bool]) -> WorkerSubset:
+        places = [place for place, role in enumerate(self.roles) if belongs(role)]
+        return WorkerSubset(self if len(places) == len(self) else self.take(places), columns_of(places))
+
+
+class WorkerSubset(NamedTuple):
+    """Some workers, and their columns in a larger table."""
+
+    workers: WorkerSet
+    columns: Columns
+
+
+def columns_of(places: Sequence[int]) -> Columns:
+    """Of ascending places: a slice, which needs no copy, where there is no gap."""
+    if places and places[-1] - places[0] + 1 == len(places):
+        return slice(places[0], places[-1] + 1)
+    return np.array(places, dtype=np.intp)
+
+
+class LaneLatencies(Mapping[str, Line]):
+    """The measured lanes of one prefill worker, by decode worker. For the workers that were used last they are kept as
+    arrays."""
+
+    __slots__ = ("_lines", "_measured", "_workers")
+
+    def __init__(self, measured: Mapping[str, Line] | None = None) -> None:
+        self._measured = dict(measured or {})
+        self._workers: WorkerSet | None = None
+        self._lines = Lines(np.empty(0), np.empty(0))
+
+    def __getitem__(self, decode: str) -> Line:
+        return self._measured[decode]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._measured)
+
+    def __len__(self) -> int:
+        return len(self._measured)
+
+    def set(self, decode: str, line: Line) -> None:
+        self._measured[decode] = line
+        if self._workers is not None and (place := self._workers.places.get(decode)) is not None:
             self._lines.fixed_s[place], self._lines.each_s[place] = line.fixed_s, line.each_s
 
-    def forget(self, writer: str) -> None:
-        """One that was not measured is fine."""
-        if self._known.pop(writer, None) is not None:
-            self._crew = None
+    def drop(self, decode: str) -> None:
+        """A lane that was not measured is fine."""
+        if self._measured.pop(decode, None) is not None:
+            self._workers = None
 
-    def lines(self, crew: Crew) -> Lines:
-        """NaN for those that were not measured."""
-        if crew is self._crew:
-            return self._lines
-        known = [self._known.get(worker_id) for worker_id in crew.worker_ids]
-        lines = Lines(
-            np.array([np.nan if line is None else line.fixed_s for line in known]),
-            np.array([np.nan if line is None else line.each_s for line in known]),
-        )
-        if len(crew) > FEW:
-            self._crew, self._lines = crew, lines
-        return lines
+    def lines(self, workers: WorkerSet) -> Lines:
+        """NaN for lanes that were not measured."""
+        if workers is not self._workers:
+            lines = [self._measured.get(worker_id, _UNMEASURED) for worker_id in workers.worker_ids]
+            self._lines = Lines(np.array([line.fixed_s for line in lines]), np.array([line.each_s for line in lines]))
+            self._workers = workers
+        return self._lines
+
+
+_UNMEASURED = Line(fixed_s=np.nan, each_s=np.nan)
 
 
 class _Column:
-    """Of one number."""
+    """The array of one number."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._row = ROWS[name]
 
-    def __get__(self, candidates: Candidates, owner: type) -> Floats:
-        column: Floats = candidates.table[self._row]
+    def __get__(self, table: CandidateTable, owner: type) -> Floats:
+        column: Floats = table.values[self._row]
         return column
 
 
-class _Lines:
-    """Of one line."""
+class _LineColumns:
+    """Both arrays of one line."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._row = ROWS[name]
 
-    def __get__(self, candidates: Candidates, owner: type) -> Lines:
-        return Lines(candidates.table[self._row], candidates.table[self._row + 1])
+    def __get__(self, table: CandidateTable, owner: type) -> Lines:
+        return Lines(table.values[self._row], table.values[self._row + 1])
 
 
-class Candidates(Sequence[Candidate]):
-    """Of one request, which must not change any more. A `Candidate` is made of each that is asked for, once.
+class CandidateTable:
+    """What a policy knows of the workers that take new work. A table that a policy was given does not change."""
 
-    Made of a `table`, or, where they are few, of `rows`: the numbers of each in the order of `ROWS`. What is asked of
-    the other form is made when it is.
-    """
-
-    __slots__ = ("_made", "_rows", "_table", "crew")
+    __slots__ = ("values", "workers")
 
     num_cached_tokens = _Column()
     num_host_tokens = _Column()
@@ -217,227 +247,75 @@ class Candidates(Sequence[Candidate]):
     prefill_tokens_per_s = _Column()
     decode_step_s = _Column()
     recent_tokens = _Column()
-    reading = _Lines()
-    loading = _Lines()
-    stepping = _Lines()
-    receiving = _Lines()
+    prefill_time = _LineColumns()
+    load_time = _LineColumns()
+    step_time = _LineColumns()
+    transfer_time = _LineColumns()
 
-    def __init__(self, crew: Crew, table: Floats | None = None, rows: Sequence[Row] | None = None) -> None:
-        assert table is not None or rows is not None
-        self.crew = crew
-        self._table = table
-        self._rows = rows
-        self._made: dict[int, Candidate] = {}
+    def __init__(self, workers: WorkerSet, values: Floats) -> None:
+        self.workers = workers
+        self.values = values
+
+    @property
+    def lines(self) -> Floats:
+        """Both rows of each of `LINES`."""
+        return self.values[len(NUMBERS) :]
 
     @classmethod
-    def of(cls, candidates: Sequence[Candidate]) -> Candidates:
-        if isinstance(candidates, Candidates):
-            return candidates
-        crew = Crew([one.worker_id for one in candidates], [one.role for one in candidates])
-        return cls(crew, rows=[row_of(one) for one in candidates])
+    def of(cls, candidates: Sequence[Candidate]) -> CandidateTable:
+        values = np.empty((NUM_ROWS, len(candidates)))
+        for place, candidate in enumerate(candidates):
+            lines = [getattr(candidate, name) for name in LINES]
+            parts = [part for line in lines for part in (line.fixed_s, line.each_s)]
+            values[:, place] = [*(getattr(candidate, name) for name in NUMBERS), *parts]
+        return cls(WorkerSet((one.worker_id for one in candidates), (one.role for one in candidates)), values)
 
     def __len__(self) -> int:
-        return len(self.crew)
+        return len(self.workers)
 
-    @overload
-    def __getitem__(self, place: int) -> Candidate: ...
-    @overload
-    def __getitem__(self, place: slice) -> Candidates: ...
-    def __getitem__(self, place: int | slice) -> Candidate | Candidates:
-        if isinstance(place, slice):
-            return self.take(range(len(self))[place])
-        if (made := self._made.get(place)) is None:
-            made = self._made[place] = self._make(range(len(self))[place])
-        return made
+    def __iter__(self) -> Iterator[Candidate]:
+        return map(self.__getitem__, range(len(self)))
 
-    def _make(self, place: int) -> Candidate:
-        row = self._rows[place] if self._rows is not None else self.table[:, place].tolist()
-        num_cached, num_host, num_requests, num_waiting, num_queued, num_free, num_blocks = map(int, row[:7])
-        speed, step_s, recent, *lines = row[7:]
-        reading, loading, stepping, receiving = [
-            Line(fixed_s=lines[at], each_s=lines[at + 1]) for at in range(0, len(lines), 2)
-        ]
-        return Candidate(
-            worker_id=self.crew.worker_ids[place],
-            role=self.crew.roles[place],
-            num_cached_tokens=num_cached,
-            num_host_tokens=num_host,
-            num_requests=num_requests,
-            num_waiting=num_waiting,
-            queued_prefill_tokens=num_queued,
-            num_free_blocks=num_free,
-            num_blocks=num_blocks,
-            prefill_tokens_per_s=speed,
-            decode_step_s=step_s,
-            reading=reading,
-            loading=loading,
-            stepping=stepping,
-            receiving=receiving,
-            recent_tokens=recent,
-        )
+    def __getitem__(self, place: int) -> Candidate:
+        column = self.values[:, place].tolist()
+        known = {name: column[row] for name, row in ROWS.items()}
+        known |= {name: int(known[name]) for name in _COUNTS}
+        known |= {name: Line(fixed_s=column[ROWS[name]], each_s=column[ROWS[name] + 1]) for name in LINES}
+        return Candidate(worker_id=self.workers.worker_ids[place], role=self.workers.roles[place], **known)
+
+    def candidate(self, worker_id: str) -> Candidate:
+        return self[self.workers.places[worker_id]]
 
     @property
-    def table(self) -> Floats:
-        """A row for each number, a column for each worker."""
-        if self._table is None:
-            columns = np.array(self._rows, dtype=np.float64).reshape(-1, NUM_ROWS).T
-            self._table = np.ascontiguousarray(columns)
-        return self._table
+    def caching(self) -> Sequence[str]:
+        """The workers that have anything of the request cached."""
+        return [self.workers.worker_ids[place] for place in np.flatnonzero(self.num_cached_tokens).tolist()]
 
-    @property
-    def rows(self) -> Sequence[Row]:
-        """The numbers of each worker."""
-        if self._rows is None:
-            self._rows = self.table.T.tolist()
-        return self._rows
+    def only(self, worker_id: str) -> CandidateTable:
+        place = self.workers.places[worker_id]
+        return CandidateTable(WorkerSet((worker_id,), (self.workers.roles[place],)), self.values[:, place : place + 1])
 
-    @property
-    def most_cached(self) -> int:
-        """Tokens that somebody has cached."""
-        if self._rows is None:
-            return int(self.num_cached_tokens.max())
-        return int(max(row[0] for row in self._rows))
+    def take(self, places: Sequence[int] | Places) -> CandidateTable:
+        return CandidateTable(self.workers.take(places), self.values[:, places])
 
-    def having(self) -> Sequence[int]:
-        """The places of those that have anything of the request cached."""
-        if self._rows is None:
-            found: list[int] = np.flatnonzero(self.num_cached_tokens).tolist()
-            return found
-        return [place for place, row in enumerate(self._rows) if row[0]]
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def named(self, worker_id: str) -> Candidate:
-        return self[self.crew.places[worker_id]]
-
-    def take(self, places: Sequence[int] | Places) -> Candidates:
-        return self._of(self.crew.take(places), places, places)
-
-    def besides(self, worker_ids: Collection[str]) -> Candidates:
-        """Those left without some; all if none is left."""
-        kept = [place for place, worker_id in enumerate(self.crew.worker_ids) if worker_id not in worker_ids]
+    def besides(self, worker_ids: Collection[str]) -> CandidateTable:
+        """The table without some workers; unchanged if none would be left."""
+        kept = [place for place, worker_id in enumerate(self.workers.worker_ids) if worker_id not in worker_ids]
         return self.take(kept) if kept and len(kept) < len(self) else self
 
     @property
-    def readers(self) -> Candidates:
-        return self._pool(self.crew.readers)
+    def prefill_pool(self) -> CandidateTable:
+        return self._subset(self.workers.prefill_pool)
 
     @property
-    def writers(self) -> Candidates:
-        return self._pool(self.crew.writers)
+    def decode_pool(self) -> CandidateTable:
+        return self._subset(self.workers.decode_pool)
 
-    def _pool(self, pool: Pool) -> Candidates:
-        return self if pool.crew is self.crew else self._of(*pool)
+    @property
+    def prompt_pool(self) -> CandidateTable:
+        """The workers that compute prompts: the prefill pool if there is one."""
+        return self.prefill_pool if len(self.workers.prefill_pool.workers) else self
 
-    def _of(self, crew: Crew, places: Sequence[int] | Places, columns: Sequence[int] | Columns) -> Candidates:
-        if self._rows is not None:
-            return Candidates(crew, rows=[self._rows[place] for place in places])
-        return Candidates(crew, self.table[:, columns])
-
-
-Known = Candidate | Candidates
-"""What a formula may be about: one of them, or all; it gives a number, or an array of them."""
-
-
-def row_of(candidate: Candidate) -> Row:
-    values: list[float] = [getattr(candidate, name) for name in (*NUMBERS, *AMOUNTS)]
-    for name in LINES:
-        line = getattr(candidate, name)
-        values += (line.fixed_s, line.each_s)
-    return values
-
-
-def readers_of(candidates: Candidates) -> Candidates:
-    """Those that read prompts: the prefill pool if there is one."""
-    readers = candidates.readers
-    return readers if len(readers) else candidates
-
-
-def figures_of(candidates: Candidates) -> Iterator[Figures]:
-    return (Figures._make(row[_FIGURES]) for row in candidates.rows)
-
-
-def named(candidates: Sequence[Candidate], worker_id: str) -> Candidate:
-    """The candidate of that worker, one of them."""
-    if isinstance(candidates, Candidates):
-        return candidates.named(worker_id)
-    return next(one for one in candidates if one.worker_id == worker_id)
-
-
-class Scores(Sequence[Score]):
-    """Of the candidates at `places`: a `Score` is made of each that is asked for. Terms that only some of them have
-    are NaN for the others."""
-
-    __slots__ = ("crew", "places", "terms", "totals")
-
-    def __init__(self, crew: Crew, totals: Floats, terms: Sequence[tuple[str, Floats]], places: Places) -> None:
-        self.crew = crew
-        self.totals = totals
-        self.terms = tuple(terms)
-        self.places = places
-
-    def __len__(self) -> int:
-        return len(self.totals)
-
-    @overload
-    def __getitem__(self, place: int) -> Score: ...
-    @overload
-    def __getitem__(self, place: slice) -> Scores: ...
-    def __getitem__(self, place: int | slice) -> Score | Scores:
-        if isinstance(place, slice):
-            return self.take(range(len(self))[place])
-        terms = [(name, float(cost[place])) for name, cost in self.terms]
-        return Score(
-            worker_id=self.crew.worker_ids[place],
-            role=self.crew.roles[place],
-            total=float(self.totals[place]),
-            terms=tuple((name, cost) for name, cost in terms if cost == cost),
-        )
-
-    def take(self, places: Sequence[int] | Places) -> Scores:
-        places = np.asarray(places, dtype=np.intp)  # once: each term would do it otherwise
-        terms = [(name, cost[places]) for name, cost in self.terms]
-        return Scores(self.crew.take(places), self.totals[places], terms, self.places[places])
-
-    def plus(self, **terms: Floats) -> Scores:
-        """With further costs."""
-        totals = reduce(add, terms.values(), self.totals)
-        return Scores(self.crew, totals, (*self.terms, *terms.items()), self.places)
-
-    def at(self, places: Sequence[int]) -> Scores:
-        """The same of candidates that stand there."""
-        return Scores(self.crew, self.totals, self.terms, np.array(places, dtype=np.intp))
-
-    def cheapest(self, count: int) -> Places:
-        """So many of them, the first of equals first. Totals are numbers, or infinite."""
-        totals = self.totals
-        if count >= len(totals):
-            return np.argsort(totals, kind="stable")
-        lowest = np.flatnonzero(totals <= np.partition(totals, count - 1)[count - 1])
-        assert len(lowest) >= count, "a total that is no number"
-        return lowest[np.argsort(totals[lowest], kind="stable")][:count]
-
-
-def scores(candidates: Candidates, **terms: Floats) -> Scores:
-    """Sums of named costs."""
-    return Scores(candidates.crew, reduce(add, terms.values()), tuple(terms.items()), np.arange(len(candidates)))
-
-
-Rank = Callable[[RequestView, Candidates], Scores]
-"""Scores the candidates of one pool; it may leave some out, never all of them."""
-
-
-def cheapest(totals: Floats, view: RequestView, *, slack: float = 0.0, among: Candidates | None = None) -> int:
-    """The place of the lowest. Equals, which exceed the lowest by no more than `slack`, take turns, so that an idle
-    pool fills all of its caches. Of those that stand `among` candidates and have as many requests as one another it is
-    the one that has most of this request cached: a conversation keeps its own."""
-    equals = np.flatnonzero(totals <= totals.min() + slack)
-    if among is not None and len(equals) > 1:
-        requests, cached = among.num_requests[equals], among.num_cached_tokens[equals]
-        if requests.min() == requests.max():
-            equals = equals[cached == cached.max()]
-    following = int(np.searchsorted(equals, view.num_decided % len(totals)))
-    return int(equals[following % len(equals)])
+    def _subset(self, subset: WorkerSubset) -> CandidateTable:
+        workers, columns = subset
+        return self if workers is self.workers else CandidateTable(workers, self.values[:, columns])

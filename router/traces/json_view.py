@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from router.policies.costs import Outlook
+from router.policies.costs import LatencyEstimate
 from router.traces.request_trace import Choice, Record
 from router.traces.shadow import Shadow
 
@@ -85,7 +85,7 @@ def _choice(record: Record, choice: Choice) -> View:
         "prefill": decision.prefill,
         "decode": decision.decode,
         "alone": decision.alone,
-        "expected": choice.outlook,
+        "expected": choice.estimate,
         "scores": [
             {"worker_id": one.worker_id, "role": one.role, "total": one.total, "terms": dict(one.terms)}
             for one in decision.scores
@@ -97,16 +97,16 @@ def _choice(record: Record, choice: Choice) -> View:
                 "policy": one.decision.policy,
                 "prefill": one.decision.prefill,
                 "decode": one.decision.decode,
-                "expected": one.outlook,
-                "ttft_difference_s": one.outlook.ttft_s - choice.outlook.ttft_s,
+                "expected": one.estimate,
+                "ttft_difference_s": one.estimate.ttft_s - choice.estimate.ttft_s,
             }
             for one in choice.shadows
         ],
-        "measured": _measured(record, choice.outlook) if choice is record.choices[-1] else None,
+        "measured": _measured(record, choice.estimate) if choice is record.choices[-1] else None,
     }
 
 
-def _measured(record: Record, expected: Outlook) -> View:
+def _measured(record: Record, expected: LatencyEstimate) -> View:
     """Beside what was expected. The first token is counted from the decision that led to it."""
     first_s, decided_s = record.marks.first_s, record.choices[-1].at_s
     ttft_s = first_s - decided_s if first_s is not None and first_s >= decided_s else None

@@ -17,9 +17,9 @@ from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.errors import BatonError, Cancelled, Internal
 from router.jobs import Job
-from router.policies.base import Candidate, Decision, RequestView
-from router.policies.costs import Outlook
-from router.policies.table import named
+from router.policies.base import Decision, RequestView
+from router.policies.costs import LatencyEstimate
+from router.policies.table import Candidate, CandidateTable
 
 MAX_CHOICES = 16  # of one request; a longer odyssey keeps its end
 MAX_EVENTS = 64
@@ -57,23 +57,23 @@ class Shadowed:
     """What another policy would have done with the same choice."""
 
     decision: Decision
-    outlook: Outlook
+    estimate: LatencyEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One decision, with what it was made from: of many candidates those that are of interest (`pair.told`)."""
+    """One decision, with what it was made from; of many candidates a part (`pair.kept_candidates`)."""
 
     at_s: float
     view: RequestView
-    candidates: Sequence[Candidate]
+    candidates: CandidateTable
     num_candidates: int
     decision: Decision
-    outlook: Outlook
+    estimate: LatencyEstimate
     shadows: tuple[Shadowed, ...] = ()
 
     def candidate(self, worker_id: str) -> Candidate:
-        return named(self.candidates, worker_id)
+        return self.candidates.candidate(worker_id)
 
     @property
     def reader(self) -> Candidate:
@@ -133,8 +133,8 @@ class Record:
         self.choices.append(choice)
         decision = choice.decision
         told: dict[str, Told] = {"alone": str(decision.alone)} if decision.alone else {}
-        if choice.outlook.num_host_tokens:
-            told["host_tokens"] = choice.outlook.num_host_tokens
+        if choice.estimate.num_host_tokens:
+            told["host_tokens"] = choice.estimate.num_host_tokens
         self.note(What.DECIDED, choice.at_s, prefill=decision.prefill or "", decode=decision.decode, **told)
 
     def took(self, num_tokens: int, num_cached_tokens: int, now: float) -> None:

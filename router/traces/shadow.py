@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.policies.base import Candidate, Decision, Policy, RequestView
-from router.policies.costs import Outlook, outlook
+from router.policies.base import Decision, Policy, RequestView
+from router.policies.costs import LatencyEstimate, estimate
+from router.policies.table import CandidateTable
 from router.traces.request_trace import Shadowed
 
 
@@ -33,10 +33,10 @@ class Shadow:
         self._policy = policy
 
     def consider(
-        self, view: RequestView, candidates: Sequence[Candidate], taken: Decision, expected: Outlook
+        self, view: RequestView, candidates: CandidateTable, taken: Decision, expected: LatencyEstimate
     ) -> Shadowed:
         decision = self._policy(view, candidates)
-        seen = outlook(view, candidates, decision)
+        seen = estimate(view, candidates, decision)
         tally = self.tally
         tally.num_decisions += 1
         tally.num_agreed += (decision.prefill, decision.decode) == (taken.prefill, taken.decode)
@@ -45,4 +45,4 @@ class Shadow:
         tally.shadow_hit_tokens += seen.num_cached_tokens
         tally.taken_hit_tokens += expected.num_cached_tokens
         tally.prompt_tokens += view.num_tokens
-        return Shadowed(decision=decision, outlook=seen)
+        return Shadowed(decision=decision, estimate=seen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,8 @@ import pytest
 from protos.values import SamplingParams
 from router.dispatch.dispatcher import Dispatcher
 from router.jobs import Job
-from router.policies.base import Candidate, Decision, RequestView
+from router.policies.base import Decision, RequestView
+from router.policies.table import CandidateTable
 from tests.cluster.test_disaggregated import PROMPTS
 from tests.cluster.test_draining import Cluster, checkpoint, cluster_of
 
@@ -26,7 +26,7 @@ NUM_FULL = len(PROMPT) // 16 * 16
 def reading_at(cluster: Cluster, worker_id: str, prefill: str | None = None) -> Dispatcher:
     """A router that sends everything there."""
 
-    def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
+    def decide(view: RequestView, candidates: CandidateTable) -> Decision:
         return Decision(policy="chosen", prefill=prefill, decode=worker_id)
 
     return cluster.router.dispatcher_by(decide)

@@ -36,7 +36,7 @@ from cluster.simulate.world.lanes import Cards, hosts_of
 from cluster.simulate.world.workload import Load, Room, Session, fitting, generated, recorded
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
-from router.policies.names import NAMES
+from router.policies.registry import NAMES
 from router.prefix.registry import MEMORY
 
 DEFAULT_REQUESTS = 1000

@@ -41,7 +41,7 @@ from cluster.simulate.run.simulation import simulate as run_simulation
 from cluster.simulate.world.workload import GENERATED, OF_OWN_LENGTHS, Room, Session, fitting
 from protos.errors import Misconfigured
 from protos.hints import counted
-from router.policies.names import NAMES
+from router.policies.registry import NAMES
 
 FORMAT = "baton-simulation/1"
 MAX_REQUESTS, MAX_GATEWAYS, MAX_FAULTS, MAX_GPUS = 10_000_000, 1_000, 100_000, 1_024

@@ -15,7 +15,7 @@ from cluster.config.config import MAX_WORKERS, ClusterConfig, PoolsConfig
 from cluster.simulate.results.report import Summary, usd_figure
 from cluster.simulate.results.targets import Reached, Target
 from protos.errors import Misconfigured
-from router.policies.names import NAMES
+from router.policies.registry import NAMES
 
 MAX_CLUSTERS = 10_000
 """That one sweep tries."""

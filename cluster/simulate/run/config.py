@@ -33,7 +33,7 @@ from protos.errors import Misconfigured
 from protos.hints import counted
 from protos.values import WorkerRole
 from router.config import RouterConfig
-from router.policies.names import check_name
+from router.policies.registry import check_name
 from workers.config import SchedulerConfig, WorkerConfig
 
 VOCAB_SIZE = 32_768

@@ -22,7 +22,7 @@ from cluster.simulate.world.workload import GENERATED, Load, Room, Session, agen
 from protos.errors import InvalidRequest, NoWorkers, Overloaded, RequestKillsWorkers
 from protos.values import WorkerRole
 from router.config import AdmissionConfig, DispatchConfig
-from router.policies.names import NAMES
+from router.policies.registry import NAMES
 
 GPU, MODEL = "h100", "llama-3-8b"
 AUDIT_EVERY = 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,9 @@ from router.fleet.fleet import Fleet
 from router.fleet.worker import Member, WorkerState
 from router.fleet.worker_client import WorkerClient
 from router.jobs import Job, TokenDelta
-from router.policies.base import Candidate, Decision, RequestView
+from router.policies.base import Decision, RequestView
 from router.policies.registry import policy_of
+from router.policies.table import CandidateTable
 from router.prefix.memory import MemoryPrefixIndex
 from tests.unit.router.fake_worker import FakeWorker
 from tests.unit.router.scripted import make_gateway, serving
@@ -89,7 +90,7 @@ class Cluster:
     def choose(self, worker_id: str, *, prefill: str | None = None) -> None:
         """From now on this worker does everything, or what `prefill` does not."""
 
-        def decide(view: RequestView, candidates: Sequence[Candidate]) -> Decision:
+        def decide(view: RequestView, candidates: CandidateTable) -> Decision:
             return Decision(policy="chosen", prefill=prefill, decode=worker_id)
 
         self.generate = self.router.dispatcher_by(decide)

@@ -82,7 +82,7 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
     both = r"[\d.,]+ m?s expected, [\d.,]+ m?s measured"
     assert re.search(rf"^  decision to first token {both}\n  between tokens {both}$", told, re.MULTILINE)
     assert re.search(r"; TTFT [\d.,]+ m?s, from its arrival at the gateway$", told, re.MULTILINE)
-    terms = {name for one in job["choices"][0]["scores"] for name in one["terms"] if not name.startswith("reading by")}
+    terms = {name for one in job["choices"][0]["scores"] for name in one["terms"] if not name.startswith("prefill by")}
     assert all(re.search(rf"^  {term}: ", told, re.MULTILINE) for term in terms), "every cost is explained"
 
 

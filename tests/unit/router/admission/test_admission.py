@@ -22,8 +22,7 @@ from router.admission.fair_queue import Entry, FairQueue
 from router.admission.retry_queue import Returning
 from router.dispatch.job_state import Journal
 from router.jobs import Job, Tap, TokenDelta
-from router.policies.base import Candidate, Line
-from router.policies.table import Candidates
+from router.policies.table import Candidate, CandidateTable, Line
 from router.prefix.index import Match
 from router.prefix.memory import MemoryPrefixIndex
 from tests.unit.cluster.virtual_time import run_virtually
@@ -50,12 +49,12 @@ class Pool:
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
         return self.index.match(hashes(self.block_size), now=now)
 
-    def candidates(self, matched: Match, num_tokens: int) -> Candidates:
+    def candidates(self, matched: Match, num_tokens: int) -> CandidateTable:
         num_cached = min(matched.blocks.get("w0", 0) * 16, num_tokens - 1)
-        return Candidates.of([replace(self.candidate, num_cached_tokens=num_cached)])
+        return CandidateTable.of([replace(self.candidate, num_cached_tokens=num_cached)])
 
-    def loads(self) -> Candidates:
-        return Candidates.of([self.candidate])
+    def loads(self) -> CandidateTable:
+        return CandidateTable.of([self.candidate])
 
     def overhead_s(self) -> float:
         return self.overhead
@@ -200,7 +199,7 @@ def test_who_is_refused_comes_again_behind_those_refused_before_it() -> None:
 async def test_what_an_idle_cluster_could_not_do_promises_no_time_to_come_again() -> None:
     pool = Pool()
     gate = admission(pool)
-    pool.show(reading=Line(each_s=1.0))  # first tokens have been very late lately, for whatever reason
+    pool.show(prefill_time=Line(each_s=1.0))  # first tokens have been very late lately, for whatever reason
     with pytest.raises(InvalidRequest, match=r"2000 tokens\) would come after about 2000 ms") as refused:
         await run(gate, job("long", num_tokens=2000, max_ttft_s=1.9))
     assert refused.value.param == "max_ttft_ms"
@@ -216,7 +215,7 @@ async def test_a_bound_below_what_comes_to_every_first_token_cannot_be_met() -> 
     """However fast prompts are read: a step, the calls and the gateway itself take their time."""
     pool = Pool()
     gate = admission(pool)
-    pool.show(prefill_tokens_per_s=1e7, reading=Line(fixed_s=0.003))
+    pool.show(prefill_tokens_per_s=1e7, prefill_time=Line(fixed_s=0.003))
     pool.overhead = 0.0016
     with pytest.raises(
         InvalidRequest, match=r"max_ttft_ms is 1: .*30 tokens\) would come after about 2 ms; allow more"
@@ -231,11 +230,11 @@ async def test_a_bound_below_what_comes_to_every_first_token_cannot_be_met() -> 
 
 
 def test_a_reader_that_is_not_measured_refuses_nothing_that_an_idle_one_would_serve() -> None:
-    known = replace(Pool().candidate, prefill_tokens_per_s=1e4, reading=Line(fixed_s=0.018, each_s=1e-4))
+    known = replace(Pool().candidate, prefill_tokens_per_s=1e4, prefill_time=Line(fixed_s=0.018, each_s=1e-4))
     newcomer = replace(known, worker_id="w1", prefill_tokens_per_s=0.0)
 
     def least_s(*readers: Candidate, overhead_s: float = 3.0, num_tokens: int = 10) -> float | None:
-        return least_ttft_s(Candidates.of(readers), num_tokens, overhead_s=overhead_s)
+        return least_ttft_s(CandidateTable.of(readers), num_tokens, overhead_s=overhead_s)
 
     assert least_s(known) == least_s(known, newcomer) == pytest.approx(0.019)
     assert least_s(known, newcomer, num_tokens=50_000) == 3.0, "it may read at once"

@@ -9,8 +9,7 @@ import pytest
 
 from protos.values import WorkerRole
 from router.admission.capacity import Room
-from router.policies.base import Candidate
-from router.policies.table import FEW, Candidates
+from router.policies.table import Candidate, CandidateTable
 
 ROOM = Room(max_backlog_s=0.5, max_waiting=4)
 COLOCATED, PREFILL, DECODE = WorkerRole.COLOCATED, WorkerRole.PREFILL, WorkerRole.DECODE
@@ -31,7 +30,7 @@ def behind(role: WorkerRole, number: int = 0) -> Candidate:
     return worker(role, number, queued_prefill_tokens=800, num_waiting=2)
 
 
-@pytest.mark.parametrize("count", [1, FEW])
+@pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize(
     ("workers", "fits"),
     [
@@ -58,4 +57,4 @@ def test_a_pair_takes_more_while_its_reader_is_not_behind_and_its_writer_has_blo
 ) -> None:
     """An idle decode worker is no reason to give a prefill worker more than it can begin with."""
     many = [replace(one, worker_id=f"{one.worker_id}.{number}") for one in workers for number in range(count)]
-    assert ROOM.fits(Candidates.of(many), num_blocks=10) is fits
+    assert ROOM.fits(CandidateTable.of(many), num_blocks=10) is fits

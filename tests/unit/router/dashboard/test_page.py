@@ -202,7 +202,7 @@ async def test_why_tells_the_deciding_cost_first_with_its_unit(make: Callable[..
     assert float(total) == pytest.approx(sum(float(one) for one in reading.split(" | ")), rel=0.02)
     assert float(total) > 0.1, "milliseconds"
     assert "\nworker | total (ms) | role | cached | overhead (ms) | queue (ms) |" in why
-    assert re.search(r"\nworker \| total \(ms\) \| role \| cached \| decode \(ms\) \|.* reading \(ms\) \|\nd0 \|", why)
+    assert re.search(r"\nworker \| total \(ms\) \| role \| cached \| decode \(ms\) \|.* prefill \(ms\) \|\nd0 \|", why)
     both = r"[\d.]+ m?s expected, [\d.]+ m?s measured"
     assert re.search(rf"; decision to first token {both}; between tokens {both}\n", why)
 
@@ -230,7 +230,7 @@ async def test_costs_that_are_no_time_have_no_unit_and_who_does_all_reads(
     await cluster.add("d0")
     why = (await story(cluster, "d0", tmp_path))["why"]
     [heading] = [one for one in why if one.startswith("worker | total")]
-    assert heading == "worker | total | role | cached | turn | reading |"
+    assert heading == "worker | total | role | cached | turn | prefill |"
     assert any(re.fullmatch(r"ended \| .* \| d0 \| d0 \|", line) for line in why)
 
 

@@ -13,7 +13,8 @@ from protos.errors import NoWorkers
 from protos.values import FinishReason, WorkerRole
 from router.dispatch.canary import SALT, Canary, by_one_worker, first_difference
 from router.jobs import Job, Tap, TokenDelta
-from router.policies.base import Candidate, Decision, RequestView
+from router.policies.base import Decision, RequestView
+from router.policies.table import Candidate, CandidateTable
 from tests.unit.router.fake_cluster import PROMPT, Cluster, job, tokens
 from tests.unit.router.fake_worker import expected_tokens
 
@@ -117,15 +118,14 @@ async def test_a_second_run_that_fails_is_not_a_difference(
 
 
 def test_one_worker_does_all_of_it() -> None:
-    def policy(view: RequestView, candidates: list[Candidate]) -> Decision:
+    def policy(view: RequestView, candidates: CandidateTable) -> Decision:
         assert [candidate.worker_id for candidate in candidates] == ["d0"]
         return Decision(policy="p", prefill="p0", decode="d0")
 
-    candidates = [
-        Candidate(worker_id="p0", role=WorkerRole.PREFILL), Candidate(worker_id="d0", role=WorkerRole.DECODE)
-    ]  # fmt: skip
+    pools = (Candidate(worker_id="p0", role=WorkerRole.PREFILL), Candidate(worker_id="d0", role=WorkerRole.DECODE))
+    candidates = CandidateTable.of(pools)
     view = RequestView(request_id="r", num_tokens=3, block_size=4)
-    assert by_one_worker(policy)(view, candidates).prefill is None  # type: ignore[arg-type]
+    assert by_one_worker(policy)(view, candidates).prefill is None
 
 
 async def test_on_a_cluster_the_second_run_never_leaves_decode(make: Callable[..., Cluster]) -> None:

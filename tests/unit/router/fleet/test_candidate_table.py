@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from protos.values import WorkerLoad, WorkerRole
-from router.fleet.candidate_table import Offers
+from router.fleet.candidate_table import FleetTable
 from router.fleet.worker import Member, WorkerState
 from router.latency.predictor import Predictor
-from router.policies.base import Candidate, Decision, Line, RequestView
-from router.policies.pair import MAX_TOLD, ShortRemainder, pair, told
-from router.policies.slo import Objectives, reading, writing
-from router.policies.table import Candidates, row_of
+from router.policies.base import Decision, RequestView
+from router.policies.pair import MAX_SCORES, ShortRemainder, kept_candidates, pair
+from router.policies.slo import Objectives, decode_rank, prefill_rank
+from router.policies.table import Candidate, CandidateTable, Line
 from router.prefix.index import NO_MATCH, Match
+from tests.unit.router.predicting import predicted
 
 ROLES = tuple(WorkerRole)
 SIZE = 16
@@ -61,7 +63,7 @@ def test_columns_are_what_would_be_worked_out_for_each_worker(count: int) -> Non
     alone."""
     rng = random.Random(7)
     together, alone = Predictor(), Predictor()
-    offers = Offers(together)
+    offers = FleetTable(together)
     members = [met(f"w{number}", ROLES[number % 3]) for number in range(count)]
     for member in members:
         offers.add(member)
@@ -74,29 +76,32 @@ def test_columns_are_what_would_be_worked_out_for_each_worker(count: int) -> Non
         offered = offers.candidates(Match({"w1": 3, "w2": 2}, {"w2": 1}), 40, SIZE, now=now)
         for _ in range(2):  # what one worker says of its speed is known of all others the second time
             expected = {
-                one.worker_id: alone.expect(one.worker_id, one.role, one.load, now=now) for one in members if one.role
+                one.worker_id: predicted(alone, one.worker_id, one.role, one.load, now=now)
+                for one in members
+                if one.role
             }
-        assert offered.crew.worker_ids == tuple(expected)
+        assert offered.workers.worker_ids == tuple(expected)
         for found, one in zip(offered, members, strict=True):
             about = expected[found.worker_id]
-            assert (found.reading, found.stepping, found.receiving) == (about.reading, about.stepping, about.receiving)
+            assert (found.prefill_time, found.step_time) == (about.prefill_time, about.step_time)
+            assert found.transfer_time == about.transfer_time
             assert found.recent_tokens == about.recent_tokens
-            assert found.queued_prefill_tokens == one.figures().queued_prefill_tokens
-            assert row_of(found) == offered.table[:, offered.crew.places[found.worker_id]].tolist()
-        assert [one.num_cached_tokens for one in offered[:3]] == [0, 39, 32]
-        assert [one.num_host_tokens for one in offered[:3]] == [0, 0, 16]
+            assert found.queued_prefill_tokens == one.load_row().queued_prefill_tokens
+            assert CandidateTable.of([found]).values[:, 0].tolist() == offered.values[:, members.index(one)].tolist()
+        assert [one.num_cached_tokens for one in islice(offered, 3)] == [0, 39, 32]
+        assert [one.num_host_tokens for one in islice(offered, 3)] == [0, 0, 16]
         for predictor in (together, alone):
             observe(predictor, members, random.Random(step), now)
 
 
 def test_only_those_that_take_work_and_are_trusted_are_offered() -> None:
-    offers = Offers(Predictor())
+    offers = FleetTable(Predictor())
     members = [met("p0", WorkerRole.PREFILL), met("d0", WorkerRole.DECODE), met("d1", WorkerRole.DECODE)]
     for member in members:
         offers.add(member)
 
     def names(now: float = 0.0) -> tuple[str, ...]:
-        return offers.candidates(NO_MATCH, 10, SIZE, now=now).crew.worker_ids
+        return offers.candidates(NO_MATCH, 10, SIZE, now=now).workers.worker_ids
 
     assert names() == ("p0", "d0", "d1")
     for member in members[:2]:
@@ -114,26 +119,30 @@ def test_only_those_that_take_work_and_are_trusted_are_offered() -> None:
 
 def test_who_comes_back_with_another_role_is_offered_in_that_one() -> None:
     """Also when nobody asked in between: an idle gateway does not look."""
-    offers = Offers(Predictor())
+    offers = FleetTable(Predictor())
     first, other = met("w0", WorkerRole.PREFILL), met("w1", WorkerRole.DECODE)
     for member in (first, other):
         offers.add(member)
-    assert offers.candidates(NO_MATCH, 10, SIZE, now=0.0).crew.roles == (WorkerRole.PREFILL, WorkerRole.DECODE)
+    assert offers.candidates(NO_MATCH, 10, SIZE, now=0.0).workers.roles == (WorkerRole.PREFILL, WorkerRole.DECODE)
     first.parted()
     first.info, first.client = met("w0", WorkerRole.COLOCATED).info, other.client
     first.changed()
-    assert offers.candidates(NO_MATCH, 10, SIZE, now=1.0).crew.roles == (WorkerRole.COLOCATED, WorkerRole.DECODE)
+    assert offers.candidates(NO_MATCH, 10, SIZE, now=1.0).workers.roles == (WorkerRole.COLOCATED, WorkerRole.DECODE)
 
 
 @pytest.mark.parametrize("count", [10, 100])
 def test_of_many_candidates_those_of_interest_are_kept(count: int) -> None:
     def worker(number: int, kind: WorkerRole, **kwargs: Any) -> Candidate:
         line = Line(fixed_s=0.01 * (number + 1), each_s=1e-4)
-        known: dict[str, Any] = {"reading": line, "stepping": line, "num_free_blocks": 99, "num_blocks": 99} | kwargs
-        return Candidate(worker_id=f"{kind[0]}{number}", role=kind, **known)
+        known: dict[str, Any] = {
+            "prefill_time": line,
+            "step_time": line,
+            "num_free_blocks": 99,
+        } | kwargs
+        return Candidate(worker_id=f"{kind[0]}{number}", role=kind, num_blocks=99, **known)
 
     last = count - 1
-    candidates = Candidates.of(
+    candidates = CandidateTable.of(
         [
             *(worker(n, WorkerRole.PREFILL, num_cached_tokens=500 * (n == last)) for n in range(count)),
             *(worker(n, WorkerRole.DECODE) for n in range(count)),
@@ -141,18 +150,18 @@ def test_of_many_candidates_those_of_interest_are_kept(count: int) -> None:
     )
     objectives = Objectives(ttft_s=1.0, tpot_s=0.05)
     short = ShortRemainder(max_tokens=0, max_share=0.0)
-    policy = pair("slo", read=reading(objectives), write=writing(objectives), short=short)
+    policy = pair("slo", prefill=prefill_rank(objectives), decode=decode_rank(objectives), short=short)
     decision: Decision = policy(RequestView(request_id="r", num_tokens=900, block_size=SIZE), candidates)
-    kept = {one.worker_id for one in told(candidates, decision)}
+    kept = {one.worker_id for one in kept_candidates(candidates, decision)}
     assert {decision.prefill, decision.decode, f"p{last}"} <= kept
-    assert len(kept) == len(candidates) if count <= MAX_TOLD else len(kept) <= 2 * MAX_TOLD + 2
+    assert len(kept) == len(candidates) if count <= MAX_SCORES else len(kept) <= 2 * MAX_SCORES + 2
     lowest = min(decision.scores[: len(decision.scores) // 2], key=lambda one: one.total)
     assert lowest.worker_id == decision.prefill
 
 
 def test_block_sizes_are_those_of_the_workers_there_are() -> None:
     """Prompts are hashed in each of them: one that is gone would be paid for by every request."""
-    offers = Offers(Predictor())
+    offers = FleetTable(Predictor())
     members = [met("w0", WorkerRole.COLOCATED), met("w1", WorkerRole.COLOCATED)]
     for member in members:
         offers.add(member)
@@ -168,7 +177,7 @@ def test_block_sizes_are_those_of_the_workers_there_are() -> None:
 @pytest.mark.parametrize("num_writers", [1, 9])
 def test_a_speed_that_others_make_a_difference_is_counted_once(num_writers: int) -> None:
     """Of a worker that says nothing new, nor does anything."""
-    offers, now = Offers(predictor := Predictor()), 0.0
+    offers, now = FleetTable(predictor := Predictor()), 0.0
     readers = [met(f"p{number}", WorkerRole.PREFILL) for number in range(3)]
     for member in (*readers, *(met(f"d{number}", WorkerRole.DECODE) for number in range(num_writers))):
         offers.add(member)
@@ -179,7 +188,7 @@ def test_a_speed_that_others_make_a_difference_is_counted_once(num_writers: int)
             member.changed()
 
     def reading_s() -> float:
-        return offers.candidates(NO_MATCH, 1000, SIZE, now=now).named("p2").reading(1000)
+        return offers.candidates(NO_MATCH, 1000, SIZE, now=now).candidate("p2").prefill_time(1000)
 
     for _ in range(100):
         now += 1.0

@@ -7,15 +7,17 @@ import random
 import pytest
 
 from protos.values import HostLoad, WorkerLoad, WorkerRole
-from router.latency.predictor import LOADING, READING, Fit, Pace, Predictor
+from router.latency.predictor import LOAD, Fit, Pace, Predictor
+from router.latency.predictor import PREFILL as UNOBSERVED
 from router.latency.recent_work import RECENT_EACH, RECENT_S, Recent, kept
-from router.policies.base import Line
+from router.policies.table import Line
+from tests.unit.router.predicting import predicted
 
 DECODE, PREFILL = WorkerRole.DECODE, WorkerRole.PREFILL
 TRUE = Line(fixed_s=0.05, each_s=2e-4)
 
 
-def taught(line: Line = TRUE, count: int = 100, *, stalls: float = 0.0, prior: Line = READING) -> Fit:
+def taught(line: Line = TRUE, count: int = 100, *, stalls: float = 0.0, prior: Line = UNOBSERVED) -> Fit:
     draw, fit = random.Random(0), Fit()
     for number in range(count):
         amount = draw.randrange(100, 4000)
@@ -25,25 +27,25 @@ def taught(line: Line = TRUE, count: int = 100, *, stalls: float = 0.0, prior: L
 
 
 def test_nothing_observed_is_what_was_believed() -> None:
-    assert Fit().line(READING) == READING
+    assert Fit().line(UNOBSERVED) == UNOBSERVED
 
 
 def test_a_line_is_learned_from_noisy_times() -> None:
     fit = taught()
-    assert fit.line(READING)(2000) == pytest.approx(TRUE(2000), rel=0.1)
+    assert fit.line(UNOBSERVED)(2000) == pytest.approx(TRUE(2000), rel=0.1)
     assert fit.errors.so_far.num_observed == 100
     assert fit.errors.so_far.mean_s < 0.05
 
 
 def test_a_few_stalls_teach_little() -> None:
-    assert taught(stalls=0.05).line(READING)(2000) == pytest.approx(TRUE(2000), rel=0.5)
+    assert taught(stalls=0.05).line(UNOBSERVED)(2000) == pytest.approx(TRUE(2000), rel=0.5)
 
 
 def test_a_change_of_pace_is_learned() -> None:
     fit = taught()
     for number in range(200):
-        fit.observe(2000, 5 * TRUE(2000), prior=READING, now=100.0 + number)
-    assert fit.line(READING)(2000) == pytest.approx(5 * TRUE(2000), rel=0.15)
+        fit.observe(2000, 5 * TRUE(2000), prior=UNOBSERVED, now=100.0 + number)
+    assert fit.line(UNOBSERVED)(2000) == pytest.approx(5 * TRUE(2000), rel=0.15)
 
 
 def test_what_was_learned_long_ago_yields_to_what_is_measured_now() -> None:
@@ -82,18 +84,18 @@ def test_amounts_that_tell_nothing_leave_what_was_believed_of_them() -> None:
     """Short prompts that happened to take longer than long ones do not make reading free."""
     fit = Fit()
     for number in range(20):
-        fit.observe(100 + 50 * number, 0.5 - number / 100, prior=READING, now=float(number))
-    line = fit.line(READING)
+        fit.observe(100 + 50 * number, 0.5 - number / 100, prior=UNOBSERVED, now=float(number))
+    line = fit.line(UNOBSERVED)
     assert line(600) == pytest.approx(0.4, rel=0.15)
-    assert line.each_s / line.fixed_s == pytest.approx(READING.each_s / READING.fixed_s)
+    assert line.each_s / line.fixed_s == pytest.approx(UNOBSERVED.each_s / UNOBSERVED.fixed_s)
 
 
 def test_no_part_of_a_line_is_negative() -> None:
     falling, steep = Fit(), Fit()
     for number in range(50):
-        falling.observe(1000 + number, 1.0 - number / 100, prior=READING, now=float(number))
-        steep.observe(1000 + number, number / 10, prior=READING, now=float(number))
-    for line in (falling.line(READING), steep.line(READING)):
+        falling.observe(1000 + number, 1.0 - number / 100, prior=UNOBSERVED, now=float(number))
+        steep.observe(1000 + number, number / 10, prior=UNOBSERVED, now=float(number))
+    for line in (falling.line(UNOBSERVED), steep.line(UNOBSERVED)):
         assert line.fixed_s >= 0
         assert line.each_s >= 0
 
@@ -104,10 +106,10 @@ def test_a_worker_that_nobody_has_measured_counts_as_its_pool() -> None:
         predictor.saw_first_token(
             "p0", PREFILL, num_tokens=1000, seconds=2.0, now=float(number)
         )  # fmt: skip
-    assert predictor.expect("p1", PREFILL, WorkerLoad(), now=50.0).reading(1000) == pytest.approx(2.0, rel=0.2)
+    assert predicted(predictor, "p1", PREFILL, WorkerLoad(), now=50.0).prefill_time(1000) == pytest.approx(2.0, rel=0.2)
     own = WorkerLoad(prefill_tokens_per_s=10_000.0)
-    assert predictor.expect("p2", PREFILL, own, now=50.0).reading.each_s == pytest.approx(1e-4)
-    assert predictor.expect("d0", DECODE, WorkerLoad(), now=50.0).reading == READING
+    assert predicted(predictor, "p2", PREFILL, own, now=50.0).prefill_time.each_s == pytest.approx(1e-4)
+    assert predicted(predictor, "d0", DECODE, WorkerLoad(), now=50.0).prefill_time == UNOBSERVED
 
 
 @pytest.mark.parametrize(("told", "each_s"), [(9_000.0, 1 / 10_500), (12_000.0, 1 / 10_500), (1_000.0, 1 / 1_000)])
@@ -116,25 +118,25 @@ def test_speeds_that_workers_tell_differ_by_chance_unless_they_are_far_apart(tol
     predictor = Predictor()
     others = {9_000.0: (12_000.0,), 12_000.0: (9_000.0,), 1_000.0: (12_000.0, 12_000.0)}[told]
     for number, speed in enumerate(others):
-        predictor.expect(f"p{number}", PREFILL, WorkerLoad(prefill_tokens_per_s=speed), now=0.0)
-    known = predictor.expect("p", PREFILL, WorkerLoad(prefill_tokens_per_s=told), now=0.0).reading
+        predicted(predictor, f"p{number}", PREFILL, WorkerLoad(prefill_tokens_per_s=speed), now=0.0)
+    known = predicted(predictor, "p", PREFILL, WorkerLoad(prefill_tokens_per_s=told), now=0.0).prefill_time
     assert known.each_s == pytest.approx(each_s)
-    new = predictor.expect("new", PREFILL, WorkerLoad(), now=0.0).reading
+    new = predicted(predictor, "new", PREFILL, WorkerLoad(), now=0.0).prefill_time
     assert new.each_s == pytest.approx((len(others) + 1) / (sum(others) + told)), "it counts as its pool"
 
 
 def test_a_load_takes_as_long_as_the_worker_says_that_loads_have_taken() -> None:
     predictor = Predictor()
     told = WorkerLoad(host=HostLoad(num_blocks=100, loaded_bytes=4_000_000, load_s=0.5))
-    assert predictor.expect("p0", PREFILL, told, now=0.0).loading == Line(each_s=0.5 / 4_000_000)
+    assert predicted(predictor, "p0", PREFILL, told, now=0.0).load_time == Line(each_s=0.5 / 4_000_000)
     for unknown in (WorkerLoad(), WorkerLoad(host=HostLoad(num_blocks=100))):
-        assert predictor.expect("p0", PREFILL, unknown, now=0.0).loading == LOADING
+        assert predicted(predictor, "p0", PREFILL, unknown, now=0.0).load_time == LOAD
 
 
 def test_a_worker_that_left_is_forgotten_with_its_lanes() -> None:
     predictor = Predictor()
     for worker_id, role in (("p0", PREFILL), ("d0", DECODE)):
-        predictor.expect(worker_id, role, WorkerLoad(), now=0.0)
+        predicted(predictor, worker_id, role, WorkerLoad(), now=0.0)
     predictor.saw_transfer("p0", "d0", num_bytes=1e6, seconds=0.5, now=0.0)
     predictor.saw_answer("d0", DECODE, num_sequences=4, num_tokens=100, seconds=0.03, now=1.0)
     assert {reader: lanes.keys() for reader, lanes in predictor.lanes.items()} == {"p0": {"d0"}}
@@ -151,13 +153,13 @@ def test_a_newcomer_is_not_owed_what_others_did_before_it_came() -> None:
     """It counts as if it had had so much less that the others are a fifth above the mean."""
     predictor = Predictor()
     for worker_id in ("p0", "p1"):
-        predictor.expect(worker_id, PREFILL, WorkerLoad(), now=0.0)
+        predicted(predictor, worker_id, PREFILL, WorkerLoad(), now=0.0)
     for worker_id in ("p0", "p1"):
         predictor.routed(worker_id, PREFILL, 10_000, beside=0, now=0.0)
-    recent = [predictor.expect(one, PREFILL, WorkerLoad(), now=0.0).recent_tokens for one in ("p0", "p1", "p2")]
+    recent = [predicted(predictor, one, PREFILL, WorkerLoad(), now=0.0).recent_tokens for one in ("p0", "p1", "p2")]
     assert recent == pytest.approx([10_000, 10_000, 5_000], rel=0.02)
     assert recent[0] / (sum(recent) / 3) == pytest.approx(1.2, rel=0.02)
-    later = predictor.expect("p0", PREFILL, WorkerLoad(), now=300.0).recent_tokens
+    later = predicted(predictor, "p0", PREFILL, WorkerLoad(), now=300.0).recent_tokens
     assert later == pytest.approx(recent[0] / 2)
 
 
@@ -186,10 +188,10 @@ def test_answers_beside_others_are_work_where_prompts_are_read_as_well() -> None
 
     def work(role: WorkerRole, beside: int) -> float:
         name = f"{role} {beside}"
-        predictor.expect(name, role, WorkerLoad(), now=40.0)
-        before = predictor.expect(name, role, WorkerLoad(), now=40.0).recent_tokens
+        predicted(predictor, name, role, WorkerLoad(), now=40.0)
+        before = predicted(predictor, name, role, WorkerLoad(), now=40.0).recent_tokens
         predictor.routed(name, role, 10, beside=beside, now=40.0)
-        return predictor.expect(name, role, WorkerLoad(), now=40.0).recent_tokens - before
+        return predicted(predictor, name, role, WorkerLoad(), now=40.0).recent_tokens - before
 
     assert work(WorkerRole.COLOCATED, 0) == pytest.approx(10, abs=1)
     slowed = predictor.answer_tokens * 0.001 * 4 / 1e-4  # four others, each a millisecond a token longer
@@ -201,11 +203,11 @@ def test_an_idle_worker_is_not_held_to_a_step_it_took_long_ago() -> None:
     predictor = Predictor()
     busy = WorkerLoad(num_running=2, decode_step_s=0.008)
     for number in range(8):
-        predictor.expect("d1", WorkerRole.DECODE, busy, now=float(number))
+        predicted(predictor, "d1", WorkerRole.DECODE, busy, now=float(number))
         predictor.saw_answer("d1", WorkerRole.DECODE, num_sequences=2, num_tokens=64, seconds=0.008, now=float(number))
     cold = WorkerLoad(decode_step_s=0.035)
-    idle = predictor.expect("d0", WorkerRole.DECODE, cold, now=8.0)
-    assert idle.stepping(1) < 0.012
+    idle = predicted(predictor, "d0", WorkerRole.DECODE, cold, now=8.0)
+    assert idle.step_time(1) < 0.012
 
 
 def test_steps_that_read_prompts_do_not_make_a_colocated_worker_seem_slow() -> None:
@@ -217,7 +219,7 @@ def test_steps_that_read_prompts_do_not_make_a_colocated_worker_seem_slow() -> N
     loads = {"c0": reading, "c1": writing, "c2": slow}
     for number in range(8):
         for name, load in loads.items():
-            predictor.expect(name, WorkerRole.COLOCATED, load, now=float(number))
+            predicted(predictor, name, WorkerRole.COLOCATED, load, now=float(number))
             predictor.saw_answer(
                 name,
                 WorkerRole.COLOCATED,
@@ -227,7 +229,7 @@ def test_steps_that_read_prompts_do_not_make_a_colocated_worker_seem_slow() -> N
                 now=float(number),
             )
     first, second, third = (
-        predictor.expect(name, WorkerRole.COLOCATED, load, now=8.0).stepping(10) for name, load in loads.items()
+        predicted(predictor, name, WorkerRole.COLOCATED, load, now=8.0).step_time(10) for name, load in loads.items()
     )
     assert first == pytest.approx(second)
     assert third == pytest.approx(3 * first), "one that reads a third as fast as all on average steps a third as fast"
@@ -241,7 +243,7 @@ def test_a_told_speed_is_counted_once_when_it_becomes_a_difference() -> None:
         """Of a thousand tokens, by the third of three workers, and what the other two tell besides."""
         speeds = {"p0": 1.5 * mean - 0.5 * mean / slower, "p1": 1.5 * mean - 0.5 * mean / slower, "p2": mean / slower}
         return [
-            predictor.expect(name, PREFILL, WorkerLoad(prefill_tokens_per_s=speed), now=now).reading(1000)
+            predicted(predictor, name, PREFILL, WorkerLoad(prefill_tokens_per_s=speed), now=now).prefill_time(1000)
             for name, speed in speeds.items()
         ][-1]
 
@@ -260,7 +262,7 @@ def test_a_told_speed_is_counted_once_when_it_becomes_a_difference() -> None:
 def test_reading_a_long_prompt_is_no_part_of_what_comes_to_every_first_token() -> None:
     predictor, load = Predictor(), WorkerLoad(prefill_tokens_per_s=1e4)
     for now in range(20):
-        predictor.expect("w0", WorkerRole.COLOCATED, load, now=float(now))
+        predicted(predictor, "w0", WorkerRole.COLOCATED, load, now=float(now))
         predictor.saw_first_token(
             "w0", WorkerRole.COLOCATED, num_tokens=60_000, seconds=6.02, now=float(now), on_idle=True
         )
@@ -305,17 +307,17 @@ def test_what_came_to_first_tokens_once_is_forgotten_with_time_and_with_other_re
             predictor.saw_first_token("p0", PREFILL, num_tokens=0, seconds=4.0, now=now, on_idle=True)
         assert overhead_s(now) == 4.0
 
-    predictor.expect("p0", PREFILL, load, now=0.0)
+    predicted(predictor, "p0", PREFILL, load, now=0.0)
     began = 1e7  # a machine that has been up for months
     cold_start(began)
     assert [overhead_s(began + s) for s in (119.0, 121.0, 241.0, 481.0)] == [4.0, 2.0, 1.0, 0.25]
     assert overhead_s(began + 86_400.0) < 1e-6
     cold_start(2 * began)
     for name in ("p0", "d0"):
-        predictor.expect(name, PREFILL if name == "p0" else DECODE, load, now=2 * began)
+        predicted(predictor, name, PREFILL if name == "p0" else DECODE, load, now=2 * began)
     predictor.forget("d0")
     assert overhead_s(2 * began) == 4.0, "it reads nothing"
-    predictor.expect("p1", PREFILL, load, now=2 * began)
+    predicted(predictor, "p1", PREFILL, load, now=2 * began)
     assert overhead_s(2 * began) == 0.0
     cold_start(2 * began)
     predictor.forget("p1")

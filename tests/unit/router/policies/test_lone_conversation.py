@@ -7,7 +7,6 @@ stalls as on a busy machine, and what is cached are made up.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,10 @@ import pytest
 from protos.values import WorkerLoad, WorkerRole
 from router.config import RouterConfig
 from router.latency.predictor import Predictor
-from router.policies.base import Candidate, Decision, RequestView
-from router.policies.costs import num_uncached
+from router.policies.base import Decision, RequestView
 from router.policies.registry import policy_of
+from router.policies.table import CandidateTable
+from tests.unit.router.predicting import predicted
 from workers.batch import Batch, Row
 from workers.engine.speed import EngineSpeed
 
@@ -48,24 +48,21 @@ class Town:
         self._draw = random.Random(seed)
         self._num_decided = 0
 
-    def candidates(self, num_tokens: int) -> Sequence[Candidate]:
+    def candidates(self, num_tokens: int) -> CandidateTable:
         found = []
         for worker in self.workers:
             load = worker.load()
-            known = self.predictor.expect(worker.name, worker.role, load, now=self.now)
             found.append(
-                Candidate(
-                    worker_id=worker.name, role=worker.role,
+                predicted(
+                    self.predictor, worker.name, worker.role, load, now=self.now,
                     num_cached_tokens=min(worker.num_cached // BLOCK_SIZE * BLOCK_SIZE, num_tokens - 1),
                     num_free_blocks=9000, num_blocks=9000,
                     prefill_tokens_per_s=load.prefill_tokens_per_s, decode_step_s=load.decode_step_s,
-                    reading=known.reading, loading=known.loading, stepping=known.stepping, receiving=known.receiving,
-                    recent_tokens=known.recent_tokens,
                 )
             )  # fmt: skip
-        return found
+        return CandidateTable.of(found)
 
-    def turn(self, num_tokens: int) -> tuple[Decision, Sequence[Candidate]]:
+    def turn(self, num_tokens: int) -> tuple[Decision, CandidateTable]:
         """A request is decided on, answered and learned from."""
         predictor, offered = self.predictor, self.candidates(num_tokens)
         view = RequestView(
@@ -76,8 +73,7 @@ class Town:
         self._num_decided += 1
         by_name = {worker.name: worker for worker in self.workers}
         reader, writer = by_name[decision.prefill or decision.decode], by_name[decision.decode]
-        read = next(one for one in offered if one.worker_id == reader.name)
-        num_read = int(num_uncached(view, read))
+        num_read = num_tokens - offered.candidate(reader.name).num_cached_tokens
         predictor.routed(reader.name, reader.role, num_read, beside=0, now=self.now)
         step_s = self._noisy(0.002 + 7e-5 * num_read)
         first_s = self._noisy(0.006) + step_s + (self._draw.uniform(0.05, 1.0) if reader.is_cold else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,25 @@ from hypothesis import strategies as st
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.config import RouterConfig
-from router.policies import basic
-from router.policies.base import Alone, Candidate, Decision, Line, Policy, RequestView
-from router.policies.costs import outlook, transfer_s
+from router.policies.base import Alone, Decision, RequestView
+from router.policies.costs import LatencyEstimate, estimate, transfer_s
 from router.policies.limits import avoiding
-from router.policies.names import NAMES
-from router.policies.pair import NEVER, ShortRemainder, pair
-from router.policies.registry import policy_of
-from router.policies.table import Candidates, Crew, Scores, Ways
+from router.policies.registry import NAMES, policy_of
+from router.policies.table import Candidate, CandidateTable, LaneLatencies, Line, WorkerSet
 
 PREFILL, DECODE, COLOCATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.COLOCATED
 
 
-def policy(name: str) -> Policy:
-    return policy_of(RouterConfig(model_path=Path("m"), model_name="m", policy=name))
+Choose = Callable[[RequestView, Sequence[Candidate]], Decision]
+
+
+def policy(name: str) -> Choose:
+    decide = policy_of(RouterConfig(model_path=Path("m"), model_name="m", policy=name))
+    return lambda view, candidates: decide(view, CandidateTable.of(candidates))
+
+
+def expected_of(view: RequestView, candidates: Sequence[Candidate], decision: Decision) -> LatencyEstimate:
+    return estimate(view, CandidateTable.of(candidates), decision)
 
 
 def view(num_tokens: int = 1000, **kwargs: Any) -> RequestView:
@@ -77,20 +83,7 @@ def test_a_decision_is_always_servable(name: str, loads: list[tuple[str, int, in
     assert (decision.prefill is None) == (decision.alone is not None)
     assert all(scored.total == pytest.approx(sum(cost for _, cost in scored.terms)) for scored in decision.scores)
     *_, chosen = [scored for scored in decision.scores if scored.worker_id == decision.decode]
-    assert chosen.terms[-1][0] == f"reading by {decision.prefill or decision.decode}", "also where there was no choice"
-
-
-def test_whom_one_rank_leaves_out_has_no_cost_by_chance() -> None:
-    """Readers are drawn, writers are not: whoever is not drawn reads nothing."""
-
-    def two(view: RequestView, candidates: Candidates) -> Scores:
-        return basic.least_loaded(view, candidates.take([1, 3])).at([1, 3])
-
-    crowd = [worker(f"c{number}", num_requests=number == 1) for number in range(5)]
-    short = ShortRemainder(max_tokens=0, max_share=0.0)
-    decision = pair("drawn", read=two, write=basic.least_loaded, short=short)(view(), crowd)
-    assert decision.decode == "c3"
-    assert [scored.total for scored in decision.scores] == [NEVER, 2.0, NEVER, 0.0, NEVER]
+    assert chosen.terms[-1][0] == f"prefill by {decision.prefill or decision.decode}", "also where there was no choice"
 
 
 def test_round_robin_takes_turns() -> None:
@@ -177,7 +170,7 @@ STEADY = Line(fixed_s=0.02, each_s=1e-4)
 
 
 def known(worker_id: str, cached: int = 0, **kwargs: Any) -> Candidate:
-    return worker(worker_id, cached, **{"reading": FAST, "stepping": STEADY} | kwargs)
+    return worker(worker_id, cached, **{"prefill_time": FAST, "step_time": STEADY} | kwargs)
 
 
 @pytest.mark.parametrize("others", [[], ["d1"]], ids=["the only pair", "one of two"])
@@ -197,12 +190,12 @@ def test_a_short_remainder_is_handed_over_where_its_writer_has_much_to_read(othe
         ("unless its queue is longer than what it saves",
          [known("p0"), known("p1", 640, queued_prefill_tokens=7000), known("d0")], ("p0", "d0")),
         ("a slow worker's prefix is worth less",
-         [known("p0"), known("p1", 640, reading=SLOW), known("d0")], ("p0", "d0")),
+         [known("p0"), known("p1", 640, prefill_time=SLOW), known("d0")], ("p0", "d0")),
         ("a worker that was sent far more than others attracts nothing",
          [known("p0", recent_tokens=10_000.0), known("p1", 640, recent_tokens=90_000.0), known("d0")], ("p0", "d0")),
         ("a full batch is slower", [known("p0"), known("d0", num_requests=40), known("d1", num_requests=9)],
          ("p0", "d1")),
-        ("a slow step is slower", [known("p0"), known("d0", stepping=Line(fixed_s=0.1)), known("d1", num_requests=40)],
+        ("a slow step is slower", [known("p0"), known("d0", step_time=Line(fixed_s=0.1)), known("d1", num_requests=40)],
          ("p0", "d1")),
         ("without blocks one waits for others' ends",
          [known("p0"), known("d0", num_requests=9, num_free_blocks=10), known("d1", num_requests=9)], ("p0", "d1")),
@@ -216,41 +209,41 @@ def test_slo_weighs_seconds(why: str, candidates: list[Candidate], expected: tup
 
 
 def test_slo_chooses_reader_and_writer_by_the_lane_between_them() -> None:
-    lanes = {"p0": Ways({"d0": Line(each_s=1e-6)}), "p1": Ways({"d0": Line(each_s=1e-9)})}
+    lanes = {"p0": LaneLatencies({"d0": Line(each_s=1e-6)}), "p1": LaneLatencies({"d0": Line(each_s=1e-9)})}
     seen = view(lanes=lanes, block_bytes=2**16)
-    decision = policy("slo")(seen, [known("p0", 160), known("p1"), known("d0", receiving=Line(each_s=1e-6))])
+    decision = policy("slo")(seen, [known("p0", 160), known("p1"), known("d0", transfer_time=Line(each_s=1e-6))])
     assert (decision.prefill, decision.decode) == ("p1", "d0")
     [whole] = [scored for scored in decision.scores if scored.worker_id == "d0"]
     assert dict(whole.terms)["transfer"] == pytest.approx(1000 / 16 * 2**16 * 1e-9)
 
 
 def test_scores_are_those_of_the_decision_whatever_is_learned_before_they_are_asked_for() -> None:
-    lanes = {"p0": Ways({"d0": Line(each_s=1e-9)}), "p1": Ways({"d0": Line(each_s=1.0)})}
+    lanes = {"p0": LaneLatencies({"d0": Line(each_s=1e-9)}), "p1": LaneLatencies({"d0": Line(each_s=1.0)})}
     asked_later = policy("slo")(view(lanes=lanes, block_bytes=2**16), [known("p0"), known("d0")])
     lanes["p0"].set("d0", Line(each_s=1e-6))
     [whole] = [scored for scored in asked_later.scores if scored.worker_id == "d0"]
     assert dict(whole.terms)["transfer"] == pytest.approx(1000 / 16 * 2**16 * 1e-9)
     unmeasured = policy("slo")(view(lanes=(none := {}), block_bytes=2**16), [known("p0"), known("d0")])
-    none["p0"] = Ways({"d0": Line(fixed_s=1.0)})
+    none["p0"] = LaneLatencies({"d0": Line(fixed_s=1.0)})
     assert dict(unmeasured.scores[-1].terms)["transfer"] == 0.0
 
 
-def test_lines_of_lanes_are_those_measured_last_whatever_crew_asks() -> None:
-    """Of a crew they are kept; nothing that changes a lane leaves them behind."""
-    crew = Crew([f"d{number}" for number in range(12)], [WorkerRole.DECODE] * 12)
-    ways = Ways({"d1": Line(each_s=1.0)})
+def test_lines_of_lanes_are_those_measured_last_whatever_workers_asks() -> None:
+    """Of a workers they are kept; nothing that changes a lane leaves them behind."""
+    workers = WorkerSet([f"d{number}" for number in range(12)], [WorkerRole.DECODE] * 12)
+    ways = LaneLatencies({"d1": Line(each_s=1.0)})
 
     def each_s() -> dict[str, float]:
-        told = ways.lines(crew).each_s.tolist()
-        return {name: one for name, one in zip(crew.worker_ids, told, strict=True) if one == one}
+        told = ways.lines(workers).each_s.tolist()
+        return {name: one for name, one in zip(workers.worker_ids, told, strict=True) if one == one}
 
     assert each_s() == {"d1": 1.0}
     ways.set("d1", Line(each_s=2.0))
     ways.set("d2", Line(each_s=3.0))
     ways.set("elsewhere", Line(each_s=4.0))
     assert each_s() == {"d1": 2.0, "d2": 3.0}
-    ways.forget("d1")
-    ways.forget("d9")
+    ways.drop("d1")
+    ways.drop("d9")
     assert each_s() == {"d2": 3.0}
     assert dict(ways) == {"d2": Line(each_s=3.0), "elsewhere": Line(each_s=4.0)}
     assert not {"update", "__setitem__", "pop"} & set(dir(ways)), "lines would not follow"
@@ -262,7 +255,7 @@ def test_slo_names_every_term_in_seconds() -> None:
     terms = dict(reading.terms)
     assert terms.keys() == {"overhead", "queue", "load", "compute", "displaced", "imbalance", "late_ttft"}
     assert terms["overhead"] + terms["queue"] + terms["compute"] == pytest.approx(FAST(50 + 400))
-    assert dict(whole.terms).keys() == {"decode", "shortage", "late_tpot", "transfer", "reading by p0"}
+    assert dict(whole.terms).keys() == {"decode", "shortage", "late_tpot", "transfer", "prefill by p0"}
 
 
 def test_computing_delays_other_requests_only_while_every_reader_has_a_queue() -> None:
@@ -279,61 +272,64 @@ def test_computing_delays_other_requests_only_while_every_reader_has_a_queue() -
 @pytest.mark.parametrize("name", ["slo", "prefix_aware"])
 def test_what_is_on_the_device_goes_before_what_must_be_loaded_and_that_before_computing(name: str) -> None:
     near, none, writer = known("p0", 900), known("p2"), known("d0")
-    hosted = known("p1", 900, num_host_tokens=800, loading=Line(each_s=2e-5))
+    hosted = known("p1", 900, num_host_tokens=800, load_time=Line(each_s=2e-5))
     assert decide(none, hosted, near, writer, name=name).prefill == "p0"
     assert decide(none, hosted, writer, name=name).prefill == "p1"
 
 
 def test_a_load_is_expected_to_take_what_it_takes_and_never_longer_than_computing() -> None:
     loading = Line(each_s=5e-5)
-    quick = known("c0", 900, num_host_tokens=800, loading=loading)
-    slow = known("c1", 900, num_host_tokens=800, loading=Line(each_s=1.0))
-    expected = outlook(view(), [quick], decide(quick, name="slo"))
+    quick = known("c0", 900, num_host_tokens=800, load_time=loading)
+    slow = known("c1", 900, num_host_tokens=800, load_time=Line(each_s=1.0))
+    expected = expected_of(view(), [quick], decide(quick, name="slo"))
     assert expected.ttft_s == pytest.approx(FAST(100) + loading(800))
     assert (expected.num_cached_tokens, expected.num_host_tokens) == (900, 800)
-    assert outlook(view(), [slow], decide(slow, name="slo")).ttft_s == pytest.approx(FAST(900))
+    assert expected_of(view(), [slow], decide(slow, name="slo")).ttft_s == pytest.approx(FAST(900))
 
 
 def test_a_writer_receives_what_only_its_host_has() -> None:
     """Blocks of the host are no room, and nothing that a reader could leave out."""
     seen = view(1000, block_bytes=1600)
-    candidates = [known("p0"), known("d0", 160, num_host_tokens=160, receiving=Line(each_s=1e-6))]
-    assert outlook(seen, candidates, policy("slo")(seen, candidates)).transfer_s == pytest.approx(0.1)
+    candidates = [known("p0"), known("d0", 160, num_host_tokens=160, transfer_time=Line(each_s=1e-6))]
+    assert expected_of(seen, candidates, policy("slo")(seen, candidates)).transfer_s == pytest.approx(0.1)
 
 
-def test_an_outlook_knows_the_lane_between_the_two() -> None:
-    lanes = {"p0": Ways({"d0": Line(fixed_s=0.5, each_s=2e-6)})}
-    candidates = Candidates.of([known("p0"), known("d0"), known("d1")])
+def test_an_estimate_knows_the_lane_between_the_two() -> None:
+    lanes = {"p0": LaneLatencies({"d0": Line(fixed_s=0.5, each_s=2e-6)})}
+    candidates = [known("p0"), known("d0"), known("d1")]
     seen = view(1000, block_bytes=1600, lanes=lanes)
-    [between] = transfer_s(seen, ["p0"], candidates.writers).tolist()
+    [between] = transfer_s(seen, ["p0"], CandidateTable.of(candidates).decode_pool).tolist()
     for writer, expected_s in zip(("d0", "d1"), between, strict=True):
         decision = Decision(policy="slo", prefill="p0", decode=writer)
-        assert outlook(seen, candidates, decision).transfer_s == expected_s
+        assert expected_of(seen, candidates, decision).transfer_s == expected_s
     assert between[0] > 0.5 > between[1]
 
 
 def test_costs_that_differ_by_less_than_predictions_can_tell_take_turns() -> None:
-    near = [known("c0"), known("c1", reading=Line(fixed_s=0.0101, each_s=1e-4))]
+    near = [known("c0"), known("c1", prefill_time=Line(fixed_s=0.0101, each_s=1e-4))]
     assert {policy("slo")(view(num_decided=number), near).decode for number in range(2)} == {"c0", "c1"}
 
 
 def test_a_long_answer_that_all_would_write_alike_does_not_hide_who_reads_soonest() -> None:
     slow = Line(fixed_s=0.15)
-    near = [known("c0", stepping=slow, queued_prefill_tokens=4000), known("c1", stepping=slow)]
+    near = [known("c0", step_time=slow, queued_prefill_tokens=4000), known("c1", step_time=slow)]
     assert {policy("slo")(view(num_decided=number), near).decode for number in range(2)} == {"c1"}
 
 
 def test_readers_that_seem_alike_take_turns_whatever_their_lanes() -> None:
-    lanes = {"p0": Ways({"d0": Line(each_s=1e-9)}), "p1": Ways({"d0": Line(each_s=1.01e-9)})}
+    lanes = {"p0": LaneLatencies({"d0": Line(each_s=1e-9)}), "p1": LaneLatencies({"d0": Line(each_s=1.01e-9)})}
     seen: dict[str, Any] = {"lanes": lanes, "block_bytes": 2**16}
-    near = [known("p0"), known("p1", reading=Line(fixed_s=0.0101, each_s=1e-4)), known("d0")]
+    near = [known("p0"), known("p1", prefill_time=Line(fixed_s=0.0101, each_s=1e-4)), known("d0")]
     assert {policy("slo")(view(num_decided=number, **seen), near).prefill for number in range(2)} == {"p0", "p1"}
 
 
-def test_an_outlook_is_what_the_costs_say_whoever_decided() -> None:
-    candidates = [known("p0", 600, queued_prefill_tokens=50), known("d0", num_requests=3, receiving=Line(each_s=1e-6))]
+def test_an_estimate_is_what_the_costs_say_whoever_decided() -> None:
+    candidates = [
+        known("p0", 600, queued_prefill_tokens=50),
+        known("d0", num_requests=3, transfer_time=Line(each_s=1e-6)),
+    ]
     seen = view(block_bytes=1600)
-    expected = outlook(seen, candidates, policy("round_robin")(seen, candidates))
+    expected = expected_of(seen, candidates, policy("round_robin")(seen, candidates))
     assert expected.ttft_s == pytest.approx(FAST(450))
     assert expected.tpot_s == pytest.approx(STEADY(4))
     assert expected.transfer_s == pytest.approx(0.1)
@@ -359,8 +355,8 @@ def test_a_session_leaves_a_worker_that_is_far_above_the_others() -> None:
 
 
 def test_a_failed_worker_is_avoided_while_there_is_another() -> None:
-    avoid = avoiding(policy("prefix_aware"), {"p0", "d0"})
-    decision = avoid(view(), [worker("p0", 640), worker("p1"), worker("d0", 640)])
+    avoid = avoiding(policy_of(RouterConfig(model_path=Path("m"), model_name="m"), "prefix_aware"), {"p0", "d0"})
+    decision = avoid(view(), CandidateTable.of([worker("p0", 640), worker("p1"), worker("d0", 640)]))
     assert (decision.prefill, decision.decode) == ("p1", "d0")
 
 
@@ -374,3 +370,9 @@ def test_an_unknown_policy_is_refused_with_a_suggestion() -> None:
 def test_a_setting_out_of_range_is_named() -> None:
     with pytest.raises(Misconfigured, match=r"local_prefill_share = 1\.5: give a number from 0"):
         RouterConfig(model_path=Path("m"), model_name="m", local_prefill_share=1.5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_registered_policy_can_be_made(name: str) -> None:
+    made = policy_of(RouterConfig(model_path=Path("m"), model_name="m"), name)
+    assert made(view(), CandidateTable.of([worker("c0")])).policy == name

@@ -11,8 +11,10 @@ import pytest
 from protos.values import WorkerLoad, WorkerRole
 from router.config import RouterConfig
 from router.latency.predictor import Predictor
-from router.policies.base import Candidate, RequestView
+from router.policies.base import RequestView
 from router.policies.registry import policy_of
+from router.policies.table import Candidate, CandidateTable
+from tests.unit.router.predicting import predicted
 
 ROLE = WorkerRole.COLOCATED
 SYSTEM, QUESTION, ANSWER = 4096, 300, 60
@@ -48,7 +50,7 @@ class Agents:
             answer_tokens=self._predictor.answer_tokens,
         )  # fmt: skip
         candidates = [self._candidate(name, kind) for name in self.cached]
-        chosen = self._policy(view, candidates).decode
+        chosen = self._policy(view, CandidateTable.of(candidates)).decode
         running, found = self._until_s[chosen], kind in self.cached[chosen]
         num_read, beside, now = QUESTION if found else SYSTEM + QUESTION, len(running), self._now
         self._predictor.routed(chosen, ROLE, num_read, beside=beside, now=now)
@@ -63,12 +65,11 @@ class Agents:
     def _candidate(self, name: str, kind: int) -> Candidate:
         running = self._until_s[name] = [until_s for until_s in self._until_s[name] if until_s > self._now]
         load = WorkerLoad(num_running=len(running), prefill_tokens_per_s=1 / READ_S, decode_step_s=STEP_S)
-        expected = self._predictor.expect(name, ROLE, load, now=self._now)
-        return Candidate(
-            worker_id=name, role=ROLE, num_cached_tokens=SYSTEM if kind in self.cached[name] else 0,
+        return predicted(
+            self._predictor, name, ROLE, load, now=self._now,
+            num_cached_tokens=SYSTEM if kind in self.cached[name] else 0,
             num_requests=len(running), num_free_blocks=1000, num_blocks=1000,
             prefill_tokens_per_s=load.prefill_tokens_per_s, decode_step_s=STEP_S,
-            reading=expected.reading, stepping=expected.stepping, recent_tokens=expected.recent_tokens,
         )  # fmt: skip
 
 

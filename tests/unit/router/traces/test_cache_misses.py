@@ -12,8 +12,9 @@ import pytest
 from kvtransfer.hashing import chain_hashes
 from protos.values import BlockRemoved, Cleared, SamplingParams, Tier, WorkerRole
 from router.jobs import Job
-from router.policies.base import Candidate, Decision, RequestView, Score, cost_figure
-from router.policies.costs import Outlook
+from router.policies.base import Decision, RequestView, Score, cost_figure
+from router.policies.costs import LatencyEstimate
+from router.policies.table import Candidate, CandidateTable
 from router.traces.cache_misses import Finding, Losses, Reason, explain, num_common
 from router.traces.request_trace import Choice, Record, Records
 
@@ -41,9 +42,11 @@ class Past:
         record.received_s = float(self.num)
         self.records.keep_chain(record, chain_hashes(prompt, SIZE, salt=salt), SIZE)
         workers = {"p0": 0, "p1": 0} | cached
-        candidates = tuple(
-            Candidate(worker_id=one, role=WorkerRole.COLOCATED, num_cached_tokens=min(blocks * SIZE, len(prompt) - 1))
-            for one, blocks in workers.items()
+        candidates = CandidateTable.of(
+            [
+                Candidate(worker_id=one, role=WorkerRole.COLOCATED, num_cached_tokens=min(n * SIZE, len(prompt) - 1))
+                for one, n in workers.items()
+            ]
         )
         decision = Decision(
             policy="slo",
@@ -52,10 +55,10 @@ class Past:
             scores=tuple(Score(worker_id=one, role=WorkerRole.COLOCATED, total=1.0) for one in workers),
         )
         view = RequestView(request_id=job.request_id, num_tokens=len(prompt), block_size=SIZE)
-        outlook = Outlook(ttft_s=0.1, tpot_s=0.1, transfer_s=0.0, num_cached_tokens=0)
+        expected = LatencyEstimate(ttft_s=0.1, tpot_s=0.1, transfer_s=0.0, num_cached_tokens=0)
         choice = Choice(
             at_s=float(self.num), view=view, candidates=candidates, num_candidates=len(candidates), decision=decision,
-            outlook=outlook,
+            estimate=expected,
         )  # fmt: skip
         record.chose(choice)
         record.took(1, found * SIZE, float(self.num))
@@ -112,7 +115,7 @@ async def test_a_block_of_the_host_that_was_computed_all_the_same_is_told(past: 
     record = past.read(found=2, p0=4)
     choice = record.choices[-1]
     hosting = replace(choice.reader, num_host_tokens=2 * SIZE - 1)
-    record.choices[-1] = replace(choice, candidates=(hosting, choice.candidates[1]))
+    record.choices[-1] = replace(choice, candidates=CandidateTable.of([hosting, choice.candidates[1]]))
     miss = explain(record, past.records, past.losses)
     assert (miss.num_expected, miss.num_expected_on_host) == (4, 2)
     assert (miss.findings[0].reason, miss.findings[0].tier) == (Reason.NOT_LOADED, "host")

@@ -1,0 +1,125 @@
+"""What candidates would cost, as columns: a rank scores one pool, a decision keeps the scores of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
+from typing import overload
+
+import numpy as np
+
+from router.policies.base import RequestView, Score
+from router.policies.table import CandidateTable, Floats, Places, WorkerSet
+
+
+class Scores:
+    """Totals of some workers and their terms. A term that some workers do not have is NaN for them; its name is one for
+    all workers, or one for each."""
+
+    __slots__ = ("terms", "totals", "workers")
+
+    def __init__(self, workers: WorkerSet, totals: Floats, terms: Sequence[tuple[str | Sequence[str], Floats]]) -> None:
+        self.workers = workers
+        self.totals = totals
+        self.terms = tuple(terms)
+
+    def __len__(self) -> int:
+        return len(self.totals)
+
+    def score(self, place: int) -> Score:
+        terms = [
+            (name if isinstance(name, str) else name[place], float(cost[place]))
+            for name, cost in self.terms
+            if cost[place] == cost[place]
+        ]
+        return Score(
+            worker_id=self.workers.worker_ids[place],
+            role=self.workers.roles[place],
+            total=float(self.totals[place]),
+            terms=tuple(terms),
+        )
+
+    def take(self, places: Sequence[int]) -> Scores:
+        """Of terms that have one name for all workers."""
+        columns = np.asarray(places, dtype=np.intp)
+        terms = [(name, cost[columns]) for name, cost in self.terms]
+        return Scores(self.workers.take(places), self.totals[columns], terms)
+
+    def renamed(self, term: str, names: Sequence[str]) -> Scores:
+        """With a name for each worker in place of one."""
+        terms = [(names if name == term else name, cost) for name, cost in self.terms]
+        return Scores(self.workers, self.totals, terms)
+
+    def plus(self, **terms: Floats) -> Scores:
+        """With further costs."""
+        return Scores(self.workers, reduce(add, terms.values(), self.totals), (*self.terms, *terms.items()))
+
+    def cheapest(self, count: int) -> Places:
+        """The places of the lowest totals, the first of equals first."""
+        totals = self.totals
+        if count >= len(totals):
+            return np.argsort(totals, kind="stable")
+        lowest = np.flatnonzero(totals <= np.partition(totals, count - 1)[count - 1])
+        assert len(lowest) >= count, "a total is NaN"
+        return lowest[np.argsort(totals[lowest], kind="stable")][:count]
+
+
+def scores(candidates: CandidateTable, **terms: Floats) -> Scores:
+    """Sums of named costs."""
+    return Scores(candidates.workers, reduce(add, terms.values()), tuple(terms.items()))
+
+
+Rank = Callable[[RequestView, CandidateTable], Scores]
+"""Scores the candidates of one pool."""
+
+
+class CostBreakdown(Sequence[Score]):
+    """The scores of a decision, worked out when they are first read: those of the prefill pool, then those of the
+    decode pool."""
+
+    def __init__(self, weigh: Callable[[], Sequence[Scores]]) -> None:
+        self._weigh: Callable[[], Sequence[Scores]] | None = weigh
+        self._parts: Sequence[Scores] = ()
+
+    @property
+    def parts(self) -> Sequence[Scores]:
+        if self._weigh is not None:
+            self._parts, self._weigh = self._weigh(), None
+        return self._parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @overload
+    def __getitem__(self, place: int) -> Score: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Score]: ...
+    def __getitem__(self, place: int | slice) -> Score | Sequence[Score]:
+        return [part.score(number) for part in self.parts for number in range(len(part))][place]
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def scored_workers(scores: Sequence[Score]) -> Sequence[str]:
+    if isinstance(scores, CostBreakdown):
+        return [worker_id for part in scores.parts for worker_id in part.workers.worker_ids]
+    return [score.worker_id for score in scores]
+
+
+def cheapest(totals: Floats, view: RequestView, *, slack: float = 0.0, among: CandidateTable | None = None) -> int:
+    """The place of the lowest total. Candidates that exceed it by no more than `slack` count as equal and take turns,
+    so that an idle pool fills all of its caches. If all equals `among` the candidates have the same number of requests,
+    those that have most of this request cached take turns: a conversation keeps its worker."""
+    equals = np.flatnonzero(totals <= totals.min() + slack)
+    if len(equals) == 1:
+        return int(equals[0])
+    if among is not None:
+        requests, cached = among.num_requests[equals], among.num_cached_tokens[equals]
+        if requests.min() == requests.max():
+            equals = equals[cached == cached.max()]
+    turn = int(np.searchsorted(equals, view.num_decided % len(totals)))
+    return int(equals[turn % len(equals)])
