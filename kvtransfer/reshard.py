@@ -7,14 +7,16 @@
 A rank holds its share of the heads or, where there are more ranks than heads, a copy of one. What one rank sends or
 receives of a chunk is its payload: one piece for each range of heads, ascending, one piece after the other, each
 
-    [layers, keys and values, units, heads, positions of a unit, head dim]
+    [layers, parts, units, heads, positions of a unit, width]      for each shape of parts that the layout has
+
+Keys and values have one shape: they are two parts of one such tensor. A part that is not cut by heads counts as one.
 
 A unit is as many positions as the smaller of the two block sizes, so both sides find it in one piece in a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,16 +25,15 @@ from protos.errors import IncompatibleWorkers
 from protos.value import Value
 from protos.values import KVLayout, Ticket
 
-_MUST_AGREE = ("model", "num_layers", "num_kv_heads", "head_dim", "dtype")
-
 
 def why_incompatible(source: KVLayout, destination: KVLayout) -> str | None:
     """Why no KV can go from the one to the other; None when it can. Ranks of a lane are all on GPUs, or none is."""
+    theirs, ours = _facts(source), _facts(destination)
     reasons = [
-        f"{name} is {theirs!r} there and {ours!r} here"
-        for name in _MUST_AGREE
-        if (theirs := getattr(source, name)) != (ours := getattr(destination, name))
+        f"{name} is {theirs[name]!r} there and {ours[name]!r} here" for name in ours if theirs[name] != ours[name]
     ]
+    if source.groups != destination.groups and not reasons:
+        reasons.append("layers are grouped otherwise there than here")
     if source.device and destination.device and source.device != destination.device:
         reasons.append(f"device is {source.device!r} there and {destination.device!r} here")
     sizes = sorted((source.block_size, destination.block_size))
@@ -47,7 +48,26 @@ def why_incompatible(source: KVLayout, destination: KVLayout) -> str | None:
                 f"tp is {layout.tp} {where}, which neither divides the {layout.num_kv_heads} key/value heads nor is a "
                 f"multiple of them"
             )
+        if len({part.heads for part in layout.parts if part.cut_by_heads}) > 1:
+            reasons.append(f"parts of the cache {where} are cut into different numbers of heads")
     return "; ".join(reasons) or None
+
+
+def _facts(layout: KVLayout) -> dict[str, object]:
+    """What both sides must agree on, by the names that users know: of several parts each once."""
+
+    def distinct(values: Iterable[object]) -> object:
+        found = tuple(dict.fromkeys(values))
+        return found[0] if len(found) == 1 else found
+
+    return {
+        "model": layout.model,
+        "num_layers": layout.num_layers,
+        "parts": tuple([part.name for part in layout.parts]),
+        "num_kv_heads": layout.num_kv_heads,
+        "head_dim": distinct(part.width for part in layout.parts),
+        "dtype": distinct(part.dtype for part in layout.parts),
+    }
 
 
 def require_compatible(source: str, source_layout: KVLayout, destination: str, layout: KVLayout) -> None:
@@ -71,6 +91,11 @@ def heads_of(layout: KVLayout, rank: int) -> range:
     assert 0 <= rank < layout.tp, f"rank {rank} of {layout.tp}"
     first = rank * layout.num_kv_heads // layout.tp
     return range(first, first + max(1, layout.num_kv_heads // layout.tp))
+
+
+def rank_block_bytes(layout: KVLayout) -> int:
+    """Bytes of a block on each rank: its share of the heads, and all of what is not cut by them."""
+    return layout.block_bytes * len(heads_of(layout, 0)) // layout.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

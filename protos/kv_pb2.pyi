@@ -51,6 +51,7 @@ class KVLayout(_message.Message):
     TP_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
     """over all ranks"""
@@ -65,6 +66,10 @@ class KVLayout(_message.Message):
     """the model that made the KV"""
     device: _builtins.str
     """kind of memory: "cpu" or "cuda"; empty: not known"""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
+        """of a cache that fields 1, 2, 3 and 5 cannot describe, which are empty then"""
+
     def __init__(
         self,
         *,
@@ -76,14 +81,82 @@ class KVLayout(_message.Message):
         tp: _builtins.int = ...,
         model: _builtins.str = ...,
         device: _builtins.str = ...,
+        groups: _abc.Iterable[Global___KVGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
+
+@_typing.final
+class KVGroup(_message.Message):
+    """Layers that keep the same parts under one block table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    window: _builtins.int
+    """positions after which a block is not read any more"""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVPart]: ...
+    def __init__(
+        self,
+        *,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        parts: _abc.Iterable[Global___KVPart] | None = ...,
+        window: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "layers", b"layers", "parts", b"parts", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
+    _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
+
+Global___KVGroup: _TypeAlias = KVGroup  # noqa: Y015
+
+@_typing.final
+class KVPart(_message.Message):
+    """A tensor of each of the layers: at each position `heads` rows of `width` elements, over all ranks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    CUT_BY_HEADS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"key", "value" """
+    heads: _builtins.int
+    width: _builtins.int
+    dtype: _builtins.str
+    cut_by_heads: _builtins.bool
+    """the ranks share the heads; else each has all of them"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        heads: _builtins.int = ...,
+        width: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        cut_by_heads: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_by_heads", b"cut_by_heads", "dtype", b"dtype", "heads", b"heads", "name", b"name", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVPart: _TypeAlias = KVPart  # noqa: Y015
 
 @_typing.final
 class LaneAddress(_message.Message):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum, StrEnum
+from functools import lru_cache
 
 from protos.value import Value
 
@@ -65,25 +66,88 @@ class SamplingParams(Value, frozen=True, kw_only=True):
     grammar: str = ""
 
 
+class KVPart(Value, frozen=True, kw_only=True):
+    """One of the tensors that a KV cache keeps of a layer: at each position `heads` rows of `width` elements, over all
+    ranks. `cut_by_heads`: the ranks share the heads, or have copies of one; else each rank has all of them."""
+
+    name: str  # "key", "value"
+    heads: int
+    width: int
+    dtype: str
+    cut_by_heads: bool = True
+
+    @property
+    def position_bytes(self) -> int:
+        """Of one position of one layer."""
+        return self.heads * self.width * _ITEM_BYTES[self.dtype]
+
+
+class KVGroup(Value, frozen=True, kw_only=True):
+    """Layers that keep the same parts under one block table. `window`: a block is not read any more once it lies so
+    many positions back; None: every block is read to the end."""
+
+    layers: tuple[int, ...]
+    parts: tuple[KVPart, ...]
+    window: int | None = None
+
+
 class KVLayout(Value, frozen=True, kw_only=True):
-    """Shape of one worker's KV cache; `num_kv_heads` counts over all its `tp` ranks, `block_size` is in tokens.
+    """Shape of one worker's KV cache over all its `tp` ranks. A block has `block_size` positions of a group's layers.
     `model` names what made the KV: caches of two models differ even with equal shapes. `device` is the kind of memory:
     "cpu", "cuda", or "" if not known."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    groups: tuple[KVGroup, ...]
     block_size: int
-    dtype: str
     tp: int = 1
     model: str = ""
     device: str = ""
 
+    @staticmethod
+    def dense(
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        block_size: int,
+        tp: int = 1,
+        model: str = "",
+        device: str = "",
+    ) -> KVLayout:
+        """Keys and values of the same shape in all layers: one group."""
+        groups = _dense_groups(num_layers, num_kv_heads, head_dim, dtype)
+        return KVLayout(groups=groups, block_size=block_size, tp=tp, model=model, device=device)
+
+    @property
+    def parts(self) -> tuple[KVPart, ...]:
+        """Of all groups, one after the other."""
+        return tuple([part for group in self.groups for part in group.parts])
+
+    @property
+    def num_layers(self) -> int:
+        return sum([len(group.layers) for group in self.groups])
+
+    @property
+    def num_kv_heads(self) -> int:
+        """How many shares the cache can be cut into: its heads, or 1 where every rank has all of it. The parts agree
+        on that (`kvtransfer.reshard.why_incompatible`)."""
+        return min([part.heads if part.cut_by_heads else 1 for part in self.parts], default=0)
+
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, keys and values, over all layers and ranks."""
-        width = {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * width
+        """Of one block in all parts, layers and shares."""
+        return self.block_size * sum(
+            [len(group.layers) * part.position_bytes for group in self.groups for part in group.parts]
+        )
+
+
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1}
+
+
+@lru_cache(maxsize=256)
+def _dense_groups(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> tuple[KVGroup, ...]:
+    parts = tuple(KVPart(name=name, heads=num_kv_heads, width=head_dim, dtype=dtype) for name in ("key", "value"))
+    return (KVGroup(layers=tuple(range(num_layers)), parts=parts),)
 
 
 class LaneAddress(Value, frozen=True, kw_only=True):

@@ -29,6 +29,8 @@ Decode = Callable[[Any], Any]
 
 _MESSAGES: dict[type, type[Message]] = {
     values.SamplingParams: worker_pb2.SamplingParams,
+    values.KVPart: kv_pb2.KVPart,
+    values.KVGroup: kv_pb2.KVGroup,
     values.KVLayout: kv_pb2.KVLayout,
     values.LaneAddress: kv_pb2.LaneAddress,
     values.Ticket: kv_pb2.Ticket,
@@ -66,6 +68,8 @@ def to_proto(value: Any) -> Any:
     kind: Any = type(value)
     if kind is values.SequenceUpdate:
         return _encode_update(value)
+    if kind is values.KVLayout:
+        return _encode_layout(value)
     return _MESSAGES[kind](**_content(value))
 
 
@@ -186,7 +190,47 @@ def _decode_load(message: Any) -> values.WorkerLoad:
     )
 
 
+def _encode_layout(layout: values.KVLayout) -> kv_pb2.KVLayout:
+    """Keys and values alike in all layers are written as before there were groups. A worker that knows none reads of
+    any other cache that it has 0 layers, and refuses to exchange KV with it."""
+    first = layout.parts[0] if layout.parts else None
+    if first is not None and layout.groups == _groups_of(layout.num_layers, first):
+        return kv_pb2.KVLayout(
+            num_layers=layout.num_layers,
+            num_kv_heads=first.heads,
+            head_dim=first.width,
+            dtype=first.dtype,
+            block_size=layout.block_size,
+            tp=layout.tp,
+            model=layout.model,
+            device=layout.device,
+        )
+    return kv_pb2.KVLayout(**_content(layout))
+
+
+def _decode_layout(message: Any) -> values.KVLayout:
+    if message.groups:
+        return values.KVLayout(**{name: decode(message) for name, decode in _decoders(values.KVLayout)})
+    return values.KVLayout.dense(
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        dtype=message.dtype,
+        block_size=message.block_size,
+        tp=message.tp,
+        model=message.model,
+        device=message.device,
+    )
+
+
+def _groups_of(num_layers: int, part: values.KVPart) -> tuple[values.KVGroup, ...]:
+    return values.KVLayout.dense(
+        num_layers=num_layers, num_kv_heads=part.heads, head_dim=part.width, dtype=part.dtype, block_size=1
+    ).groups
+
+
 _WRITTEN: dict[type, Decode] = {
+    values.KVLayout: _decode_layout,
     values.SequenceUpdate: _decode_update,
     values.StepMessage: _decode_step,
     values.WorkerLoad: _decode_load,

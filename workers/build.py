@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvtransfer.events import EventLog
+from kvtransfer.reshard import rank_block_bytes
 from protos.errors import Misconfigured
 from protos.values import KVLayout, SamplingParams
 from workers.attention.registry import attention_for
@@ -28,7 +29,7 @@ from workers.kv.blocks import BlockPool
 from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit
 from workers.kv.host import Copies, HostPool, LeadingCopies
 from workers.kv.host_copies import host_copies, staging_bytes
-from workers.kv.storage import KVStorage, heads_of_rank
+from workers.kv.storage import KVStorage
 from workers.memory import free_ram_bytes
 from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config
 from workers.models.decoder import Decoder
@@ -119,7 +120,7 @@ def build_engine(
     host = None
     if rank.copies is not None:
         copies = LeadingCopies(rank.copies, leader.tell)
-        block_bytes = _block_bytes(rank.layout) * rank.layout.tp
+        block_bytes = rank_block_bytes(rank.layout) * rank.layout.tp
         host = HostPool(rank.num_slots, copies, events.record, block_bytes=block_bytes)
     pool = BlockPool(rank.storage.num_blocks, rank.layout.block_size, events.record, host=host)
     scheduler = Scheduler(rank.scheduler, pool, make_role(pool), prefix_key=rank.model.prefix_key)
@@ -176,13 +177,14 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     model = read_config(config.model)
     check_parallel(model, config.tp)
     name = config.served_name or Path(config.model).resolve().name
-    layout = model.kv_layout(block_size=config.block_size, dtype=dtype_of(config, model), tp=config.tp)
+    dtype = dtype_of(config, model)
+    layout = model.kv_layout(block_size=config.block_size, dtype=dtype, tp=config.tp)
     layout = replace(layout, model=name, device=device)
     max_model_len = longest_sequence(model, config.max_model_len)
-    decoder = _load(config, group, device, layout.dtype, on_progress)
+    decoder = _load(config, group, device, dtype, on_progress)
     free_bytes = group.least([free_ram_bytes()])[0]  # all have looked before anybody takes some
     num_slots = _num_slots(config, layout, free_bytes)
-    free_bytes -= num_slots * _block_bytes(layout) * layout.tp
+    free_bytes -= num_slots * rank_block_bytes(layout) * layout.tp
     num_blocks = _num_blocks(config, group, decoder, layout, device, max_model_len, free_bytes // layout.tp)
     storage = _make_storage(layout, num_blocks, device, free_bytes // layout.tp)
     capacity = num_blocks * config.block_size
@@ -222,7 +224,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
 
 def _num_slots(config: WorkerConfig, layout: KVLayout, free_bytes: int) -> int:
     """Blocks that the host tier keeps: as many as all ranks' shares fit into `host_kv_gib`, and that into RAM."""
-    block_bytes = _block_bytes(layout) * layout.tp
+    block_bytes = rank_block_bytes(layout) * layout.tp
     num_slots = int(config.host_kv_gib * 2**30) // block_bytes
     if config.host_kv_gib and not num_slots:
         raise Misconfigured(
@@ -293,7 +295,7 @@ def _num_blocks(
     """The same on all ranks: what the poorest can hold. `free_bytes` is a rank's share of the RAM."""
     if config.num_blocks is not None:
         return config.num_blocks
-    block_bytes = _block_bytes(layout)
+    block_bytes = rank_block_bytes(layout)
     if device == "cpu":
         mine = blocks_in_ram(
             block_bytes,
@@ -316,7 +318,7 @@ def _num_blocks(
 
 
 def _make_storage(layout: KVLayout, num_blocks: int, device: str, free_bytes: int) -> KVStorage:
-    num_bytes = num_blocks * _block_bytes(layout)
+    num_bytes = num_blocks * rank_block_bytes(layout)
     too_much = Misconfigured(
         f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.2f} GiB on each rank, more than there is on "
         f"{device}: lower num_blocks, memory_fraction or host_kv_gib",
@@ -328,11 +330,6 @@ def _make_storage(layout: KVLayout, num_blocks: int, device: str, free_bytes: in
         return KVStorage(layout, num_blocks=num_blocks, device=device)
     except torch.OutOfMemoryError as error:
         raise too_much from error
-
-
-def _block_bytes(layout: KVLayout) -> int:
-    """Of one block on one rank."""
-    return layout.block_bytes * heads_of_rank(layout) // layout.num_kv_heads
 
 
 def largest_batch(config: WorkerConfig, max_model_len: int) -> Batch:

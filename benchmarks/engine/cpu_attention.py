@@ -60,7 +60,7 @@ def filled(case: AttentionCase, dtype: str) -> tuple[KVStorage, AttentionInputs]
     """Pages in random order, as a cache has them after a while."""
     length = case.num_new + case.num_cached
     pages_of_row = -(-length // BLOCK_SIZE)
-    layout = KVLayout(
+    layout = KVLayout.dense(
         num_layers=NUM_LAYERS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE, dtype=dtype
     )
     storage = KVStorage(layout, num_blocks=case.num_rows * pages_of_row)

@@ -30,7 +30,7 @@ from protos.wire import from_proto, to_proto
 
 TOKENS = tuple(range(300, 556))
 """Ordinary words of the demo model's vocabulary, one after another."""
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+LAYOUT = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 LOAD = WorkerLoad(num_blocks=10**6, num_free_blocks=10**6, prefill_tokens_per_s=1e7, decode_step_s=0.001)
 
 

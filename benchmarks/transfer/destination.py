@@ -26,7 +26,7 @@ from kvtransfer.transport import Arrived
 from kvtransfer.transports.rendezvous.store import Board, BoardStore
 from protos.values import KVLayout, LaneAddress
 
-LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+LAYOUT = KVLayout.dense(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 """That of Llama 3.1 8B: 2 MiB a block."""
 CHUNK_BLOCKS = 16
 MESSAGE_BYTES = LaneConfig().message_bytes

@@ -27,7 +27,7 @@ from workers.transfer.mover import Dock
 ON = "cpu"
 OVER: Preference = "auto"
 KEY = "of every board of these tests"
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
+LAYOUT = KVLayout.dense(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 
 
 def address(worker_id: str, incarnation: int, port: int = 0) -> LaneAddress:
@@ -86,12 +86,12 @@ def receive(pipe: Connection, incarnation: int) -> None:
 
 HEADS, LAYERS, TOKENS = 2, 3, 29
 CACHED = 8  # tokens that the destination has already
-PROMPT = KVLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=4, block_size=4, dtype="float32")
+PROMPT = KVLayout.dense(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=4, block_size=4, dtype="float32")
 
 
 def prompt_kv() -> torch.Tensor:
     """[layers, 2, tokens, heads, head dim] of a prompt, every number another one."""
-    shape = (LAYERS, 2, TOKENS, HEADS, PROMPT.head_dim)
+    shape = (LAYERS, 2, TOKENS, HEADS, PROMPT.parts[0].width)
     return torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
 
 

@@ -97,7 +97,7 @@ def parts_of(runner: Runner, role: Role | None = None) -> Parts:
     config = SchedulerConfig(max_model_len=NUM_BLOCKS * BLOCK, vocab_size=VOCAB)
     engine = Engine(Scheduler(config, pool, role or Colocated()), runner, events=events, clock=time.monotonic)
     lane = LaneAddress(worker_id="w", incarnation=1, host="127.0.0.1", port=0)
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK, dtype="float32")
+    layout = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK, dtype="float32")
     info = WorkerInfo(
         worker_id="w",
         incarnation=1,

@@ -14,7 +14,7 @@ from kvtransfer.registry import transport
 from kvtransfer.transport import Chunk, Receiver, Sender
 from protos.values import KVLayout, LaneAddress, Ticket
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
+LAYOUT = KVLayout.dense(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 BLOCK_BYTES = LAYOUT.block_bytes
 PATIENCE_S = 30.0
 

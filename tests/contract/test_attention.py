@@ -62,7 +62,7 @@ class Filled:
         self.device = device
         self.case = case
         generator = torch.Generator().manual_seed(case.seed)
-        layout = KVLayout(
+        layout = KVLayout.dense(
             num_layers=2,
             num_kv_heads=case.num_kv_heads,
             head_dim=case.head_dim,

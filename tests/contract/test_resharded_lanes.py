@@ -17,7 +17,7 @@ from kvtransfer.transports.links.staging import Staging
 from protos.errors import TransferFailed
 from protos.values import KVLayout, LaneAddress, Ticket
 
-ONE = KVLayout(num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
+ONE = KVLayout.dense(num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 TWO = replace(ONE, tp=2)
 HEAD = 1 * 2 * 4 * 4  # numbers that one head of a block has
 CONFIG = LaneConfig(transport="collective", heartbeat_s=0.05, max_staged_bytes=3 * ONE.block_bytes)

@@ -29,6 +29,7 @@ from tests.contract.site import (
     push,
     ticket_for,
 )
+from tests.layouts import changed
 
 
 @pytest.fixture(params=["inproc", "collective", "shm"])
@@ -145,7 +146,7 @@ def test_one_sender_reaches_two_receivers(site: Site) -> None:
 
 def test_other_layouts_are_refused_by_both_ends(site: Site) -> None:
     sender, receiver = site.sender(address("p0")), site.receiver(address("d0"))
-    other = replace(LAYOUT, num_layers=3, block_size=6)
+    other = changed(LAYOUT, num_layers=3, block_size=6)
     with pytest.raises(
         IncompatibleWorkers, match=r"p0.*d0.*num_layers is 3 there and 2 here.*block_size is 6 there and 4"
     ):

@@ -13,7 +13,7 @@ from workers.kv.storage import KVStorage
 
 pytestmark = pytest.mark.gpu
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
+LAYOUT = KVLayout.dense(num_layers=3, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
 WHOLE = Cut(block_ids=(5, 0, 3), unit=16, units=range(3), layers=range(3), pieces=(range(4),))
 PARTS = Cut(block_ids=(5, 0), unit=8, units=range(1, 5), layers=range(1, 2), pieces=(range(1), range(2, 4)))
 

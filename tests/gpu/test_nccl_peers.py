@@ -17,13 +17,14 @@ from kvtransfer.transport import Arrived, LaneLost
 from kvtransfer.transports.collective.collective import CollectiveReceiver, CollectiveTransport
 from protos.values import LaneAddress
 from tests.cluster.lane_peer import LAYOUT, address, chunk, ticket_to
+from tests.layouts import changed
 
 pytestmark = pytest.mark.gpu
 
 HEARD_S = 2.0
 WATCHDOG_S = 3.0  # torch's looks ten times a second, where there is one
 PATIENCE_S = 60.0
-WIDE = replace(LAYOUT, head_dim=2**18)
+WIDE = changed(LAYOUT, head_dim=2**18)
 PAYLOAD = WIDE.block_bytes  # 32 MiB
 
 

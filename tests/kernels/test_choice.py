@@ -30,7 +30,7 @@ from protos.values import KVLayout
 from workers.attention.registry import attention_for
 from workers.kernels.base import kernels_for
 from workers.kv.storage import KVStorage
-layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+layout = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 attention_for(KVStorage(layout, num_blocks=1))
 kernels_for("cpu").silu_mul(torch.zeros(1, 8))
 """

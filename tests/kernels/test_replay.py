@@ -24,7 +24,7 @@ class Step:
     """R rows of one token over their own pages; tables and queries lie in the same place at every step."""
 
     def __init__(self, num_rows: int, most: int) -> None:
-        layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=32, block_size=BLOCK_SIZE, dtype="float32")
+        layout = KVLayout.dense(num_layers=1, num_kv_heads=2, head_dim=32, block_size=BLOCK_SIZE, dtype="float32")
         blocks = -(-most // BLOCK_SIZE)
         self.storage = KVStorage(layout, num_blocks=num_rows * blocks, device=DEVICE)
         self.storage.data.copy_(normal(*self.storage.data.shape, dtype=torch.float32))

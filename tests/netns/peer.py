@@ -21,7 +21,7 @@ from kvtransfer.registry import transport
 from kvtransfer.transport import Arrived, Chunk, LaneLost
 from protos.values import KVLayout, LaneAddress, Ticket
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
+LAYOUT = KVLayout.dense(num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
 MAX_STAGED = 8
 
 

@@ -28,7 +28,7 @@ def test_what_is_not_set_comes_from_the_checkpoint(checkpoint: Checkpoint) -> No
     folder, _ = checkpoint("llama")
     rank = open_one(folder)
     assert rank.name == folder.name
-    assert rank.layout.dtype == "float32"
+    assert rank.layout.parts[0].dtype == "float32"
     assert rank.scheduler.max_model_len == MAX_POSITIONS
     assert rank.scheduler.eos_ids == (2,)
     assert rank.storage.block_bytes == rank.layout.block_bytes
@@ -38,8 +38,8 @@ def test_what_is_not_set_comes_from_the_checkpoint(checkpoint: Checkpoint) -> No
 def test_float16_checkpoints_are_served_in_bfloat16(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, oracle = checkpoint("llama")
     copy.deepcopy(oracle).half().save_pretrained(tmp_path)
-    assert open_one(tmp_path).layout.dtype == "bfloat16"
-    assert open_one(tmp_path, dtype="float32").layout.dtype == "float32"
+    assert open_one(tmp_path).layout.parts[0].dtype == "bfloat16"
+    assert open_one(tmp_path, dtype="float32").layout.parts[0].dtype == "float32"
     assert open_one(folder, served_name="mine").name == "mine"
 
 

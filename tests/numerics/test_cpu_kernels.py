@@ -88,7 +88,7 @@ def test_attention_over_more_keys_than_one_look_takes(
 ) -> None:
     """Head sizes that fill the vectors and that do not, tiles that are full and that are not, on all threads."""
     name = str(dtype).removeprefix("torch.")
-    layout = KVLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype=name)
+    layout = KVLayout.dense(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype=name)
     storage, inputs = filled(layout, ROWS)
     q_TND = normal(inputs.query_starts[-1], num_heads, head_dim, dtype=dtype, seed=7)
     outputs = []
@@ -103,7 +103,7 @@ def test_attention_over_more_keys_than_one_look_takes(
 
 @needs_compiler
 def test_a_row_s_attention_does_not_depend_on_who_is_in_the_batch() -> None:
-    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
+    layout = KVLayout.dense(num_layers=1, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
     storage, together = filled(layout, ROWS)
     q_TND = normal(together.query_starts[-1], 4, 64, dtype=torch.bfloat16)
     backend = cpu_attention(storage)
@@ -140,7 +140,7 @@ def test_without_a_compiler_torch_computes_and_the_log_says_why(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build._library.cache_clear()
     monkeypatch.setattr("workers.attention.cpu.native", native.__wrapped__)
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+    layout = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
     with caplog.at_level(logging.WARNING):
         backend = cpu_attention(KVStorage(layout, num_blocks=1))
     build._library.cache_clear()
@@ -150,6 +150,6 @@ def test_without_a_compiler_torch_computes_and_the_log_says_why(
 
 @needs_compiler
 def test_the_compiled_backend_is_the_cpu_s() -> None:
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
+    layout = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
     storage = KVStorage(layout, num_blocks=1)
     assert isinstance(cpu_attention(storage), NativeAttention)

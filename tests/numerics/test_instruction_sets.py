@@ -38,7 +38,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_a_lesser_processor_attends_alike(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     for num_heads, num_kv_heads, head_dim, window in [(4, 2, 64, None), (5, 1, 40, 50), (3, 3, 96, 64)]:
-        layout = KVLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype=name)
+        layout = KVLayout.dense(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype=name)
         storage, inputs = filled(layout, ROWS)
         q_TND = normal(inputs.query_starts[-1], num_heads, head_dim, dtype=dtype, seed=7)
         outputs = []
@@ -68,7 +68,7 @@ def test_without_tiles_the_library_says_so(library: ctypes.CDLL) -> None:
 @pytest.mark.skipif(native_tiles() is None, reason="no AMX here")
 def test_tiles_attend_where_there_are_any_and_the_head_fits_them() -> None:
     def kernels_for(head_dim: int, dtype: str) -> object:
-        layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=head_dim, block_size=4, dtype=dtype)
+        layout = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=head_dim, block_size=4, dtype=dtype)
         storage, _ = filled(layout, ((1, 3),))
         backend = cpu_attention(storage)
         assert isinstance(backend, NativeAttention)
@@ -85,7 +85,7 @@ def test_tiles_attend_where_there_are_any_and_the_head_fits_them() -> None:
 def test_tiles_attend_as_float64_does(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None) -> None:
     """Blocks of sixteen queries that are full and that are not, several heads together and one, pages of any size."""
     for block_size in (5, 16):
-        layout = KVLayout(
+        layout = KVLayout.dense(
             num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype="bfloat16"
         )
         storage, inputs = filled(layout, (*ROWS, (300, 0)))
@@ -103,7 +103,9 @@ def test_a_token_that_decodes_sees_nothing_beside_its_window(group: int) -> None
     """Two key/value heads, each with a group of queries; pages of one to four pieces."""
     shapes = ((16, 64, None), (32, 96, 33), (16, 32, 64), (48, 128, 5), (16, 160, 1), (64, 256, 17))
     for block_size, head_dim, window in shapes:
-        layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype="bfloat16")
+        layout = KVLayout.dense(
+            num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype="bfloat16"
+        )
         storage, inputs = filled(layout, tuple((1, cached) for cached in (0, 15, 16, 63, 64, 200)))
         q_TND = normal(6, 2 * group, head_dim, dtype=torch.bfloat16, seed=7)
         expected = exactly(storage.data[0].double(), inputs, q_TND.double(), head_dim**-0.5, window)

@@ -30,7 +30,7 @@ from workers.parallel.ranks import OPERATIONS, Leader, find_store, follow, for_f
 from workers.transfer.mover import Dock, Mover
 
 CHUNK = Chunk(ticket_id="t", generation=1, first_block=0, num_blocks=2)
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32", tp=2)
+LAYOUT = KVLayout.dense(num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32", tp=2)
 ADDRESS = LaneAddress(worker_id="d0", incarnation=1, host="127.0.0.1", port=1)
 TICKET = Ticket(
     ticket_id="t", generation=1, lease_s=9.0, block_ids=(4, 5), num_cached_tokens=0, layout=LAYOUT, destination=ADDRESS

@@ -24,7 +24,7 @@ def test_attention_has_the_same_bits_for_a_token_that_decodes(
 ) -> None:
     """Every token of a chunk behind a cached prefix, alone and among the others."""
     num_new, num_cached = 90, 70
-    layout = KVLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype="bfloat16")
+    layout = KVLayout.dense(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype="bfloat16")
     storage, inputs = filled(layout, ((num_new, num_cached),))
     q_TND = normal(num_new, num_heads, head_dim, dtype=torch.bfloat16, seed=3)
     backend = cpu_attention(storage)

@@ -27,7 +27,7 @@ def cpu_attention(storage: KVStorage) -> AttentionBackend:
     kernels, tiles = native(storage.data.dtype), native_tiles()
     if kernels is None:
         return TorchAttention(storage)
-    fits = storage.data.dtype == torch.bfloat16 and storage.layout.head_dim % _TILE_DEPTH == 0
+    fits = storage.data.dtype == torch.bfloat16 and storage.keys(0).shape[-1] % _TILE_DEPTH == 0
     return NativeAttention(storage, tiles if fits and tiles is not None else kernels)
 
 

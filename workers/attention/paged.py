@@ -38,7 +38,7 @@ class PagedAttention:
 
     def __init__(self, storage: KVStorage) -> None:
         self._storage = storage
-        self._device = storage.data.device
+        self._device = storage.device
         self._num_multiprocessors = _num_multiprocessors(self._device)
         self._inputs: AttentionInputs | None = None
         self._rows = _Rows(decode=(), prefill=())

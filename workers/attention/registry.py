@@ -20,7 +20,7 @@ BACKENDS: dict[str, str] = {
 
 def attention_for(storage: KVStorage, name: str | None = None) -> AttentionBackend:
     """The backend called `name`, by default the one of the storage's device. Misconfigured for an unknown name."""
-    name = name or storage.data.device.type
+    name = name or storage.device.type
     if name not in BACKENDS:
         raise Misconfigured(f"no attention is called {name!r}: choose one of {', '.join(BACKENDS)}", param="attention")
     module, _, member = BACKENDS[name].partition(":")

@@ -9,7 +9,7 @@ On a CPU both tiers are the same memory: copies are made within the call. On a G
 A block is gathered behind the steps that write it, and nobody overwrites it before it is gathered; a load begins when
 steps that had its blocks before are over, and runs beside those that come after. No host waits for any of it.
 
-Legend: N slots or blocks, L layers, P L * 2 parts, R elements of a run: what a block keeps of one part.
+Legend: N slots or blocks, L layers, P parts of all layers (L * 2), R elements of a run: what a block keeps of one part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NUM_PROBES = 3
 def host_copies(storage: KVStorage, num_slots: int) -> Copies:
     """For slots as large as a block of this rank. Raises Misconfigured when there is no memory for them. They are
     asked what they have `loaded` on rank 0 alone."""
-    return CudaCopies(storage, num_slots) if storage.data.is_cuda else CpuCopies(storage, num_slots)
+    return CudaCopies(storage, num_slots) if storage.device.type == "cuda" else CpuCopies(storage, num_slots)
 
 
 def staging_bytes(block_bytes: int) -> int:
@@ -52,20 +52,23 @@ class CpuCopies:
     """A load is over when `load` returns."""
 
     def __init__(self, storage: KVStorage, num_slots: int) -> None:
-        self._data = storage.data
-        shape = (num_slots, *self._data.shape[:2], *self._data.shape[3:])
-        self._slots = roomy_zeros(*shape, dtype=self._data.dtype)
+        self._pairs = [
+            (data, roomy_zeros(num_slots, *data.shape[:2], *data.shape[3:], dtype=data.dtype))
+            for data in storage.tensors
+        ]
         self._loaded: list[Loaded] = []
         self.blocks_per_s = _probed(self, min(num_slots, storage.num_blocks))
 
     def stow(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         for block_id, slot in zip(block_ids, slots, strict=True):
-            self._slots[slot].copy_(self._data[:, :, block_id])
+            for data, kept in self._pairs:
+                kept[slot].copy_(data[:, :, block_id])
 
     def load(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         begun_s = time.perf_counter()
         for block_id, slot in zip(block_ids, slots, strict=True):
-            self._data[:, :, block_id].copy_(self._slots[slot])
+            for data, kept in self._pairs:
+                data[:, :, block_id].copy_(kept[slot])
         self._loaded.append(Loaded(load_id=load_id, elapsed_s=time.perf_counter() - begun_s))
 
     def loaded(self) -> Sequence[Loaded]:
@@ -78,12 +81,12 @@ class CpuCopies:
 
 
 class CudaCopies:
-    """Called on the thread whose current stream computes."""
+    """Called on the thread whose current stream computes. For caches whose parts have one shape."""
 
     def __init__(self, storage: KVStorage, num_slots: int) -> None:
         self._storage = storage
         data = storage.data
-        num_parts, run = data.shape[0] * 2, data[0, 0, 0].numel()
+        num_parts, run = data.shape[0] * data.shape[1], data[0, 0, 0].numel()
         self._num_staged = _blocks_a_piece(storage.block_bytes)
         self._slots_NPR = _pinned_zeros(num_slots, num_parts, run, dtype=data.dtype)
         staged = (self._num_staged, num_parts, run)
@@ -161,7 +164,7 @@ class CudaCopies:
 
     def _by_part(self, payload: torch.Tensor) -> torch.Tensor:
         """[P, N, R], a view."""
-        return payload.view(payload.shape[0] * 2, payload.shape[2], -1)
+        return payload.flatten(0, 1).flatten(2)
 
 
 class _Mark:

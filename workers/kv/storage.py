@@ -1,6 +1,6 @@
 """The tensors behind the block ids: one rank's share of a worker's KV cache. Who owns which block is not known here.
 
-Legend: L layers, NB blocks, K key/value heads of this rank, BS positions of a block, D head dim.
+Legend: L layers of a group, P parts, NB blocks, K heads of this rank, BS positions of a block, W elements of a head.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from kvtransfer.reshard import Cut, heads_of
-from protos.values import KVLayout
+from protos.values import KVGroup, KVLayout, KVPart
 from workers.config import MAX_STEPS_IN_FLIGHT
 from workers.kernels.base import kernels_for
 from workers.kernels.cpu.memory import roomy_zeros
@@ -24,11 +25,18 @@ _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
 MAX_MARKS = MAX_STEPS_IN_FLIGHT + 2  # steps that reads aside can tell apart: one that is over, and all in flight
 
-DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int8": torch.int8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 
 class KVStorage:
-    """Keys and values of one rank, [L, 2, NB, K, BS, D].
+    """One rank's share of a layout. Parts of one group that have one shape are a tensor, [L, P, NB, K, BS, W]: keys and
+    values of a dense model are the only one, with P = 2.
 
     Heads stand before positions: a range of a block's heads, which is what a worker with another degree of tensor
     parallelism needs, is contiguous. Zeroed at the start, so that what was never written is finite.
@@ -37,14 +45,25 @@ class KVStorage:
     def __init__(self, layout: KVLayout, *, num_blocks: int, device: str = "cpu") -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.num_heads = heads_of_rank(layout)
+        self.num_heads = len(heads_of(layout, 0))
+        self.device = torch.device(device)
         self._kernels = kernels_for(device)
-        shape = (layout.num_layers, 2, num_blocks, self.num_heads, layout.block_size, layout.head_dim)
-        dtype = DTYPES[layout.dtype]
-        on_host = torch.device(device).type == "cpu"
-        self.data = roomy_zeros(*shape, dtype=dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
-        self._aside = _cuda.Stream(device) if self.data.is_cuda else None
+        self._stacks = [_Stack(group, parts) for group in layout.groups for parts in _alike(group.parts)]
+        self.tensors = tuple(self._zeros(stack) for stack in self._stacks)
+        self._views = {
+            (layer, part.name): tensor[row, column]
+            for stack, tensor in zip(self._stacks, self.tensors, strict=True)
+            for row, layer in enumerate(stack.group.layers)
+            for column, part in enumerate(stack.parts)
+        }
+        self._aside = _cuda.Stream(device) if self.device.type == "cuda" else None
         self._marks: deque[Any] = deque(maxlen=MAX_MARKS)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The only tensor there is, of a cache whose parts have one shape."""
+        (data,) = self.tensors
+        return data
 
     @property
     def block_bytes(self) -> int:
@@ -53,18 +72,20 @@ class KVStorage:
 
     @property
     def num_bytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def part(self, layer: int, name: str) -> torch.Tensor:
+        """[blocks, heads, block size, width], a view."""
+        return self._views[layer, name]
 
     def keys(self, layer: int) -> torch.Tensor:
-        """[blocks, heads, block size, head dim], a view."""
-        return self.data[layer, 0]
+        return self.part(layer, "key")
 
     def values(self, layer: int) -> torch.Tensor:
-        return self.data[layer, 1]
+        return self.part(layer, "value")
 
     def gather(self, block_ids: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
-        """A contiguous copy of the blocks: [layers, 2, len(block_ids), heads, block size, head dim], in `out` if that
-        is given."""
+        """A contiguous copy of the blocks of `data`: [L, P, len(block_ids), K, BS, W], in `out` if that is given."""
         return self._kernels.gather(self.data, self._ids(block_ids), out)
 
     def scatter(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
@@ -77,15 +98,15 @@ class KVStorage:
 
     def read(self, cut: Cut, stage: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """The payload of a cut (`kvtransfer.reshard`), flat, in memory that `stage(num_bytes)` gives."""
-        payload = stage(self._num_elements(cut) * self.data.element_size()).view(self.data.dtype)
+        payload = stage(self._num_bytes(cut)).view(self._payload_dtype)
         for part, view, rows in self._pieces(cut, payload):
             self._kernels.gather(view, rows, part)
         return payload
 
     def write(self, cut: Cut, payload: torch.Tensor) -> None:
         """Puts the payload of a cut into this cache's blocks."""
-        assert payload.dtype == self.data.dtype, f"payload is {payload.dtype}, the cache {self.data.dtype}"
-        assert payload.numel() == self._num_elements(cut), f"payload of {payload.numel()} does not fit {cut}"
+        assert payload.dtype == self._payload_dtype, f"payload is {payload.dtype}, the cache {self._payload_dtype}"
+        assert payload.nbytes == self._num_bytes(cut), f"payload of {payload.nbytes} bytes does not fit {cut}"
         self.touch()
         for part, view, rows in self._pieces(cut, payload):
             self._kernels.scatter(view, rows, part)
@@ -121,39 +142,69 @@ class KVStorage:
         if self._aside is not None:
             _cuda.current_stream().wait_stream(self._aside)
 
-    def _num_elements(self, cut: Cut) -> int:
-        return len(cut.layers) * 2 * len(cut.units) * cut.num_heads * cut.unit * self.layout.head_dim
+    @property
+    def _payload_dtype(self) -> torch.dtype:
+        """Of payloads: bytes where parts have different shapes."""
+        return self.tensors[0].dtype if len(self.tensors) == 1 else torch.uint8
+
+    def _zeros(self, stack: _Stack) -> torch.Tensor:
+        heads = self.num_heads if stack.part.cut_by_heads else stack.part.heads
+        blocks = self.num_blocks, heads, self.layout.block_size, stack.part.width
+        shape = (len(stack.group.layers), len(stack.parts), *blocks)
+        dtype = DTYPES[stack.part.dtype]
+        if self.device.type == "cpu":
+            return roomy_zeros(*shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _num_bytes(self, cut: Cut) -> int:
+        return sum(self._piece_bytes(cut, piece, tensor) for piece in cut.pieces for tensor in self.tensors)
+
+    def _piece_bytes(self, cut: Cut, piece: range, tensor: torch.Tensor) -> int:
+        _, parts, _, heads, _, width = tensor.shape
+        num_heads = len(piece) * heads // self.num_heads
+        return len(cut.layers) * parts * len(cut.units) * num_heads * cut.unit * width * tensor.itemsize
 
     def _pieces(self, cut: Cut, payload: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each piece: its part of the payload, the cache, and the rows of the one in the other; a row is a unit
-        of one head, or a whole block where that is what is wanted. Cache and part are [L, 2, rows, elements]."""
-        layers = self.data[cut.layers.start : cut.layers.stop]
+        """For each piece and tensor: its part of the payload, the cache, and the rows of the one in the other; a row is
+        a unit of one head, or a whole block where that is what is wanted. Cache and part are [L, P, rows, elements]."""
+        assert len(self.layout.groups) == 1, "a cut has the blocks of one group"
+        owners = [(piece, tensor) for piece in cut.pieces for tensor in self.tensors]
+        sizes = [self._piece_bytes(cut, *owner) // payload.itemsize for owner in owners]
         per_block = self.layout.block_size // cut.unit
-        whole = range(self.num_heads)
-        for piece, part in zip(cut.pieces, self._split(cut, payload), strict=True):
-            view = layers.view(len(layers), 2, self.num_blocks * self.num_heads * per_block, -1)
-            if per_block == 1 and piece == whole and cut.units == range(len(cut.block_ids)):
-                view, rows = layers.view(len(layers), 2, self.num_blocks, -1), self._ids(cut.block_ids)
+        for (piece, tensor), flat in zip(owners, torch.split(payload, sizes), strict=True):
+            layers = tensor[cut.layers.start : cut.layers.stop]
+            num_layers, num_parts, _, heads, *_ = layers.shape
+            if per_block == 1 and len(piece) == self.num_heads and cut.units == range(len(cut.block_ids)):
+                view, rows = layers.view(num_layers, num_parts, self.num_blocks, -1), self._ids(cut.block_ids)
             else:
-                rows = self._rows(cut, piece, per_block)
-            yield part.view(len(layers), 2, len(rows), -1), view, rows
+                view = layers.view(num_layers, num_parts, self.num_blocks * heads * per_block, -1)
+                rows = self._rows(cut, piece, heads, per_block)
+            yield flat.view(tensor.dtype).view(num_layers, num_parts, len(rows), -1), view, rows
 
-    def _split(self, cut: Cut, payload: torch.Tensor) -> Sequence[torch.Tensor]:
-        per_head = payload.numel() // cut.num_heads
-        return torch.split(payload, [per_head * len(piece) for piece in cut.pieces])
-
-    def _rows(self, cut: Cut, piece: range, per_block: int) -> torch.Tensor:
-        last = len(cut.block_ids) * per_block - 1
+    def _rows(self, cut: Cut, piece: range, num_heads: int, per_block: int) -> torch.Tensor:
+        last, per_share = len(cut.block_ids) * per_block - 1, num_heads // self.num_heads
         units = torch.arange(cut.units.start, cut.units.stop).clamp_(max=last)
         blocks = torch.tensor(cut.block_ids)[units // per_block]
-        heads = torch.arange(piece.start, piece.stop)
-        rows = (blocks[:, None] * self.num_heads + heads) * per_block + (units % per_block)[:, None]
-        return to_device(rows.flatten().numpy(), self.data.device)
+        heads = torch.arange(piece.start * per_share, piece.stop * per_share)
+        rows = (blocks[:, None] * num_heads + heads) * per_block + (units % per_block)[:, None]
+        return to_device(rows.flatten().numpy(), self.device)
 
     def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return to_device(np.array(block_ids, dtype=np.int64), self.data.device)
+        return to_device(np.array(block_ids, dtype=np.int64), self.device)
 
 
-def heads_of_rank(layout: KVLayout) -> int:
-    """KV heads that each rank holds: its share, or one (a copy) when there are more ranks than heads."""
-    return len(heads_of(layout, 0))
+class _Stack:
+    """Parts of a group that have one shape."""
+
+    def __init__(self, group: KVGroup, parts: Sequence[KVPart]) -> None:
+        self.group = group
+        self.parts = tuple(parts)
+        self.part = parts[0]
+
+
+def _alike(parts: Sequence[KVPart]) -> list[list[KVPart]]:
+    """Wide elements first: a payload has one after the other, and each begins at a multiple of its own element."""
+    found: dict[KVPart, list[KVPart]] = {}
+    for part in parts:
+        found.setdefault(replace(part, name=""), []).append(part)
+    return sorted(found.values(), key=lambda alike: -DTYPES[alike[0].dtype].itemsize)

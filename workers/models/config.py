@@ -85,7 +85,7 @@ class ModelConfig:
     quantization: Mapping[str, Any]  # config.json's quantization_config; empty: weights in floating point
 
     def kv_layout(self, *, block_size: int, dtype: str, tp: int = 1) -> KVLayout:
-        return KVLayout(
+        return KVLayout.dense(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,

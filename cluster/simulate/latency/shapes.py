@@ -174,7 +174,7 @@ class Model:
 
     def layout(self, block_size: int) -> KVLayout:
         """Of all ranks together: a simulated worker is one rank, however many GPUs its device stands for."""
-        return KVLayout(
+        return KVLayout.dense(
             num_layers=self.layers,
             num_kv_heads=self.kv_heads,
             head_dim=self.kv_width,

@@ -39,7 +39,7 @@ SIZE = 4
 VOCAB = 997
 PREFILL_WEIGHT = 3
 DECODE_WEIGHT = 5
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=SIZE, dtype="float32", device="cpu")
+LAYOUT = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, block_size=SIZE, dtype="float32", device="cpu")
 BLOCK_BYTES = SIZE * 8  # of a toy payload
 PREFILL = LaneAddress(worker_id="p0", incarnation=1, host="127.0.0.1", port=0)
 DECODE = LaneAddress(worker_id="d0", incarnation=1, host="127.0.0.1", port=0)

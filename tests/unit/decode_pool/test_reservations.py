@@ -19,6 +19,7 @@ from protos.errors import (
     WorkerDraining,
 )
 from protos.values import ReserveRequest
+from tests.layouts import changed
 from tests.unit.decode_pool.pair import (
     BLOCK_BYTES,
     LAYOUT,
@@ -114,7 +115,7 @@ def test_an_abort_that_overtakes_its_reservation_leaves_nothing_behind() -> None
 def test_another_layout_is_refused_by_field(field: str, value: Any) -> None:
     pair = Pair()
     with pytest.raises(IncompatibleWorkers, match=rf"p0 to worker d0: {field} is {value!r} there and") as error:
-        pair.reserve("r", prompt(4), source_layout=replace(LAYOUT, **{field: value}))
+        pair.reserve("r", prompt(4), source_layout=changed(LAYOUT, **{field: value}))
     assert error.value.param == "source_layout"
     pair.assert_idle()
 

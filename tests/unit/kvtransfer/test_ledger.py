@@ -14,7 +14,7 @@ from protos.errors import TransferFailed
 from protos.values import KVLayout, LaneAddress, Ticket
 
 SIZE = 4
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=SIZE, dtype="bfloat16")
+LAYOUT = KVLayout.dense(num_layers=2, num_kv_heads=2, head_dim=8, block_size=SIZE, dtype="bfloat16")
 DESTINATION = LaneAddress(worker_id="d0", incarnation=1, host="127.0.0.1", port=1)
 LEASE_S = 10.0
 

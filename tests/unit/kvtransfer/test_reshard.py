@@ -25,8 +25,11 @@ from kvtransfer.reshard import (
 from kvtransfer.transport import Chunk
 from protos.errors import IncompatibleWorkers
 from protos.values import KVLayout, LaneAddress, Ticket
+from tests.layouts import changed
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16", model="m", device="cpu")
+LAYOUT = KVLayout.dense(
+    num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16", model="m", device="cpu"
+)
 
 
 def tps(num_heads: int) -> st.SearchStrategy[int]:
@@ -38,7 +41,7 @@ def pairs(draw: st.DrawFn) -> tuple[KVLayout, KVLayout]:
     """Two workers of one model, with any degrees of parallelism and any block sizes of which one divides the other."""
     heads = draw(st.integers(1, 12))
     small, factor = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    layout = replace(LAYOUT, num_kv_heads=heads, block_size=small)
+    layout = changed(LAYOUT, num_kv_heads=heads, block_size=small)
     other = replace(layout, block_size=small * factor, tp=draw(tps(heads)))
     layout = replace(layout, tp=draw(tps(heads)))
     return (layout, other) if draw(st.booleans()) else (other, layout)
@@ -135,10 +138,10 @@ def test_every_cell_lands_where_its_token_belongs(
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (replace(LAYOUT, num_layers=2), "num_layers is 3 there and 2 here"),
-        (replace(LAYOUT, head_dim=16), "head_dim is 8 there and 16 here"),
-        (replace(LAYOUT, num_kv_heads=2), "num_kv_heads is 4 there and 2 here"),
-        (replace(LAYOUT, dtype="float16"), "dtype is 'bfloat16' there and 'float16' here"),
+        (changed(LAYOUT, num_layers=2), "num_layers is 3 there and 2 here"),
+        (changed(LAYOUT, head_dim=16), "head_dim is 8 there and 16 here"),
+        (changed(LAYOUT, num_kv_heads=2), "num_kv_heads is 4 there and 2 here"),
+        (changed(LAYOUT, dtype="float16"), "dtype is 'bfloat16' there and 'float16' here"),
         (replace(LAYOUT, model="n"), "model is 'm' there and 'n' here"),
         (replace(LAYOUT, device="cuda"), "device is 'cpu' there and 'cuda' here"),
         (replace(LAYOUT, block_size=6), "block_size is 4 there and 6 here, of which neither divides"),

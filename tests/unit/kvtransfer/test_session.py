@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from kvtransfer.session import Session
 from kvtransfer.transport import Chunk
 from protos.values import KVLayout, LaneAddress, Ticket
+from tests.layouts import changed
 
 SIZE = 4
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=SIZE, dtype="float32")
+LAYOUT = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=SIZE, dtype="float32")
 
 
 def session(num_tokens: int, *, num_cached: int = 0, max_chunk_blocks: int = 100) -> Session:
@@ -55,7 +56,7 @@ def test_the_last_block_goes_when_the_prompt_is_complete() -> None:
 )
 def test_what_is_left_goes_in_groups_of_layers(num_layers: int, num_left: int, least: int, max_blocks: int) -> None:
     push = session(4 * SIZE + num_left * SIZE - 1, max_chunk_blocks=max_blocks)
-    push.ticket = replace(push.ticket, layout=replace(LAYOUT, num_layers=num_layers))
+    push.ticket = replace(push.ticket, layout=changed(LAYOUT, num_layers=num_layers))
     push.offered(piece(0, 4), 0.0)
     chunks = push.last_chunks(0.0, least_bytes=least)
     assert push.all_offered

@@ -11,6 +11,7 @@ from kvtransfer.transport import Sent
 from prefill_pool.config import PrefillConfig
 from protos.errors import IncompatibleWorkers, InvalidRequest, Misconfigured, TransferFailed
 from protos.values import FinishReason, SamplingParams
+from tests.layouts import changed
 from tests.unit.decode_pool.pair import (
     BLOCK_BYTES,
     DECODE,
@@ -328,7 +329,7 @@ def test_a_ticket_for_another_prompt_is_refused(reserved: int, read: int) -> Non
 def test_a_ticket_of_another_layout_is_refused_by_field() -> None:
     pair = Pair()
     ticket = pair.reserve("r", prompt(12))
-    pair.read("r", prompt(12), replace(ticket, layout=replace(ticket.layout, num_layers=7)))
+    pair.read("r", prompt(12), replace(ticket, layout=changed(ticket.layout, num_layers=7)))
     pair.step(2)
     assert pair.prefill.errors["r"].code == IncompatibleWorkers.code
     assert "num_layers is 1 there and 7 here" in pair.prefill.errors["r"].message

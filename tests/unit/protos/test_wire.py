@@ -10,7 +10,15 @@ from protos import errors, values
 from protos.chain import Chain
 from protos.wire import _MESSAGES, error_info, from_proto, raised, to_proto
 
-LAYOUT = values.KVLayout(num_layers=2, num_kv_heads=4, head_dim=16, block_size=16, dtype="bfloat16", tp=2)
+LAYOUT = values.KVLayout.dense(num_layers=2, num_kv_heads=4, head_dim=16, block_size=16, dtype="bfloat16", tp=2)
+LATENT = values.KVPart(name="latent", heads=1, width=576, dtype="bfloat16", cut_by_heads=False)
+GROUPED = values.KVLayout(
+    groups=(
+        values.KVGroup(layers=(0, 2), parts=(LATENT,)),
+        values.KVGroup(layers=(1,), parts=LAYOUT.parts, window=128),
+    ),
+    block_size=16,
+)
 LANE = values.LaneAddress(worker_id="decode-0", incarnation=7, host="127.0.0.1", port=4711)
 TICKET = values.Ticket(
     ticket_id="r1", generation=3, lease_s=30.0, block_ids=(5, 9), num_cached_tokens=16, layout=LAYOUT, destination=LANE
@@ -69,6 +77,9 @@ TIER = values.TierStats(
 SAMPLES = [
     SAMPLING,
     LAYOUT,
+    LATENT,
+    *GROUPED.groups,
+    GROUPED,
     LANE,
     TICKET,
     REQUEST,
@@ -156,3 +167,12 @@ def test_a_foreign_exception_is_reported_as_ours() -> None:
     info = error_info(ZeroDivisionError("division by zero"))
     assert info.code == "internal_error"
     assert "ZeroDivisionError" in info.message
+
+
+def test_a_dense_layout_is_written_as_before_there_were_groups() -> None:
+    """A worker of an older version reads it; of any other layout it reads that there are no heads, and refuses it."""
+    message = to_proto(LAYOUT)
+    assert {field.name: value for field, value in message.ListFields()} == {
+        "num_layers": 2, "num_kv_heads": 4, "head_dim": 16, "block_size": 16, "dtype": "bfloat16", "tp": 2,
+    }  # fmt: skip
+    assert (to_proto(GROUPED).num_layers, to_proto(GROUPED).num_kv_heads) == (0, 0)

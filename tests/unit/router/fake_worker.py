@@ -42,7 +42,7 @@ from protos.values import (
 from protos.wire import error_info, from_proto, to_proto
 
 BLOCK_SIZE = 4
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
+LAYOUT = KVLayout.dense(num_layers=2, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
 
 
 def token_at(prompt_ids: tuple[int, ...], index: int) -> int:

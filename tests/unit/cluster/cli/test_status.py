@@ -38,7 +38,7 @@ def info(worker_id: str, role: WorkerRole) -> WorkerInfo:
         role=role,
         model="tiny",
         address="127.0.0.1:7000",
-        layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),
+        layout=KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),
         lane=LaneAddress(worker_id=worker_id, incarnation=1, host="127.0.0.1", port=7001),
         max_model_len=256,
         vocab_size=512,

@@ -18,7 +18,7 @@ from protos.values import KVLayout, LaneAddress, WorkerInfo
 from router.fleet.successors import Successor
 
 PLANS = plan(PoolsConfig(), (Node(cpus=2.0),), tp=1, device="cpu")
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+LAYOUT = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
 
 class Life:

@@ -9,7 +9,7 @@ from kvtransfer.transport import Arrived, Chunk, Sent
 from kvtransfer.transports.inproc import Exchange, Parcel
 from protos.values import KVLayout, LaneAddress, Ticket
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 SOURCE, DESTINATION = (LaneAddress(worker_id=name, incarnation=1, host=name, port=1) for name in ("p0", "d0"))
 
 

@@ -18,6 +18,7 @@ from protos.values import Hello, HostLoad, LaneLoad, SequenceUpdate, StepMessage
 from router.fleet import metrics
 from router.fleet.metrics import FleetCollector
 from router.fleet.worker import Member, WorkerState
+from tests.layouts import changed
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import BLOCK_SIZE, LANE_KEY, LAYOUT, FakeWorker, expected_tokens
 
@@ -91,10 +92,10 @@ async def test_a_worker_that_does_not_fit_is_named_and_never_used(make: Callable
     await cluster.add("p0")
     await cluster.add("d0", wait=False, layout=replace(LAYOUT, block_size=LAYOUT.block_size + 1))
     await cluster.add("d1", wait=False, model="another")
-    await cluster.add("d3", wait=False, layout=replace(LAYOUT, num_layers=7))
+    await cluster.add("d3", wait=False, layout=changed(LAYOUT, num_layers=7))
     await cluster.add("d4", wait=False, device="cuda")
-    await cluster.add("d5", wait=False, layout=replace(LAYOUT, dtype="float16"))
-    await cluster.add("d6", wait=False, layout=replace(LAYOUT, num_kv_heads=LAYOUT.num_kv_heads + 1))
+    await cluster.add("d5", wait=False, layout=changed(LAYOUT, dtype="float16"))
+    await cluster.add("d6", wait=False, layout=changed(LAYOUT, num_kv_heads=LAYOUT.num_kv_heads + 1))
     for worker_id in ("d0", "d1", "d3", "d4", "d5", "d6"):
         await cluster.until_state(worker_id, WorkerState.INCOMPATIBLE)
     assert "block_size is 5 there and 4 here, of which neither divides the other" in reason(cluster, "d0")

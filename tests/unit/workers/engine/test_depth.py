@@ -21,7 +21,7 @@ TICKET = Ticket(
     lease_s=1.0,
     block_ids=(),
     num_cached_tokens=0,
-    layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32"),
+    layout=KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32"),
     destination=LaneAddress(worker_id="d", incarnation=1, host="", port=0),
 )
 

@@ -18,7 +18,7 @@ from workers.kv.host import Copies
 from workers.kv.host_copies import CpuCopies, CudaCopies
 from workers.kv.storage import KVStorage
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="bfloat16")
+LAYOUT = KVLayout.dense(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="bfloat16")
 
 
 class AtOnce:
@@ -82,7 +82,7 @@ def test_the_tier_has_as_many_slots_as_the_ranks_shares_fit() -> None:
     model_bytes = 2 * 3 * 2 * 4 * 4 * 2  # keys and values, layers, heads, dim, positions, bytes
     config = WorkerConfig(model="m", host_kv_gib=10 * model_bytes / 2**30)
     assert _num_slots(config, LAYOUT, 2**30) == 10
-    one_head = KVLayout(num_layers=3, num_kv_heads=1, head_dim=4, block_size=4, dtype="bfloat16", tp=2)
+    one_head = KVLayout.dense(num_layers=3, num_kv_heads=1, head_dim=4, block_size=4, dtype="bfloat16", tp=2)
     assert _num_slots(config, one_head, 2**30) == 10, "each of two ranks has a copy of the head"
     assert _num_slots(WorkerConfig(model="m"), LAYOUT, 0) == 0
     with pytest.raises(Misconfigured, match="lower it"):

@@ -9,11 +9,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.reshard import Cut
-from protos.values import KVLayout
-from workers.kv.storage import KVStorage
+from kvtransfer.reshard import (
+    Cut,
+    cut_in,
+    cut_out,
+    heads_of,
+    incoming,
+    outgoing,
+    pieces,
+    rank_block_bytes,
+    why_incompatible,
+)
+from kvtransfer.transport import Chunk
+from protos.values import KVGroup, KVLayout, KVPart, LaneAddress, Ticket
+from workers.kv.host_copies import host_copies
+from workers.kv.storage import DTYPES, KVStorage
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, block_size=2, dtype="bfloat16", tp=2)
+LAYOUT = KVLayout.dense(num_layers=3, num_kv_heads=4, head_dim=8, block_size=2, dtype="bfloat16", tp=2)
 
 
 def filled(num_blocks: int) -> KVStorage:
@@ -78,7 +90,7 @@ def test_the_ranks_blocks_add_up_to_the_layouts() -> None:
 
 @pytest.mark.parametrize(("tp", "heads"), [(1, 4), (4, 1), (8, 1)])
 def test_more_ranks_than_heads_keep_a_copy_each(tp: int, heads: int) -> None:
-    layout = KVLayout(num_layers=1, num_kv_heads=4, head_dim=8, block_size=2, dtype="float32", tp=tp)
+    layout = KVLayout.dense(num_layers=1, num_kv_heads=4, head_dim=8, block_size=2, dtype="float32", tp=tp)
     assert KVStorage(layout, num_blocks=1).num_heads == heads
 
 
@@ -88,3 +100,81 @@ def test_a_payload_of_another_layout_is_not_written() -> None:
         storage.scatter([1], filled(4).gather([1, 2]))
     with pytest.raises(AssertionError, match=r"payload is torch\.float32"):
         storage.scatter([1], filled(4).gather([1]).float())
+
+
+LATENT = KVPart(name="latent", heads=1, width=12, dtype="bfloat16", cut_by_heads=False)
+QUANTISED = (
+    *(KVPart(name=name, heads=4, width=8, dtype="int8") for name in ("key", "value")),
+    *(KVPart(name=name, heads=4, width=1, dtype="float32") for name in ("key_scale", "value_scale")),
+)
+
+
+def grouped(parts: tuple[KVPart, ...], tp: int) -> KVLayout:
+    return KVLayout(groups=(KVGroup(layers=(0, 1, 2), parts=parts),), block_size=2, tp=tp)
+
+
+def bytes_of(layout: KVLayout, rank: int, *, fill: bool) -> KVStorage:
+    """Of which every byte depends on its place among all heads."""
+    storage = KVStorage(layout, num_blocks=6)
+    for part in layout.parts:
+        whole = torch.arange(3 * 6 * part.heads * 2 * part.width).view(3, 6, part.heads, 2, part.width) % 113
+        heads = heads_of(layout, rank) if part.cut_by_heads else range(part.heads)
+        for layer in range(3):
+            mine = whole[layer][:, heads.start : heads.stop].to(DTYPES[part.dtype])
+            storage.part(layer, part.name).copy_(mine if fill else torch.zeros_like(mine))
+    return storage
+
+
+@pytest.mark.parametrize("parts", [(LATENT,), QUANTISED], ids=["latent", "quantised"])
+@pytest.mark.parametrize(("tps"), [(1, 1), (1, 2), (2, 1), (2, 4)])
+def test_parts_of_any_shape_travel_between_ranks(parts: tuple[KVPart, ...], tps: tuple[int, int]) -> None:
+    source, destination = (grouped(parts, tp) for tp in tps)
+    assert why_incompatible(source, destination) is None
+    ticket = Ticket(
+        ticket_id="t", generation=1, lease_s=1.0, block_ids=(4, 1, 3), num_cached_tokens=0, layout=destination,
+        destination=LaneAddress(worker_id="d", incarnation=1, host="h", port=1),
+    )  # fmt: skip
+    chunk = Chunk(ticket_id="t", generation=1, first_block=0, num_blocks=3, first_layer=1)
+    sent = {}
+    for rank in range(source.tp):
+        cut = cut_out(source, rank, ticket, chunk, (2, 0, 5))
+        if cut.pieces:
+            storage = bytes_of(source, rank, fill=True)
+            payload = storage.read(cut, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+            ranges = pieces(outgoing(source, destination, rank))
+            each = payload.numel() // sum(map(len, ranges))
+            for heads, piece in zip(ranges, torch.split(payload, [each * len(heads) for heads in ranges]), strict=True):
+                sent[rank, heads] = piece
+    for rank in range(destination.tp):
+        landed, filled_ = (bytes_of(destination, rank, fill=fill) for fill in (False, True))
+        slices = incoming(source, destination, rank)
+        payload = torch.cat([sent[part.source, part.heads] for part in slices])
+        landed.write(cut_in(destination, rank, source, chunk, ticket.block_ids), payload)
+        for part in parts:
+            for layer in range(3):
+                found, expected = landed.part(layer, part.name), filled_.part(layer, part.name)
+                moved = expected[[2, 0, 5]] if layer else torch.zeros_like(expected[:3])
+                assert torch.equal(found[[4, 1, 3]].float(), moved.float()), (rank, part.name, layer)
+                assert not found[[0, 2, 5]].float().any()
+
+
+@pytest.mark.parametrize("parts", [(LATENT,), QUANTISED], ids=["latent", "quantised"])
+def test_the_host_keeps_parts_of_any_shape(parts: tuple[KVPart, ...]) -> None:
+    storage, before = (bytes_of(grouped(parts, 2), 0, fill=True) for _ in range(2))
+    copies = host_copies(storage, num_slots=2)
+    copies.stow([1, 4], [1, 0])
+    copies.load(1, [0, 1], [2, 3])
+    for part in parts:
+        for layer in range(3):
+            assert torch.equal(storage.part(layer, part.name)[[2, 3]], before.part(layer, part.name)[[4, 1]])
+
+
+def test_the_ranks_hold_what_the_layout_says() -> None:
+    for parts, tp in (((LATENT,), 1), ((LATENT,), 4), (QUANTISED, 2), (QUANTISED, 8)):
+        layout = grouped(parts, tp)
+        assert KVStorage(layout, num_blocks=3).block_bytes == rank_block_bytes(layout)
+
+
+def test_parts_that_are_cut_differently_are_refused() -> None:
+    odd = grouped((*QUANTISED[:2], replace(QUANTISED[2], heads=2)), 1)
+    assert "different numbers of heads" in str(why_incompatible(odd, odd))
