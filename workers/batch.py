@@ -51,7 +51,8 @@ def is_penalised(params: SamplingParams) -> bool:
 
 
 class Row(Value, frozen=True, kw_only=True):
-    """Positions [start, stop) of one sequence. `block_ids` covers all positions that the step writes.
+    """Positions [start, stop) of one sequence. `block_tables` has the sequence's blocks in each group of the KV layout
+    (`protos.values.KVGroup`); each table covers all positions that the step writes.
 
     `token_ids` are the tokens there, without the last one where that is still being sampled: `depends_on_row` is the
     row of the batch before that samples it. `draft_ids` stand after them, at the last positions: proposed tokens,
@@ -66,13 +67,19 @@ class Row(Value, frozen=True, kw_only=True):
     request_id: str
     token_ids: tuple[int, ...]
     start: int
-    block_ids: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
     sample: Sample | None = None
     prompt_targets: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0
     prompt_len: int = 0
     depends_on_row: int | None = None
     draft_ids: tuple[int, ...] = ()
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The only table, of a model whose layers are one group."""
+        (block_ids,) = self.block_tables
+        return block_ids
 
     @property
     def num_tokens(self) -> int:

@@ -205,7 +205,8 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         grammars=grammars,
     )
     if device == "cuda":
-        _capture(config, runner, decoder, max_blocks=-(-min(max_model_len, capacity) // config.block_size))
+        num_blocks = -(-min(max_model_len, capacity) // config.block_size)
+        _capture(config, runner, decoder, max_blocks=num_blocks, num_groups=len(layout.groups))
     return Rank(
         model=model,
         name=name,
@@ -247,12 +248,12 @@ def _grammars(config: WorkerConfig, model: ModelConfig) -> Grammars:
     return GuidanceGrammars(tokenizer, vocab_size=model.vocab_size, eos_ids=model.eos_token_ids)
 
 
-def _capture(config: WorkerConfig, runner: TorchRunner, decoder: Decoder, *, max_blocks: int) -> None:
+def _capture(config: WorkerConfig, runner: TorchRunner, decoder: Decoder, *, max_blocks: int, num_groups: int) -> None:
     reason = why_eager(decoder) if config.cuda_graphs else "cuda_graphs is off"
     if reason:
         log.warning("decode steps run without CUDA graphs: %s", reason)
     else:
-        runner.capture(CudaRecorder(), max_rows=config.max_num_seqs, max_blocks=max_blocks)
+        runner.capture(CudaRecorder(), max_rows=config.max_num_seqs, max_blocks=max_blocks, num_groups=num_groups)
 
 
 def _scheduler_config(config: WorkerConfig, model: ModelConfig, max_model_len: int) -> SchedulerConfig:
@@ -306,7 +307,7 @@ def _num_blocks(
     else:
         storage = KVStorage(layout, num_blocks=1, device=device)
         runner = TorchRunner(decoder, attention_for(storage), block_size=config.block_size)
-        batch = largest_batch(config, max_model_len)
+        batch = largest_batch(config, max_model_len, len(layout.groups))
         mine = blocks_on_gpu(
             block_bytes,
             fraction=config.memory_fraction,
@@ -332,7 +333,7 @@ def _make_storage(layout: KVLayout, num_blocks: int, device: str, free_bytes: in
         raise too_much from error
 
 
-def largest_batch(config: WorkerConfig, max_model_len: int) -> Batch:
+def largest_batch(config: WorkerConfig, max_model_len: int, num_groups: int = 1) -> Batch:
     """As much as the scheduler would ever put into one step, at the end of contexts as long as they get, with the
     costliest sampling. All of it lies in block 0: what is computed does not matter, only what it takes."""
     sample = Sample(params=SamplingParams(top_p=0.9, logprobs=0), index=0)
@@ -346,7 +347,7 @@ def largest_batch(config: WorkerConfig, max_model_len: int) -> Batch:
                 request_id=str(len(rows)),
                 token_ids=(0,) * num_tokens,
                 start=max_model_len - num_tokens,
-                block_ids=(0,) * -(-max_model_len // config.block_size),
+                block_tables=((0,) * -(-max_model_len // config.block_size),) * num_groups,
                 sample=sample,
                 prompt_len=max_model_len,
             )

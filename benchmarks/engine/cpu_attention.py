@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from protos.values import KVLayout
-from workers.attention.base import AttentionInputs
+from workers.attention.base import AttentionInputs, GroupTables
 from workers.attention.registry import attention_for
 from workers.kv.storage import KVStorage
 
@@ -70,10 +70,9 @@ def filled(case: AttentionCase, dtype: str) -> tuple[KVStorage, AttentionInputs]
     slots_SQ = tables_SB[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
     return storage, AttentionInputs(
         positions_T=positions.repeat(case.num_rows),
-        slots_T=slots_SQ.flatten(),
         query_starts=tuple(range(0, case.num_rows * case.num_new + 1, case.num_new)),
         context_lens=(length,) * case.num_rows,
-        block_tables_SB=tables_SB,
+        tables=(GroupTables(slots_T=slots_SQ.flatten(), block_tables_SB=tables_SB),),
         max_query=case.num_new,
         max_context=length,
     )

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from protos.errors import Misconfigured
-from protos.values import KVLayout
-from workers.attention.base import AttentionInputs
+from protos.values import KVGroup, KVLayout
+from workers.attention.base import AttentionInputs, GroupTables
 from workers.attention.registry import BACKENDS, attention_for
 from workers.kv.storage import KVStorage
 
@@ -58,7 +59,7 @@ class Filled:
     What the backend gets lies on `device`; results, and what is compared with them, on the CPU.
     """
 
-    def __init__(self, case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(self, case: Case, dtype: torch.dtype, device: str = "cpu", *, grouped: bool = False) -> None:
         self.device = device
         self.case = case
         generator = torch.Generator().manual_seed(case.seed)
@@ -69,12 +70,16 @@ class Filled:
             block_size=case.block_size,
             dtype=str(dtype).removeprefix("torch."),
         )
+        if grouped:  # each layer has tables of its own
+            groups = tuple(KVGroup(layers=(layer,), parts=layout.parts) for layer in range(2))
+            layout = replace(layout, groups=groups)
         lens = [new + cached for new, cached in case.rows]
         counts = [-(-length // case.block_size) for length in lens]
         order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
         # What no row owns, or what lies after a row's end, must not be seen, whatever it holds.
         self.storage = KVStorage(layout, num_blocks=len(order), device=device)
-        self.storage.data.fill_(float("nan"))
+        for tensor in self.storage.tensors:
+            tensor.fill_(float("nan"))
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -87,7 +92,8 @@ class Filled:
         for (_, cached), kv, blocks in zip(case.rows, self.kv, self.blocks, strict=True):
             for position in range(cached):
                 block, offset = blocks[position // case.block_size], position % case.block_size
-                self.storage.data[1, :, block, :, offset] = kv[:, position].to(device)
+                for part, cache in zip(kv, (self.storage.keys(1), self.storage.values(1)), strict=True):
+                    cache[block, :, offset] = part[position].to(device)
 
     def inputs(self) -> AttentionInputs:
         starts: list[int] = [0]
@@ -100,12 +106,16 @@ class Filled:
             slots += [blocks[position // size] * size + position % size for position in range(cached, cached + new)]
         tables = [torch.tensor(blocks, dtype=torch.int32) for blocks in self.blocks]
         context_lens = tuple(new + cached for new, cached in self.case.rows)
+        padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        here = GroupTables(slots_T=torch.tensor(slots, device=self.device), block_tables_SB=padded.to(self.device))
+        none = GroupTables(
+            slots_T=torch.full_like(here.slots_T, -1), block_tables_SB=torch.zeros_like(here.block_tables_SB)
+        )
         return AttentionInputs(
             positions_T=torch.tensor(positions, device=self.device),
-            slots_T=torch.tensor(slots, device=self.device),
             query_starts=tuple(starts),
             context_lens=context_lens,
-            block_tables_SB=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(self.device),
+            tables=(none, here) if len(self.storage.layout.groups) > 1 else (here,),
             max_query=max(new for new, _ in self.case.rows),
             max_context=max(context_lens),
         )
@@ -179,6 +189,13 @@ def test_the_next_step_sees_what_the_last_one_wrote_and_other_windows(name: str)
     assert torch.equal(again, first)
     assert not torch.allclose(wider, first)
     assert torch.equal(once_more, first)
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_a_layer_is_attended_by_the_tables_of_its_group(name: str) -> None:
+    case = Case(rows=((6, 2), (1, 9)), block_size=4, num_heads=2, num_kv_heads=1, head_dim=8, window=5, seed=5)
+    filled = Filled(case, torch.float32, device_of(name), grouped=True)
+    torch.testing.assert_close(filled.run(name).double(), filled.expected(), rtol=1e-5, atol=1e-5)
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:

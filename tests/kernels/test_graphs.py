@@ -50,7 +50,7 @@ class Trial:
             request_id=str(sequence),
             token_ids=tuple(tokens[start:]),
             start=start,
-            block_ids=tuple(range(sequence * BLOCKS_EACH, (sequence + 1) * BLOCKS_EACH)),
+            block_tables=(tuple(range(sequence * BLOCKS_EACH, (sequence + 1) * BLOCKS_EACH)),),
             sample=Sample(params=SamplingParams(temperature=0.0), index=len(tokens) - LENGTHS[sequence]),
             prompt_len=LENGTHS[sequence],
             depends_on_row=follows,

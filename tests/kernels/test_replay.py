@@ -10,7 +10,7 @@ import torch
 
 from protos.values import KVLayout
 from tests.kernels.conftest import DEVICE, assert_near, normal
-from workers.attention.base import AttentionInputs
+from workers.attention.base import AttentionInputs, GroupTables
 from workers.attention.paged import PagedAttention
 from workers.kernels import reference
 from workers.kernels.paged_decode import paged_decode
@@ -35,10 +35,9 @@ class Step:
         unused = torch.zeros(len(lens), dtype=torch.int64, device=DEVICE)
         return AttentionInputs(
             positions_T=unused,
-            slots_T=unused,
             query_starts=tuple(range(len(lens) + 1)),
             context_lens=lens,
-            block_tables_SB=self.tables_SB,
+            tables=(GroupTables(slots_T=unused, block_tables_SB=self.tables_SB),),
             max_query=1,
             max_context=max(lens),
         )

@@ -39,7 +39,7 @@ class Sequence:
             request_id=self._name,
             token_ids=tuple(self.token_ids[start : self._done]),
             start=start,
-            block_ids=self._block_ids,
+            block_tables=(self._block_ids,),
             sample=sample if at_end else None,
             prompt_len=self.prompt_len,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from protos.values import KVLayout
-from workers.attention.base import AttentionInputs
+from workers.attention.base import AttentionInputs, GroupTables
 from workers.kv.storage import KVStorage
 
 ROWS = ((1, 0), (1, 63), (1, 64), (1, 200), (70, 0), (37, 130), (1, 5))
@@ -36,10 +36,14 @@ def filled(layout: KVLayout, rows: tuple[tuple[int, int], ...]) -> tuple[KVStora
     tables = [torch.tensor(table, dtype=torch.int32) for table in blocks]
     return storage, AttentionInputs(
         positions_T=torch.tensor(positions),
-        slots_T=torch.zeros(starts[-1], dtype=torch.int64),
         query_starts=tuple(starts),
         context_lens=tuple(lens),
-        block_tables_SB=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+        tables=(
+            GroupTables(
+                slots_T=torch.zeros(starts[-1], dtype=torch.int64),
+                block_tables_SB=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+            ),
+        ),
         max_query=max(new for new, _ in rows),
         max_context=max(lens),
     )

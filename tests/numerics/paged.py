@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.attention.base import AttentionInputs
+from workers.attention.base import AttentionInputs, GroupTables
 from workers.attention.registry import attention_for
 from workers.kv.storage import KVStorage
 from workers.models.decoder import Decoder, ModelInputs
@@ -68,10 +68,14 @@ class PagedRun:
             token_ids_T=torch.tensor([token for _, token_ids, _ in rows for token in token_ids]),
             attention=AttentionInputs(
                 positions_T=torch.tensor(positions),
-                slots_T=torch.tensor(slots),
                 query_starts=tuple(query_starts),
                 context_lens=context_lens,
-                block_tables_SB=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+                tables=(
+                    GroupTables(
+                        slots_T=torch.tensor(slots),
+                        block_tables_SB=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+                    ),
+                ),
                 max_query=max(len(token_ids) for _, token_ids, _ in rows),
                 max_context=max(context_lens),
             ),

@@ -10,7 +10,7 @@ import torch
 
 from protos.values import KVLayout
 from tests.numerics.filled import ROWS, filled, normal
-from workers.attention.base import AttentionInputs
+from workers.attention.base import AttentionInputs, GroupTables
 from workers.attention.cpu import NativeAttention, TorchAttention, cpu_attention
 from workers.kernels import cpu, reference
 from workers.kernels.cpu import build
@@ -113,10 +113,14 @@ def test_a_row_s_attention_does_not_depend_on_who_is_in_the_batch() -> None:
         backend.begin(
             AttentionInputs(
                 positions_T=together.positions_T[start:stop],
-                slots_T=together.slots_T[start:stop],
                 query_starts=(0, stop - start),
                 context_lens=together.context_lens[row : row + 1],
-                block_tables_SB=together.block_tables_SB[row : row + 1],
+                tables=(
+                    GroupTables(
+                        slots_T=together.tables[0].slots_T[start:stop],
+                        block_tables_SB=together.tables[0].block_tables_SB[row : row + 1],
+                    ),
+                ),
                 max_query=stop - start,
                 max_context=together.context_lens[row],
             )

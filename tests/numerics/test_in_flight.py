@@ -82,7 +82,7 @@ class Valueless:
         self.num_attended = 0
 
     def begin(self, inputs: AttentionInputs) -> None:
-        assert inputs.block_tables_SB.is_meta
+        assert inputs.tables[0].block_tables_SB.is_meta
 
     def write(
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
@@ -126,7 +126,7 @@ def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, mon
 
     def row(name: str, params: SamplingParams, **place: Any) -> Row:
         known = {"prompt_ids": (5, 6), "output_ids": (7,), "banned_ids": (2,)} if params is busy else {}
-        return Row(request_id=name, block_ids=(0, 1), sample=Sample(params=params, index=1, **known), **place)
+        return Row(request_id=name, block_tables=((0, 1),), sample=Sample(params=params, index=1, **known), **place)
 
     prompts = (row("a", plain, token_ids=(5, 6, 7), start=0), row("b", busy, token_ids=(5, 6), start=0))
     runner.launch(Batch(rows=(*prompts, row("c", bound, token_ids=(5, 6), start=0))))

@@ -111,7 +111,7 @@ def test_a_token_that_decodes_sees_nothing_beside_its_window(group: int) -> None
         expected = exactly(storage.data[0].double(), inputs, q_TND.double(), head_dim**-0.5, window)
         for row, context_len in enumerate(inputs.context_lens):
             for position in range(max(0, context_len - (window or context_len))):
-                page = inputs.block_tables_SB[row, position // block_size]
+                page = inputs.tables[0].block_tables_SB[row, position // block_size]
                 storage.data[0][:, page, :, position % block_size] = float("nan")
         backend = cpu_attention(storage)
         backend.begin(inputs)
@@ -127,7 +127,7 @@ def exactly(
     num_kv_heads, block_size = kv_2BKSD.shape[2:4]
     for row, context_len in enumerate(inputs.context_lens):
         first, last = inputs.query_starts[row], inputs.query_starts[row + 1]
-        table_B = inputs.block_tables_SB[row, : -(-context_len // block_size)].long()
+        table_B = inputs.tables[0].block_tables_SB[row, : -(-context_len // block_size)].long()
         k_KCD, v_KCD = kv_2BKSD[:, table_B].transpose(1, 2).reshape(2, num_kv_heads, -1, q_TND.shape[2])
         for token in range(first, last):
             stop = context_len - (last - 1 - token)

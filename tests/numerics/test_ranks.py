@@ -151,7 +151,7 @@ def test_a_strangers_pickle_runs_nothing(tmp_path: Path) -> None:
 def test_all_that_rank_0_ever_says_has_its_types() -> None:
     assert {"stop", "meet", "launch", *Dock.OPERATIONS, *LeadingCopies.OPERATIONS} == set(OPERATIONS.bodies)
     row = Row(
-        request_id="r", token_ids=(3, 4), start=8, block_ids=(0, 7), prompt_targets=(4,), prompt_len=11,
+        request_id="r", token_ids=(3, 4), start=8, block_tables=((0, 7),), prompt_targets=(4,), prompt_len=11,
         depends_on_row=0, draft_ids=(5, 6),
         sample=Sample(params=SamplingParams(logit_bias=((3, 0.5),), grammar="g", seed=2**63), index=1, output_ids=(9,)),
     )  # fmt: skip
@@ -261,8 +261,8 @@ def test_a_rank_with_another_key_does_not_come_in() -> None:
 
 def test_followers_are_told_where_to_sample_but_not_how() -> None:
     how = Sample(params=SamplingParams(temperature=0.3), index=7, output_ids=(1, 2, 3))
-    sampled = Row(request_id="a", token_ids=(5,), start=3, block_ids=(0,), sample=how)
-    chunk = Row(request_id="b", token_ids=(5, 6), start=0, block_ids=(1,), prompt_targets=(6, 7))
+    sampled = Row(request_id="a", token_ids=(5,), start=3, block_tables=((0,),), sample=how)
+    chunk = Row(request_id="b", token_ids=(5, 6), start=0, block_tables=((1,),), prompt_targets=(6, 7))
     told = for_followers(Batch(rows=(sampled, chunk)))
     assert told.rows[0].sample is not None
     assert told.rows[0].sample.output_ids == ()

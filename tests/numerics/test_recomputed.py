@@ -9,7 +9,7 @@ import torch
 from benchmarks.engine.cpu_engine import DEMO, opened
 from protos.values import GenerateRequest, KVLayout, Logprobs, SamplingParams
 from tests.numerics.filled import filled, normal
-from workers.attention.base import AttentionInputs
+from workers.attention.base import AttentionInputs, GroupTables
 from workers.attention.cpu import cpu_attention
 from workers.engine.engine import Engine
 from workers.kernels.cpu.build import native_tiles
@@ -33,10 +33,14 @@ def test_attention_has_the_same_bits_for_a_token_that_decodes(
     backend.begin(
         AttentionInputs(
             positions_T=inputs.positions_T,
-            slots_T=inputs.slots_T,
             query_starts=tuple(range(num_new + 1)),
             context_lens=tuple(num_cached + nth + 1 for nth in range(num_new)),
-            block_tables_SB=inputs.block_tables_SB.expand(num_new, -1).contiguous(),
+            tables=(
+                GroupTables(
+                    slots_T=inputs.tables[0].slots_T,
+                    block_tables_SB=inputs.tables[0].block_tables_SB.expand(num_new, -1).contiguous(),
+                ),
+            ),
             max_query=1,
             max_context=num_cached + num_new,
         )

@@ -16,20 +16,22 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTables:
+    """Where a step's tokens lie in the blocks of one `protos.values.KVGroup`."""
+
+    slots_T: torch.Tensor  # int64, block id * block size + offset: where the token's keys and values are written
+    block_tables_SB: torch.Tensor  # int32, padded with 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionInputs:
-    """Where each token of the step stands. Made once a step, before the first layer.
+    """Where each token of the step stands. Made once a step, before the first layer."""
 
-    `positions_T` int64; `slots_T` int64 = block id * block size + offset, where the token's K and V are written;
-    `query_starts` S + 1 offsets into T; `context_lens` S tokens visible to the row's last token, itself included;
-    `block_tables_SB` int32, padded with 0; `max_query` and `max_context` over the rows (host ints, no sync needed).
-    """
-
-    positions_T: torch.Tensor
-    slots_T: torch.Tensor
-    query_starts: tuple[int, ...]
-    context_lens: tuple[int, ...]
-    block_tables_SB: torch.Tensor
-    max_query: int
+    positions_T: torch.Tensor  # int64
+    query_starts: tuple[int, ...]  # S + 1 offsets into T
+    context_lens: tuple[int, ...]  # S, tokens visible to the row's last token, itself included
+    tables: tuple[GroupTables, ...]  # one for each group of the layout
+    max_query: int  # over the rows, on the host
     max_context: int
 
 
@@ -41,7 +43,7 @@ class AttentionBackend(Protocol):
     def write(
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
-        """Turns queries and keys, puts keys and values into the cache at `slots_T`. Returns the turned queries.
+        """Turns queries and keys, and puts keys and values into the cache at their slots. Returns the turned queries.
 
         One call, so that one kernel can do all of it. The inputs may be views into one tensor and stay as they are.
         """

@@ -22,21 +22,25 @@ from workers.kv.storage import KVStorage
 _TILE_DEPTH = 32
 
 
-def cpu_attention(storage: KVStorage) -> AttentionBackend:
+def cpu_attention(storage: KVStorage, group: int = 0) -> AttentionBackend:
     """The compiled backend, or torch's where nothing can be compiled or the cache has a dtype it does not know."""
-    kernels, tiles = native(storage.data.dtype), native_tiles()
+    keys = storage.keys(storage.layout.groups[group].layers[0])
+    kernels, tiles = native(keys.dtype), native_tiles()
     if kernels is None:
-        return TorchAttention(storage)
-    fits = storage.data.dtype == torch.bfloat16 and storage.keys(0).shape[-1] % _TILE_DEPTH == 0
-    return NativeAttention(storage, tiles if fits and tiles is not None else kernels)
+        return TorchAttention(storage, group)
+    fits = keys.dtype == torch.bfloat16 and keys.shape[-1] % _TILE_DEPTH == 0
+    return NativeAttention(storage, tiles if fits and tiles is not None else kernels, group)
 
 
 class NativeAttention:
     """One call a layer, over all rows at once: attention.cpp or attention_tiles.cpp in `workers/kernels/cpu`."""
 
-    def __init__(self, storage: KVStorage, kernels: Native | Tiles) -> None:
+    def __init__(self, storage: KVStorage, kernels: Native | Tiles, group: int = 0) -> None:
         self.kernels = kernels
-        self.caches = [(storage.keys(layer), storage.values(layer)) for layer in range(storage.layout.num_layers)]
+        self._group = group
+        self.caches = {
+            layer: (storage.keys(layer), storage.values(layer)) for layer in storage.layout.groups[group].layers
+        }
         self._rows: Rows | None = None
 
     @property
@@ -46,11 +50,12 @@ class NativeAttention:
         return self._rows
 
     def begin(self, inputs: AttentionInputs) -> None:
+        tables = inputs.tables[self._group]
         self._rows = Rows(
-            slots_T=inputs.slots_T.contiguous(),
+            slots_T=tables.slots_T.contiguous(),
             query_starts=torch.tensor(inputs.query_starts),
             context_lens=torch.tensor(inputs.context_lens),
-            block_tables_SB=inputs.block_tables_SB.contiguous(),
+            block_tables_SB=tables.block_tables_SB.contiguous(),
         )
 
     def write(
@@ -124,8 +129,9 @@ class _Plan:
 class TorchAttention:
     """Runs wherever torch does; made for CPUs."""
 
-    def __init__(self, storage: KVStorage) -> None:
+    def __init__(self, storage: KVStorage, group: int = 0) -> None:
         self._storage = storage
+        self._group = group
         self._block_size = storage.layout.block_size
         self._inputs: AttentionInputs | None = None
         self._plans: dict[int | None, _Plan] = {}
@@ -139,7 +145,9 @@ class TorchAttention:
     ) -> torch.Tensor:
         assert self._inputs is not None, "write before begin"
         caches = self._storage.keys(layer), self._storage.values(layer)
-        return reference.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.slots_T)
+        return reference.rope_kv_write(
+            q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.tables[self._group].slots_T
+        )
 
     def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
@@ -211,13 +219,13 @@ class TorchAttention:
         first_seen = first_page * self._block_size
         mask_QC = None
         if first_position > 0 or (window is not None and context_len > window):
-            device = inputs.block_tables_SB.device
+            device = inputs.tables[self._group].block_tables_SB.device
             positions_Q1 = torch.arange(first_position, context_len, device=device).unsqueeze(1)
             positions_C = torch.arange(first_seen, context_len, device=device)
             mask_QC = positions_C <= positions_Q1
             if window is not None:
                 mask_QC &= positions_C > positions_Q1 - window
-        table_B = inputs.block_tables_SB[row, first_page : self._last_page(context_len)]
+        table_B = inputs.tables[self._group].block_tables_SB[row, first_page : self._last_page(context_len)]
         return _PrefillRow(
             start=start,
             stop=stop,
@@ -227,7 +235,7 @@ class TorchAttention:
         )
 
     def _plan_decode(self, inputs: AttentionInputs, rows: list[int], window: int | None) -> _DecodeBatch:
-        device = inputs.block_tables_SB.device
+        device = inputs.tables[self._group].block_tables_SB.device
         lens = [inputs.context_lens[row] for row in rows]
         first_pages = [self._first_page(context_len - 1, window) for context_len in lens]
         width = max(self._last_page(n) - first for n, first in zip(lens, first_pages, strict=True))
@@ -236,7 +244,7 @@ class TorchAttention:
         last_S1 = torch.tensor([self._last_page(n) - 1 for n in lens], device=device).unsqueeze(1)
         columns_SB = torch.minimum(first_S1 + torch.arange(width, device=device), last_S1)
         rows_S = torch.tensor(rows, device=device)
-        tables_SB = inputs.block_tables_SB[rows_S.unsqueeze(1), columns_SB]
+        tables_SB = inputs.tables[self._group].block_tables_SB[rows_S.unsqueeze(1), columns_SB]
         lens_S1 = torch.tensor(lens, device=device).unsqueeze(1)
         positions_SC = first_S1 * self._block_size + torch.arange(width * self._block_size, device=device)
         visible_SC = positions_SC < lens_S1

@@ -36,8 +36,9 @@ class PagedAttention:
     captured, and a step of R rows must have run before the capture, so that the model's windows are known.
     """
 
-    def __init__(self, storage: KVStorage) -> None:
+    def __init__(self, storage: KVStorage, group: int = 0) -> None:
         self._storage = storage
+        self._group = group
         self._device = storage.device
         self._num_multiprocessors = _num_multiprocessors(self._device)
         self._inputs: AttentionInputs | None = None
@@ -64,12 +65,13 @@ class PagedAttention:
     ) -> torch.Tensor:
         assert self._inputs is not None, "write before begin"
         caches = self._storage.keys(layer), self._storage.values(layer)
-        return rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.slots_T)
+        return rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.tables[self._group].slots_T)
 
     def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
         inputs = self._inputs
         assert inputs is not None, "attend before begin"
-        tables_SB, keys, values = inputs.block_tables_SB, self._storage.keys(layer), self._storage.values(layer)
+        tables_SB = inputs.tables[self._group].block_tables_SB
+        keys, values = self._storage.keys(layer), self._storage.values(layer)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
         if self._rows.decode:
             if window not in self._planned:

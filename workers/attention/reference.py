@@ -10,8 +10,9 @@ from workers.kv.storage import KVStorage
 
 
 class ReferenceAttention:
-    def __init__(self, storage: KVStorage) -> None:
+    def __init__(self, storage: KVStorage, group: int = 0) -> None:
         self._storage = storage
+        self._group = group
         self._inputs: AttentionInputs | None = None
 
     def begin(self, inputs: AttentionInputs) -> None:
@@ -22,7 +23,9 @@ class ReferenceAttention:
     ) -> torch.Tensor:
         assert self._inputs is not None, "write before begin"
         caches = self._storage.keys(layer), self._storage.values(layer)
-        return reference.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.slots_T)
+        return reference.rope_kv_write(
+            q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.tables[self._group].slots_T
+        )
 
     def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
@@ -32,7 +35,7 @@ class ReferenceAttention:
             self._storage.values(layer),
             query_starts=self._inputs.query_starts,
             context_lens=self._inputs.context_lens,
-            block_tables_SB=self._inputs.block_tables_SB,
+            block_tables_SB=self._inputs.tables[self._group].block_tables_SB,
             scale=scale,
             window=window,
         )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
-from typing import cast
+from pkgutil import resolve_name
 
 from protos.errors import Misconfigured
 from workers.attention.base import AttentionBackend
+from workers.attention.grouped import GroupedAttention
 from workers.kv.storage import KVStorage
 
 BACKENDS: dict[str, str] = {
@@ -23,6 +23,6 @@ def attention_for(storage: KVStorage, name: str | None = None) -> AttentionBacke
     name = name or storage.device.type
     if name not in BACKENDS:
         raise Misconfigured(f"no attention is called {name!r}: choose one of {', '.join(BACKENDS)}", param="attention")
-    module, _, member = BACKENDS[name].partition(":")
-    make = cast(Callable[[KVStorage], AttentionBackend], getattr(import_module(module), member))
-    return make(storage)
+    make: Callable[[KVStorage, int], AttentionBackend] = resolve_name(BACKENDS[name])
+    backends = [make(storage, group) for group in range(len(storage.layout.groups))]
+    return backends[0] if len(backends) == 1 else GroupedAttention(storage.layout, backends)

@@ -229,7 +229,8 @@ class Engine:
         for launched in self._in_flight:
             for row in launched.batch.rows:
                 stop = row.stop + launched.batch.num_steps - 1
-                yield from row.block_ids[row.start // size : -(-stop // size)]
+                for block_ids in row.block_tables:
+                    yield from block_ids[row.start // size : -(-stop // size)]
 
     def assert_idle(self) -> None:
         """Nothing runs, nothing moves, no block and no grammar is held."""

@@ -6,7 +6,7 @@
 
 Whatever depends on a step must lie where it lay when it was recorded: this file's tensors, and the attention's plans.
 Sampling is not recorded: it differs from step to step, and is a few launches. Legend: P rows of a padded step, B blocks
-of the longest sequence there may be, V vocabulary.
+of the longest sequence there may be, G groups of the KV layout, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+from workers.attention.base import AttentionBackend, AttentionInputs, CosSin, GroupTables
 from workers.models.decoder import Decoder, ModelInputs
 from workers.models.rope import DynamicRope, LongRope
 from workers.runner.packing import Packed
@@ -61,15 +61,22 @@ class DecodeGraphs:
     """`num_replayed` and `num_eager` count the steps asked for."""
 
     def __init__(
-        self, decoder: Decoder, attention: AttentionBackend, recorder: Recorder, *, max_rows: int, max_blocks: int
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        recorder: Recorder,
+        *,
+        max_rows: int,
+        max_blocks: int,
+        num_groups: int = 1,
     ) -> None:
         device = decoder.place.device
         self._decoder = decoder
         self._attention = attention
         self._recorder = recorder
         self._sizes = captured_sizes(max_rows)
-        self._numbers_3P = torch.zeros((3, max_rows), dtype=torch.int64, device=device)
-        self._tables_PB = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
+        self._numbers_GP = torch.zeros((2 + num_groups, max_rows), dtype=torch.int64, device=device)
+        self._tables_GPB = torch.zeros((num_groups, max_rows, max_blocks), dtype=torch.int32, device=device)
         self._logits_PV = torch.zeros((max_rows, decoder.config.vocab_size), device=device)
         self._rows_P = torch.arange(max_rows, device=device)
         self._replays: dict[int, Callable[[], None]] = {}
@@ -82,7 +89,7 @@ class DecodeGraphs:
         ranks all must capture at the same time: their collectives are recorded too."""
         start_s = time.perf_counter()
         for count, size in enumerate(reversed(self._sizes), 1):
-            step = nothing(size)
+            step = nothing(size, len(self._tables_GPB))
             inputs = self._put(place(step), size)
 
             def run(inputs: ModelInputs = inputs, size: int = size) -> None:
@@ -111,15 +118,19 @@ class DecodeGraphs:
     def _put(self, inputs: ModelInputs, size: int) -> ModelInputs:
         """The step at the places that are recorded."""
         given = inputs.attention
-        for place_P, numbers_P in zip(
-            self._numbers_3P, (inputs.token_ids_T, given.positions_T, given.slots_T), strict=True
-        ):
+        numbers = inputs.token_ids_T, given.positions_T, *(group.slots_T for group in given.tables)
+        for place_P, numbers_P in zip(self._numbers_GP, numbers, strict=True):
             place_P[:size].copy_(numbers_P)
-        self._tables_PB[:size, : given.block_tables_SB.shape[1]].copy_(given.block_tables_SB)
-        token_ids_P, positions_P, slots_P = self._numbers_3P[:, :size]
+        for place_PB, group in zip(self._tables_GPB, given.tables, strict=True):
+            place_PB[:size, : group.block_tables_SB.shape[1]].copy_(group.block_tables_SB)
+        token_ids_P, positions_P, *slots = self._numbers_GP[:, :size]
+        tables = tuple(
+            GroupTables(slots_T=slots_P, block_tables_SB=place_PB[:size])
+            for slots_P, place_PB in zip(slots, self._tables_GPB, strict=True)
+        )
         return ModelInputs(
             token_ids_T=token_ids_P,
-            attention=replace(given, positions_T=positions_P, slots_T=slots_P, block_tables_SB=self._tables_PB[:size]),
+            attention=replace(given, positions_T=positions_P, tables=tables),
             logit_rows=self._rows_P[:size],
             prompt_lens=inputs.prompt_lens,
         )

@@ -25,7 +25,11 @@ def fused_layers(decoder: Decoder, attention: AttentionBackend, tell: Callable[[
     if tiles is None or weights is None:
         return None
     layers = CompiledLayers(
-        tiles, weights, attention.caches, eps=decoder.config.norm_eps, tiled=isinstance(attention.kernels, Tiles)
+        tiles,
+        weights,
+        tuple(attention.caches.values()),
+        eps=decoder.config.norm_eps,
+        tiled=isinstance(attention.kernels, Tiles),
     )
 
     def through(delta_TE: torch.Tensor, stream_TE: torch.Tensor, rotation: CosSin, inputs: AttentionInputs) -> None:

@@ -5,7 +5,7 @@ Legend: T tokens of the batch (rows packed), S rows, B blocks of the longest row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,16 +19,23 @@ KNOWN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTables:
+    """As `GroupTables`, of one group."""
+
+    slots_T: NDArray[np.int64]
+    tables_SB: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """`follows_T`: which of the tokens that the step before sampled stands here, or KNOWN. Arrays are int64, but
-    `tables_SB` int32. The rest as in `AttentionInputs` and `ModelInputs`."""
+    """`follows_T`: which of the tokens that the step before sampled stands here, or KNOWN. Arrays are int64. The rest
+    as in `AttentionInputs` and `ModelInputs`."""
 
     token_ids_T: NDArray[np.int64]
     follows_T: NDArray[np.int64]
     positions_T: NDArray[np.int64]
-    slots_T: NDArray[np.int64]
     logit_rows_R: NDArray[np.int64]
-    tables_SB: NDArray[np.int32]
+    tables: tuple[PackedTables, ...]
     query_starts: tuple[int, ...]
     context_lens: tuple[int, ...]
     prompt_lens: tuple[int, ...]
@@ -46,10 +53,7 @@ def pack(batch: Batch, *, block_size: int, sampled: Mapping[int, int]) -> Packed
     query_starts = np.concatenate(([0], np.cumsum(lens_S)))
     num_tokens = int(query_starts[-1])
     positions_T = np.arange(num_tokens) + np.repeat(starts_S - query_starts[:-1], lens_S)
-    tables_SB = np.zeros((len(rows), max(len(row.block_ids) for row in rows)), dtype=np.int32)
-    for table_B, row in zip(tables_SB, rows, strict=True):
-        table_B[: len(row.block_ids)] = row.block_ids
-    blocks_T = tables_SB[np.repeat(np.arange(len(rows)), lens_S), positions_T // block_size].astype(np.int64)
+    rows_T = np.repeat(np.arange(len(rows)), lens_S)
     token_ids_T = np.fromiter(chain.from_iterable(map(_tokens, rows)), dtype=np.int64, count=num_tokens)
     follows_T = np.full(num_tokens, KNOWN)
     for row, stop in zip(rows, query_starts[1:].tolist(), strict=True):
@@ -59,14 +63,27 @@ def pack(batch: Batch, *, block_size: int, sampled: Mapping[int, int]) -> Packed
         token_ids_T=token_ids_T,
         follows_T=follows_T,
         positions_T=positions_T,
-        slots_T=blocks_T * block_size + positions_T % block_size,
         logit_rows_R=np.array(list(chain.from_iterable(map(_wanted, rows, query_starts.tolist()))), dtype=np.int64),
-        tables_SB=tables_SB,
+        tables=tuple(
+            _tables(group, rows_T, positions_T, block_size)
+            for group in zip(*(row.block_tables for row in rows), strict=True)
+        ),
         query_starts=tuple(query_starts.tolist()),
         context_lens=tuple((starts_S + lens_S).tolist()),
         prompt_lens=tuple(row.prompt_len for row in rows),
         max_query=int(lens_S.max()),
     )
+
+
+def _tables(
+    blocks: Sequence[tuple[int, ...]], rows_T: NDArray[np.int64], positions_T: NDArray[np.int64], block_size: int
+) -> PackedTables:
+    """Of one group, whose blocks are given for each row."""
+    tables_SB = np.zeros((len(blocks), max(map(len, blocks))), dtype=np.int32)
+    for table_B, block_ids in zip(tables_SB, blocks, strict=True):
+        table_B[: len(block_ids)] = block_ids
+    blocks_T = tables_SB[rows_T, positions_T // block_size].astype(np.int64)
+    return PackedTables(slots_T=blocks_T * block_size + positions_T % block_size, tables_SB=tables_SB)
 
 
 def sampled_rows(batch: Batch) -> dict[int, int]:

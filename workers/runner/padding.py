@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from workers.runner.packing import KNOWN, Packed
+from workers.runner.packing import KNOWN, Packed, PackedTables
 
 NOWHERE = -1
 """A slot that kernels skip."""
@@ -39,9 +39,14 @@ def padded(packed: Packed, size: int) -> Packed:
         token_ids_T=np.pad(packed.token_ids_T, (0, missing)),
         follows_T=np.pad(packed.follows_T, (0, missing), constant_values=KNOWN),
         positions_T=np.pad(packed.positions_T, (0, missing)),
-        slots_T=np.pad(packed.slots_T, (0, missing), constant_values=NOWHERE),
         logit_rows_R=np.arange(size),
-        tables_SB=np.pad(packed.tables_SB, ((0, missing), (0, 0))),
+        tables=tuple(
+            PackedTables(
+                slots_T=np.pad(group.slots_T, (0, missing), constant_values=NOWHERE),
+                tables_SB=np.pad(group.tables_SB, ((0, missing), (0, 0))),
+            )
+            for group in packed.tables
+        ),
         query_starts=tuple(range(size + 1)),
         context_lens=packed.context_lens + none,
         prompt_lens=packed.prompt_lens + none,
@@ -49,16 +54,15 @@ def padded(packed: Packed, size: int) -> Packed:
     )
 
 
-def nothing(size: int) -> Packed:
+def nothing(size: int, num_groups: int = 1) -> Packed:
     """A step of padding alone: to capture with."""
     empty = np.zeros(0, dtype=np.int64)
     step = Packed(
         token_ids_T=empty,
         follows_T=empty,
         positions_T=empty,
-        slots_T=empty,
         logit_rows_R=empty,
-        tables_SB=np.zeros((0, 1), dtype=np.int32),
+        tables=(PackedTables(slots_T=empty, tables_SB=np.zeros((0, 1), dtype=np.int32)),) * num_groups,
         query_starts=(0,),
         context_lens=(),
         prompt_lens=(),

@@ -18,7 +18,7 @@ import torch
 from protos.errors import InvalidRequest
 from protos.values import ErrorInfo, Logprobs
 from protos.wire import error_info
-from workers.attention.base import AttentionBackend, AttentionInputs
+from workers.attention.base import AttentionBackend, AttentionInputs, GroupTables
 from workers.attention.watched import WatchedAttention
 from workers.batch import Batch, CompletedStep, PendingStep, Row, RowOutput, Sample, StepOutput, is_penalised
 from workers.grammar.base import Grammars, Mask
@@ -103,9 +103,10 @@ class TorchRunner:
         if torch.device(self._device).type == "cuda":
             self._device_clock = DeviceClock(timeline.now)
 
-    def capture(self, recorder: Recorder, *, max_rows: int, max_blocks: int) -> None:
+    def capture(self, recorder: Recorder, *, max_rows: int, max_blocks: int, num_groups: int = 1) -> None:
         """From now on steps that only decode are replayed. To be called once, by all ranks at the same time."""
-        self.graphs = DecodeGraphs(self._decoder, self._attention, recorder, max_rows=max_rows, max_blocks=max_blocks)
+        sizes = {"max_rows": max_rows, "max_blocks": max_blocks, "num_groups": num_groups}
+        self.graphs = DecodeGraphs(self._decoder, self._attention, recorder, **sizes)
         self.graphs.capture(self._inputs)
 
     def _forward(self, packed: Packed) -> torch.Tensor:
@@ -137,18 +138,20 @@ class TorchRunner:
 
     def _inputs(self, packed: Packed) -> ModelInputs:
         """On the device, with the tokens that the step before sampled there."""
-        numbers_4T = np.stack((packed.token_ids_T, packed.follows_T, packed.positions_T, packed.slots_T))
-        token_ids_T, follows_T, positions_T, slots_T = to_device(numbers_4T, self._device)
+        numbers = packed.token_ids_T, packed.follows_T, packed.positions_T, *(group.slots_T for group in packed.tables)
+        token_ids_T, follows_T, positions_T, *slots = to_device(np.stack(numbers), self._device)
         if packed.follows_T.max() >= 0:
             token_ids_T = torch.where(follows_T < 0, token_ids_T, self._ids_R[follows_T.clamp(min=0)])
         return ModelInputs(
             token_ids_T=token_ids_T,
             attention=AttentionInputs(
                 positions_T=positions_T,
-                slots_T=slots_T,
                 query_starts=packed.query_starts,
                 context_lens=packed.context_lens,
-                block_tables_SB=to_device(packed.tables_SB, self._device),
+                tables=tuple(
+                    GroupTables(slots_T=slots_T, block_tables_SB=to_device(group.tables_SB, self._device))
+                    for slots_T, group in zip(slots, packed.tables, strict=True)
+                ),
                 max_query=packed.max_query,
                 max_context=max(packed.context_lens),
             ),

@@ -24,7 +24,7 @@ def next_row(
         request_id=request.request_id,
         token_ids=request.tokens(start, min(stop, num_known)) if start < num_known else (),
         start=start,
-        block_ids=tuple(request.block_ids),
+        block_tables=(tuple(request.block_ids),),
         sample=sample,
         prompt_targets=prompt_ids[start + 1 : stop + 1] if owes else (),
         num_prompt_logprobs=(sampling.prompt_logprobs or 0) if owes else 0,

@@ -57,7 +57,7 @@ def test_a_batch_is_counted_once_for_all_its_spans() -> None:
 
     timeline = ticking()
     timeline.record(True)
-    batch = Batch(rows=Rows([Row(request_id="r", start=5, token_ids=(1, 2), block_ids=(0,))]))
+    batch = Batch(rows=Rows([Row(request_id="r", start=5, token_ids=(1, 2), block_tables=((0,),))]))
     with timeline.span("launch", batch):
         pass
     num_looks = Rows.num_looks

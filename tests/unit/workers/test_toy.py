@@ -13,7 +13,9 @@ GREEDY = Sample(params=SamplingParams(temperature=0.0), index=0)
 
 
 def row(block_ids: tuple[int, ...], start: int = 0, sample: Sample | None = GREEDY) -> Batch:
-    return Batch(rows=(Row(request_id="r", token_ids=PROMPT[start:], start=start, block_ids=block_ids, sample=sample),))
+    return Batch(
+        rows=(Row(request_id="r", token_ids=PROMPT[start:], start=start, block_tables=(block_ids,), sample=sample),)
+    )
 
 
 def test_the_answer_can_be_computed_on_paper() -> None:

@@ -105,7 +105,7 @@ class Town:
 
 
 def _row(num_tokens: int) -> Row:
-    return Row(request_id="r", token_ids=(1,) * num_tokens, start=0, block_ids=())
+    return Row(request_id="r", token_ids=(1,) * num_tokens, start=0, block_tables=((),))
 
 
 @pytest.mark.parametrize(

@@ -219,8 +219,8 @@ def test_a_runner_that_only_runs_is_a_pipeline_that_follows_by_itself() -> None:
             return StepOutput(rows=(RowOutput(token_ids=(len(seen),)),))
 
     steps = pipeline(Counts())
-    first = Row(request_id="r", token_ids=(7, 8), start=0, block_ids=(0,))
-    second = Row(request_id="r", token_ids=(), start=2, block_ids=(0,), depends_on_row=0)
+    first = Row(request_id="r", token_ids=(7, 8), start=0, block_tables=((0,),))
+    second = Row(request_id="r", token_ids=(), start=2, block_tables=((0,),), depends_on_row=0)
     assert (second.num_tokens, second.stop) == (1, 3)
     steps.launch(Batch(rows=(first,)))
     assert steps.launch(Batch(rows=(second,))).fetch().rows[0].token_ids == (2,)
@@ -229,6 +229,6 @@ def test_a_runner_that_only_runs_is_a_pipeline_that_follows_by_itself() -> None:
 
 
 def test_a_row_that_follows_nothing_is_a_fault_of_ours() -> None:
-    row = Row(request_id="r", token_ids=(), start=2, block_ids=(0,), depends_on_row=0)
+    row = Row(request_id="r", token_ids=(), start=2, block_tables=((0,),), depends_on_row=0)
     with pytest.raises(AssertionError, match="request r depends on"):
         resolved(Batch(rows=(row,)), StepOutput(rows=(RowOutput(),)))

@@ -255,7 +255,7 @@ class TestLoad:
 
 def test_a_mixed_step_counts_for_both_kinds_of_work() -> None:
     speed = EngineSpeed()
-    prompt, decode = (Row(request_id="r", token_ids=(1,) * n, start=0, block_ids=()) for n in (90, 1))
+    prompt, decode = (Row(request_id="r", token_ids=(1,) * n, start=0, block_tables=((),)) for n in (90, 1))
     speed.observe(Batch(rows=(decode,) * 10 + (prompt,)), 60.0)
     assert (speed.prefill_tokens_per_s, speed.decode_step_s) == (0.0, 0.0), "the first step is cold"
     speed.observe(Batch(rows=(decode,) * 10 + (prompt,)), 2.0)
@@ -268,7 +268,7 @@ def test_a_mixed_step_counts_for_both_kinds_of_work() -> None:
 
 def test_a_few_tokens_of_a_prompt_say_nothing_of_long_ones() -> None:
     speed = EngineSpeed()
-    short, long = (Row(request_id="r", token_ids=(1,) * n, start=0, block_ids=()) for n in (10, 1000))
+    short, long = (Row(request_id="r", token_ids=(1,) * n, start=0, block_tables=((),)) for n in (10, 1000))
     for _ in range(3):
         speed.observe(Batch(rows=(short,)), 0.1)
     assert speed.prefill_tokens_per_s == 0.0

@@ -12,7 +12,7 @@ SAMPLE = Sample(params=SamplingParams(), index=0)
 
 
 def row(token_ids: tuple[int, ...], start: int, block_ids: tuple[int, ...], **rest: Any) -> Row:
-    return Row(request_id="r", token_ids=token_ids, start=start, block_ids=block_ids, **rest)
+    return Row(request_id="r", token_ids=token_ids, start=start, block_tables=(block_ids,), **rest)
 
 
 def test_rows_stand_side_by_side_each_at_its_own_positions() -> None:
@@ -20,11 +20,22 @@ def test_rows_stand_side_by_side_each_at_its_own_positions() -> None:
     packed = pack(Batch(rows=rows), block_size=4, sampled={})
     assert packed.token_ids_T.tolist() == [11, 12, 13, 21]
     assert packed.positions_T.tolist() == [2, 3, 4, 8]
-    assert packed.slots_T.tolist() == [5 * 4 + 2, 5 * 4 + 3, 9 * 4, 3 * 4]
-    assert packed.tables_SB.tolist() == [[5, 9, 0], [7, 1, 3]]
+    assert packed.tables[0].slots_T.tolist() == [5 * 4 + 2, 5 * 4 + 3, 9 * 4, 3 * 4]
+    assert packed.tables[0].tables_SB.tolist() == [[5, 9, 0], [7, 1, 3]]
     assert (packed.query_starts, packed.context_lens, packed.prompt_lens) == ((0, 3, 4), (5, 9), (5, 6))
     assert packed.max_query == 3
     assert packed.logit_rows_R.tolist() == [3], "logits are asked for only where a token is sampled"
+
+
+def test_every_group_of_layers_has_tables_of_its_own() -> None:
+    rows = tuple(
+        Row(request_id="r", token_ids=(1, 2), start=3, block_tables=((5, 9), (first, first + 1)), prompt_len=5)
+        for first in (6, 2)
+    )
+    full, windowed = pack(Batch(rows=rows), block_size=4, sampled={}).tables
+    assert full.slots_T.tolist() == [5 * 4 + 3, 9 * 4] * 2
+    assert windowed.slots_T.tolist() == [6 * 4 + 3, 7 * 4, 2 * 4 + 3, 3 * 4]
+    assert windowed.tables_SB.tolist() == [[6, 7], [2, 3]]
 
 
 def test_logits_are_asked_for_in_the_order_they_are_read() -> None:

@@ -16,7 +16,14 @@ SAMPLE = Sample(params=SamplingParams(), index=0)
 
 def decoding(num_rows: int) -> Packed:
     rows = (
-        Row(request_id=str(n), token_ids=(50 + n,), start=4 + n % 4, block_ids=(n, 20 + n), sample=SAMPLE, prompt_len=3)
+        Row(
+            request_id=str(n),
+            token_ids=(50 + n,),
+            start=4 + n % 4,
+            block_tables=((n, 20 + n),),
+            sample=SAMPLE,
+            prompt_len=3,
+        )
         for n in range(num_rows)
     )
     return pack(Batch(rows=tuple(rows)), block_size=4, sampled={})
@@ -47,7 +54,7 @@ def test_padding_stays_small_and_graphs_few(max_rows: int) -> None:
 
 
 def row(token_ids: tuple[int, ...], **rest: Any) -> Row:
-    return Row(request_id="r", token_ids=token_ids, start=0, block_ids=(0,), **rest)
+    return Row(request_id="r", token_ids=token_ids, start=0, block_tables=((0,),), **rest)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +76,11 @@ def test_what_was_not_captured_is_not_replayed(rows: tuple[Row, ...], why: str) 
 def test_rows_of_padding_compute_nothing_that_lasts() -> None:
     step = padded(decoding(3), 4)
     assert step.token_ids_T.tolist() == [50, 51, 52, 0]
-    assert step.slots_T.tolist() == [20 * 4, 21 * 4 + 1, 22 * 4 + 2, NOWHERE]
+    assert step.tables[0].slots_T.tolist() == [20 * 4, 21 * 4 + 1, 22 * 4 + 2, NOWHERE]
     assert step.context_lens == (5, 6, 7, 0)
     assert step.positions_T.tolist() == [4, 5, 6, 0]
     assert step.follows_T.tolist() == [KNOWN] * 4
-    assert step.tables_SB.tolist() == [[0, 20], [1, 21], [2, 22], [0, 0]]
+    assert step.tables[0].tables_SB.tolist() == [[0, 20], [1, 21], [2, 22], [0, 0]]
     assert step.query_starts == (0, 1, 2, 3, 4)
     assert step.logit_rows_R.tolist() == [0, 1, 2, 3]
     assert len(step.prompt_lens) == 4
@@ -81,5 +88,5 @@ def test_rows_of_padding_compute_nothing_that_lasts() -> None:
 
 def test_a_step_of_nothing_is_all_padding() -> None:
     step = nothing(2)
-    assert (step.slots_T.tolist(), step.context_lens) == ([NOWHERE] * 2, (0, 0))
+    assert (step.tables[0].slots_T.tolist(), step.context_lens) == ([NOWHERE] * 2, (0, 0))
     assert size_for(step, (1, 2)) == 2

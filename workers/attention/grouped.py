@@ -1,0 +1,30 @@
+"""Attention over several groups of layers, each with block tables of its own: one backend for each group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from protos.values import KVLayout
+from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+
+
+class GroupedAttention:
+    def __init__(self, layout: KVLayout, backends: Sequence[AttentionBackend]) -> None:
+        self._backends = tuple(backends)
+        self._of_layer = {
+            layer: backend for group, backend in zip(layout.groups, backends, strict=True) for layer in group.layers
+        }
+
+    def begin(self, inputs: AttentionInputs) -> None:
+        for backend in self._backends:
+            backend.begin(inputs)
+
+    def write(
+        self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
+    ) -> torch.Tensor:
+        return self._of_layer[layer].write(layer, q_TND, k_TKD, v_TKD, rotation)
+
+    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+        return self._of_layer[layer].attend(layer, q_TND, scale=scale, window=window)
