@@ -17,10 +17,10 @@ from workers.kv.blocks import BlockPool
 from workers.scheduling.request import Request
 from workers.scheduling.role import Disposition
 from workers.scheduling.scheduler import no_key
-from workers.transfer.mover import Mover
 from workers.transfer.receive import Incoming, Terms
 from workers.transfer.role import MovingRole
 from workers.transfer.send import CHUNK_BYTES, Outgoing
+from workers.transfer.transfer_leader import TransferLeader
 
 
 class DecodeRole(MovingRole):
@@ -29,7 +29,7 @@ class DecodeRole(MovingRole):
 
     def __init__(
         self,
-        mover: Mover,
+        transfers: TransferLeader,
         pool: BlockPool,
         layout: KVLayout,
         config: DecodeConfig | None = None,
@@ -39,8 +39,8 @@ class DecodeRole(MovingRole):
     ) -> None:
         config = config or DecodeConfig()
         terms = Terms(headroom=config.headroom, retry_after_s=config.retry_after_s, max_lease_s=config.max_lease_s)
-        incoming = Incoming(mover, pool, layout, terms, prefix_key=prefix_key)
-        super().__init__(mover, incoming, Outgoing(mover, pool, layout, chunk_bytes=chunk_bytes))
+        incoming = Incoming(transfers, pool, layout, terms, prefix_key=prefix_key)
+        super().__init__(transfers, incoming, Outgoing(transfers, pool, layout, chunk_bytes=chunk_bytes))
 
     def admissible(self, request: Request, now: float) -> bool:
         if request.ticket is None:

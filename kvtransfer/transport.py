@@ -138,7 +138,7 @@ class Sender(Protocol[PayloadIn]):
 
     def lanes(self) -> Sequence[LaneStats]: ...
     def loads(self) -> Sequence[LaneLoad]: ...
-    def part(self, peer: str) -> None:
+    def close_lane(self, peer: str) -> None:
         """Ends the lane to a peer once what was offered has left; nothing is lost by it, at either end. It stays if it
         is opened, or anything is offered on it, before it has ended."""
         ...
@@ -178,7 +178,7 @@ class Receiver(Protocol[PayloadOut]):
         """Forgets a chunk: its payload if it is here, or else as soon as it comes, if the lane from `source` lasts."""
         ...
 
-    def forget(self, source: str, kept: Collection[Chunk]) -> None:
+    def drop_source(self, source: str, kept: Collection[Chunk]) -> None:
         """Drops what waits to be taken from a peer that was lost, but for these chunks."""
         ...
 
@@ -188,7 +188,7 @@ class Receiver(Protocol[PayloadOut]):
 
     def lanes(self) -> Sequence[LaneStats]: ...
     def loads(self) -> Sequence[LaneLoad]: ...
-    def part(self, peer: str) -> None:
+    def close_lane(self, peer: str) -> None:
         """Ends the lane from a peer for whom no ticket is live. It is opened anew if the peer is expected meanwhile."""
         ...
 

@@ -22,10 +22,10 @@ from workers.kv.blocks import BlockPool
 from workers.scheduling.request import Request
 from workers.scheduling.role import Disposition
 from workers.scheduling.scheduler import no_key
-from workers.transfer.mover import Mover
 from workers.transfer.receive import Incoming, Terms
 from workers.transfer.role import MovingRole
 from workers.transfer.send import Outgoing
+from workers.transfer.transfer_leader import TransferLeader
 
 
 class PrefillRole(MovingRole):
@@ -34,7 +34,7 @@ class PrefillRole(MovingRole):
 
     def __init__(
         self,
-        mover: Mover,
+        transfers: TransferLeader,
         pool: BlockPool,
         layout: KVLayout,
         config: PrefillConfig | None = None,
@@ -42,9 +42,9 @@ class PrefillRole(MovingRole):
         prefix_key: Callable[[int], bytes] = no_key,
     ) -> None:
         config = config or PrefillConfig()
-        incoming = Incoming(mover, pool, layout, Terms(), prefix_key=prefix_key)
-        outgoing = Outgoing(mover, pool, layout, chunk_bytes=config.chunk_bytes, group_bytes=config.group_bytes)
-        super().__init__(mover, incoming, outgoing)
+        incoming = Incoming(transfers, pool, layout, Terms(), prefix_key=prefix_key)
+        outgoing = Outgoing(transfers, pool, layout, chunk_bytes=config.chunk_bytes, group_bytes=config.group_bytes)
+        super().__init__(transfers, incoming, outgoing)
 
     def admissible(self, request: Request, now: float) -> bool:
         """A request without a ticket is served to its end here, as is one whose KV was reserved for here: it comes from

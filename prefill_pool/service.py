@@ -14,8 +14,8 @@ from workers.kv.blocks import BlockPool
 from workers.models.loader import Progress
 from workers.rpc import assembly
 from workers.rpc.worker import Parts
-from workers.transfer.mover import Mover
 from workers.transfer.receive import reservations
+from workers.transfer.transfer_leader import TransferLeader
 
 
 def open_worker(
@@ -38,5 +38,5 @@ def follow(config: WorkerConfig, seat: Seat) -> None:
     assembly.follow(config, seat, make_ends=partial(assembly.lane_ends, config.lanes))
 
 
-def _role(settings: PrefillConfig, rank: Rank, mover: Mover, pool: BlockPool) -> PrefillRole:
-    return PrefillRole(mover, pool, rank.layout, settings, prefix_key=rank.model.prefix_key)
+def _role(settings: PrefillConfig, rank: Rank, transfers: TransferLeader, pool: BlockPool) -> PrefillRole:
+    return PrefillRole(transfers, pool, rank.layout, settings, prefix_key=rank.model.prefix_key)

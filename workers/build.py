@@ -1,7 +1,7 @@
 """From settings to running parts: one rank of a worker, then, on rank 0, its engine.
 
 config ── open_rank ──▶ Rank on every rank ─┬─ rank 0: build_engine(rank, make_role) ──▶ Engine
-                                            └─ others: follow_rank0(rank, dock), until rank 0 stops or is lost
+                                            └─ others: follow_rank0(rank, transfer), until rank 0 stops or is lost
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.grammar.guidance import GuidanceGrammars
 from workers.kernels.cpu.memory import keep_freed_memory
 from workers.kv.blocks import BlockPool
 from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit
-from workers.kv.host import Copies, HostPool, LeadingCopies
+from workers.kv.host import HostCopies, HostPool
 from workers.kv.host_copies import host_copies, staging_bytes
 from workers.kv.storage import KVStorage
 from workers.memory import free_ram_bytes
@@ -41,7 +41,7 @@ from workers.runner.runner import TorchRunner
 from workers.scheduling.role import Role
 from workers.scheduling.scheduler import Scheduler
 from workers.timeline import Timeline
-from workers.transfer.mover import Dock
+from workers.transfer.rank_transfer import RankTransfer
 
 log = logging.getLogger("baton.worker")
 
@@ -65,7 +65,7 @@ class Rank:
     steps_in_flight: int
     grammars: Grammars | None = None
     num_slots: int = 0
-    copies: Copies | None = None
+    copies: HostCopies | None = None
 
 
 def device_of(config: WorkerConfig) -> str:
@@ -119,7 +119,7 @@ def build_engine(
     events = EventLog(incarnation)
     host = None
     if rank.copies is not None:
-        copies = LeadingCopies(rank.copies, leader.tell)
+        copies = leader.everywhere(rank.copies)
         block_bytes = rank_block_bytes(rank.layout) * rank.layout.tp
         host = HostPool(rank.num_slots, copies, events.record, block_bytes=block_bytes)
     pool = BlockPool(rank.storage.num_blocks, rank.layout.block_size, events.record, host=host)
@@ -138,9 +138,9 @@ def build_engine(
     )
 
 
-def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:
-    """This rank's end of the worker's lanes; `ends` are Dock's `sender` and `receiver`."""
-    dock = Dock(
+def make_transfer(rank: Rank, **ends: Any) -> RankTransfer[torch.Tensor]:
+    """This rank's half of KV transfer; `ends` are RankTransfer's `sender` and `receiver`."""
+    transfer = RankTransfer(
         rank.storage,
         rank.layout,
         rank=rank.group.rank,
@@ -151,23 +151,19 @@ def make_dock(rank: Rank, **ends: Any) -> Dock[torch.Tensor]:
         follows_layers=True,
         **ends,
     )
-    rank.runner.watch(dock.after_layer)
-    return dock
+    rank.runner.watch(transfer.after_layer)
+    return transfer
 
 
-def follow_rank0(rank: Rank, dock: Dock[torch.Tensor]) -> None:
-    """What every other rank does: whatever rank 0 says, until it says stop. Closes the dock.
+def follow_rank0(rank: Rank, transfer: RankTransfer[torch.Tensor]) -> None:
+    """Does what rank 0 does, on every other rank, until rank 0 stops. Closes the transfer.
 
-    Raises WorkerLost when a rank is gone, and whatever this rank fails with.
+    Raises WorkerLost when a rank is gone, and any error of this rank's operations.
     """
-    operations: dict[str, Callable[..., object]] = {name: getattr(dock, name) for name in Dock.OPERATIONS}
-    operations["launch"] = rank.runner.launch
-    if rank.copies is not None:
-        operations |= {name: getattr(rank.copies, name) for name in LeadingCopies.OPERATIONS}
     try:
-        follow(rank.group, operations, settle=dock.settle)
+        follow(rank.group, (rank.runner, rank.copies, transfer), after_each=transfer.poll)
     finally:
-        dock.close()
+        transfer.close()
 
 
 def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progress | None) -> Rank:

@@ -51,8 +51,8 @@ MUTANTS = (
     Mutant(
         name="leak: shared blocks of a push that is stopped",
         module="workers.transfer.send",
-        old="        self._mover.cancel(ticket_id)\n        if isinstance(push.source, Shared):\n            self._let_go(push)\n",
-        new="        self._mover.cancel(ticket_id)\n",
+        old="        self._transfers.cancel(ticket_id)\n        if isinstance(push.source, Shared):\n            self._let_go(push)\n",
+        new="        self._transfers.cancel(ticket_id)\n",
     ),
     Mutant(
         name="leak: pins of a prompt that found no room",
@@ -101,8 +101,8 @@ MUTANTS = (
     Mutant(
         name="tokens: a copy to the host is made after its block is handed out",
         module="workers.kv.host",
-        old="        self.copies.stow([block_id for block_id, _, _ in blocks], slots)\n",
-        new="        self.copies.stow([block_id for block_id, _, _ in blocks], slots[::-1])\n",
+        old="        self.copies.offload([block_id for block_id, _, _ in blocks], slots)\n",
+        new="        self.copies.offload([block_id for block_id, _, _ in blocks], slots[::-1])\n",
     ),
     Mutant(
         name="logprobs: those of a prompt come again after a failover",

@@ -252,15 +252,15 @@ def throughput(way: str, plan: TransferPlan, other: Connection) -> list[Transfer
     """All numbers of blocks, each as often as there are rounds, over one lane."""
     each = plan.num_rounds + 1  # the first warms up
     rounds = [chunk_sizes(count) for count in plan.blocks for _ in range(each)]
-    mover: Any = (
+    transfers: Any = (
         Sending(other, plan, way, rounds)
         if way in LANES
         else SendingRaw(other, plan, rounds)
         if way.startswith("raw")
         else Copying(plan, rounds)
     )
-    taken = [mover.move(sizes) for sizes in rounds]
-    mover.close()
+    taken = [transfers.move(sizes) for sizes in rounds]
+    transfers.close()
     figures = []
     for index, count in enumerate(plan.blocks):
         seconds, cpu_s = min(taken[index * each + 1 : (index + 1) * each])

@@ -198,7 +198,7 @@ class InprocSender:
     def loads(self) -> Sequence[LaneLoad]:
         return [LaneLoad(transport="inproc", num_open=len(self._lanes))]
 
-    def part(self, peer: str) -> None:
+    def close_lane(self, peer: str) -> None:
         with self._exchange._lock:
             if not any(parcel.destination == peer for parcel in self._under_way):
                 self._lanes.pop(peer, None)
@@ -292,7 +292,7 @@ class InprocReceiver:
             if chunk in self._staged:
                 self._pop(chunk)
 
-    def forget(self, source: str, kept: Collection[Chunk]) -> None:
+    def drop_source(self, source: str, kept: Collection[Chunk]) -> None:
         """There is one rank: what has come in has come in everywhere."""
 
     def has_news(self) -> bool:
@@ -308,7 +308,7 @@ class InprocReceiver:
     def loads(self) -> Sequence[LaneLoad]:
         return [LaneLoad(transport="inproc", num_open=len(self._lanes))]
 
-    def part(self, peer: str) -> None:
+    def close_lane(self, peer: str) -> None:
         with self._exchange._lock:
             self._lanes.pop(peer, None)
 

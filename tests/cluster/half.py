@@ -33,16 +33,13 @@ from protos.values import (
 from tests.cluster.forked import FORKS
 from tests.unit.decode_pool.pair import DECODE, DECODE_WEIGHT, LAYOUT, PREFILL, PREFILL_WEIGHT, SIZE, Side
 from workers.toy import ToyRunner
-from workers.transfer.mover import Dock, Mover
+from workers.transfer.rank_transfer import RankTransfer
+from workers.transfer.transfer_leader import TransferLeader
 
 NUM_BLOCKS = 16
 LEASE_S = 60.0
 """Longer than any test: what is freed in time was not freed by a lease."""
 PATIENCE_S = 30.0
-
-
-def _told(name: str, *arguments: object) -> None:
-    """There are no follower ranks."""
 
 
 class Tensors:
@@ -92,7 +89,7 @@ class Half:
         return self.side.ended.get(request_id) is FinishReason.MOVED
 
     def open(self, ticket: Ticket) -> None:
-        self.mover.open(ticket)
+        self.transfers.open(ticket)
 
     def submit(
         self,
@@ -120,7 +117,7 @@ class Half:
         return self.role.ledger.state(ticket_id, 1)
 
     def lanes(self) -> Sequence[str]:
-        return [lane.state for lane in self.mover.lanes()]
+        return [lane.state for lane in self.transfers.lanes()]
 
     def assert_idle(self) -> None:
         """No request, no ticket, no block, and no staging memory in use, once no lane is opened in vain any more."""
@@ -132,21 +129,21 @@ class Half:
             assert not end._staging._taken, "a payload is left in staging"
 
     def close(self) -> None:
-        self.mover.close()
+        self.transfers.close()
 
     def _prefill_role(self, side: Side) -> PrefillRole:
         config = PrefillConfig(chunk_bytes=LAYOUT.block_bytes)
-        self.role: PrefillRole | DecodeRole = PrefillRole(self._mover(side), side.pool, LAYOUT, config)
+        self.role: PrefillRole | DecodeRole = PrefillRole(self._transfers(side), side.pool, LAYOUT, config)
         return self.role
 
     def _role(self, side: Side) -> DecodeRole:
-        self.role = DecodeRole(self._mover(side), side.pool, LAYOUT)
+        self.role = DecodeRole(self._transfers(side), side.pool, LAYOUT)
         return self.role
 
-    def _mover(self, side: Side) -> Mover:
-        dock = Dock(Tensors(side.runner), LAYOUT, sender=self.sender, receiver=self.receiver)
-        self.mover = Mover(dock, _told)
-        return self.mover
+    def _transfers(self, side: Side) -> TransferLeader:
+        transfer = RankTransfer(Tensors(side.runner), LAYOUT, sender=self.sender, receiver=self.receiver)
+        self.transfers = TransferLeader(transfer)
+        return self.transfers
 
 
 class Distant:

@@ -22,7 +22,7 @@ from kvtransfer.transport import Arrived, Chunk
 from kvtransfer.transports.collective.collective import CollectiveTransport
 from protos.values import KVLayout, LaneAddress, Ticket
 from workers.kv.storage import KVStorage
-from workers.transfer.mover import Dock
+from workers.transfer.rank_transfer import RankTransfer
 
 ON = "cpu"
 OVER: Preference = "auto"
@@ -123,11 +123,11 @@ def push(rank: int, tp: int, size: int, port: int, tp_there: int, size_there: in
         storage.data[:, :, blocks[token // size], :, token % size] = kv[:, :, token, mine.start : mine.stop]
     config = LaneConfig(transport=OVER, message_bytes=100)
     sender = CollectiveTransport(rank=rank, device=ON, config=config).sender(address("p0", 1), layout)
-    dock = Dock(storage, layout, rank=rank, sender=sender)
+    transfer = RankTransfer(storage, layout, rank=rank, sender=sender)
     ticket = prompt_ticket(address("d0", 1, port), there)
     for chunk in prompt_chunks(ticket):
         held = covering(ticket, chunk, size)
-        dock.push(ticket, chunk, blocks[held.start : held.stop])
+        transfer.push(ticket, chunk, blocks[held.start : held.stop])
     threading.Event().wait()
 
 

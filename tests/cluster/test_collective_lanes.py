@@ -34,7 +34,7 @@ from tests.cluster.lane_peer import (
     ticket_to,
 )
 from workers.kv.storage import KVStorage
-from workers.transfer.mover import Dock
+from workers.transfer.rank_transfer import RankTransfer
 
 pytestmark = pytest.mark.cluster
 
@@ -251,12 +251,12 @@ def test_any_tensor_parallelism_meets_any_other(
     (tp, size), (tp_here, size_here) = source, destination
     receivers = peers.ranks(tp_here, size_here, LaneConfig(message_bytes=100))
     layout = replace(PROMPT, tp=tp_here, block_size=size_here)
-    docks = [
-        Dock(KVStorage(layout, num_blocks=16), layout, rank=rank, receiver=receiver)
+    sides = [
+        RankTransfer(KVStorage(layout, num_blocks=16), layout, rank=rank, receiver=receiver)
         for rank, receiver in enumerate(receivers)
     ]
-    for dock in docks:
-        dock.expect(address("p0", 1), replace(PROMPT, tp=tp, block_size=size))
+    for transfer in sides:
+        transfer.expect(address("p0", 1), replace(PROMPT, tp=tp, block_size=size))
     for rank in range(tp):
         peers.start("push", rank, tp, size, receivers[0].address.port, tp_here, size_here)
     ticket = prompt_ticket(receivers[0].address, layout)
@@ -264,11 +264,11 @@ def test_any_tensor_parallelism_meets_any_other(
         peers.wait_for(receiver, Arrived, count=4)
     for part in prompt_chunks(ticket):
         blocks = ticket.block_ids[part.first_block : part.first_block + part.num_blocks]
-        for dock in docks:
-            dock.land(part, blocks, "p0#1")
+        for transfer in sides:
+            transfer.land(part, blocks, "p0#1")
     kv, blocks = prompt_kv(), blocks_of(TOKENS, size_here)
-    for rank, dock in enumerate(docks):
-        heads, data = heads_of(layout, rank), dock.blocks.data  # type: ignore[attr-defined]
+    for rank, transfer in enumerate(sides):
+        heads, data = heads_of(layout, rank), transfer.blocks.data  # type: ignore[attr-defined]
         for token in range(TOKENS):
             landed = data[:, :, blocks[token // size_here], :, token % size_here]
             expected = kv[:, :, token, heads.start : heads.stop] * (token >= CACHED)

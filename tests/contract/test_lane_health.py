@@ -63,7 +63,7 @@ def test_a_lane_that_the_sender_gives_up_loses_nothing_and_comes_back(make_site:
     sender, receiver, ticket = meet(site)
     sent = [(chunk_of(ticket, index), kv(seed=index)) for index in range(3)]
     push(site, sender, ticket, sent)
-    sender.part("d0#1")
+    sender.close_lane("d0#1")
     until(lambda: not sender.lanes())
     assert [event.chunk for event in site.events(receiver, 3)] == [chunk for chunk, _ in sent]
     for chunk, payload in sent:
@@ -83,7 +83,7 @@ def test_a_lane_that_is_needed_again_before_it_has_ended_stays(make_site: Sites)
     site = make_site()
     sender, receiver, ticket = meet(site)
     for index in range(10):
-        sender.part("d0#1")
+        sender.close_lane("d0#1")
         push(site, sender, ticket, [(chunk_of(ticket, index), kv(seed=index))])
         (arrived,) = site.events(receiver, 1)
         assert torch.equal(receiver.take(arrived.chunk, 1.0), kv(seed=index))
@@ -95,7 +95,7 @@ def test_a_lane_that_the_receiver_gives_up_comes_back(make_site: Sites) -> None:
     sender, receiver, ticket = meet(site)
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
     site.events(receiver, 1)
-    receiver.part("p0#1")
+    receiver.close_lane("p0#1")
     until(lambda: not receiver.lanes())
     assert isinstance(site.events(sender, 2)[-1], LaneLost)
     receiver.expect(sender.address, LAYOUT)
@@ -108,7 +108,7 @@ def test_an_expected_source_is_met_although_its_lane_was_about_to_end(make_site:
     site = make_site()
     sender, receiver, ticket = meet(site)
     for _ in range(5):
-        receiver.part("p0#1")
+        receiver.close_lane("p0#1")
         receiver.expect(sender.address, LAYOUT)
     until(lambda: [lane.state for lane in receiver.lanes()] == ["opening"])
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
@@ -130,7 +130,7 @@ def test_all_ranks_part_and_meet_again(make_site: Sites) -> None:
         for rank, sender in enumerate(senders):
             sender.offer(ticket, chunk_of(ticket, turn), one_head(rank))
         for sender in senders:
-            sender.part("d0#1")
+            sender.close_lane("d0#1")
         for rank, receiver in enumerate(receivers):
             assert torch.equal(receiver.take(chunk_of(ticket, turn), PATIENCE_S), one_head(rank))
         until(lambda: not any(sender.lanes() for sender in senders))

@@ -48,7 +48,7 @@ class Lanes:
         ]
 
     def offer(self, rank: int, what: Chunk, payload: torch.Tensor) -> None:
-        """As a dock does: into memory that is the lane's own."""
+        """As a transfer does: into memory that is the lane's own."""
         memory = self.senders[rank].stage(payload.nbytes).view(payload.dtype)
         memory.copy_(payload)
         self.senders[rank].offer(self.ticket(what.ticket_id), what, memory)
@@ -131,7 +131,7 @@ def test_what_has_come_over_a_lost_lane_is_forgotten_but_for_what_is_kept(lanes:
     lanes.senders[1].close()
     (lost,) = lanes.events(1)
     assert isinstance(lost, LaneLost)
-    lanes.receiver.forget(lost.peer, (chunk("kept"),))
+    lanes.receiver.drop_source(lost.peer, (chunk("kept"),))
     assert [lanes.receiver.look(chunk(name)) for name in ("kept", "other")] == [Presence.HERE, Presence.COMING]
 
 

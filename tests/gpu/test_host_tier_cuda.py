@@ -44,15 +44,15 @@ def test_blocks_come_back_while_others_are_overwritten() -> None:
     storage.data.normal_()
     before = storage.data.cpu()
     gone, slots, back = range(256), range(399, 143, -1), range(300, 556)
-    copies.stow(gone, slots)
+    copies.offload(gone, slots)
     storage.data[:, :, :256] = 7.0
-    copies.load(1, slots, back)
-    copies.stow(range(560, 600), range(40))
-    copies.settle(1)
+    copies.onload(1, slots, back)
+    copies.offload(range(560, 600), range(40))
+    copies.await_copy(1)
     after = storage.data.cpu()
     assert torch.equal(after[:, :, 300:556], before[:, :, :256])
     assert torch.equal(after[:, :, 556:], before[:, :, 556:])
-    (loaded,) = copies.loaded()
+    (loaded,) = copies.finished()
     assert (loaded.load_id, loaded.elapsed_s > 0) == (1, True)
 
 

@@ -19,12 +19,12 @@ from prefill_pool.role import PrefillRole
 from protos.values import FinishReason, GenerateRequest, LaneAddress, ReserveRequest, Span
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, answer, colocated, ranks_of
-from workers.build import Rank, build_engine, make_dock
+from workers.build import Rank, build_engine, make_transfer
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
 from workers.kv.blocks import BlockPool
 from workers.parallel.ranks import Leader
-from workers.transfer.mover import Mover
+from workers.transfer.transfer_leader import TransferLeader
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ PATIENCE_S = 60.0
 class Worker:
     """Over the network, as one card and one process allow: on a GPU through pinned memory of the host."""
 
-    def __init__(self, rank: Rank, name: str, make_role: Callable[[Mover, BlockPool], Any]) -> None:
+    def __init__(self, rank: Rank, name: str, make_role: Callable[[TransferLeader, BlockPool], Any]) -> None:
         self.layout = rank.layout
         config = LaneConfig(transport="collective")
         made = CollectiveTransport(device="cuda:0" if DEVICE == "cuda" else "cpu", config=config)
@@ -44,15 +44,17 @@ class Worker:
         receiver = made.receiver(address, rank.layout)
         self.address = receiver.address
         leader = Leader(rank.group)
-        self.mover = Mover(make_dock(rank, sender=made.sender(address, rank.layout), receiver=receiver), leader.tell)
+        self.transfers = TransferLeader(
+            make_transfer(rank, sender=made.sender(address, rank.layout), receiver=receiver)
+        )
         self.roles: list[Any] = []
 
         def role_for(pool: BlockPool) -> Any:
-            self.roles.append(make_role(self.mover, pool))
+            self.roles.append(make_role(self.transfers, pool))
             return self.roles[0]
 
         self.engine: Engine = build_engine(rank, leader, role_for, incarnation=1, clock=time.monotonic)
-        self.mover.record(self.engine.timeline)
+        self.transfers.record(self.engine.timeline)
         self.tokens: list[int] = []
         self.ended: FinishReason | None = None
 
@@ -83,10 +85,10 @@ def test_a_chunk_travels_while_the_next_one_is_computed(tmp_path: Path) -> None:
         (expected,) = answer(engine, [PROMPT])
     with ExitStack() as opened:
         (here,), (there,) = (opened.enter_context(ranks_of(settings)) for _ in range(2))
-        reader = Worker(here, "p0", lambda mover, pool: PrefillRole(mover, pool, here.layout))
-        writer = Worker(there, "d0", lambda mover, pool: DecodeRole(mover, pool, there.layout))
-        opened.callback(reader.mover.close)
-        opened.callback(writer.mover.close)
+        reader = Worker(here, "p0", lambda transfers, pool: PrefillRole(transfers, pool, here.layout))
+        writer = Worker(there, "d0", lambda transfers, pool: DecodeRole(transfers, pool, there.layout))
+        opened.callback(reader.transfers.close)
+        opened.callback(writer.transfers.close)
         for name in ("warm", "r"):
             reader.engine.pool.clear()
             writer.engine.pool.clear()
@@ -99,8 +101,8 @@ def test_a_chunk_travels_while_the_next_one_is_computed(tmp_path: Path) -> None:
                 lease_s=PATIENCE_S,
             )
             ticket = writer.roles[0].reserve(asked, time.monotonic())
-            reader.mover.open(ticket)
-            until(lambda: [lane.state for lane in reader.mover.lanes()] == ["open"], reader, writer)
+            reader.transfers.open(ticket)
+            until(lambda: [lane.state for lane in reader.transfers.lanes()] == ["open"], reader, writer)
             reader.engine.timeline.record(True)
             request = GenerateRequest(request_id=name, prompt_ids=PROMPT, sampling=GREEDY, ticket=ticket)
             reader.engine.submit(request, time.monotonic())

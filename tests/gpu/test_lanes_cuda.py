@@ -34,7 +34,7 @@ from tests.cluster.lane_peer import (
     ticket_to,
 )
 from workers.kv.storage import KVStorage
-from workers.transfer.mover import Dock
+from workers.transfer.rank_transfer import RankTransfer
 
 pytestmark = pytest.mark.gpu
 
@@ -113,8 +113,8 @@ def _land_all(pipe: Connection, rank: int, who: LaneAddress, device: str) -> Non
     config = LaneConfig(transport="collective", message_bytes=100, stall_s=30.0)
     receiver = CollectiveTransport(rank=rank, device=device, config=config).receiver(who, layout, wake=bell.set)
     storage = KVStorage(layout, num_blocks=16, device=device)
-    dock = Dock(storage, layout, rank=rank, receiver=receiver)
-    dock.expect(address("p0", 1), PROMPT)
+    transfer = RankTransfer(storage, layout, rank=rank, receiver=receiver)
+    transfer.expect(address("p0", 1), PROMPT)
     pipe.send(receiver.address)
     ticket, num_left = prompt_ticket(receiver.address, layout), 4
     while num_left:
@@ -124,9 +124,9 @@ def _land_all(pipe: Connection, rank: int, who: LaneAddress, device: str) -> Non
             assert isinstance(event, Arrived), f"the lane was lost: {event}"
             num_left -= 1
     for part in prompt_chunks(ticket):
-        dock.land(part, ticket.block_ids[part.first_block : part.first_block + part.num_blocks], "p0#1")
+        transfer.land(part, ticket.block_ids[part.first_block : part.first_block + part.num_blocks], "p0#1")
     pipe.send(storage.data.cpu().numpy())
-    dock.close()
+    transfer.close()
 
 
 @pytest.mark.parametrize("device", ["cuda:0"])

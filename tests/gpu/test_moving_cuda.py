@@ -20,12 +20,12 @@ from kvtransfer.transports.inproc import Exchange
 from protos.values import FinishReason, GenerateRequest, LaneAddress, MoveRequest, ReserveRequest, ShareRequest, Ticket
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, answer, colocated, ranks_of
-from workers.build import Rank, build_engine, make_dock
+from workers.build import Rank, build_engine, make_transfer
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
 from workers.kv.blocks import BlockPool
 from workers.parallel.ranks import Leader
-from workers.transfer.mover import Mover
+from workers.transfer.transfer_leader import TransferLeader
 
 pytestmark = pytest.mark.gpu
 
@@ -68,11 +68,11 @@ def make_worker(rank: Rank, name: str, exchange: Exchange) -> Worker:
     memory: Any = lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)  # noqa: E731
     sender.stage = memory  # type: ignore[method-assign]
     leader = Leader(rank.group)
-    mover = Mover(make_dock(rank, sender=sender, receiver=receiver), leader.tell)
+    transfers = TransferLeader(make_transfer(rank, sender=sender, receiver=receiver))
     roles: list[DecodeRole] = []
 
     def role_for(pool: BlockPool) -> DecodeRole:
-        roles.append(DecodeRole(mover, pool, rank.layout))
+        roles.append(DecodeRole(transfers, pool, rank.layout))
         return roles[0]
 
     engine = build_engine(rank, leader, role_for, incarnation=1, clock=lambda: 0.0)

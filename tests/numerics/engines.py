@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from protos.values import FinishReason, GenerateRequest, SamplingParams, SequenceUpdate
-from workers.build import Rank, build_engine, device_of, follow_rank0, make_dock, open_rank
+from workers.build import Rank, build_engine, device_of, follow_rank0, make_transfer, open_rank
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
 from workers.parallel.ranks import Leader, find_store, meet, open_store
@@ -58,7 +58,7 @@ def ranks_of(config: WorkerConfig) -> Iterator[list[Rank]]:
 @contextmanager
 def colocated(config: WorkerConfig) -> Iterator[Engine]:
     with ranks_of(config) as (first, *others), ThreadPoolExecutor(max(1, len(others))) as pool:
-        followers = [pool.submit(follow_rank0, rank, make_dock(rank)) for rank in others]
+        followers = [pool.submit(follow_rank0, rank, make_transfer(rank)) for rank in others]
         leader = Leader(first.group)
         engine = build_engine(first, leader, lambda _: Colocated(), incarnation=1, clock=lambda: 0.0)
         try:

@@ -11,7 +11,7 @@ from kvtransfer.hashing import chain_hashes
 from protos.values import SamplingParams
 from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, ranks_of
-from workers.build import build_engine, follow_rank0, make_dock
+from workers.build import build_engine, follow_rank0, make_transfer
 from workers.config import WorkerConfig
 from workers.parallel.ranks import Leader
 from workers.scheduling.role import Colocated
@@ -45,7 +45,7 @@ def test_evicted_blocks_come_back_bit_for_bit(checkpoint: Checkpoint, tp: int) -
     prompt = PROMPTS[0]
     hashes = chain_hashes(prompt, config.block_size)
     with ranks_of(config) as ranks, ThreadPoolExecutor(2) as threads:
-        followers = [threads.submit(follow_rank0, rank, make_dock(rank)) for rank in ranks[1:]]
+        followers = [threads.submit(follow_rank0, rank, make_transfer(rank)) for rank in ranks[1:]]
         leader = Leader(ranks[0].group)
         engine = build_engine(ranks[0], leader, lambda _: Colocated(), incarnation=1, clock=lambda: 0.0)
         first = answer(engine, [prompt], FEW)[0]

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +25,20 @@ from protos.codec import Messages
 from protos.errors import IncompatibleWorkers, TransferFailed, UnreadableMessage, WorkerLost
 from protos.values import KVLayout, LaneAddress, SamplingParams, Ticket
 from workers.batch import Batch, Row, Sample
-from workers.kv.host import LeadingCopies
+from workers.kv.host_copies import CpuCopies
 from workers.parallel.group import TensorParallel
-from workers.parallel.ranks import OPERATIONS, Leader, find_store, follow, for_followers, meet, open_store
-from workers.transfer.mover import Dock, Mover
+from workers.parallel.operations import MESSAGES as RANK_MESSAGES
+from workers.parallel.operations import (
+    CopyOperations,
+    RankOperations,
+    StepOperations,
+    TransferOperations,
+    operations_of,
+)
+from workers.parallel.ranks import Leader, find_store, follow, for_followers, meet, open_store
+from workers.runner.runner import TorchRunner
+from workers.transfer.rank_transfer import RankTransfer
+from workers.transfer.transfer_leader import TransferLeader
 
 CHUNK = Chunk(ticket_id="t", generation=1, first_block=0, num_blocks=2)
 LAYOUT = KVLayout.dense(num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32", tp=2)
@@ -37,7 +48,7 @@ TICKET = Ticket(
 )  # fmt: skip
 
 MESSAGES = Messages(
-    OPERATIONS.bodies
+    RANK_MESSAGES.bodies
     | dict.fromkeys(("run", "sum", "refuse"), tuple[()])
     | {"note": tuple[int | bytes | tuple[int, ...], ...]}
 )
@@ -64,10 +75,17 @@ def groups(size: int, timeout_s: float = 30.0) -> Iterator[list[TensorParallel]]
 
 @contextmanager
 def following(
-    group: TensorParallel, operations: Mapping[str, Callable[..., object]], settle: Callable[[], None] = lambda: None
+    group: TensorParallel,
+    operations: Mapping[str, Callable[..., object]],
+    after_each: Callable[[], None] = lambda: None,
 ) -> Iterator[Future[None]]:
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(follow, group, operations, settle=settle, messages=MESSAGES)
+        yield pool.submit(follow, group, [SimpleNamespace(**operations)], after_each=after_each, messages=MESSAGES)
+
+
+def followers(group: TensorParallel) -> Any:
+    """Of a leader whose operations are those of MESSAGES."""
+    return Leader(group, MESSAGES).followers
 
 
 def test_followers_do_what_the_leader_does_in_its_order() -> None:
@@ -80,10 +98,11 @@ def test_followers_do_what_the_leader_does_in_its_order() -> None:
         }
         with following(second, operations, lambda: settled.append(len(done))) as ended:
             leader = Leader(first, MESSAGES)
-            leader.tell("note", 7, 8)
-            leader.tell("sum")
+            others: Any = leader.followers
+            others.note(7, 8)
+            others.sum()
             assert float(first.all_reduce(torch.ones(1))) == 3.0
-            leader.tell("note", tuple(range(100_000)))
+            others.note(tuple(range(100_000)))
             leader.close()
             assert ended.result() is None
     assert done == [(7, 8), (2, 3.0), (tuple(range(100_000)),)]
@@ -93,7 +112,9 @@ def test_followers_do_what_the_leader_does_in_its_order() -> None:
 def test_a_leader_alone_tells_nobody() -> None:
     group = meet(None, rank=0, size=1, name="test", device="cpu", timeout_s=1.0)
     leader = Leader(group)
-    leader.tell("run", object())  # what cannot travel does not have to
+    others: Any = leader.followers
+    others.launch(object())  # what cannot travel does not have to
+    assert leader.everywhere(others) is others
     assert group.least([3, 1]) == [3, 1]
     leader.close()
 
@@ -149,7 +170,13 @@ def test_a_strangers_pickle_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_all_that_rank_0_ever_says_has_its_types() -> None:
-    assert {"stop", "meet", "launch", *Dock.OPERATIONS, *LeadingCopies.OPERATIONS} == set(OPERATIONS.bodies)
+    assert {"stop", "meet", *operations_of(RankOperations)} == set(RANK_MESSAGES.bodies)
+    for part, protocol in (
+        (TorchRunner, StepOperations),
+        (CpuCopies, CopyOperations),
+        (RankTransfer, TransferOperations),
+    ):
+        assert all(callable(getattr(part, name)) for name in operations_of(protocol))
     row = Row(
         request_id="r", token_ids=(3, 4), start=8, block_tables=((0, 7),), prompt_targets=(4,), prompt_len=11,
         depends_on_row=0, draft_ids=(5, 6),
@@ -160,10 +187,10 @@ def test_all_that_rank_0_ever_says_has_its_types() -> None:
         ("launch", (Batch(rows=(row, row)),)),
         ("push", (TICKET, CHUNK, (1, 2), None)),
         ("push", (TICKET, layers, (1, 2), 3)),
-        ("forget", ("p0#1", (CHUNK, layers))),
+        ("drop_source", ("p0#1", (CHUNK, layers))),
         ("expect", (ADDRESS, LAYOUT)),
     ):
-        assert OPERATIONS.decode(OPERATIONS.encode(name, arguments)) == (name, arguments)
+        assert RANK_MESSAGES.decode(RANK_MESSAGES.encode(name, arguments)) == (name, arguments)
 
 
 def test_a_follower_that_fails_is_a_fault_of_the_leader() -> None:
@@ -171,7 +198,7 @@ def test_a_follower_that_fails_is_a_fault_of_the_leader() -> None:
         raise MemoryError("no memory on this rank")
 
     with groups(2) as (first, second), following(second, {"run": fail}) as ended:
-        Leader(first, MESSAGES).tell("run")
+        followers(first).run()
         with pytest.raises(WorkerLost):
             first.all_reduce(torch.ones(1))
         with pytest.raises(MemoryError):
@@ -186,8 +213,9 @@ def test_a_refusal_on_a_follower_is_not_the_end() -> None:
         operations = {"refuse": refuse, "run": lambda: second.all_reduce(torch.ones(1))}
         with following(second, operations) as ended:
             leader = Leader(first, MESSAGES)
-            leader.tell("refuse")
-            leader.tell("run")
+            others: Any = leader.followers
+            others.refuse()
+            others.run()
             assert float(first.all_reduce(torch.ones(1))) == 2.0
             leader.close()
             assert ended.result() is None
@@ -196,13 +224,13 @@ def test_a_refusal_on_a_follower_is_not_the_end() -> None:
 def test_a_follower_that_takes_nothing_is_a_fault_after_the_timeout() -> None:
     """As one does that was stopped, or killed in the moment of a message to it."""
     with groups(2, timeout_s=0.5) as (first, _), pytest.raises(WorkerLost):
-        Leader(first, MESSAGES).tell("note", bytes(64 << 20))  # more than fits the connection's buffers
+        followers(first).note(bytes(64 << 20))  # more than fits the connection's buffers
 
 
 def test_a_follower_that_hangs_is_a_fault_after_the_timeout() -> None:
     release = threading.Event()
     with groups(2, timeout_s=0.5) as (first, second), following(second, {"run": release.wait}) as ended:
-        Leader(first, MESSAGES).tell("run")
+        followers(first).run()
         with pytest.raises(WorkerLost):
             first.all_reduce(torch.ones(1))
         first.close()
@@ -213,7 +241,7 @@ def test_a_follower_that_hangs_is_a_fault_after_the_timeout() -> None:
 
 def _serve_in_a_process(port: int, key: bytes) -> None:
     group = meet(find_store("127.0.0.1", port, key=key), rank=1, size=2, name="test", device="cpu", timeout_s=60.0)
-    follow(group, {"run": lambda: None}, settle=lambda: None, messages=MESSAGES)
+    follow(group, [SimpleNamespace(run=lambda: None)], after_each=lambda: None, messages=MESSAGES)
 
 
 @pytest.mark.parametrize("phase", ["resting", "stepping"])
@@ -225,6 +253,7 @@ def test_a_killed_follower_is_a_fault_at_once(phase: str) -> None:
     process.start()
     group = meet(store, rank=0, size=2, name="test", device="cpu", timeout_s=30.0)
     leader = Leader(group, MESSAGES)
+    others: Any = leader.followers
     assert process.pid is not None
     if phase == "stepping":
         threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
@@ -233,7 +262,7 @@ def test_a_killed_follower_is_a_fault_at_once(phase: str) -> None:
         process.join()
 
     def step() -> None:
-        leader.tell("run")
+        others.run()
         group.all_reduce(torch.ones(1))
 
     with pytest.raises(WorkerLost):
@@ -314,7 +343,7 @@ class Wire:
     def give_back(self, payload: list[int]) -> None:
         """Nor do they leave any."""
 
-    def forget(self, source: str, kept: Collection[Chunk]) -> None:
+    def drop_source(self, source: str, kept: Collection[Chunk]) -> None:
         self.under_way = {chunk: payload for chunk, payload in self.under_way.items() if chunk in kept}
 
     def take(self, chunk: Chunk, timeout_s: float) -> list[int]:
@@ -349,10 +378,10 @@ SOURCE = "d0#1"
 """Where what is offered comes from: here."""
 
 
-def make_dock(group: TensorParallel) -> tuple[Dock[list[int]], Shelf, Wire]:
+def make_transfer(group: TensorParallel) -> tuple[RankTransfer[list[int]], Shelf, Wire]:
     shelf, wire = Shelf(group.rank), Wire()
     ends: Any = wire
-    dock = Dock(
+    transfer = RankTransfer(
         shelf,
         LAYOUT,
         rank=group.rank,
@@ -360,31 +389,31 @@ def make_dock(group: TensorParallel) -> tuple[Dock[list[int]], Shelf, Wire]:
         receiver=ends,
         least=group.least,
     )
-    return dock, shelf, wire
+    return transfer, shelf, wire
 
 
-def operations_of(dock: Dock[list[int]]) -> dict[str, Callable[..., object]]:
-    return {name: getattr(dock, name) for name in Dock.OPERATIONS}
+def transfers_of(transfer: RankTransfer[list[int]]) -> dict[str, Callable[..., object]]:
+    return {name: getattr(transfer, name) for name in operations_of(TransferOperations)}
 
 
 def test_every_rank_moves_its_own_heads() -> None:
     with groups(2) as (first, second):
-        (dock, shelf, wire), (far_dock, far_shelf, far_wire) = make_dock(first), make_dock(second)
-        with following(second, operations_of(far_dock), far_dock.settle):
+        (transfer, shelf, wire), (far_transfer, far_shelf, far_wire) = make_transfer(first), make_transfer(second)
+        with following(second, transfers_of(far_transfer), far_transfer.poll):
             leader = Leader(first, MESSAGES)
-            mover = Mover(dock, leader.tell)
-            mover.expect(ADDRESS, LAYOUT)
-            mover.open(TICKET)
-            mover.push(TICKET, CHUNK, [1, 2])
-            assert mover.busy()
-            (arrived,) = mover.poll_arrived()
+            transfers = TransferLeader(transfer, everywhere=leader.everywhere(transfer))
+            transfers.expect(ADDRESS, LAYOUT)
+            transfers.open(TICKET)
+            transfers.push(TICKET, CHUNK, [1, 2])
+            assert transfers.busy()
+            (arrived,) = transfers.poll_arrived()
             assert isinstance(arrived, Arrived)
-            mover.land(arrived.chunk, [6, 7])
-            mover.cancel("t")
-            mover.push(TICKET, CHUNK, [0, 1])
-            assert mover.poll_arrived()
-            mover.drop(CHUNK)
-            assert not mover.busy()
+            transfers.land(arrived.chunk, [6, 7])
+            transfers.cancel("t")
+            transfers.push(TICKET, CHUNK, [0, 1])
+            assert transfers.poll_arrived()
+            transfers.drop(CHUNK)
+            assert not transfers.busy()
             leader.close()
         assert shelf.values[6:] == [1, 2]
         assert far_shelf.values[6:] == [101, 102]
@@ -395,42 +424,42 @@ def test_every_rank_moves_its_own_heads() -> None:
 def test_a_chunk_is_told_of_when_every_rank_has_it() -> None:
     """Rank 0 never waits for the others: it asks again."""
     with groups(2) as made:
-        (dock, shelf, _), (_, far_shelf, far_wire) = docks = [make_dock(group) for group in made]
-        with following(made[1], operations_of(docks[1][0])):
+        (transfer, shelf, _), (_, far_shelf, far_wire) = sides = [make_transfer(group) for group in made]
+        with following(made[1], transfers_of(sides[1][0])):
             leader = Leader(made[0], MESSAGES)
-            mover = Mover(dock, leader.tell)
-            mover.expect(ADDRESS, LAYOUT)
+            transfers = TransferLeader(transfer, everywhere=leader.everywhere(transfer))
+            transfers.expect(ADDRESS, LAYOUT)
             far_wire.late = True
-            mover.push(TICKET, CHUNK, [1, 2])
-            assert not mover.poll_arrived()
-            assert not mover.poll_arrived()
+            transfers.push(TICKET, CHUNK, [1, 2])
+            assert not transfers.poll_arrived()
+            assert not transfers.poll_arrived()
             far_wire.late = False
-            (arrived,) = mover.poll_arrived()
+            (arrived,) = transfers.poll_arrived()
             assert isinstance(arrived, Arrived)
-            mover.land(CHUNK, [6, 7])
+            transfers.land(CHUNK, [6, 7])
             leader.close()
         assert (shelf.values[6:], far_shelf.values[6:]) == ([1, 2], [101, 102])
 
 
 def test_what_only_some_ranks_got_of_a_lost_lane_is_forgotten_by_all() -> None:
     with groups(2) as made:
-        docks = [make_dock(group) for group in made]
-        with following(made[1], operations_of(docks[1][0])):
+        sides = [make_transfer(group) for group in made]
+        with following(made[1], transfers_of(sides[1][0])):
             leader = Leader(made[0], MESSAGES)
-            mover = Mover(docks[0][0], leader.tell)
-            mover.expect(ADDRESS, LAYOUT)
-            mover.push(TICKET, CHUNK, [1, 2])
-            docks[0][2].arrived = [LaneLost(peer=SOURCE, reason="cut")]
-            assert [type(event) for event in mover.poll_arrived()] == [LaneLost]
+            transfers = TransferLeader(sides[0][0], everywhere=leader.everywhere(sides[0][0]))
+            transfers.expect(ADDRESS, LAYOUT)
+            transfers.push(TICKET, CHUNK, [1, 2])
+            sides[0][2].arrived = [LaneLost(peer=SOURCE, reason="cut")]
+            assert [type(event) for event in transfers.poll_arrived()] == [LaneLost]
             leader.close()
-        assert [wire.under_way for _, _, wire in docks] == [{}, {}]
+        assert [wire.under_way for _, _, wire in sides] == [{}, {}]
 
 
 def test_of_workers_that_are_gone_nothing_is_kept() -> None:
     """One that is restarted again and again is another peer each time."""
     wire: Any = Wire()
-    dock = Dock(Shelf(0), LAYOUT, receiver=wire)
+    transfer = RankTransfer(Shelf(0), LAYOUT, receiver=wire)
     for life in range(1, 20):
-        dock.expect(replace(ADDRESS, incarnation=life), LAYOUT)
-        dock.forget(f"d0#{life}", ())
-    assert len(dock._sources) == 1
+        transfer.expect(replace(ADDRESS, incarnation=life), LAYOUT)
+        transfer.drop_source(f"d0#{life}", ())
+    assert len(transfer._sources) == 1

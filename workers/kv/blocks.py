@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, Tier, TierStats
-from workers.kv.host import HostPool, leaving
+from workers.kv.host import HostPool, eviction_candidates
 
 
 @lru_cache(maxsize=8)
@@ -102,7 +102,7 @@ class BlockPool:
             return None
         num_evicted = max(0, num_blocks - len(self._free))
         if num_evicted and self.host is not None:
-            self.host.keep(leaving(self._evictable, self._sealed, num_evicted, self.host))
+            self.host.retain(eviction_candidates(self._evictable, self._sealed, num_evicted, self.host))
         self._num_evicted += num_evicted
         if num_evicted:
             self._evict(num_evicted)

@@ -2,9 +2,9 @@
 
     device   sealed ── evicted by allocate ───────▶ free ── allocate ──▶ being loaded ──▶ sealed
                 │ keep: copied before that             ▲                     │
-    host        └──▶ kept, in LRU order ── pinned ─────┴── Copies.load ──────┘
+    host        └──▶ kept, in LRU order ── pinned ─────┴── HostCopies.load ──────┘
 
-Ids, order and counts only; `Copies` moves the bytes. A block may be in both tiers: one that was loaded stays on the
+Ids, order and counts only; `HostCopies` moves the bytes. A block may be in both tiers: one that was loaded stays on the
 host, so that it can leave the device again without being copied, and copies are made ahead of need, in batches of what
 is evicted next. Whoever loads slots pins them: a pinned slot is written by nobody.
 """
@@ -24,14 +24,14 @@ _KEEP = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class FinishedOnload:
     """A load is over: `elapsed_s` were spent on copying."""
 
     load_id: int
     elapsed_s: float
 
 
-class Copies(Protocol):
+class HostCopies(Protocol):
     """Copies blocks between the tiers, on every rank of a worker. The engine's thread calls, between two launches.
 
     Nothing here waits for the device. What is asked for takes place as if in the order of the calls and launches: a
@@ -43,57 +43,30 @@ class Copies(Protocol):
         """How fast blocks are loaded, as measured at the start."""
         ...
 
-    def stow(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies blocks of the device to slots of the host."""
+    def offload(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """HostCopies blocks of the device to slots of the host."""
         ...
 
-    def load(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+    def onload(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Begins to copy slots into blocks. Nobody may read or write these blocks before `settle`."""
         ...
 
-    def loaded(self) -> Sequence[Loaded]:
+    def finished(self) -> Sequence[FinishedOnload]:
         """Loads that are over, each told of once, in the order they began."""
         ...
 
-    def settle(self, load_id: int) -> None:
+    def await_copy(self, load_id: int) -> None:
         """What is launched from now on finds the load's blocks written: it waits for the load, if that is not over."""
         ...
-
-
-class LeadingCopies:
-    """The copies of a whole worker: rank 0's own, and those of the ranks that do what it tells (`Leader.tell`)."""
-
-    OPERATIONS = ("stow", "load", "settle")
-
-    def __init__(self, copies: Copies, tell: Callable[..., None]) -> None:
-        self._copies = copies
-        self._tell = tell
-
-    @property
-    def blocks_per_s(self) -> float:
-        return self._copies.blocks_per_s
-
-    def stow(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        self._tell("stow", tuple(block_ids), tuple(slots))
-        self._copies.stow(block_ids, slots)
-
-    def load(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        self._tell("load", load_id, tuple(slots), tuple(block_ids))
-        self._copies.load(load_id, slots, block_ids)
-
-    def loaded(self) -> Sequence[Loaded]:
-        return self._copies.loaded()
-
-    def settle(self, load_id: int) -> None:
-        self._tell("settle", load_id)
-        self._copies.settle(load_id)
 
 
 class HostPool:
     """Which blocks are kept in which of `num_slots` slots. `record` hears of every change, in order; `block_bytes` are
     those of a block over all ranks. Not thread-safe: it belongs to a `BlockPool`."""
 
-    def __init__(self, num_slots: int, copies: Copies, record: Callable[[KVEvent], None], *, block_bytes: int) -> None:
+    def __init__(
+        self, num_slots: int, copies: HostCopies, record: Callable[[KVEvent], None], *, block_bytes: int
+    ) -> None:
         assert num_slots > 0
         self.num_slots = num_slots
         self.copies = copies
@@ -146,15 +119,15 @@ class HostPool:
             if block_hash in self._kept:
                 self._kept.move_to_end(block_hash)
 
-    def keep(self, blocks: Sequence[tuple[int, BlockHash, BlockHash]]) -> None:
-        """Copies blocks of the device, each with its hash and its parent's, those to be forgotten first in front. If
+    def retain(self, blocks: Sequence[tuple[int, BlockHash, BlockHash]]) -> None:
+        """Copies blocks of the device, each with its hash and its parent's, those to be evicted first in front. If
         there is no room for all of them the first are not kept."""
         room = self.num_slots - len(self._pins)
         blocks = blocks[max(0, len(blocks) - room) :]
         if not blocks:
             return
         slots = [self._take() for _ in blocks]
-        self.copies.stow([block_id for block_id, _, _ in blocks], slots)
+        self.copies.offload([block_id for block_id, _, _ in blocks], slots)
         for (_, block_hash, parent), slot in zip(blocks, slots, strict=True):
             assert block_hash not in self._kept, "a block is kept twice"
             self._kept[block_hash] = (slot, parent)
@@ -195,7 +168,7 @@ class HostPool:
         """So many tokens were loaded for a prompt."""
         self._num_hit_tokens += num_tokens
 
-    def passed(self, num_tokens: int) -> None:
+    def recomputed(self, num_tokens: int) -> None:
         """So many tokens were here, and computed all the same."""
         self._num_passed_tokens += num_tokens
 
@@ -251,7 +224,7 @@ class HostPool:
         return slot
 
 
-def leaving(
+def eviction_candidates(
     evictable: Iterable[int], sealed: Callable[[int], tuple[BlockHash, BlockHash]], num_evicted: int, host: HostPool
 ) -> list[tuple[int, BlockHash, BlockHash]]:
     """What to copy before the first `num_evicted` of the evictable blocks are evicted: those of them that the host has

@@ -24,7 +24,7 @@ import torch
 
 from protos.errors import Misconfigured
 from workers.kernels.cpu.memory import roomy_zeros
-from workers.kv.host import Copies, Loaded
+from workers.kv.host import FinishedOnload, HostCopies
 from workers.kv.storage import KVStorage
 
 _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
@@ -37,7 +37,7 @@ _NUM_PROBED = 64
 _NUM_PROBES = 3
 
 
-def host_copies(storage: KVStorage, num_slots: int) -> Copies:
+def host_copies(storage: KVStorage, num_slots: int) -> HostCopies:
     """For slots as large as a block of this rank. Raises Misconfigured when there is no memory for them. They are
     asked what they have `loaded` on rank 0 alone."""
     return CudaCopies(storage, num_slots) if storage.device.type == "cuda" else CpuCopies(storage, num_slots)
@@ -56,26 +56,26 @@ class CpuCopies:
             (data, roomy_zeros(num_slots, *data.shape[:2], *data.shape[3:], dtype=data.dtype))
             for data in storage.tensors
         ]
-        self._loaded: list[Loaded] = []
+        self._loaded: list[FinishedOnload] = []
         self.blocks_per_s = _probed(self, min(num_slots, storage.num_blocks))
 
-    def stow(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+    def offload(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         for block_id, slot in zip(block_ids, slots, strict=True):
             for data, kept in self._pairs:
                 kept[slot].copy_(data[:, :, block_id])
 
-    def load(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+    def onload(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         begun_s = time.perf_counter()
         for block_id, slot in zip(block_ids, slots, strict=True):
             for data, kept in self._pairs:
                 data[:, :, block_id].copy_(kept[slot])
-        self._loaded.append(Loaded(load_id=load_id, elapsed_s=time.perf_counter() - begun_s))
+        self._loaded.append(FinishedOnload(load_id=load_id, elapsed_s=time.perf_counter() - begun_s))
 
-    def loaded(self) -> Sequence[Loaded]:
+    def finished(self) -> Sequence[FinishedOnload]:
         loaded, self._loaded = self._loaded, []
         return loaded
 
-    def settle(self, load_id: int) -> None:
+    def await_copy(self, load_id: int) -> None:
         """On rank 0 it has been told of: that comes first where a load is over at once."""
         self._loaded = [loaded for loaded in self._loaded if loaded.load_id != load_id]
 
@@ -99,7 +99,7 @@ class CudaCopies:
         self._unsettled: dict[int, Any] = {}
         self.blocks_per_s = _probed(self, min(num_slots, storage.num_blocks))
 
-    def stow(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+    def offload(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         compute = _cuda.current_stream()
         for piece, into in self._pieces(block_ids, slots):
             staged_NPR, drained = self._leaving[0]
@@ -115,7 +115,7 @@ class CudaCopies:
                 drained.set(self._out)
         self._stowed.set(self._out)
 
-    def load(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+    def onload(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         self._in.wait_stream(_cuda.current_stream())
         self._stowed.hold(self._in)
         begun, done = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
@@ -133,17 +133,17 @@ class CudaCopies:
         while len(self._loads) > _MAX_UNASKED:
             self._loads.popitem(last=False)
 
-    def loaded(self) -> Sequence[Loaded]:
+    def finished(self) -> Sequence[FinishedOnload]:
         over = []
         for load_id, (begun, done) in self._loads.items():
             if not done.query():
                 break
-            over.append(Loaded(load_id=load_id, elapsed_s=begun.elapsed_time(done) / 1000))
+            over.append(FinishedOnload(load_id=load_id, elapsed_s=begun.elapsed_time(done) / 1000))
         for loaded in over:
             del self._loads[loaded.load_id]
         return over
 
-    def settle(self, load_id: int) -> None:
+    def await_copy(self, load_id: int) -> None:
         """Also what is stowed from now on waits: slots that were read may be written again."""
         done = self._unsettled.pop(load_id)
         _cuda.current_stream().wait_event(done)
@@ -202,22 +202,22 @@ def _pinned_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return zeros
 
 
-def _probed(copies: Copies, num_blocks: int) -> float:
+def _probed(copies: HostCopies, num_blocks: int) -> float:
     """Blocks a second, of slots and blocks that hold zeros still. The first time memory is touched, and kernels are
     loaded: it does not count."""
     blocks = range(min(num_blocks, _NUM_PROBED))
     speeds = []
     for number in range(-1 - _NUM_PROBES, 0):
-        copies.stow(blocks, blocks)
-        copies.load(number, blocks, blocks)
+        copies.offload(blocks, blocks)
+        copies.onload(number, blocks, blocks)
         loaded = _waited(copies)
-        copies.settle(number)
+        copies.await_copy(number)
         speeds.append(len(blocks) / max(loaded.elapsed_s, 1e-9))
     return sorted(speeds[1:])[_NUM_PROBES // 2]
 
 
-def _waited(copies: Copies) -> Loaded:
+def _waited(copies: HostCopies) -> FinishedOnload:
     while True:
-        for loaded in copies.loaded():
+        for loaded in copies.finished():
             return loaded
         time.sleep(0.001)

@@ -1,84 +1,96 @@
-"""How rank 0 leads the ranks of one worker: every operation it is about to do, it first tells the others to do too.
+"""How rank 0 leads the ranks of one worker: the followers do each of its operations too, in the same order.
 
-    rank 0    Leader.tell("launch", batch) ── broadcast ──▶ rank 1, 2 ...   follow: operations["launch"](batch)
-              runner.launch(batch) ◀═══════ collectives of the layers ═══════▶ runner.launch(batch)
+    rank 0    followers.launch(batch) ── broadcast ──▶ rank 1, 2 ...   follow: runner.launch(batch)
+              runner.launch(batch) ◀════ collectives of the layers ════▶ runner.launch(batch)
 
-So all ranks do the same operations in the same order. A rank that fails leaves the group, and whoever is in a
-collective, or comes into one, gets WorkerLost: at once when a process died, after the group's timeout when it hangs.
+A rank that fails leaves the group. A rank that is in a collective then, or comes into one, gets WorkerLost: at once
+when a process died, after the group's timeout when it hangs.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from msgspec.structs import replace
 from torch.distributed import DistError
 
-from kvtransfer.transport import Chunk
 from kvtransfer.transports.rendezvous.board_key import WrongKey
 from kvtransfer.transports.rendezvous.store import Board, BoardStore
 from protos.codec import Messages
 from protos.errors import BatonError, UnreadableMessage, WorkerLost
-from protos.values import KVLayout, LaneAddress, SamplingParams, Ticket
+from protos.values import LaneAddress, SamplingParams
 from workers.batch import Batch, PendingStep, Pipeline, Row, Sample
 from workers.parallel.group import RankGroup, Solo, TensorParallel
+from workers.parallel.operations import MEET, MESSAGES, STOP, RankOperations
 
 log = logging.getLogger("baton.worker")
 
-_STOP = "stop"
-_KNOCK_S = 0.02
+_RETRY_S = 0.02
 
-BlockIds = tuple[int, ...]
-OPERATIONS = Messages(
-    {
-        _STOP: tuple[()],
-        "meet": tuple[LaneAddress],
-        "launch": tuple[Batch],
-        "open": tuple[Ticket],
-        "push": tuple[Ticket, Chunk, BlockIds, int | None],
-        "arm": tuple[Ticket, Chunk, BlockIds],
-        "look": tuple[tuple[Chunk, ...]],
-        "land": tuple[Chunk, BlockIds, str],
-        "drop": tuple[Chunk, str],
-        "forget": tuple[str, tuple[Chunk, ...]],
-        "expect": tuple[LaneAddress, KVLayout],
-        "cancel": tuple[str],
-        "part_to": tuple[str],
-        "part_from": tuple[str],
-        "stow": tuple[BlockIds, BlockIds],
-        "load": tuple[int, BlockIds, BlockIds],
-        "settle": tuple[int],
-    }
-)
-"""All that rank 0 can have the other ranks do, with the types of the arguments. Nothing else is read."""
+Part = TypeVar("Part")
 
 _SAMPLED_ELSEWHERE = Sample(params=SamplingParams(), index=0)
 
 
 class Leader:
-    """Rank 0's voice. With one rank there is nobody to tell, and everything below costs nothing."""
+    """Rank 0's way to the other ranks. With one rank there are none, and everything below costs nothing.
 
-    def __init__(self, group: TensorParallel, operations: Messages = OPERATIONS) -> None:
+    `followers` has every other rank do an operation, in the order of the calls. Raises WorkerLost.
+    """
+
+    def __init__(self, group: TensorParallel, messages: Messages = MESSAGES) -> None:
         assert group.rank == 0, f"rank {group.rank} cannot lead"
         self._group = group
-        self._encode = operations.encode
+        self._messages = messages
         self.alone = group.size == 1
+        self.followers = cast(RankOperations, _Followers(self._send, messages))
 
-    def tell(self, name: str, *arguments: object) -> None:
-        """Has every follower call its operation `name` with these values, in the order told. Raises WorkerLost."""
-        if not self.alone:
-            self._group.broadcast(self._encode(name, arguments))
+    def everywhere(self, part: Part) -> Part:
+        """`part` of rank 0, of which the followers do each operation before rank 0 does it."""
+        return part if self.alone else cast(Part, _Everywhere(part, self.followers, self._messages))
 
     def close(self) -> None:
         """Lets the followers end, and ends the group, whether or not they are still there."""
         try:
-            self.tell(_STOP)
+            self._send(STOP)
         except WorkerLost as error:
-            log.info("not all followers could be told to stop: %s", error)
+            log.info("not all followers got the message to stop: %s", error)
         finally:
             self._group.close()
+
+    def _send(self, name: str, *arguments: object) -> None:
+        if not self.alone:
+            self._group.broadcast(self._messages.encode(name, arguments))
+
+
+class _Followers:
+    """`RankOperations` as messages."""
+
+    def __init__(self, send: Callable[..., None], messages: Messages) -> None:
+        for name in messages.bodies:
+            setattr(self, name, partial(send, name))
+
+
+class _Everywhere:
+    """Looks like `part`."""
+
+    def __init__(self, part: object, followers: RankOperations, messages: Messages) -> None:
+        self._part = part
+        for name in messages.bodies:
+            if (here := getattr(part, name, None)) is not None:
+                setattr(self, name, partial(_do, getattr(followers, name), here))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+def _do(elsewhere: Callable[..., None], here: Callable[..., Any], *arguments: object) -> Any:
+    elsewhere(*arguments)
+    return here(*arguments)
 
 
 class LeadingRunner:
@@ -90,12 +102,12 @@ class LeadingRunner:
 
     def launch(self, batch: Batch) -> PendingStep:
         if not self._leader.alone:
-            self._leader.tell("launch", for_followers(batch))
+            self._leader.followers.launch(for_followers(batch))
         return self._runner.launch(batch)
 
 
 def for_followers(batch: Batch) -> Batch:
-    """The batch without what only sampling needs: which rows sample is still told, for the logits are gathered."""
+    """The batch without what only sampling needs. Which rows sample stays: their logits are gathered."""
     return Batch(rows=tuple(_unsampled(row) for row in batch.rows))
 
 
@@ -105,22 +117,24 @@ def _unsampled(row: Row) -> Row:
 
 def follow(
     group: TensorParallel,
-    operations: Mapping[str, Callable[..., object]],
+    parts: Iterable[object],
     *,
-    settle: Callable[[], None],
-    messages: Messages = OPERATIONS,
+    after_each: Callable[[], None],
+    messages: Messages = MESSAGES,
 ) -> None:
-    """Does what rank 0 tells until it says stop; `settle` runs after each operation.
+    """Calls the methods that rank 0 sends, each of the one of `parts` that has it, and `after_each`, until it sends
+    STOP.
 
-    An operation that refuses with a typed error does so on rank 0 as well, which tells whoever asked: all go on.
+    An operation that refuses with a typed error does so on rank 0 as well, which reports it: all go on.
     Raises WorkerLost when rank 0 or another rank is gone, UnreadableMessage for bytes that are none of `messages`, and
-    whatever else an operation raises. In each case the group is closed first, so that no rank waits for this one.
+    any other error of an operation. In each case the group is closed first, so that no rank waits for this one.
     """
     assert group.rank > 0, "rank 0 leads"
+    operations = {name: getattr(part, name) for part in parts for name in messages.bodies if hasattr(part, name)}
     try:
         while True:
             name, arguments = messages.decode(group.broadcast())
-            if name == _STOP:
+            if name == STOP:
                 return
             try:
                 operations[name](*arguments)
@@ -128,7 +142,7 @@ def follow(
                 raise
             except BatonError as error:
                 log.info("rank %d refused %s: %s", group.rank, name, error)
-            settle()
+            after_each()
     except UnreadableMessage as error:
         log.error("rank %d leaves its group: %s", group.rank, error)
         raise
@@ -138,9 +152,9 @@ def follow(
 
 def share_address(group: TensorParallel, address: LaneAddress) -> LaneAddress:
     """Rank 0's address, on every rank. Raises as `follow` does."""
-    name, arguments = OPERATIONS.decode(group.broadcast(OPERATIONS.encode("meet", (address,))))
-    if name != "meet":
-        raise UnreadableMessage(f"rank {group.rank} got {name!r} before it knew where its lanes meet")
+    name, arguments = MESSAGES.decode(group.broadcast(MESSAGES.encode(MEET, (address,))))
+    if name != MEET:
+        raise UnreadableMessage(f"rank {group.rank} got {name!r} before the address at which its lanes meet")
     met: LaneAddress = arguments[0]
     return met
 
@@ -179,7 +193,7 @@ def find_store(host: str, port: int, *, key: bytes, timeout_s: float = 60.0) -> 
         except OSError as error:
             if time.monotonic() > deadline_s:
                 raise WorkerLost(f"no rank 0 at {host}:{port} after {timeout_s:g} s: {error}") from error
-        time.sleep(_KNOCK_S)
+        time.sleep(_RETRY_S)
 
 
 def meet(store: BoardStore | None, *, rank: int, size: int, name: str, device: str, timeout_s: float) -> TensorParallel:

@@ -18,7 +18,7 @@ from kvtransfer.transport import Receiver, Sender
 from kvtransfer.transports.collective.collective import CollectiveTransport
 from kvtransfer.transports.rendezvous.store import BoardStore
 from protos.values import LaneAddress, WorkerInfo, WorkerRole
-from workers.build import Rank, build_engine, device_of, follow_rank0, make_dock, open_rank
+from workers.build import Rank, build_engine, device_of, follow_rank0, make_transfer, open_rank
 from workers.config import Seat, WorkerConfig
 from workers.kv.blocks import BlockPool
 from workers.models.loader import Progress
@@ -26,7 +26,7 @@ from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import Leader, find_store, meet, open_store, share_address
 from workers.rpc.worker import Bell, Parts
 from workers.scheduling.role import Role
-from workers.transfer.mover import Mover
+from workers.transfer.transfer_leader import TransferLeader
 
 RoleT = TypeVar("RoleT", bound=Role)
 
@@ -49,7 +49,7 @@ def assemble(
     *,
     kind: WorkerRole,
     make_ends: MakeEnds,
-    make_role: Callable[[Rank, Mover, BlockPool], RoleT],
+    make_role: Callable[[Rank, TransferLeader, BlockPool], RoleT],
     on_progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Parts, RoleT]:
@@ -62,22 +62,23 @@ def assemble(
     bell = Bell()
     ends = make_ends(rank, seat, bell)
     leader = Leader(group)
-    mover = Mover(make_dock(rank, sender=ends.sender, receiver=ends.receiver), leader.tell, config.lanes)
+    transfer = make_transfer(rank, sender=ends.sender, receiver=ends.receiver)
+    transfers = TransferLeader(transfer, config.lanes, everywhere=leader.everywhere(transfer))
     roles: list[RoleT] = []
 
     def role_for(pool: BlockPool) -> RoleT:
-        roles.append(make_role(rank, mover, pool))
+        roles.append(make_role(rank, transfers, pool))
         return roles[0]
 
     engine = build_engine(rank, leader, role_for, incarnation=seat.incarnation, clock=clock)
-    mover.record(engine.timeline)
+    transfers.record(engine.timeline)
 
     def close() -> None:
-        mover.close()
+        transfers.close()
         leader.close()
 
     info = _info(rank, seat, kind, ends)
-    return Parts(info=info, engine=engine, close=close, lanes=mover.lanes, bell=bell), roles[0]
+    return Parts(info=info, engine=engine, close=close, lanes=transfers.lanes, bell=bell), roles[0]
 
 
 def follow(config: WorkerConfig, seat: Seat, *, make_ends: MakeEnds) -> None:
@@ -85,7 +86,7 @@ def follow(config: WorkerConfig, seat: Seat, *, make_ends: MakeEnds) -> None:
     group = _meet(config, seat, find_store(seat.store_host, seat.store_port, key=seat.store_key))
     rank = open_rank(config, group)
     ends = make_ends(rank, seat, Bell())
-    follow_rank0(rank, make_dock(rank, sender=ends.sender, receiver=ends.receiver))
+    follow_rank0(rank, make_transfer(rank, sender=ends.sender, receiver=ends.receiver))
 
 
 def lane_ends(config: LaneConfig, rank: Rank, seat: Seat, bell: Bell) -> Ends:

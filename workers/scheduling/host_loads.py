@@ -111,7 +111,7 @@ class Loads:
         self._num_begun += 1
         self._copying[load.load_id] = load
         self._unmeasured[load.load_id] = len(slots)
-        self._pool.host.copies.load(load.load_id, load.slots, load.block_ids)
+        self._pool.host.copies.onload(load.load_id, load.slots, load.block_ids)
         return load
 
     def fetch(self, hashes: Sequence[BlockHash], *, headroom: int, at_once: bool) -> Load | None:
@@ -143,7 +143,7 @@ class Loads:
         host = self._pool.host
         if host is None or not self._unmeasured:
             return
-        for loaded in host.copies.loaded():
+        for loaded in host.copies.finished():
             host.observe(self._unmeasured.pop(loaded.load_id), loaded.elapsed_s)
             load = self._copying.get(loaded.load_id)
             if load is not None:
@@ -166,7 +166,7 @@ class Loads:
         self._seats.discard(request)
         num_passed = self.num_on_host(hashes[request.num_computed // self._pool.block_size :])
         if num_passed and self._pool.host is not None:
-            self._pool.host.passed(num_passed * self._pool.block_size)
+            self._pool.host.recomputed(num_passed * self._pool.block_size)
 
     def forget(self, request: Request) -> bool:
         """The request goes. True if its blocks are released later, when its load is settled."""
@@ -195,7 +195,7 @@ class Loads:
         assert host is not None
         del self._copying[load.load_id]
         load.settled = True
-        host.copies.settle(load.load_id)
+        host.copies.await_copy(load.load_id)
         host.unpin(load.slots)
         if load.num_clears == self._pool.num_clears:
             self._pool.seal_chain(load.block_ids, load.hashes, load.parent)

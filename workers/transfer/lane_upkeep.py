@@ -11,17 +11,17 @@ from protos.values import LaneStats
 PERIOD_S = 1.0
 
 
-class Upkeep:
-    """`lanes` tells of those there are, `part(peer)` ends one without a loss, on every rank.
+class LaneUpkeep:
+    """`lanes` returns the lanes there are, `close_lane(peer)` closes one without a loss, on every rank.
 
-    Who is needed is for the caller to say: those with whom it has live tickets.
+    The caller names the peers that are needed: those with whom it has live tickets.
     """
 
     def __init__(
-        self, lanes: Callable[[], Sequence[LaneStats]], part: Callable[[str], None], config: LaneConfig
+        self, lanes: Callable[[], Sequence[LaneStats]], close_lane: Callable[[str], None], config: LaneConfig
     ) -> None:
         self._lanes = lanes
-        self._part = part
+        self._close_lane = close_lane
         self._config = config
         self._next_look_s = 0.0
 
@@ -32,15 +32,15 @@ class Upkeep:
         require_room(peer, needed, self._config)
 
     def overdue(self) -> bool:
-        """Is there a lane of which `tend` should see whether anybody needs it, now or soon?"""
+        """Is there a lane that `close_unneeded` should look at, now or soon?"""
         return any(lane.state == "opening" or overdue(lane, self._config) for lane in self._lanes())
 
-    def tend(self, now: float, needed: Callable[[], Collection[str]]) -> None:
-        """Gives up what nobody needs. To be called often; it looks once a second."""
+    def close_unneeded(self, now: float, needed: Callable[[], Collection[str]]) -> None:
+        """Closes the lanes of peers that are not needed. Looks at them once a second, however often it is called."""
         if now < self._next_look_s:
             return
         self._next_look_s = now + PERIOD_S
         lanes = self._lanes()
         if lanes:
             for peer in superfluous(lanes, needed(), self._config):
-                self._part(peer)
+                self._close_lane(peer)

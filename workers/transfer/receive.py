@@ -1,7 +1,7 @@
 """What this worker receives: reserves blocks, lands the KV that comes for them, hands both to requests.
 
     reserve(ReserveRequest) ──▶ Ticket ──▶ gateway ──▶ the other worker    all on the engine's thread, between steps
-    tick: arrived chunk ── ledger: where to? ──▶ Mover.land(blocks) ──▶ ledger.landed
+    tick: arrived chunk ── ledger: where to? ──▶ TransferLeader.land(blocks) ──▶ ledger.landed
     adopted / pulled: the ticket ARRIVED ──▶ the request has its blocks
 
 The first asks for a sequence's KV that is computed elsewhere, and fails without it. The second asks for a prefix that
@@ -32,7 +32,7 @@ from workers.kv.blocks import BlockPool
 from workers.scheduling.request import Request
 from workers.scheduling.role import Moving
 from workers.scheduling.scheduler import no_key
-from workers.transfer.mover import Mover
+from workers.transfer.transfer_leader import TransferLeader
 
 log = logging.getLogger("baton.worker")
 
@@ -55,7 +55,7 @@ class Incoming:
 
     def __init__(
         self,
-        mover: Mover,
+        transfers: TransferLeader,
         pool: BlockPool,
         layout: KVLayout,
         terms: Terms,
@@ -63,7 +63,7 @@ class Incoming:
         prefix_key: Callable[[int], bytes] = no_key,
     ) -> None:
         self.ledger = Ledger()
-        self._mover = mover
+        self._transfers = transfers
         self._pool = pool
         self._layout = layout
         self._terms = terms
@@ -96,7 +96,7 @@ class Incoming:
         known = self.ledger.renew(request.request_id, request.generation, now)
         if known is not None:
             return known.ticket
-        self._mover.sources.require(peer_name(request.source), self._live_sources())
+        self._transfers.sources.require(peer_name(request.source), self._live_sources())
         fenced = self.ledger.abort(request.request_id, f"generation {request.generation} took its place")
         self._free(fenced)
         cached_ids, block_ids = self._provide(request)
@@ -107,7 +107,7 @@ class Incoming:
             block_ids=tuple(block_ids),
             num_cached_tokens=len(cached_ids) * self._layout.block_size,
             layout=self._layout,
-            destination=self._mover.address,
+            destination=self._transfers.address,
         )
         self.ledger.reserve(
             Reservation(
@@ -119,11 +119,11 @@ class Incoming:
                 grows=request.num_tokens > len(request.prompt_ids),
             )
         )
-        self._mover.expect(request.source, request.source_layout)
+        self._transfers.expect(request.source, request.source_layout)
         return ticket
 
     def _check(self, request: ReserveRequest) -> None:
-        here = self._mover.address.worker_id
+        here = self._transfers.address.worker_id
         require_compatible(request.source.worker_id, request.source_layout, here, self._layout)
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty: there is no KV to reserve blocks for", param="prompt")
@@ -158,8 +158,8 @@ class Incoming:
             num_free = pool.num_free
             pool.release(cached_ids)
             raise Overloaded(
-                f"worker {self._mover.address.worker_id} has {num_free} free KV blocks and keeps {kept_free} of them "
-                f"for running answers: {num_missing} are needed",
+                f"worker {self._transfers.address.worker_id} has {num_free} free KV blocks and keeps {kept_free} of "
+                f"them for running answers: {num_missing} are needed",
                 retry_after_s=self._terms.retry_after_s,
             )
         return cached_ids, block_ids
@@ -241,7 +241,7 @@ class Incoming:
         self.receive(now)
         for reservation in self.ledger.expire(now):
             self._free(reservation)
-        self._mover.sources.tend(now, self._live_sources)
+        self._transfers.sources.close_unneeded(now, self._live_sources)
         failed = tuple(self._failed.items())
         self._failed.clear()
         return failed
@@ -261,7 +261,7 @@ class Incoming:
             "transfer_s": self._busy_s,
             "num_pulled_tokens": self._num_pulled_tokens,
             "num_failed_pulls": self._num_failed_pulls,
-            "lanes": self._mover.lane_loads(),
+            "lanes": self._transfers.lane_loads(),
         }
 
     def stats(self, now: float) -> tuple[TicketStats, ...]:
@@ -314,7 +314,7 @@ class Incoming:
 
     def receive(self, now: float) -> None:
         """Lands what has come. `tick` does as well; this alone may also be called while a step goes on."""
-        for event in self._mover.poll_arrived():
+        for event in self._transfers.poll_arrived():
             if isinstance(event, Arrived):
                 self._land(event, now)
             else:
@@ -324,9 +324,9 @@ class Incoming:
         chunk = event.chunk
         block_ids = self.ledger.blocks_for(chunk, event.source)
         if not block_ids:
-            self._mover.drop(chunk)
+            self._transfers.drop(chunk)
         else:
-            self._mover.land(chunk, block_ids)
+            self._transfers.land(chunk, block_ids)
             self.ledger.landed(chunk, now)
             num_bytes, busy_s = self._landing.get(chunk.ticket_id, (0, 0.0))
             num_bytes += chunk.num_bytes(self._layout)  # on all ranks; the event tells of rank 0 only

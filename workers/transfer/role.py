@@ -13,16 +13,16 @@ from protos.values import BlockHash, GenerateRequest, ReserveRequest, Ticket, Ti
 from workers.scheduling.host_loads import Load
 from workers.scheduling.request import Request
 from workers.scheduling.role import Moving, Tick
-from workers.transfer.mover import Mover
 from workers.transfer.receive import Incoming
 from workers.transfer.send import Outgoing
+from workers.transfer.transfer_leader import TransferLeader
 
 
 class MovingRole:
     """Not thread-safe: the engine's thread calls everything."""
 
-    def __init__(self, mover: Mover, incoming: Incoming, outgoing: Outgoing) -> None:
-        self._mover = mover
+    def __init__(self, transfers: TransferLeader, incoming: Incoming, outgoing: Outgoing) -> None:
+        self._transfers = transfers
         self.incoming = incoming
         self.outgoing = outgoing
 
@@ -35,7 +35,7 @@ class MovingRole:
 
     def takes_over(self, ticket: Ticket) -> bool:
         """Is the ticket for KV that comes to this worker, and not for KV that it sends?"""
-        return ticket.destination.worker_id == self._mover.address.worker_id
+        return ticket.destination.worker_id == self._transfers.address.worker_id
 
     def promised(self, request: GenerateRequest) -> bool:
         return request.ticket is not None and self.incoming.holds(request.ticket)
@@ -73,7 +73,7 @@ class MovingRole:
         self.outgoing.go_on(now, num_in_flight)
 
     def busy(self) -> bool:
-        return self.incoming.busy() or self.outgoing.busy() or self._mover.busy()
+        return self.incoming.busy() or self.outgoing.busy() or self._transfers.busy()
 
     def load(self) -> Moving:
         come, gone = self.incoming.load(), self.outgoing.load()

@@ -26,7 +26,7 @@ from workers.kv.blocks import BlockPool
 from workers.scheduling.host_loads import Load
 from workers.scheduling.request import Request, State
 from workers.scheduling.role import Moving, Tick
-from workers.transfer.mover import Mover
+from workers.transfer.transfer_leader import TransferLeader
 
 log = logging.getLogger("baton.worker")
 
@@ -92,14 +92,14 @@ class Outgoing:
 
     def __init__(
         self,
-        mover: Mover,
+        transfers: TransferLeader,
         pool: BlockPool,
         layout: KVLayout,
         *,
         chunk_bytes: int = CHUNK_BYTES,
         group_bytes: int = GROUP_BYTES,
     ) -> None:
-        self._mover = mover
+        self._transfers = transfers
         self._pool = pool
         self._layout = layout
         self._chunk_bytes = chunk_bytes
@@ -185,8 +185,8 @@ class Outgoing:
 
     def _open(self, ticket: Ticket, now: float) -> Session:
         destination = ticket.destination
-        require_compatible(self._mover.address.worker_id, self._layout, destination.worker_id, ticket.layout)
-        self._mover.destinations.require(peer_name(destination), self._live_destinations())
+        require_compatible(self._transfers.address.worker_id, self._layout, destination.worker_id, ticket.layout)
+        self._transfers.destinations.require(peer_name(destination), self._live_destinations())
         older = self._pushes.get(ticket.ticket_id)
         if older is not None and older.session.ticket.generation >= ticket.generation:
             raise InvalidRequest(
@@ -197,7 +197,7 @@ class Outgoing:
         return Session(ticket, max_chunk_blocks=max(1, self._chunk_bytes // ticket.layout.block_bytes))
 
     def _add(self, push: Push) -> None:
-        self._mover.open(push.session.ticket)
+        self._transfers.open(push.session.ticket)
         self._pushes[push.session.ticket.ticket_id] = push
 
     # -- what a role passes on -----------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Outgoing:
     def withdraw(self, ticket_id: str) -> bool:
         """Stops pushing shared blocks, or what has not left yet of a request that has gone. Were there any?"""
         if ticket_id in self._leaving:
-            self._mover.cancel(ticket_id)
+            self._transfers.cancel(ticket_id)
             self._forgone.append(ticket_id)
             return True
         push = self._pushes.get(ticket_id)
@@ -253,7 +253,7 @@ class Outgoing:
     def tick(self, now: float, num_in_flight: int | None = None) -> Tick:
         """Sends, and tells what has come of it."""
         self.send(now, num_in_flight)
-        self._mover.destinations.tend(now, self._live_destinations)
+        self._transfers.destinations.close_unneeded(now, self._live_destinations)
         tick = Tick(
             released=tuple(self._released),
             failed=tuple(self._failed.items()),
@@ -268,7 +268,7 @@ class Outgoing:
 
     def launching(self, batch: Batch, now: float) -> None:
         """Of prompts that this batch completes, all that is left is pushed while it is computed."""
-        if not self._pushes or not self._mover.follows_layers:
+        if not self._pushes or not self._transfers.follows_layers:
             return
         ending = {row.request_id: row.stop for row in batch.rows if row.sample is not None}
         num_left = MAX_ARMED_CHUNKS
@@ -276,9 +276,9 @@ class Outgoing:
             source, ticket = push.source, push.session.ticket
             if push.moves or push.complete or not isinstance(source, Request):
                 continue
-            if ending.get(source.request_id) == source.num_tokens and num_left > 0 and self._mover.can_push(ticket):
+            if ending.get(source.request_id) == source.num_tokens and num_left > 0 and self._transfers.can_push(ticket):
                 for chunk in push.session.last_chunks(now, least_bytes=self._group_bytes):
-                    self._mover.arm(ticket, chunk, _blocks_of(push, chunk, self._layout.block_size))
+                    self._transfers.arm(ticket, chunk, _blocks_of(push, chunk, self._layout.block_size))
                     num_left -= chunk.num_bytes(ticket.layout) / self._chunk_bytes
 
     def busy(self) -> bool:
@@ -310,7 +310,7 @@ class Outgoing:
         return {peer_name(push.session.ticket.destination) for push in self._pushes.values()}
 
     def _hear_sent(self, now: float) -> None:
-        for event in self._mover.poll_sent():
+        for event in self._transfers.poll_sent():
             if isinstance(event, Sent):
                 self._sent(event, now)
             else:
@@ -341,12 +341,12 @@ class Outgoing:
 
     def _offer(self, push: Push, now: float, num_in_flight: int | None) -> None:
         session = push.session
-        while self._mover.can_push(session.ticket):
+        while self._transfers.can_push(session.ticket):
             chunk = _next_chunk(push)
             if chunk is None:
                 break
             held = _blocks_of(push, chunk, self._layout.block_size)
-            self._mover.push(session.ticket, chunk, held, num_in_flight)
+            self._transfers.push(session.ticket, chunk, held, num_in_flight)
             session.offered(chunk, now)
 
     def _sent(self, event: Sent, now: float) -> None:
@@ -358,7 +358,7 @@ class Outgoing:
             push.session.sent(event.chunk, now)
             hidden_s = push.hidden_s(event)
             self._hidden_s += hidden_s
-            self._mover.show_sent(event, push.session.ticket, hidden_s)
+            self._transfers.show_sent(event, push.session.ticket, hidden_s)
             if push.session.num_sent == push.session.num_offered:
                 self._leaving.pop(ticket_id, None)
 
@@ -392,7 +392,7 @@ class Outgoing:
     def _stop(self, push: Push) -> None:
         ticket_id = push.session.ticket.ticket_id
         del self._pushes[ticket_id]
-        self._mover.cancel(ticket_id)
+        self._transfers.cancel(ticket_id)
         if isinstance(push.source, Shared):
             self._let_go(push)
 

@@ -76,7 +76,7 @@ class Launched:
 
 
 class Device:
-    """The pipeline of one engine (`workers.batch.Pipeline`) and its KV cache (`workers.transfer.mover.Blocks`).
+    """The pipeline of one engine (`workers.batch.Pipeline`) and its KV cache (`workers.transfer.rank_transfer.Blocks`).
 
     `now_s` is the engine's own time: set before each of its turns, moved on by what it waits for. `slowness`
     multiplies the time of steps that begin from now on, `chance` changes that of each. A `thorough` device keeps in

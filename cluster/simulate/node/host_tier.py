@@ -1,6 +1,6 @@
 """The host tier of a simulated worker: what is loaded comes over a link that takes its time, one load after the other.
 
-Copies to the host take the other way of the link, behind the steps, and cost nothing.
+HostCopies to the host take the other way of the link, behind the steps, and cost nothing.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.simulate.node.device import Device
-from workers.kv.host import Loaded
+from workers.kv.host import FinishedOnload
 
 
 class HostMemory:
-    """`workers.kv.host.Copies` of one device."""
+    """`workers.kv.host.HostCopies` of one device."""
 
     def __init__(self, device: Device, *, block_s: float) -> None:
         self.blocks_per_s = 1 / block_s
@@ -21,24 +21,24 @@ class HostMemory:
         self._block_s = block_s
         self._slots: dict[int, Any] = {}
         self._loads: dict[int, tuple[Sequence[int], Sequence[int], float]] = {}  # slots, blocks, when it is over
-        self._untold: list[tuple[float, Loaded]] = []
+        self._untold: list[tuple[float, FinishedOnload]] = []
         self._link_free_s = 0.0
 
-    def stow(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+    def offload(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         self._slots.update(zip(slots, self._device.content(block_ids), strict=True))
 
-    def load(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+    def onload(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         elapsed_s = len(slots) * self._block_s
         self._link_free_s = max(self._link_free_s, self._device.now_s) + elapsed_s
         self._loads[load_id] = (slots, block_ids, self._link_free_s)
-        self._untold.append((self._link_free_s, Loaded(load_id=load_id, elapsed_s=elapsed_s)))
+        self._untold.append((self._link_free_s, FinishedOnload(load_id=load_id, elapsed_s=elapsed_s)))
 
-    def loaded(self) -> Sequence[Loaded]:
+    def finished(self) -> Sequence[FinishedOnload]:
         over = [loaded for end_s, loaded in self._untold if end_s <= self._device.now_s]
         del self._untold[: len(over)]
         return over
 
-    def settle(self, load_id: int) -> None:
+    def await_copy(self, load_id: int) -> None:
         slots, block_ids, end_s = self._loads.pop(load_id)
         self._device.put(block_ids, [self._slots[slot] for slot in slots])
         self._device.wait_until(end_s)

@@ -31,8 +31,9 @@ from workers.kv.blocks import BlockPool
 from workers.kv.host import HostPool
 from workers.rpc.server import WorkerServicer
 from workers.scheduling.scheduler import Scheduler
-from workers.transfer.mover import Dock, Mover
+from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.receive import reservations
+from workers.transfer.transfer_leader import TransferLeader
 
 LEAVE_LOOK_S = 0.25
 
@@ -95,7 +96,7 @@ class SimulatedWorker:
         pool = self._make_pool()
         sender = lanes.exchange.sender(self._lane, spec.layout, wake=self._ring)
         receiver = lanes.exchange.receiver(self._lane, spec.layout, wake=self._ring)
-        self._mover = Mover(Dock(self.device, spec.layout, sender=sender, receiver=receiver), _nobody_follows)
+        self._transfers = TransferLeader(RankTransfer(self.device, spec.layout, sender=sender, receiver=receiver))
         self.role = self._make_role(pool)
         self._tickets = TicketWatch(self.role, sender, receiver)
         scheduler = Scheduler(spec.scheduler, pool, self.role)
@@ -157,7 +158,7 @@ class SimulatedWorker:
             self._leaving.cancel()
         self.turns.stop()
         self.port.close()
-        self._loop.call_later(0.02, self._mover.close)
+        self._loop.call_later(0.02, self._transfers.close)
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -281,14 +282,14 @@ class SimulatedWorker:
     def _make_role(self, pool: BlockPool) -> PrefillRole | DecodeRole:
         spec = self._spec
         if self.info.role is WorkerRole.PREFILL:
-            return PrefillRole(self._mover, pool, spec.layout, spec.prefill)
-        return DecodeRole(self._mover, pool, spec.layout, spec.decode)
+            return PrefillRole(self._transfers, pool, spec.layout, spec.prefill)
+        return DecodeRole(self._transfers, pool, spec.layout, spec.decode)
 
     def _quiet_until(self) -> float:
         """Tickets whose KV has not come are left alone until their leases end; whatever moves wants every turn. So does
         what follows from a ticket's end: whoever waited for it is told in the turn after."""
         role = self.role
-        if role.outgoing.busy() or role.incoming.has_failures() or self._mover.is_moving():  # its lanes never idle
+        if role.outgoing.busy() or role.incoming.has_failures() or self._transfers.is_moving():  # its lanes never idle
             return -math.inf
         num_changes = self.role.ledger.num_changes
         if num_changes != self._num_changes:
@@ -301,7 +302,7 @@ class SimulatedWorker:
         before = incoming.num_settled
         incoming.receive(now)
         settled = incoming.num_settled != before
-        if not self._mover.is_sending():
+        if not self._transfers.is_sending():
             return settled
         return self.role.outgoing.send(now) or settled
 
@@ -317,12 +318,8 @@ class SimulatedWorker:
             info=self.info,
             load=self.engine.load(),
             tickets=tuple(self.role.tickets(self.clock())),
-            lanes=tuple(self._mover.lanes()),
+            lanes=tuple(self._transfers.lanes()),
         )
-
-
-def _nobody_follows(name: str, *arguments: object) -> None:
-    """A simulated worker is one rank, whatever its device stands for."""
 
 
 MakeWorker = Callable[[str, WorkerRole, int], SimulatedWorker]

@@ -156,7 +156,7 @@ class CollectiveSender:
             )
             return outbox
 
-    def part(self, peer: str) -> None:
+    def close_lane(self, peer: str) -> None:
         with self._changed:
             if peer in self._lanes:
                 self._lanes[peer].lane.parting = True
@@ -271,7 +271,7 @@ class CollectiveReceiver:
             elif (payload := self._pop(chunk)) is not None:
                 self._staging.give(payload)
 
-    def forget(self, source: str, kept: Collection[Chunk]) -> None:
+    def drop_source(self, source: str, kept: Collection[Chunk]) -> None:
         with self._changed:
             for chunk, parcels in tuple(self._staged.items()):
                 if chunk not in kept and parcels[0].lane.peer == source:
@@ -285,7 +285,7 @@ class CollectiveReceiver:
         with self._changed:
             return [inbox.lane.stats() for inbox in self._lanes.values()]
 
-    def part(self, peer: str) -> None:
+    def close_lane(self, peer: str) -> None:
         with self._changed:
             if peer in self._lanes:
                 self._lanes[peer].lane.leave()

@@ -33,7 +33,8 @@ from workers.kv.host import HostPool
 from workers.scheduling.role import Role
 from workers.scheduling.scheduler import Scheduler
 from workers.toy import ToyRunner, toy_tokens
-from workers.transfer.mover import Dock, Mover
+from workers.transfer.rank_transfer import RankTransfer
+from workers.transfer.transfer_leader import TransferLeader
 
 SIZE = 4
 VOCAB = 997
@@ -54,10 +55,6 @@ def prompt(length: int, seed: int = 1) -> tuple[int, ...]:
 def expected(prompt_ids: tuple[int, ...], num_tokens: int = NUM_ANSWER) -> tuple[int, ...]:
     """The first token with the prefill worker's signature, the others with the decode worker's."""
     return toy_tokens(prompt_ids, num_tokens, weight=DECODE_WEIGHT, first_weight=PREFILL_WEIGHT, vocab_size=VOCAB)
-
-
-def told(name: str, *arguments: object) -> None:
-    """There are no follower ranks."""
 
 
 class Post:
@@ -170,21 +167,23 @@ class Pair:
         chunk_bytes = chunk_blocks * LAYOUT.block_bytes
 
         def prefill_role(side: Side) -> PrefillRole:
-            return PrefillRole(self.mover(side, PREFILL), side.pool, LAYOUT, PrefillConfig(chunk_bytes=chunk_bytes))
+            return PrefillRole(self.transfers(side, PREFILL), side.pool, LAYOUT, PrefillConfig(chunk_bytes=chunk_bytes))
 
         def decode_role(side: Side) -> DecodeRole:
             config = DecodeConfig(headroom=headroom)
-            return DecodeRole(self.mover(side, DECODE), side.pool, LAYOUT, config, chunk_bytes=chunk_bytes)
+            return DecodeRole(self.transfers(side, DECODE), side.pool, LAYOUT, config, chunk_bytes=chunk_bytes)
 
         self.prefill = Side(PREFILL_WEIGHT, num_blocks, prefill_role, depth=depth, looked=looked, **config)
         self.decode = Side(DECODE_WEIGHT, decode_blocks or num_blocks, decode_role, depth=depth)
 
-    def mover(self, side: Side, address: LaneAddress) -> Mover:
+    def transfers(self, side: Side, address: LaneAddress) -> TransferLeader:
         """A worker's ends of its lanes, both ways."""
         sender, receiver = self.exchange.sender(address, LAYOUT), self.exchange.receiver(address, LAYOUT)
-        dock = Dock(side.runner, LAYOUT, sender=sender, receiver=receiver, follows_layers=self.follows_layers)
-        side.runner.watch(dock.after_layer)
-        return Mover(dock, told)
+        transfer = RankTransfer(
+            side.runner, LAYOUT, sender=sender, receiver=receiver, follows_layers=self.follows_layers
+        )
+        side.runner.watch(transfer.after_layer)
+        return TransferLeader(transfer)
 
     @property
     def prefill_role(self) -> PrefillRole:

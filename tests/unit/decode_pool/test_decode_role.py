@@ -250,7 +250,7 @@ def test_a_late_chunk_never_lands_in_blocks_that_moved_on() -> None:
     pair.post.deliver()
     pair.step()
     assert pair.decode.runner.gather(ticket.block_ids).tolist() == content
-    assert not pair.decode_role._mover.busy(), "the late payload is still kept"
+    assert not pair.decode_role._transfers.busy(), "the late payload is still kept"
 
 
 # -- anything in any order ---------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class TwoPools(RuleBasedStateMachine):
         other = self.addresses["decode" if side == "prefill" else "prefill"]
         self.pair.exchange.sever(old, other, "crashed")
         self.pair.exchange.sever(other, old, "crashed")
-        getattr(self.pair, f"{side}_role")._mover.close()
+        getattr(self.pair, f"{side}_role")._transfers.close()
         self.addresses[side] = new = replace(old, incarnation=old.incarnation + 1)
         if side == "prefill":
             self.pair.prefill = Side(PREFILL_WEIGHT, NUM_BLOCKS, lambda half: self.prefill_role(half, new))
@@ -114,11 +114,11 @@ class TwoPools(RuleBasedStateMachine):
 
     def prefill_role(self, side: Side, address: LaneAddress) -> PrefillRole:
         config = PrefillConfig(chunk_bytes=LAYOUT.block_bytes)
-        return PrefillRole(self.pair.mover(side, address), side.pool, LAYOUT, config)
+        return PrefillRole(self.pair.transfers(side, address), side.pool, LAYOUT, config)
 
     def decode_role(self, side: Side, address: LaneAddress) -> DecodeRole:
         config = DecodeConfig(headroom=0.0)
-        return DecodeRole(self.pair.mover(side, address), side.pool, LAYOUT, config, chunk_bytes=LAYOUT.block_bytes)
+        return DecodeRole(self.pair.transfers(side, address), side.pool, LAYOUT, config, chunk_bytes=LAYOUT.block_bytes)
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
@@ -139,7 +139,9 @@ class TwoPools(RuleBasedStateMachine):
             return
         self.pair.finish()
         known = {peer_name(address) for address in self.addresses.values()}
-        assert {lane.peer for lane in self.pair.decode_role._mover.lanes()} <= known, "a lane to a life that is over"
+        assert {lane.peer for lane in self.pair.decode_role._transfers.lanes()} <= known, (
+            "a lane to a life that is over"
+        )
         for name, number in self.handed_over.items():
             got, right = self.pair.decode.tokens[name], expected(PROMPTS[number])[1:]
             assert got == right[: len(got)], "a wrong answer: KV of another ticket, or of nobody"

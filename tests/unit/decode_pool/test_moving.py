@@ -19,10 +19,11 @@ from protos.values import (
     SamplingParams,
     Ticket,
 )
-from tests.unit.decode_pool.pair import BLOCK_BYTES, LAYOUT, LEASE_S, SIZE, VOCAB, Post, Side, prompt, told
+from tests.unit.decode_pool.pair import BLOCK_BYTES, LAYOUT, LEASE_S, SIZE, VOCAB, Post, Side, prompt
 from workers.batch import Sample
 from workers.toy import toy_kv, toy_token
-from workers.transfer.mover import Dock, Mover
+from workers.transfer.rank_transfer import RankTransfer
+from workers.transfer.transfer_leader import TransferLeader
 
 OLD_WEIGHT, NEW_WEIGHT = 5, 11
 OLD = LaneAddress(worker_id="d0", incarnation=1, host="127.0.0.1", port=0)
@@ -53,8 +54,8 @@ class Pool:
 
         def role(address: LaneAddress, side: Side) -> DecodeRole:
             sender, receiver = exchange.sender(address, LAYOUT), exchange.receiver(address, LAYOUT)
-            mover = Mover(Dock(side.runner, LAYOUT, sender=sender, receiver=receiver), told)
-            return DecodeRole(mover, side.pool, LAYOUT, chunk_bytes=2 * LAYOUT.block_bytes)
+            transfers = TransferLeader(RankTransfer(side.runner, LAYOUT, sender=sender, receiver=receiver))
+            return DecodeRole(transfers, side.pool, LAYOUT, chunk_bytes=2 * LAYOUT.block_bytes)
 
         self.old = Side(OLD_WEIGHT, old_blocks, lambda side: role(OLD, side), host_slots=host_slots)
         self.new = Side(NEW_WEIGHT, new_blocks, lambda side: role(NEW, side))

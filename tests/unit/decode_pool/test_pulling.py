@@ -14,12 +14,13 @@ from kvtransfer.transport import Chunk
 from kvtransfer.transports.inproc import Exchange
 from protos.errors import InvalidRequest
 from protos.values import GenerateRequest, ReserveRequest, SamplingParams, ShareRequest, Ticket
-from tests.unit.decode_pool.pair import BLOCK_BYTES, DECODE, LAYOUT, SIZE, VOCAB, Pair, expected, prompt, told
+from tests.unit.decode_pool.pair import BLOCK_BYTES, DECODE, LAYOUT, SIZE, VOCAB, Pair, expected, prompt
 from tests.unit.decode_pool.test_moving import NEW_WEIGHT, OLD, Pool, made_by
 from workers.kv.blocks import BlockPool
 from workers.toy import ToyRunner
-from workers.transfer.mover import Dock, Mover
+from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.send import Outgoing
+from workers.transfer.transfer_leader import TransferLeader
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 SHARED = prompt(24)
@@ -114,7 +115,7 @@ def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
     """The holder has five blocks of four tokens; the reader, which has its own first block, asks for ten at most."""
     pool, pushed = BlockPool(8, SIZE, lambda event: None), []
 
-    class Moves(Mover):
+    class Moves(TransferLeader):
         def open(self, ticket: Ticket) -> None: ...
 
         def can_push(self, ticket: Ticket) -> bool:
@@ -135,8 +136,8 @@ def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
         pool.seal(block_id, block_hash)
     pool.release(held)
     sender, receiver = ends.sender(OLD, LAYOUT), ends.receiver(OLD, LAYOUT)
-    dock = Dock(ToyRunner(1, SIZE, VOCAB), LAYOUT, sender=sender, receiver=receiver)
-    outgoing = Outgoing(Moves(dock, told), pool, LAYOUT)
+    transfer = RankTransfer(ToyRunner(1, SIZE, VOCAB), LAYOUT, sender=sender, receiver=receiver)
+    outgoing = Outgoing(Moves(transfer), pool, LAYOUT)
     ticket = Ticket(
         ticket_id="r/pull", generation=1, lease_s=9.0, block_ids=tuple(range(10)), num_cached_tokens=there,
         layout=replace(LAYOUT, block_size=there), destination=DECODE,
@@ -153,14 +154,14 @@ def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
 def test_a_profile_counts_the_bytes_of_the_readers_blocks() -> None:
     """A chunk counts these: two of the holder's make one."""
     ends, wide = Exchange(), replace(LAYOUT, block_size=2 * SIZE)
-    dock = Dock(ToyRunner(1, SIZE, VOCAB), LAYOUT, sender=ends.sender(OLD, LAYOUT))
+    transfer = RankTransfer(ToyRunner(1, SIZE, VOCAB), LAYOUT, sender=ends.sender(OLD, LAYOUT))
     ends.receiver(DECODE, wide).expect(OLD, LAYOUT)
-    dock.timeline.record(True)
+    transfer.timeline.record(True)
     ticket = Ticket(
         ticket_id="r", generation=1, lease_s=9.0, block_ids=(0,), num_cached_tokens=0, layout=wide, destination=DECODE
     )
-    dock.push(ticket, Chunk(ticket_id="r", generation=1, first_block=0, num_blocks=1), [0, 1])
-    ((gather,), _) = dock.timeline.record()
+    transfer.push(ticket, Chunk(ticket_id="r", generation=1, first_block=0, num_blocks=1), [0, 1])
+    ((gather,), _) = transfer.timeline.record()
     assert gather.kv is not None
     assert gather.kv.num_bytes == wide.block_bytes
 
@@ -208,13 +209,13 @@ def test_a_load_that_is_over_at_once_is_counted(monkeypatch: pytest.MonkeyPatch)
     pool = Pulling(host_slots=40)
     pool.evict()
     copies = pool.old.copies
-    settle = copies.settle
+    await_copy = copies.await_copy
 
-    def settle_for_good(load_id: int) -> None:
+    def await_for_good(load_id: int) -> None:
         copies._looks.pop(load_id, None)
-        settle(load_id)
+        await_copy(load_id)
 
-    monkeypatch.setattr(copies, "settle", settle_for_good)
+    monkeypatch.setattr(copies, "await_copy", await_for_good)
     ticket = pool.reserve()
     assert pool.share(ticket) == 6
     assert pool.old.pool.host is not None
@@ -294,7 +295,7 @@ def test_nothing_is_held_for_a_lane_that_cannot_be_opened(monkeypatch: pytest.Mo
     ticket = pool.reserve()
     role = pool.old.scheduler.role
     assert isinstance(role, DecodeRole)
-    monkeypatch.setattr(role.outgoing._mover, "open", no_thread)
+    monkeypatch.setattr(role.outgoing._transfers, "open", no_thread)
     with pytest.raises(RuntimeError):
         pool.share(ticket)
     pool.old.pool.assert_idle()
@@ -312,7 +313,7 @@ def test_a_lane_that_is_lost_costs_a_computation(num_steps: int) -> None:
     pool.share(ticket)
     pool.read(ticket)
     pool.step(num_steps)
-    pool.exchange.sever(OLD, pool.new.scheduler.role._mover.address, "the wire was cut")  # type: ignore[attr-defined]
+    pool.exchange.sever(OLD, pool.new.scheduler.role._transfers.address, "the wire was cut")  # type: ignore[attr-defined]
     pool.post.kept.clear()
     pool.check_answer(num_computed=27, num_cached=0)
     assert pool.new.engine.load().num_failed_pulls == 1

@@ -238,7 +238,7 @@ def test_a_lost_lane_fails_its_requests_and_no_others(num_steps: int) -> None:
 def test_a_destination_that_is_gone_is_found_out_before_the_prompt_is_read() -> None:
     pair = Pair()
     ticket = pair.reserve("r", prompt(24))
-    pair.decode_role._mover.close()
+    pair.decode_role._transfers.close()
     pair.read("r", prompt(24), ticket)
     pair.step(2)
     assert pair.prefill.errors["r"].code == TransferFailed.code

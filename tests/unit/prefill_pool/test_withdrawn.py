@@ -55,7 +55,7 @@ def test_what_was_on_the_wire_when_its_request_went_does_not_slow_down_its_lane(
     pair.step(1)
     late = [[Sent(chunk=chunk, num_bytes=BLOCK_BYTES, elapsed_s=0.5)]]
     role: Any = pair.prefill.scheduler.role
-    monkeypatch.setattr(role.outgoing._mover, "poll_sent", lambda: late.pop() if late else [])
+    monkeypatch.setattr(role.outgoing._transfers, "poll_sent", lambda: late.pop() if late else [])
     pair.step(1)
     assert not late
     pair.finish()

@@ -16,7 +16,7 @@ from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.grammar.base import Grammars
 from workers.kv.blocks import BlockPool
-from workers.kv.host import HostPool, Loaded
+from workers.kv.host import FinishedOnload, HostPool
 from workers.scheduling.request import Request
 from workers.scheduling.role import Colocated, Disposition, Role, Tick
 from workers.scheduling.scheduler import Scheduler
@@ -95,24 +95,24 @@ class ToyCopies:
         self._loads: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
         self._looks: dict[int, int] = {}
 
-    def stow(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+    def offload(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         being_loaded = {slot for slots, _ in self._loads.values() for slot in slots}
         assert not being_loaded & set(slots), "a slot is overwritten while it is loaded"
         self._slots |= dict(zip(slots, self._runner.gather(block_ids), strict=True))
         self.num_stowed += len(slots)
 
-    def load(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+    def onload(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         self._runner.scatter(block_ids, self._runner.gather(block_ids) * 0 - 7)
         self._loads[load_id], self._looks[load_id] = (slots, block_ids), 0
 
-    def loaded(self) -> list[Loaded]:
+    def finished(self) -> list[FinishedOnload]:
         over = [load_id for load_id, looks in self._looks.items() if looks >= self.patience]
         for load_id in over:
             del self._looks[load_id]
         self._looks = {load_id: looks + 1 for load_id, looks in self._looks.items()}
-        return [Loaded(load_id=load_id, elapsed_s=0.125) for load_id in over]
+        return [FinishedOnload(load_id=load_id, elapsed_s=0.125) for load_id in over]
 
-    def settle(self, load_id: int) -> None:
+    def await_copy(self, load_id: int) -> None:
         slots, block_ids = self._loads.pop(load_id)
         for slot, block_id in zip(slots, block_ids, strict=True):
             self._runner.scatter([block_id], self._slots[slot][None])

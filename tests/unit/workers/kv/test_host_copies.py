@@ -14,7 +14,7 @@ from protos.values import KVLayout
 from workers.build import _num_slots
 from workers.config import WorkerConfig
 from workers.kv import host_copies
-from workers.kv.host import Copies
+from workers.kv.host import HostCopies
 from workers.kv.host_copies import CpuCopies, CudaCopies
 from workers.kv.storage import KVStorage
 
@@ -43,7 +43,7 @@ class AtOnce:
 
 
 @pytest.fixture(params=["cpu", "cuda"])
-def copies(request: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[KVStorage, Copies]:
+def copies(request: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[KVStorage, HostCopies]:
     storage = KVStorage(LAYOUT, num_blocks=12)
     if request.param == "cpu":
         return storage, CpuCopies(storage, 9)
@@ -60,19 +60,19 @@ def copies(request: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[KVStorage, Co
     return storage, CudaCopies(storage, 9)
 
 
-def test_blocks_come_back_as_they_were(copies: tuple[KVStorage, Copies]) -> None:
+def test_blocks_come_back_as_they_were(copies: tuple[KVStorage, HostCopies]) -> None:
     storage, to_host = copies
     assert to_host.blocks_per_s > 0
     storage.data.copy_(torch.randn(storage.data.shape))
     before = storage.data.clone()
     gone, slots, back = [11, 0, 5, 7, 2, 9], [3, 8, 0, 1, 7, 2], [1, 3, 11, 4, 0, 6]
-    to_host.stow(gone, slots)
+    to_host.offload(gone, slots)
     assert torch.equal(storage.data, before)
     storage.data[:, :, gone] = 0
-    to_host.load(1, slots, back)
-    (loaded,) = to_host.loaded()
-    to_host.settle(1)
-    assert (loaded.load_id, loaded.elapsed_s > 0, to_host.loaded()) == (1, True, [])
+    to_host.onload(1, slots, back)
+    (loaded,) = to_host.finished()
+    to_host.await_copy(1)
+    assert (loaded.load_id, loaded.elapsed_s > 0, to_host.finished()) == (1, True, [])
     assert torch.equal(storage.data[:, :, back], before[:, :, gone])
     untouched = [8, 10]
     assert torch.equal(storage.data[:, :, untouched], before[:, :, untouched])

@@ -162,8 +162,8 @@ def test_parts_of_any_shape_travel_between_ranks(parts: tuple[KVPart, ...], tps:
 def test_the_host_keeps_parts_of_any_shape(parts: tuple[KVPart, ...]) -> None:
     storage, before = (bytes_of(grouped(parts, 2), 0, fill=True) for _ in range(2))
     copies = host_copies(storage, num_slots=2)
-    copies.stow([1, 4], [1, 0])
-    copies.load(1, [0, 1], [2, 3])
+    copies.offload([1, 4], [1, 0])
+    copies.onload(1, [0, 1], [2, 3])
     for part in parts:
         for layer in range(3):
             assert torch.equal(storage.part(layer, part.name)[[2, 3]], before.part(layer, part.name)[[4, 1]])

@@ -9,7 +9,7 @@ import pytest
 from kvtransfer.config import LaneConfig
 from protos.errors import Overloaded, TransferFailed
 from protos.values import LaneStats
-from workers.transfer.lane_upkeep import PERIOD_S, Upkeep
+from workers.transfer.lane_upkeep import PERIOD_S, LaneUpkeep
 
 LANE = LaneStats(peer="a", transport="shm", state="open", num_bytes=0, busy_s=0.0, idle_s=10.0)
 
@@ -18,9 +18,9 @@ class Lanes:
     def __init__(self, *lanes: LaneStats, **settings: float) -> None:
         self.lanes = list(lanes)
         self.parted: list[str] = []
-        self.upkeep = Upkeep(lambda: self.lanes, self.part, LaneConfig(**settings))  # type: ignore[arg-type]
+        self.upkeep = LaneUpkeep(lambda: self.lanes, self.close_lane, LaneConfig(**settings))  # type: ignore[arg-type]
 
-    def part(self, peer: str) -> None:
+    def close_lane(self, peer: str) -> None:
         self.parted.append(peer)
         self.lanes = [lane for lane in self.lanes if lane.peer != peer]
 
@@ -28,7 +28,7 @@ class Lanes:
 def test_an_idle_lane_is_given_up_and_one_with_a_ticket_is_not() -> None:
     lanes = Lanes(LANE, replace(LANE, peer="b"), replace(LANE, peer="c", idle_s=1.0), idle_timeout_s=5.0)
     assert lanes.upkeep.overdue()
-    lanes.upkeep.tend(100.0, lambda: {"b"})
+    lanes.upkeep.close_unneeded(100.0, lambda: {"b"})
     assert lanes.parted == ["a"]
     assert lanes.upkeep.overdue(), "b will do when its ticket has ended"
 
@@ -37,10 +37,10 @@ def test_a_lane_that_opens_is_looked_after_although_it_does_not_idle_yet() -> No
     """Nothing else would wake a worker whose last ticket has ended."""
     lanes = Lanes(replace(LANE, state="opening", idle_s=0.0))
     assert lanes.upkeep.overdue()
-    lanes.upkeep.tend(100.0, set)
+    lanes.upkeep.close_unneeded(100.0, set)
     assert not lanes.parted
     lanes.lanes = [replace(LANE, state="opening", idle_s=0.6)]
-    lanes.upkeep.tend(100.0 + PERIOD_S, set)
+    lanes.upkeep.close_unneeded(100.0 + PERIOD_S, set)
     assert lanes.parted == ["a"]
     assert not lanes.upkeep.overdue()
 
@@ -55,7 +55,7 @@ def test_it_looks_once_in_a_while_only() -> None:
         return {"a"}
 
     for step in range(20):
-        lanes.upkeep.tend(100.0 + step * PERIOD_S / 10, needed)
+        lanes.upkeep.close_unneeded(100.0 + step * PERIOD_S / 10, needed)
     assert asked == 2
 
 

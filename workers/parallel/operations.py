@@ -1,0 +1,68 @@
+"""What every rank of a worker does, in the same order on all of them. Pure: the types of what travels between ranks.
+
+Rank 0 calls a method of one of these Protocols; its followers call the same method of their own part with the same
+arguments (`workers.parallel.ranks`). A method that is listed here returns nothing that a follower could report.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, get_type_hints
+
+from kvtransfer.transport import Chunk
+from protos.codec import Messages
+from protos.values import KVLayout, LaneAddress, Ticket
+from workers.batch import Batch
+
+BlockIds = tuple[int, ...]
+
+
+class StepOperations(Protocol):
+    """Of the runner (`workers.batch.Pipeline`)."""
+
+    def launch(self, batch: Batch) -> Any: ...
+
+
+class CopyOperations(Protocol):
+    """Of the host tier (`workers.kv.host.HostCopies`)."""
+
+    def offload(self, block_ids: BlockIds, slots: BlockIds) -> None: ...
+    def onload(self, load_id: int, slots: BlockIds, block_ids: BlockIds) -> None: ...
+    def await_copy(self, load_id: int) -> None: ...
+
+
+class TransferOperations(Protocol):
+    """Of the lanes (`workers.transfer.rank_transfer.RankTransfer`)."""
+
+    def open(self, ticket: Ticket) -> None: ...
+    def push(self, ticket: Ticket, chunk: Chunk, block_ids: BlockIds, num_in_flight: int | None) -> None: ...
+    def arm(self, ticket: Ticket, chunk: Chunk, block_ids: BlockIds) -> None: ...
+    def look(self, chunks: tuple[Chunk, ...]) -> Any: ...
+    def land(self, chunk: Chunk, block_ids: BlockIds, source: str) -> None: ...
+    def drop(self, chunk: Chunk, source: str) -> None: ...
+    def drop_source(self, source: str, kept: tuple[Chunk, ...]) -> None: ...
+    def expect(self, source: LaneAddress, source_layout: KVLayout) -> None: ...
+    def cancel(self, ticket_id: str) -> None: ...
+    def close_lane_to(self, peer: str) -> None: ...
+    def close_lane_from(self, peer: str) -> None: ...
+
+
+class RankOperations(StepOperations, CopyOperations, TransferOperations, Protocol):
+    """All of them."""
+
+
+def operations_of(protocol: type) -> dict[str, Any]:
+    """The tuple of each method's arguments, by the method's name."""
+    found: dict[str, Any] = {}
+    for base in reversed(protocol.__mro__):
+        for name, method in vars(base).items():
+            if not name.startswith("_") and callable(method):
+                hints = get_type_hints(method)
+                del hints["return"]
+                found[name] = tuple.__class_getitem__(tuple(hints.values()))
+    return found
+
+
+STOP = "stop"
+MEET = "meet"
+MESSAGES = Messages({STOP: tuple[()], MEET: tuple[LaneAddress], **operations_of(RankOperations)})
+"""All that rank 0 sends to the other ranks, with the types of the arguments. Nothing else is read."""
