@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from typing import Any
+from pkgutil import resolve_name
 
+from kvtransfer.transport import Transport
 from protos.errors import Misconfigured
 
+_COLLECTIVE = "kvtransfer.transports.collective.collective:CollectiveTransport"
 _TRANSPORTS = {
+    "auto": _COLLECTIVE,
+    "shm": _COLLECTIVE,
+    "collective": _COLLECTIVE,
     "inproc": "kvtransfer.transports.inproc:Exchange",
-    "collective": "kvtransfer.transports.collective.collective:CollectiveTransport",
 }
+"""The values of `lanes.transport`, and those that only tests and simulators use."""
 
 
-def transport(name: str) -> Callable[..., Any]:
-    """What makes a transport's ends: an object with `sender(...)` and `receiver(...)`. Raises Misconfigured."""
+def transport(name: str) -> Callable[..., Transport]:
+    """Makes a transport of this name. Raises Misconfigured."""
     if name not in _TRANSPORTS:
         raise Misconfigured(f"transport is {name!r}: choose one of {', '.join(_TRANSPORTS)}", param="transport")
-    module, _, attribute = _TRANSPORTS[name].partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    found: Callable[..., Transport] = resolve_name(_TRANSPORTS[name])
     return found

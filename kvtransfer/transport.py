@@ -21,7 +21,7 @@ offered, on every rank alike: so ranks that take in rank 0's order never wait fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
@@ -193,3 +193,14 @@ class Receiver(Protocol[PayloadOut]):
         ...
 
     def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Makes one rank's ends. `wake` is called from any thread when `poll` has something to return."""
+
+    def sender(self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = ...) -> Sender[Any]: ...
+
+    def receiver(self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = ...) -> Receiver[Any]:
+        """On rank 0 it opens the place where peers meet this worker, unless `address.port` names one. The other ranks
+        are given rank 0's address."""
+        ...

@@ -79,7 +79,7 @@ class KVPart(Value, frozen=True, kw_only=True):
     @property
     def position_bytes(self) -> int:
         """Of one position of one layer."""
-        return self.heads * self.width * _ITEM_BYTES[self.dtype]
+        return self.heads * self.width * ITEM_BYTES[self.dtype]
 
 
 class KVGroup(Value, frozen=True, kw_only=True):
@@ -141,7 +141,8 @@ class KVLayout(Value, frozen=True, kw_only=True):
         )
 
 
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1}
+"""Of an element of a tensor, by its dtype."""
 
 
 @lru_cache(maxsize=256)

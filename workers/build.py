@@ -31,7 +31,7 @@ from workers.kv.host import HostCopies, HostPool
 from workers.kv.host_copies import host_copies, staging_bytes
 from workers.kv.storage import KVStorage
 from workers.memory import free_ram_bytes
-from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config
+from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config, weight_bytes
 from workers.models.decoder import Decoder
 from workers.models.loader import Progress, load_model
 from workers.parallel.group import TensorParallel
@@ -44,8 +44,6 @@ from workers.timeline import Timeline
 from workers.transfer.rank_transfer import RankTransfer
 
 log = logging.getLogger("baton.worker")
-
-_WIDTH = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,9 +263,8 @@ def _load(
     config: WorkerConfig, group: TensorParallel, device: str, dtype: str, on_progress: Progress | None
 ) -> Decoder:
     if device == "cpu":
-        num_bytes = sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors"))
-        saved_width = _WIDTH.get(read_config(config.model).dtype, 2)
-        check_weights_fit(num_bytes * _WIDTH[dtype] // saved_width // config.tp, free_ram_bytes(), device)
+        num_bytes = weight_bytes(config.model, read_config(config.model), dtype)
+        check_weights_fit(num_bytes // config.tp, free_ram_bytes(), device)
     try:
         decoder = load_model(config.model, device=device, dtype=dtype, parallel=group, on_progress=on_progress)
         decoder.pack()

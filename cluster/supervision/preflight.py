@@ -10,18 +10,17 @@ from pathlib import Path
 
 from cluster.config.config import ClusterConfig
 from protos.errors import Misconfigured
-from protos.values import WorkerRole
+from protos.values import ITEM_BYTES, WorkerRole
 from router.auth.tenants import read_roster
 from workers.checkpoint.registry import check_weights
 from workers.memory import free_ram_bytes
-from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config
+from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config, weight_bytes
 
 log = logging.getLogger("baton.cluster")
 
 RANK_BYTES = 200 * 2**20
 """A rank's process before it has read a weight, at the least: interpreter, torch, gRPC and Ray (240 MiB measured)."""
 _GIB = 2**30
-_WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 _GPUS = Path("/dev")
 
 
@@ -103,7 +102,6 @@ def _worker_bytes(config: ClusterConfig, model: ModelConfig, tp: int) -> int:
     """Over all its ranks, on a CPU."""
     worker = config.worker
     dtype = model.dtype if worker.dtype == "auto" else worker.dtype
-    saved = sum(file.stat().st_size for file in Path(worker.model).glob("*.safetensors"))
-    weights = saved if worker.dtype == "auto" else saved * _WIDTH[worker.dtype] // _WIDTH.get(model.dtype, 2)
-    layout = model.kv_layout(block_size=worker.block_size, dtype=dtype if dtype in _WIDTH else "bfloat16", tp=tp)
+    weights = weight_bytes(worker.model, model, dtype)
+    layout = model.kv_layout(block_size=worker.block_size, dtype=dtype if dtype in ITEM_BYTES else "bfloat16", tp=tp)
     return tp * RANK_BYTES + weights + (worker.num_blocks or 0) * layout.block_bytes

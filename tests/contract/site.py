@@ -27,7 +27,7 @@ class Site:
     """A place where ends of one kind of transport meet, with a bell that rings whenever one has something to say."""
 
     def __init__(self, kind: str, config: LaneConfig) -> None:
-        self._exchange = transport(kind)(max_staged_bytes=config.max_staged_bytes) if kind == "inproc" else None
+        self._exchange: Any = transport(kind)(max_staged_bytes=config.max_staged_bytes) if kind == "inproc" else None
         over: Any = "auto" if kind == "inproc" else kind
         self._config = replace(config, transport=over)
         self._bell = threading.Condition()

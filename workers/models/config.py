@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
-from protos.values import KVLayout
+from protos.values import ITEM_BYTES, KVLayout
 from workers.checkpoint.fields import Fields
 from workers.checkpoint.registry import require_known_encoding
 from workers.models.families.base import Family
@@ -170,6 +170,12 @@ def longest_sequence(config: ModelConfig, asked: int | None) -> int:
             param="max_model_len",
         )
     return asked or config.max_model_len
+
+
+def weight_bytes(folder: str | Path, config: ModelConfig, dtype: str) -> int:
+    """What all weights of the checkpoint take once they are converted to `dtype`."""
+    saved = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    return saved * ITEM_BYTES.get(dtype, 2) // ITEM_BYTES.get(config.dtype, 2)
 
 
 def splits_heads(num_heads: int, num_kv_heads: int, tp: int) -> bool:

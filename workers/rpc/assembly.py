@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from kvtransfer.config import LaneConfig
 from kvtransfer.hashing import fastest
+from kvtransfer.registry import transport
 from kvtransfer.transport import Receiver, Sender
-from kvtransfer.transports.collective.collective import CollectiveTransport
 from kvtransfer.transports.rendezvous.store import BoardStore
 from protos.values import LaneAddress, WorkerInfo, WorkerRole
 from workers.build import Rank, build_engine, device_of, follow_rank0, make_transfer, open_rank
@@ -92,14 +92,14 @@ def follow(config: WorkerConfig, seat: Seat, *, make_ends: MakeEnds) -> None:
 def lane_ends(config: LaneConfig, rank: Rank, seat: Seat, bell: Bell) -> Ends:
     """Of a worker that pushes and is pushed to. Rank 0 opens the meeting place of the lanes and tells the others where
     it is."""
-    transport = CollectiveTransport(rank=seat.rank, device=rank.device, config=config)
+    lanes = transport(config.transport)(rank=seat.rank, device=rank.device, config=config)
     if seat.rank == 0:
-        receiver = transport.receiver(lane_address(seat), rank.layout, wake=bell.ring)
+        receiver = lanes.receiver(lane_address(seat), rank.layout, wake=bell.ring)
         share_address(rank.group, receiver.address)
     else:
         met = share_address(rank.group, lane_address(seat))
-        receiver = transport.receiver(met, rank.layout, wake=bell.ring)
-    return Ends(sender=transport.sender(lane_address(seat), rank.layout, wake=bell.ring), receiver=receiver)
+        receiver = lanes.receiver(met, rank.layout, wake=bell.ring)
+    return Ends(sender=lanes.sender(lane_address(seat), rank.layout, wake=bell.ring), receiver=receiver)
 
 
 def _meet(config: WorkerConfig, seat: Seat, store: BoardStore | None) -> TensorParallel:
