@@ -17,7 +17,7 @@ from workers.kv.blocks import BlockPool
 from workers.scheduling.request import Request
 from workers.scheduling.role import Disposition
 from workers.scheduling.scheduler import no_key
-from workers.transfer.receive import Incoming, Terms
+from workers.transfer.receive import Incoming, ReservationLimits
 from workers.transfer.role import MovingRole
 from workers.transfer.send import CHUNK_BYTES, Outgoing
 from workers.transfer.transfer_leader import TransferLeader
@@ -38,8 +38,10 @@ class DecodeRole(MovingRole):
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         config = config or DecodeConfig()
-        terms = Terms(headroom=config.headroom, retry_after_s=config.retry_after_s, max_lease_s=config.max_lease_s)
-        incoming = Incoming(transfers, pool, layout, terms, prefix_key=prefix_key)
+        limits = ReservationLimits(
+            headroom=config.headroom, retry_after_s=config.retry_after_s, max_lease_s=config.max_lease_s
+        )
+        incoming = Incoming(transfers, pool, layout, limits, prefix_key=prefix_key)
         super().__init__(transfers, incoming, Outgoing(transfers, pool, layout, chunk_bytes=chunk_bytes))
 
     def admissible(self, request: Request, now: float) -> bool:

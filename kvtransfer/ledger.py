@@ -156,7 +156,7 @@ class Ledger:
         self.num_changes += 1
         self._live[ticket.ticket_id] = _Entry(reservation, reservation.reserved_s + ticket.lease_s)
 
-    def settle(self, ticket_id: str, generation: int, num_blocks: int) -> tuple[int, ...]:
+    def truncate(self, ticket_id: str, generation: int, num_blocks: int) -> tuple[int, ...]:
         """Only the ticket's first `num_blocks` blocks will be written: the others belong to the caller now."""
         entry = self._entry(ticket_id, generation)
         if entry is None:

@@ -10,10 +10,10 @@ from protos.errors import Misconfigured
 
 _COLLECTIVE = "kvtransfer.transports.collective.collective:CollectiveTransport"
 _TRANSPORTS = {
+    "inproc": "kvtransfer.transports.inproc:InprocExchange",
     "auto": _COLLECTIVE,
     "shm": _COLLECTIVE,
     "collective": _COLLECTIVE,
-    "inproc": "kvtransfer.transports.inproc:Exchange",
 }
 """The values of `lanes.transport`, and those that only tests and simulators use."""
 

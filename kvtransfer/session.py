@@ -53,7 +53,7 @@ class Session:
         num_full = num_computed // self.ticket.layout.block_size - self.first_block
         return self.num_sent >= min(num_full, len(self.ticket.block_ids))
 
-    def settle(self, num_tokens: int) -> None:
+    def truncate(self, num_tokens: int) -> None:
         """The sequence will have so many tokens: the ticket's further blocks stay empty."""
         num_blocks = max(0, -(-num_tokens // self.ticket.layout.block_size) - self.first_block)
         assert self.num_offered <= num_blocks <= len(self.ticket.block_ids), "a sequence shrank, or outgrew its ticket"

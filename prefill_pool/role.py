@@ -22,7 +22,7 @@ from workers.kv.blocks import BlockPool
 from workers.scheduling.request import Request
 from workers.scheduling.role import Disposition
 from workers.scheduling.scheduler import no_key
-from workers.transfer.receive import Incoming, Terms
+from workers.transfer.receive import Incoming, ReservationLimits
 from workers.transfer.role import MovingRole
 from workers.transfer.send import Outgoing
 from workers.transfer.transfer_leader import TransferLeader
@@ -42,7 +42,7 @@ class PrefillRole(MovingRole):
         prefix_key: Callable[[int], bytes] = no_key,
     ) -> None:
         config = config or PrefillConfig()
-        incoming = Incoming(transfers, pool, layout, Terms(), prefix_key=prefix_key)
+        incoming = Incoming(transfers, pool, layout, ReservationLimits(), prefix_key=prefix_key)
         outgoing = Outgoing(transfers, pool, layout, chunk_bytes=config.chunk_bytes, group_bytes=config.group_bytes)
         super().__init__(transfers, incoming, outgoing)
 

@@ -38,7 +38,7 @@ from benchmarks.gpu.machine import GpuRates, measure_machine, name_of, require_g
 from protos.values import GenerateRequest, SamplingParams
 from workers.attention.registry import attention_for
 from workers.build import Rank, build_engine
-from workers.checkpoint.encoding import Place
+from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.registry import encodings_of
 from workers.config import SchedulerConfig, WorkerConfig
 from workers.engine.engine import Engine
@@ -162,7 +162,7 @@ def random_rank(config: WorkerConfig, model: ModelConfig, device: str) -> Rank:
     layout = model.kv_layout(block_size=config.block_size, dtype="bfloat16", tp=1)
     decoder = Decoder(
         model,
-        Place(
+        LayerContext(
             device=device,
             dtype=DTYPES["bfloat16"],
             parallel=Solo(),

@@ -39,8 +39,8 @@ MUTANTS = (
     Mutant(
         name="leak: room that a moved sequence did not need",
         module="workers.transfer.receive",
-        old="            self._pool.release(self.ledger.settle(ticket.ticket_id, ticket.generation, num_own))\n",
-        new="            self.ledger.settle(ticket.ticket_id, ticket.generation, num_own)\n",
+        old="            self._pool.release(self.ledger.truncate(ticket.ticket_id, ticket.generation, num_own))\n",
+        new="            self.ledger.truncate(ticket.ticket_id, ticket.generation, num_own)\n",
     ),
     Mutant(
         name="leak: cached blocks of a refused reservation",

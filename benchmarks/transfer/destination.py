@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.registry import transport
 from kvtransfer.transport import Arrived
-from kvtransfer.transports.rendezvous.store import Board, BoardStore
+from kvtransfer.transports.rendezvous.store import RendezvousServer, RendezvousStore
 from protos.values import KVLayout, LaneAddress
 
 LAYOUT = KVLayout.dense(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
@@ -63,7 +63,7 @@ def play_host(name: str) -> None:
 
 
 def raw_group(port: int, rank: int, device: str) -> Any:
-    store = BoardStore("127.0.0.1", port, "raw/", key=RAW_KEY, wait_s=PATIENCE_S)
+    store = RendezvousStore("127.0.0.1", port, "raw/", key=RAW_KEY, wait_s=PATIENCE_S)
     if device != "cpu":
         os.environ.pop("TORCH_NCCL_BLOCKING_WAIT", None)  # lanes set it: this is NCCL as torch has it
         return _backends.ProcessGroupNCCL(
@@ -123,7 +123,7 @@ def _told(parent: Connection) -> Iterator[None]:
 
 
 def _receive_raw(parent: Connection, order: Order) -> None:
-    board = Board("127.0.0.1", key=RAW_KEY)
+    board = RendezvousServer("127.0.0.1", key=RAW_KEY)
     parent.send(board.port)
     group, store = raw_group(board.port, 1, order.device)
     buffer_B = torch.zeros(max(map(max, order.rounds)), dtype=torch.uint8, device=order.device)

@@ -1,6 +1,6 @@
 """Lanes inside one process, by reference: for tests and simulators, which decide when a payload arrives.
 
-    InprocSender.offer ──▶ Exchange: carry(parcel, deliver) ── deliver() ──▶ InprocReceiver
+    InprocSender.offer ──▶ InprocExchange: carry(parcel, deliver) ── deliver() ──▶ InprocReceiver
 
 By default a parcel is delivered at once. A test keeps the `deliver` calls and makes them in any order; a simulator
 makes them when its clock says so.
@@ -22,7 +22,7 @@ from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parcel:
+class InprocParcel:
     """A payload on its way; `source` and `destination` are peer names."""
 
     source: str
@@ -33,10 +33,10 @@ class Parcel:
     offered_s: float
 
 
-Carry = Callable[[Parcel, Callable[[], None]], None]
+Carry = Callable[[InprocParcel, Callable[[], None]], None]
 
 
-def _at_once(parcel: Parcel, deliver: Callable[[], None]) -> None:
+def _at_once(parcel: InprocParcel, deliver: Callable[[], None]) -> None:
     deliver()
 
 
@@ -49,7 +49,7 @@ def _no_time() -> float:
     return 0.0
 
 
-class Exchange:
+class InprocExchange:
     """Where the ends of one process meet. `carry` is called for each parcel, and delivers it: now, later or never.
 
     `max_staged_bytes` bounds what may be under way on one lane. A lane carries one parcel after the other: by `clock`,
@@ -78,7 +78,7 @@ class Exchange:
         self._receivers[peer_name(address)] = receiver
         return receiver
 
-    def sever(
+    def cut(
         self,
         source: LaneAddress,
         destination: LaneAddress,
@@ -130,7 +130,9 @@ class _Lane:
 
 
 class InprocSender:
-    def __init__(self, exchange: Exchange, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, exchange: InprocExchange, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]
+    ) -> None:
         self.address = address
         self._name = peer_name(address)
         self._exchange = exchange
@@ -138,7 +140,7 @@ class InprocSender:
         self._wake = wake
         self._lanes: dict[str, _Lane] = {}
         self._events: deque[Sent | LaneLost] = deque()
-        self._under_way: list[Parcel] = []
+        self._under_way: list[InprocParcel] = []
 
     def open(self, ticket: Ticket) -> None:
         destination = ticket.destination
@@ -156,7 +158,7 @@ class InprocSender:
     def offer(self, ticket: Ticket, chunk: Chunk, payload: Any) -> None:
         with self._exchange._lock:
             lane = self._lane(peer_name(ticket.destination))
-            parcel = Parcel(
+            parcel = InprocParcel(
                 source=self._name,
                 destination=lane.peer,
                 chunk=chunk,
@@ -195,7 +197,7 @@ class InprocSender:
     def lanes(self) -> Sequence[LaneStats]:
         return [lane.stats() for lane in self._lanes.values()]
 
-    def loads(self) -> Sequence[LaneLoad]:
+    def lane_loads(self) -> Sequence[LaneLoad]:
         return [LaneLoad(transport="inproc", num_open=len(self._lanes))]
 
     def close_lane(self, peer: str) -> None:
@@ -223,7 +225,7 @@ class InprocSender:
                 return lane
         return self._lanes[peer]
 
-    def _deliver(self, lane: _Lane, parcel: Parcel) -> None:
+    def _deliver(self, lane: _Lane, parcel: InprocParcel) -> None:
         """Nothing happens for a parcel that was cancelled, or whose lane was lost, while it was under way."""
         with self._exchange._lock:
             now = self._exchange.clock()
@@ -236,7 +238,7 @@ class InprocSender:
             self._exchange._receivers[parcel.destination]._arrive(parcel, elapsed_s)
         self._wake()
 
-    def _forget(self, lane: _Lane, parcel: Parcel) -> None:
+    def _forget(self, lane: _Lane, parcel: InprocParcel) -> None:
         self._under_way = [other for other in self._under_way if other is not parcel]
         lane.num_staged_bytes -= parcel.num_bytes
 
@@ -251,7 +253,9 @@ class InprocSender:
 
 
 class InprocReceiver:
-    def __init__(self, exchange: Exchange, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, exchange: InprocExchange, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]
+    ) -> None:
         self.address = address
         self._exchange = exchange
         self._layout = layout
@@ -305,7 +309,7 @@ class InprocReceiver:
     def lanes(self) -> Sequence[LaneStats]:
         return [lane.stats() for lane in self._lanes.values()]
 
-    def loads(self) -> Sequence[LaneLoad]:
+    def lane_loads(self) -> Sequence[LaneLoad]:
         return [LaneLoad(transport="inproc", num_open=len(self._lanes))]
 
     def close_lane(self, peer: str) -> None:
@@ -329,7 +333,7 @@ class InprocReceiver:
             del self._staged[chunk]
         return payload
 
-    def _arrive(self, parcel: Parcel, elapsed_s: float) -> None:
+    def _arrive(self, parcel: InprocParcel, elapsed_s: float) -> None:
         lane = self._lanes.setdefault(parcel.source, _Lane(parcel.source))
         lane.moved(parcel.num_bytes, elapsed_s)
         self._staged.setdefault(parcel.chunk, deque()).append(parcel.payload)

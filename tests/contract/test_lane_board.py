@@ -12,26 +12,26 @@ from datetime import timedelta
 
 import pytest
 
-from kvtransfer.transports.rendezvous.board_key import CLAIM_BYTES, MAC_BYTES, NONCE_BYTES, WrongKey, accept, claim
-from kvtransfer.transports.rendezvous.store import MAX_LANES, MAX_STRANGERS, Board, BoardStore
+from kvtransfer.transports.rendezvous.key import CLAIM_BYTES, MAC_BYTES, NONCE_BYTES, WrongKey, accept, claim
+from kvtransfer.transports.rendezvous.store import MAX_LANES, MAX_STRANGERS, RendezvousServer, RendezvousStore
 
-Client = Callable[..., BoardStore]
+Client = Callable[..., RendezvousStore]
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    board = Board("127.0.0.1")
+def board() -> Iterator[RendezvousServer]:
+    board = RendezvousServer("127.0.0.1")
     yield board
     board.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "lane board"]
 
 
 @pytest.fixture
-def client(board: Board) -> Iterator[Client]:
-    stores: list[BoardStore] = []
+def client(board: RendezvousServer) -> Iterator[Client]:
+    stores: list[RendezvousStore] = []
 
-    def connect(prefix: str = "lane/") -> BoardStore:
-        stores.append(store := BoardStore("127.0.0.1", board.port, prefix, key=board.key, wait_s=10.0))
+    def connect(prefix: str = "lane/") -> RendezvousStore:
+        stores.append(store := RendezvousStore("127.0.0.1", board.port, prefix, key=board.key, wait_s=10.0))
         return store
 
     yield connect
@@ -109,7 +109,7 @@ def test_a_wait_ends_when_a_look_finds_that_it_is_in_vain(client: Client) -> Non
         store.get("never")
 
 
-def test_lanes_that_nobody_asks_for_are_forgotten_in_the_end(board: Board, client: Client) -> None:
+def test_lanes_that_nobody_asks_for_are_forgotten_in_the_end(board: RendezvousServer, client: Client) -> None:
     """A worker that is restarted again and again leaves something behind each time."""
     kept = client("p0#0>d0#1/")
     kept.set("epoch", "7")
@@ -159,7 +159,7 @@ def test_a_board_without_descriptors_serves_on_and_does_not_spin(
     ids=["http", "noise", "huge", "unknown verb", "half a number", "nothing"],
 )
 def test_a_client_that_says_nonsense_is_shown_out_and_the_others_served_on(
-    board: Board, client: Client, noise: bytes
+    board: RendezvousServer, client: Client, noise: bytes
 ) -> None:
     store = client()
     store.set("key", "kept")
@@ -185,7 +185,7 @@ def test_a_board_that_did_not_answer_in_time_is_not_asked_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as slow:
         with ThreadPoolExecutor(1) as pool:
             made = pool.submit(
-                BoardStore, "127.0.0.1", slow.getsockname()[1], "lane/", key=b"k", wait_s=1.0, answer_s=1.0
+                RendezvousStore, "127.0.0.1", slow.getsockname()[1], "lane/", key=b"k", wait_s=1.0, answer_s=1.0
             )
             connection, _ = slow.accept()
             connection.sendall(bytes(NONCE_BYTES))
@@ -198,7 +198,7 @@ def test_a_board_that_did_not_answer_in_time_is_not_asked_again() -> None:
             store.get("another")
 
 
-def test_a_closed_board_is_an_error_at_once(board: Board, client: Client) -> None:
+def test_a_closed_board_is_an_error_at_once(board: RendezvousServer, client: Client) -> None:
     store = client()
     board.close()
     with pytest.raises(OSError, match=r"gone|reset|[Bb]roken"):
@@ -210,10 +210,12 @@ def test_a_closed_board_is_an_error_at_once(board: Board, client: Client) -> Non
 # -- the key -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_client_with_another_key_is_refused_and_can_tell_why(board: Board, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_with_another_key_is_refused_and_can_tell_why(
+    board: RendezvousServer, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(2):
         with pytest.raises(WrongKey, match="it has another key"):
-            BoardStore("127.0.0.1", board.port, "lane/", key=b"guessed", wait_s=1.0)
+            RendezvousStore("127.0.0.1", board.port, "lane/", key=b"guessed", wait_s=1.0)
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert [record.getMessage() for record in warnings] == [
         "a connection from 127.0.0.1 to the board of lanes did not have its key: it was closed"
@@ -230,7 +232,7 @@ def test_a_client_with_another_key_is_refused_and_can_tell_why(board: Board, cap
     ],
     ids=["nothing", "a request", "zeros", "http"],
 )
-def test_a_stranger_neither_reads_nor_writes(board: Board, client: Client, spoken: bytes) -> None:
+def test_a_stranger_neither_reads_nor_writes(board: RendezvousServer, client: Client, spoken: bytes) -> None:
     store = client("")
     store.set("key", b"kept")
     with socket.create_connection(("127.0.0.1", board.port)) as stranger:
@@ -241,7 +243,7 @@ def test_a_stranger_neither_reads_nor_writes(board: Board, client: Client, spoke
     assert store.get("key") == b"kept"
 
 
-def test_a_claim_that_was_overheard_is_of_no_use_again(board: Board) -> None:
+def test_a_claim_that_was_overheard_is_of_no_use_again(board: RendezvousServer) -> None:
     with socket.create_connection(("127.0.0.1", board.port)) as honest:
         spoken = claim(board.key, honest.recv(NONCE_BYTES), bytes(NONCE_BYTES))
         honest.sendall(spoken)
@@ -252,7 +254,7 @@ def test_a_claim_that_was_overheard_is_of_no_use_again(board: Board) -> None:
         assert thief.recv(100) == b""
 
 
-def test_strangers_who_say_nothing_keep_nobody_out(board: Board, client: Client) -> None:
+def test_strangers_who_say_nothing_keep_nobody_out(board: RendezvousServer, client: Client) -> None:
     strangers = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(MAX_STRANGERS + 1)]
     try:
         assert len(strangers[0].recv(NONCE_BYTES)) == NONCE_BYTES
@@ -267,7 +269,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(board: Board, client: Client)
 def test_a_client_whose_place_a_stranger_took_before_its_claim_was_read_comes_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         port = listener.getsockname()[1]
-        made = pool.submit(BoardStore, "127.0.0.1", port, "lane/", key=b"secret", wait_s=1.0, answer_s=10.0)
+        made = pool.submit(RendezvousStore, "127.0.0.1", port, "lane/", key=b"secret", wait_s=1.0, answer_s=10.0)
         for is_kept in (False, True):
             connection, _ = listener.accept()
             with connection:
@@ -281,7 +283,7 @@ def test_a_client_whose_place_a_stranger_took_before_its_claim_was_read_comes_ag
 def test_a_client_finds_out_a_stranger_that_took_the_boards_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, ThreadPoolExecutor(1) as pool:
         made = pool.submit(
-            BoardStore, "127.0.0.1", taken.getsockname()[1], "lane/", key=b"secret", wait_s=1.0, answer_s=10.0
+            RendezvousStore, "127.0.0.1", taken.getsockname()[1], "lane/", key=b"secret", wait_s=1.0, answer_s=10.0
         )
         connection, _ = taken.accept()
         with connection:

@@ -12,8 +12,8 @@ import torch
 
 from kvtransfer.config import LaneConfig
 from kvtransfer.transport import LaneLost
-from kvtransfer.transports.collective.wire import Wire
-from kvtransfer.transports.rendezvous.store import BoardStore
+from kvtransfer.transports.collective.wire import LaneWire
+from kvtransfer.transports.rendezvous.store import RendezvousStore
 from protos.errors import TransferCorrupted
 from protos.values import LaneLoad
 from tests.contract.site import LAYOUT, PATIENCE_S, Site, address, chunk_of, kv, meet, one_head, push, ticket_for
@@ -50,7 +50,7 @@ def until(happened: Callable[[], bool]) -> None:
 
 
 def load_of(end: Any) -> LaneLoad:
-    (load,) = end.loads()
+    (load,) = end.lane_loads()
     assert isinstance(load, LaneLoad)
     return load
 
@@ -142,14 +142,14 @@ def test_all_ranks_part_and_meet_again(make_site: Sites) -> None:
 def freeze(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The sender's wire stops saying anything, as if its process had been stopped, until the event is set."""
     thawed = threading.Event()
-    send = Wire.send
+    send = LaneWire.send
 
-    def frozen(self: Wire, *args: Any) -> None:
+    def frozen(self: LaneWire, *args: Any) -> None:
         if not thawed.is_set():
             thawed.wait(PATIENCE_S)
         send(self, *args)
 
-    monkeypatch.setattr(Wire, "send", frozen)
+    monkeypatch.setattr(LaneWire, "send", frozen)
     return thawed
 
 
@@ -189,9 +189,9 @@ def test_a_quarantine_ends_for_good_when_the_peer_is_gone(make_site: Sites, monk
 
 
 def test_a_payload_with_another_checksum_ends_the_lane(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
-    receive = Wire.receive
+    receive = LaneWire.receive
 
-    def spoiled(self: Wire, rank: int, piece: torch.Tensor) -> None:
+    def spoiled(self: LaneWire, rank: int, piece: torch.Tensor) -> None:
         receive(self, rank, piece)
         piece.view(torch.uint8)[7] ^= 1
 
@@ -199,7 +199,7 @@ def test_a_payload_with_another_checksum_ends_the_lane(make_site: Sites, monkeyp
     sender, receiver, ticket = meet(site)
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
     site.events(receiver, 1)
-    monkeypatch.setattr(Wire, "receive", spoiled)
+    monkeypatch.setattr(LaneWire, "receive", spoiled)
     sender.offer(ticket, chunk_of(ticket, 1), kv(seed=1))
     (lost,) = site.events(receiver, 1)
     assert isinstance(lost, LaneLost)
@@ -227,14 +227,14 @@ def test_lanes_tell_over_what_they_go(make_site: Sites, over: str) -> None:
 
 def test_a_lane_whose_thread_does_not_end_is_stuck(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a library hangs: the lane says so, for whoever watches over the worker."""
-    monkeypatch.setattr(Wire, "sever", lambda self: None)
+    monkeypatch.setattr(LaneWire, "abort", lambda self: None)
     site = make_site(stall_s=1.0, heartbeat_s=0.05)
     sender, receiver, ticket = meet(site)
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
     site.events(receiver, 1)
     thawed = freeze(monkeypatch)
     until(lambda: any(isinstance(event, LaneLost) for event in receiver.poll()))
-    sender._lanes["d0#1"].lane.sever()  # type: ignore[attr-defined]
+    sender._lanes["d0#1"].lane.abort()  # type: ignore[attr-defined]
     until(lambda: [lane.state for lane in sender.lanes()] == ["stuck"])
     monkeypatch.undo()
     thawed.set()
@@ -251,7 +251,7 @@ def test_a_source_that_dies_while_the_lane_is_opened_is_gone_at_once(make_site: 
     receiver = site.receiver(address("d0"), layout=layout)
     receiver.expect(address("p0"), layout)
     at = receiver.address
-    source = BoardStore(at.host, at.port, "p0#1>d0#1/", key=at.key.encode(), wait_s=PATIENCE_S)
+    source = RendezvousStore(at.host, at.port, "p0#1>d0#1/", key=at.key.encode(), wait_s=PATIENCE_S)
     source.leave_behind("0/gone", "rank 0 of 2")
     source.set("0/here/0", "1")
     source.wait([f"0/here/{layout.tp}"])

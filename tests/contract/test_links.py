@@ -23,9 +23,9 @@ from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.transports.collective.choice import TransportRefused, open_links
 from kvtransfer.transports.links.base import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
 from kvtransfer.transports.links.host_staged import HostStaged, why_no_nccl
-from kvtransfer.transports.links.shm import Door, LinkBroken, Ring, knock, prove
+from kvtransfer.transports.links.shm import LinkBroken, Ring, ShmListener, connect, prove
 from kvtransfer.transports.links.staging import Staging
-from kvtransfer.transports.rendezvous.store import Board, BoardStore
+from kvtransfer.transports.rendezvous.store import RendezvousServer, RendezvousStore
 
 PATIENCE = timedelta(seconds=20)
 CONFIG = LaneConfig(stall_s=20.0, message_bytes=1000)
@@ -37,12 +37,12 @@ class Lane:
     """All ranks of a lane of `num_sources` to `num_destinations`, each with a link to every rank of the other side."""
 
     def __init__(self, num_sources: int, num_destinations: int) -> None:
-        self.board = Board("127.0.0.1")
+        self.board = RendezvousServer("127.0.0.1")
         self.size = num_sources + num_destinations
         self.sources = tuple(range(num_sources))
         self.destinations = tuple(range(num_sources, self.size))
         self.links: list[Links] = []
-        self._stores: list[BoardStore] = []
+        self._stores: list[RendezvousStore] = []
 
     def open(self, *preferences: Preference) -> list[Links]:
         """Every rank in a thread of its own; a single preference is everybody's."""
@@ -56,7 +56,7 @@ class Lane:
 
     def close(self) -> None:
         for links in self.links:
-            links.sever()
+            links.abort()
             links.close()
         for store in self._stores:
             store.close()
@@ -64,7 +64,7 @@ class Lane:
 
     def _meeting(self, rank: int, preference: Preference) -> Meeting:
         self._stores.append(
-            store := BoardStore("127.0.0.1", self.board.port, "lane/", key=self.board.key, wait_s=CONFIG.stall_s)
+            store := RendezvousStore("127.0.0.1", self.board.port, "lane/", key=self.board.key, wait_s=CONFIG.stall_s)
         )
         sends = rank in self.sources
         return Meeting(
@@ -163,7 +163,7 @@ def test_a_wait_ends_when_either_end_severs(lane: Opens, kind: Preference, who: 
     waiting = destination.control.recv([torch.zeros(8, dtype=torch.uint8)], 0, HEADER_TAG)
     with ThreadPoolExecutor(1) as pool:
         outcome = pool.submit(waiting.wait, PATIENCE)
-        (source if who == "source" else destination).sever()
+        (source if who == "source" else destination).abort()
         with pytest.raises(RuntimeError):
             outcome.result()
 
@@ -244,25 +244,25 @@ def test_what_is_asked_for_is_had_or_refused(lane: Opens, preferences: tuple[Pre
 
 
 def test_a_stranger_who_knows_the_door_but_not_the_token_gets_no_memory() -> None:
-    door = Door("cpu", 100)
-    connection = knock(door.notice[:16] + bytes(16), 0)
+    listener = ShmListener("cpu", 100)
+    connection = connect(listener.notice[:16] + bytes(16), 0)
     with pytest.raises(LinkBroken, match="stranger"):
-        door.admit([0], 5.0)
+        listener.accept([0], 5.0)
     assert connection.recv(1) == b""
     connection.close()
 
 
 def test_who_says_no_hello_is_a_stranger() -> None:
-    door = Door("cpu", 100)
+    listener = ShmListener("cpu", 100)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect("\0baton-kv-" + door.notice[:16].hex())
+    connection.connect("\0baton-kv-" + listener.notice[:16].hex())
     connection.send(b"?")
     with pytest.raises(LinkBroken, match="stranger"):
-        door.admit([0], 5.0)
+        listener.accept([0], 5.0)
     connection.close()
 
 
-class Deaf(BoardStore):
+class Deaf(RendezvousStore):
     """Is cut off from the board once the ranks have proved what they share."""
 
     def get(self, key: str) -> bytes:
@@ -274,7 +274,7 @@ class Deaf(BoardStore):
 def test_a_lane_that_ends_while_it_is_opened_leaves_no_socket(lane: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does that is closed before anything was sent."""
     before = our_shm_sockets()
-    monkeypatch.setattr(sys.modules[__name__], "BoardStore", Deaf)
+    monkeypatch.setattr(sys.modules[__name__], "RendezvousStore", Deaf)
     with pytest.raises(ConnectionError) as failed:
         lane(1, 1).open("shm")
     assert our_shm_sockets() == before, f"while {failed.value} still holds the frames it came through"
@@ -289,8 +289,8 @@ def our_shm_sockets() -> list[str]:
 
 def test_who_does_not_write_into_the_memory_has_proved_nothing() -> None:
     """As a source whose mapping is a copy: it has the descriptor, and the destination sees nothing of it."""
-    door = Door("cpu", 100)
-    connection = knock(door.notice, 0)
+    listener = ShmListener("cpu", 100)
+    connection = connect(listener.notice, 0)
 
     def pretend() -> None:
         _, fds, _, _ = socket.recv_fds(connection, 4096, 1)
@@ -300,7 +300,7 @@ def test_who_does_not_write_into_the_memory_has_proved_nothing() -> None:
     with ThreadPoolExecutor(1) as pool:
         pretending = pool.submit(pretend)
         with pytest.raises(LinkBroken, match="it has not"):
-            door.admit([0], 5.0)
+            listener.accept([0], 5.0)
         pretending.result()
     connection.close()
 
@@ -311,7 +311,7 @@ def test_memory_that_could_be_cut_off_is_not_mapped(lie: str) -> None:
     ring = Ring.make("cpu", 100)
     with pytest.raises(PermissionError):
         os.ftruncate(ring.shared[0][0], 0)
-    ring.forget_names()
+    ring.unlink()
     fd = os.memfd_create("baton-kv", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 100 if lie == "too short" else 400)
     if lie == "too short":
@@ -321,18 +321,18 @@ def test_memory_that_could_be_cut_off_is_not_mapped(lie: str) -> None:
 
 
 def test_a_door_that_is_not_there_is_an_error_at_once() -> None:
-    door = Door("cpu", 100)
-    notice = door.notice
-    door.close()
+    listener = ShmListener("cpu", 100)
+    notice = listener.notice
+    listener.close()
     with pytest.raises(OSError, match="refused"):
-        knock(notice, 0)
+        connect(notice, 0)
 
 
 def test_a_slot_that_cannot_be_ends_the_link(lane: Opens) -> None:
     """What a peer says of the ring is not believed: no read goes beyond it."""
     source, destination = lane(1, 1).open("shm")
     liar = source.control._links[1]
-    liar.tell(b"\xfe" + (2**31).to_bytes(4, "little"), 5.0)
+    liar.write(b"\xfe" + (2**31).to_bytes(4, "little"), 5.0)
     with pytest.raises(LinkBroken, match="cannot be"):
         move(destination.payloads.recv, [torch.zeros(5000, dtype=torch.uint8)], 0, PAYLOAD_TAG)
 
@@ -344,9 +344,9 @@ def test_a_ring_has_no_name_and_leaves_nothing() -> None:
 
     gc.collect()  # rings of other tests
     before, names = descriptors(), set(Path("/dev/shm").iterdir())
-    door = Door("cpu", 100)
-    connection = knock(door.notice, 3)
-    proving, admitting = beside(lambda: prove(connection, 5.0), lambda: door.admit([3], 5.0))
+    listener = ShmListener("cpu", 100)
+    connection = connect(listener.notice, 3)
+    proving, admitting = beside(lambda: prove(connection, 5.0), lambda: listener.accept([3], 5.0))
     assert len(descriptors()) == len(before) + 2, "one for each end's mapping"
     assert set(Path("/dev/shm").iterdir()) == names
     proving.close()
@@ -360,7 +360,7 @@ def test_a_ring_is_bounded() -> None:
     ring = Ring.make("cpu", 100)
     assert ring.memory_B.numel() == ring.num_slots * 100
     assert ring.slot(ring.num_slots, 100).data_ptr() == ring.slot(0, 100).data_ptr()
-    ring.forget_names()
+    ring.unlink()
 
 
 def test_no_thread_is_left() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvtransfer.transports.links.nccl import NcclGroup, require_here
-from kvtransfer.transports.rendezvous.store import Board, BoardStore
+from kvtransfer.transports.rendezvous.store import RendezvousServer, RendezvousStore
 
 NEVER = timedelta(seconds=600)
 BYTES = [torch.zeros(1, dtype=torch.uint8)]
@@ -75,19 +75,19 @@ def test_one_that_never_ends_is_not_awaited_without_end() -> None:
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    board = Board("127.0.0.1")
+def board() -> Iterator[RendezvousServer]:
+    board = RendezvousServer("127.0.0.1")
     yield board
     board.close()
 
 
 @pytest.fixture
-def join(board: Board) -> Iterator[Callable[[int], BoardStore]]:
-    stores: list[BoardStore] = []
+def join(board: RendezvousServer) -> Iterator[Callable[[int], RendezvousStore]]:
+    stores: list[RendezvousStore] = []
 
-    def join(rank: int) -> BoardStore:
+    def join(rank: int) -> RendezvousStore:
         """As `Rendezvous` does."""
-        stores.append(store := BoardStore("127.0.0.1", board.port, "lane/", key=board.key, wait_s=10.0))
+        stores.append(store := RendezvousStore("127.0.0.1", board.port, "lane/", key=board.key, wait_s=10.0))
         store.leave_behind("0/gone", f"rank {rank} of 2")
         return store
 
@@ -106,7 +106,10 @@ def join(board: Board) -> Iterator[Callable[[int], BoardStore]]:
     ids=["killed", "left", "destination killed"],
 )
 def test_who_waits_hears_of_a_peer_that_dies(
-    board: Board, join: Callable[[int], BoardStore], happens: Callable[[Board, BoardStore], None], reason: str
+    board: RendezvousServer,
+    join: Callable[[int], RendezvousStore],
+    happens: Callable[[RendezvousServer, RendezvousStore], None],
+    reason: str,
 ) -> None:
     """Long before its patience is over."""
     store, other = join(0), join(1)

@@ -158,7 +158,7 @@ def test_staging_uses_memory_again_and_keeps_no_more_than_it_may() -> None:
     again = staging.take(200_000)
     assert (again.data_ptr(), again.numel()) == (address_of_first, 200_000)
     staging.give(torch.zeros(9))  # not ours
-    staging.forget(again)
+    staging.discard(again)
     large = [staging.take(2**20) for _ in range(3)]
     for one in large:
         staging.give(one)

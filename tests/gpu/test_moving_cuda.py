@@ -16,7 +16,7 @@ import torch
 
 from decode_pool.role import DecodeRole
 from kvtransfer.hashing import chain_hashes
-from kvtransfer.transports.inproc import Exchange
+from kvtransfer.transports.inproc import InprocExchange
 from protos.values import FinishReason, GenerateRequest, LaneAddress, MoveRequest, ReserveRequest, ShareRequest, Ticket
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, answer, colocated, ranks_of
@@ -62,7 +62,7 @@ class Worker:
         return self.role.reserve(asked, 0.0)
 
 
-def make_worker(rank: Rank, name: str, exchange: Exchange) -> Worker:
+def make_worker(rank: Rank, name: str, exchange: InprocExchange) -> Worker:
     address = LaneAddress(worker_id=name, incarnation=1, host="127.0.0.1", port=0)
     sender, receiver = exchange.sender(address, rank.layout), exchange.receiver(address, rank.layout)
     memory: Any = lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)  # noqa: E731
@@ -81,7 +81,7 @@ def make_worker(rank: Rank, name: str, exchange: Exchange) -> Worker:
 
 @contextmanager
 def two(config: WorkerConfig) -> Iterator[tuple[Worker, Worker]]:
-    exchange = Exchange()
+    exchange = InprocExchange()
     with ranks_of(config) as (here,), ranks_of(config) as (there,):
         yield make_worker(here, "d0", exchange), make_worker(there, "d1", exchange)
 

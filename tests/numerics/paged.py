@@ -26,9 +26,9 @@ class PagedRun:
     ) -> None:
         self.model = model
         self.told: list[int] = []
-        tp = model.place.parallel.size
+        tp = model.context.parallel.size
         layout = model.config.kv_layout(
-            block_size=block_size, dtype=str(model.place.dtype).removeprefix("torch."), tp=tp
+            block_size=block_size, dtype=str(model.context.dtype).removeprefix("torch."), tp=tp
         )
         self.storage = KVStorage(layout, num_blocks=num_blocks)
         self._attention = attention_for(self.storage, attention)

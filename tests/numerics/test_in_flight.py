@@ -16,7 +16,7 @@ from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, oracle_answers
 from workers.attention.base import AttentionInputs, CosSin
 from workers.batch import Batch, Row, Sample
-from workers.checkpoint.encoding import Place
+from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.registry import encodings_of
 from workers.config import WorkerConfig
 from workers.grammar.base import Mask
@@ -118,15 +118,17 @@ def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, mon
     folder, _ = checkpoint("llama")
     config = read_config(folder)
     monkeypatch.setattr("workers.sampling.sampler._choose", lambda logits_RV, samples: logits_RV.argmax(dim=-1))
-    place = Place(device="meta", dtype=torch.float32, parallel=Solo(), kernels=reference, encodings=encodings_of({}))
+    context = LayerContext(
+        device="meta", dtype=torch.float32, parallel=Solo(), kernels=reference, encodings=encodings_of({})
+    )
     attention = Valueless()
-    runner = TorchRunner(Decoder(config, place), attention, block_size=16, grammars=Everything())
+    runner = TorchRunner(Decoder(config, context), attention, block_size=16, grammars=Everything())
     plain, bound = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, grammar="start: /.*/")
     busy = SamplingParams(seed=1, logprobs=4, frequency_penalty=0.2, repetition_penalty=1.1, logit_bias=((3, 1.0),))
 
-    def row(name: str, params: SamplingParams, **place: Any) -> Row:
+    def row(name: str, params: SamplingParams, **context: Any) -> Row:
         known = {"prompt_ids": (5, 6), "output_ids": (7,), "banned_ids": (2,)} if params is busy else {}
-        return Row(request_id=name, block_tables=((0, 1),), sample=Sample(params=params, index=1, **known), **place)
+        return Row(request_id=name, block_tables=((0, 1),), sample=Sample(params=params, index=1, **known), **context)
 
     prompts = (row("a", plain, token_ids=(5, 6, 7), start=0), row("b", busy, token_ids=(5, 6), start=0))
     runner.launch(Batch(rows=(*prompts, row("c", bound, token_ids=(5, 6), start=0))))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
 from workers.kernels import cpu, reference
 from workers.kernels.cpu.build import Native, Tiles, native, native_tiles
-from workers.kernels.cpu.layers import Rows
+from workers.kernels.cpu.layers import RowTables
 from workers.kv.storage import KVStorage
 
 _TILE_DEPTH = 32
@@ -41,17 +41,17 @@ class NativeAttention:
         self.caches = {
             layer: (storage.keys(layer), storage.values(layer)) for layer in storage.layout.groups[group].layers
         }
-        self._rows: Rows | None = None
+        self._rows: RowTables | None = None
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowTables:
         """Of the step that has begun."""
         assert self._rows is not None, "no step has begun"
         return self._rows
 
     def begin(self, inputs: AttentionInputs) -> None:
         tables = inputs.tables[self._group]
-        self._rows = Rows(
+        self._rows = RowTables(
             slots_T=tables.slots_T.contiguous(),
             query_starts=torch.tensor(inputs.query_starts),
             context_lens=torch.tensor(inputs.context_lens),
@@ -95,7 +95,7 @@ class NativeAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DecodeBatch:
-    """Rows of one token whose contexts are within a factor of two of one another.
+    """RowTables of one token whose contexts are within a factor of two of one another.
 
     `pages` index the cache as [blocks * K, block size * D]; `hidden` are the (row, position) pairs that the mask
     leaves out: their contents are zeroed, since not even a weight of zero hides another sequence's NaN.

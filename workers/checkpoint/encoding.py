@@ -1,6 +1,6 @@
-"""The seam between a linear layer and the format of its weight: an `Encoding` makes the layer's `Matrix`.
+"""The seam between a linear layer and the format of its weight: an `WeightEncoding` makes the layer's `Matrix`.
 
-    checkpoint ── WeightSource ──▶ Slot ── Matrix.slots ◀── Encoding.matrix(place, share) ◀── linear layer
+    checkpoint ── WeightSource ──▶ Slot ── Matrix.slots ◀── WeightEncoding.matrix(context, share) ◀── linear layer
 
 A layer names the projections that it fuses and the part of each that its rank holds. The encoding allocates what it
 needs, lists the checkpoint's tensors that fill it, and multiplies.
@@ -33,7 +33,7 @@ class Projection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class WeightShare:
     """What one rank holds of a linear layer: outputs of `projections`, side by side, and a range of their inputs."""
 
     projections: tuple[Projection, ...]
@@ -64,10 +64,10 @@ class Matrix(Protocol):
     def slots(self) -> Iterator[Slot]: ...
 
 
-class Encoding(Protocol):
+class WeightEncoding(Protocol):
     """How linear weights lie in a checkpoint."""
 
-    def matrix(self, place: Place, share: Share, *, gated: bool = False) -> Matrix:
+    def matrix(self, context: LayerContext, share: WeightShare, *, gated: bool = False) -> Matrix:
         """Unset until its slots are filled. `gated`: two projections, and the product is silu(first) * second.
 
         Raises UnsupportedModel when the share cannot be cut out of this encoding.
@@ -75,19 +75,19 @@ class Encoding(Protocol):
         ...
 
 
-Encodings = Callable[[str], Encoding]
+WeightEncodings = Callable[[str], WeightEncoding]
 """The encoding of a linear weight by its name in the checkpoint: a checkpoint may leave some layers as floats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LayerContext:
     """Where a layer's weights live and what it computes with: the same for every layer of a model."""
 
     device: str
     dtype: torch.dtype
     parallel: TensorParallel
     kernels: Kernels
-    encodings: Encodings
+    encodings: WeightEncodings
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -95,7 +95,7 @@ class Place:
     def zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def matrix(self, share: Share, *, gated: bool = False) -> Matrix:
+    def matrix(self, share: WeightShare, *, gated: bool = False) -> Matrix:
         """The matrix of a linear layer. Projections that are fused have one encoding."""
         encodings = [self.encodings(projection.name) for projection in share.projections]
         assert all(encoding is encodings[0] for encoding in encodings), f"{share.projections} differ in their encoding"

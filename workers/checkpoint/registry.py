@@ -14,10 +14,10 @@ from workers.checkpoint.safetensors import check_safetensors, open_safetensors
 from workers.checkpoint.source import WeightSource
 
 if TYPE_CHECKING:
-    from workers.checkpoint.encoding import Encodings
+    from workers.checkpoint.encoding import WeightEncodings
 
 _ENCODINGS: Mapping[str | None, str] = {None: "workers.checkpoint.encodings.floats:encodings"}
-"""By `quant_method`: a function from the quantization_config to `Encodings`. None: config.json has no such field."""
+"""By `quant_method`, None where config.json has none: a function from the quantization_config to `WeightEncodings`."""
 
 
 def check_weights(folder: Path) -> None:
@@ -45,7 +45,7 @@ def require_known_encoding(config: Fields) -> None:
         )
 
 
-def encodings_of(quantization: Mapping[str, Any]) -> Encodings:
+def encodings_of(quantization: Mapping[str, Any]) -> WeightEncodings:
     """Of a checkpoint with this quantization_config (empty: none), which `require_known_encoding` has let through."""
-    found: Encodings = resolve_name(_ENCODINGS[quantization.get("quant_method")])(quantization)
+    found: WeightEncodings = resolve_name(_ENCODINGS[quantization.get("quant_method")])(quantization)
     return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
-from workers.checkpoint.encoding import Place
+from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.slots import Loadable, Slot
 from workers.kernels.cpu.layers import LayerWeights
 from workers.models.config import ModelConfig, check_parallel
@@ -22,7 +22,7 @@ from workers.models.layers.rope import Rotation
 
 Through = Callable[[torch.Tensor, torch.Tensor, CosSin, AttentionInputs], None]
 """Takes what a layer adds and the stream it adds it to, each [T, E], from before the first layer to behind the last, in
-place. The attention has begun the step."""
+context. The attention has begun the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +44,16 @@ class Decoder:
     Made by `workers.models.loader.load_model`; the constructor leaves the weights unset.
     """
 
-    def __init__(self, config: ModelConfig, place: Place) -> None:
-        check_parallel(config, place.parallel.size)
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        check_parallel(config, context.parallel.size)
         self.config = config
-        self.place = place
-        self._embedding = Embedding(place, "model.embed_tokens", config.vocab_size, config.hidden_size)
-        self._rotation = Rotation(config.rope, config.head_dim, place.device)
-        self._layers = [_DecoderLayer(place, config, layer) for layer in range(config.num_layers)]
-        self._norm = RMSNorm(place, "model.norm", config.hidden_size, config.norm_eps)
+        self.context = context
+        self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
+        self._rotation = Rotation(config.rope, config.head_dim, context.device)
+        self._layers = [_DecoderLayer(context, config, layer) for layer in range(config.num_layers)]
+        self._norm = RMSNorm(context, "model.norm", config.hidden_size, config.norm_eps)
         tied = self._embedding if config.tied_embeddings else None
-        self._head = Head(place, config.vocab_size, config.hidden_size, tied=tied)
+        self._head = Head(context, config.vocab_size, config.hidden_size, tied=tied)
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, attention: AttentionBackend, through: Through | None = None) -> torch.Tensor:
@@ -97,12 +97,12 @@ class Decoder:
 class _DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)); each addition is left to the norm that follows it."""
 
-    def __init__(self, place: Place, config: ModelConfig, layer: int) -> None:
+    def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
         family, prefix = BY_NAME[config.family], f"model.layers.{layer}"
-        self._attention_norm = RMSNorm(place, f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps)
-        self._attention = family.attention(place, f"{prefix}.self_attn", config, layer)
-        self._mlp_norm = RMSNorm(place, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps)
-        self._mlp = family.mlp(place, f"{prefix}.mlp", config, layer)
+        self._attention_norm = RMSNorm(context, f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps)
+        self._attention = family.attention(context, f"{prefix}.self_attn", config, layer)
+        self._mlp_norm = RMSNorm(context, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps)
+        self._mlp = family.mlp(context, f"{prefix}.mlp", config, layer)
 
     def __call__(
         self,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
-from workers.checkpoint.encoding import Place
+from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.registry import encodings_of, open_source
 from workers.checkpoint.slots import Slot
 from workers.checkpoint.source import WeightSource
@@ -44,14 +44,14 @@ def load_model(
     folder = Path(path)
     config = read_config(folder)
     with open_source(folder) as source:
-        place = Place(
+        context = LayerContext(
             device=device,
             dtype=_DTYPES[dtype],
             parallel=parallel or Solo(),
             kernels=kernels_for(device),
             encodings=encodings_of(config.quantization),
         )
-        decoder = Decoder(config, place)
+        decoder = Decoder(config, context)
         slots = list(decoder.slots())
         _check(folder, slots, source, config.tied_embeddings)
         _fill(slots, source, on_progress or (lambda done, total: None))

@@ -18,8 +18,8 @@ from typing import Any, TypeVar, cast
 from msgspec.structs import replace
 from torch.distributed import DistError
 
-from kvtransfer.transports.rendezvous.board_key import WrongKey
-from kvtransfer.transports.rendezvous.store import Board, BoardStore
+from kvtransfer.transports.rendezvous.key import WrongKey
+from kvtransfer.transports.rendezvous.store import RendezvousServer, RendezvousStore
 from protos.codec import Messages
 from protos.errors import BatonError, UnreadableMessage, WorkerLost
 from protos.values import LaneAddress, SamplingParams
@@ -159,12 +159,12 @@ def share_address(group: TensorParallel, address: LaneAddress) -> LaneAddress:
     return met
 
 
-class HostedStore(BoardStore):
+class HostedStore(RendezvousStore):
     """Rank 0's meeting place, with the board it lies on. Not torch's TCPStore: that one asks DNS for the name of each
     rank that comes, and one lost packet holds the start up for five seconds."""
 
     def __init__(self, host: str, port: int, *, key: bytes, timeout_s: float) -> None:
-        board = Board(host, port, key=key)
+        board = RendezvousServer(host, port, key=key)
         super().__init__(host, board.port, "", key=board.key, wait_s=timeout_s)
         self.port = board.port
         self.key = board.key
@@ -181,13 +181,13 @@ def open_store(host: str, port: int = 0, *, key: bytes = b"", timeout_s: float =
     return HostedStore(host, port, key=key, timeout_s=timeout_s)
 
 
-def find_store(host: str, port: int, *, key: bytes, timeout_s: float = 60.0) -> BoardStore:
+def find_store(host: str, port: int, *, key: bytes, timeout_s: float = 60.0) -> RendezvousStore:
     """The store that rank 0 opens, or has opened, at this address. Raises WorkerLost when none is opened there, or one
     with another key."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            return BoardStore(host, port, "", key=key, wait_s=timeout_s)
+            return RendezvousStore(host, port, "", key=key, wait_s=timeout_s)
         except WrongKey as error:
             raise WorkerLost(f"{host}:{port} is not where the ranks of this worker meet: {error}") from error
         except OSError as error:
@@ -196,7 +196,9 @@ def find_store(host: str, port: int, *, key: bytes, timeout_s: float = 60.0) -> 
         time.sleep(_RETRY_S)
 
 
-def meet(store: BoardStore | None, *, rank: int, size: int, name: str, device: str, timeout_s: float) -> TensorParallel:
+def meet(
+    store: RendezvousStore | None, *, rank: int, size: int, name: str, device: str, timeout_s: float
+) -> TensorParallel:
     """The group of a worker's ranks, once all have come. `store` is not needed, nor used, when there is one rank.
 
     `name` tells this group from others over the same store: give every incarnation of a worker its own. `timeout_s`

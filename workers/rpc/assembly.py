@@ -16,7 +16,7 @@ from kvtransfer.config import LaneConfig
 from kvtransfer.hashing import fastest
 from kvtransfer.registry import transport
 from kvtransfer.transport import Receiver, Sender
-from kvtransfer.transports.rendezvous.store import BoardStore
+from kvtransfer.transports.rendezvous.store import RendezvousStore
 from protos.values import LaneAddress, WorkerInfo, WorkerRole
 from workers.build import Rank, build_engine, device_of, follow_rank0, make_transfer, open_rank
 from workers.config import Seat, WorkerConfig
@@ -102,7 +102,7 @@ def lane_ends(config: LaneConfig, rank: Rank, seat: Seat, bell: Bell) -> Ends:
     return Ends(sender=lanes.sender(lane_address(seat), rank.layout, wake=bell.ring), receiver=receiver)
 
 
-def _meet(config: WorkerConfig, seat: Seat, store: BoardStore | None) -> TensorParallel:
+def _meet(config: WorkerConfig, seat: Seat, store: RendezvousStore | None) -> TensorParallel:
     assert seat.size == 1 or seat.store_key, "the launcher gives all ranks of a worker one store_key"
     return meet(
         store,

@@ -70,7 +70,7 @@ class DecodeGraphs:
         max_blocks: int,
         num_groups: int = 1,
     ) -> None:
-        device = decoder.place.device
+        device = decoder.context.device
         self._decoder = decoder
         self._attention = attention
         self._recorder = recorder

@@ -56,8 +56,8 @@ class TorchRunner:
         self._through = fused_layers(decoder, attention, self._attention.tell)
         self._block_size = block_size
         self._grammars = grammars
-        self._device = decoder.place.device
-        self._parallel = decoder.place.parallel
+        self._device = decoder.context.device
+        self._parallel = decoder.context.parallel
         self._shares_tokens = shares_tokens and self._parallel.size > 1
         self._sampled: Mapping[int, int] = {}
         self._ids_R = torch.zeros(0, dtype=torch.int64, device=self._device)

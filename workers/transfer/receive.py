@@ -40,7 +40,7 @@ _MOVING = (TicketState.RESERVED, TicketState.SENDING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class ReservationLimits:
     """`headroom` is the part of all blocks that reservations leave to running answers. A refused reservation may be
     tried again after `retry_after_s`; nobody gets a longer lease than `max_lease_s`."""
 
@@ -58,7 +58,7 @@ class Incoming:
         transfers: TransferLeader,
         pool: BlockPool,
         layout: KVLayout,
-        terms: Terms,
+        limits: ReservationLimits,
         *,
         prefix_key: Callable[[int], bytes] = no_key,
     ) -> None:
@@ -66,7 +66,7 @@ class Incoming:
         self._transfers = transfers
         self._pool = pool
         self._layout = layout
-        self._terms = terms
+        self._limits = limits
         self._prefix_key = prefix_key
         self._failed: dict[str, BatonError] = {}
         self._num_bytes = 0
@@ -79,7 +79,7 @@ class Incoming:
 
     @property
     def retry_after_s(self) -> float:
-        return self._terms.retry_after_s
+        return self._limits.retry_after_s
 
     # -- reservations --------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Incoming:
         ticket = Ticket(
             ticket_id=request.request_id,
             generation=request.generation,
-            lease_s=min(request.lease_s, self._terms.max_lease_s),
+            lease_s=min(request.lease_s, self._limits.max_lease_s),
             block_ids=tuple(block_ids),
             num_cached_tokens=len(cached_ids) * self._layout.block_size,
             layout=self._layout,
@@ -152,7 +152,7 @@ class Incoming:
         cached_ids = self._cached(request)
         pool.acquire(cached_ids)
         num_missing = pool.blocks_for(_num_tokens(request)) - len(cached_ids)
-        kept_free = 0 if was_idle else int(self._terms.headroom * pool.num_blocks)
+        kept_free = 0 if was_idle else int(self._limits.headroom * pool.num_blocks)
         block_ids = pool.allocate(num_missing) if pool.num_free >= num_missing + kept_free else None
         if block_ids is None:
             num_free = pool.num_free
@@ -160,7 +160,7 @@ class Incoming:
             raise Overloaded(
                 f"worker {self._transfers.address.worker_id} has {num_free} free KV blocks and keeps {kept_free} of "
                 f"them for running answers: {num_missing} are needed",
-                retry_after_s=self._terms.retry_after_s,
+                retry_after_s=self._limits.retry_after_s,
             )
         return cached_ids, block_ids
 
@@ -203,7 +203,7 @@ class Incoming:
             self._abort(ticket.ticket_id, "its request asks for logprobs of the prompt", ticket.generation)
             self._pull_failed(request, self._fate(ticket))
             return True
-        self._pool.release(self.ledger.settle(ticket.ticket_id, ticket.generation, len(ticket.block_ids)))
+        self._pool.release(self.ledger.truncate(ticket.ticket_id, ticket.generation, len(ticket.block_ids)))
         state = self.ledger.state(ticket.ticket_id, ticket.generation)
         if state in _MOVING:
             return False
@@ -278,7 +278,7 @@ class Incoming:
         if reservation is not None and reservation.grows:
             num_blocks = self._pool.blocks_for(max(num_tokens, len(reservation.token_ids)))
             num_own = num_blocks - len(reservation.cached_ids)
-            self._pool.release(self.ledger.settle(ticket.ticket_id, ticket.generation, num_own))
+            self._pool.release(self.ledger.truncate(ticket.ticket_id, ticket.generation, num_own))
 
     def _adopt(self, request: Request, ticket: Ticket) -> None:
         """At least the last known token stays to be computed: the next one is sampled from it. Raises InvalidRequest;

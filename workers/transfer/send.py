@@ -180,7 +180,7 @@ class Outgoing:
         push = Push(shared, session, now, complete=shared.complete)
         self._add(push)  # which may fail: nothing is held for it until then
         self._pool.acquire(block_ids)
-        session.settle((session.first_block + num_blocks) * ticket.layout.block_size)
+        session.truncate((session.first_block + num_blocks) * ticket.layout.block_size)
         return num_blocks
 
     def _open(self, ticket: Ticket, now: float) -> Session:
@@ -330,7 +330,7 @@ class Outgoing:
             return
         if push.moves and not push.complete and push.caught_up():
             push.complete = True
-            session.settle(source.num_computed)
+            session.truncate(source.num_computed)
             self._moved.append(push.request_id)
             self._num_moved += 1
             push.known = (source.num_computed, True)

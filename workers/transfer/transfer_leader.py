@@ -160,7 +160,7 @@ class TransferLeader:
     def lane_loads(self) -> tuple[LaneLoad, ...]:
         """Counters of rank 0's lanes, by transport."""
         ends = (self._transfer.sender, self._transfer.receiver)
-        loads = [load for end in ends if end is not None for load in end.loads()]
+        loads = [load for end in ends if end is not None for load in end.lane_loads()]
         if loads != self._loads:  # they seldom change, and every message of a worker carries them
             self._loads, self._merged = loads, merged(loads)
         return self._merged

@@ -1,6 +1,6 @@
 """The wires KV travels on: every worker's card sends and receives at one rate, a lane can be slow, held up or cut.
 
-Exchange.carry(parcel) ─▶ when both cards are free ─▶ bytes / rate ─▶ delay ─▶ deliver
+InprocExchange.carry(parcel) ─▶ when both cards are free ─▶ bytes / rate ─▶ delay ─▶ deliver
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from cluster.simulate.latency.shapes import HOST_GPUS
 from kvtransfer.config import LaneConfig
-from kvtransfer.transports.inproc import Exchange, Parcel
+from kvtransfer.transports.inproc import InprocExchange, InprocParcel
 from protos.values import LaneAddress
 
 STALL_S = 5.0
@@ -88,7 +88,7 @@ class Lanes:
 
     def __init__(self, cards: Cards) -> None:
         self._loop = asyncio.get_running_loop()
-        self.exchange = Exchange(self._carry, max_staged_bytes=cards.max_staged_bytes, clock=self._loop.time)
+        self.exchange = InprocExchange(self._carry, max_staged_bytes=cards.max_staged_bytes, clock=self._loop.time)
         self.num_bytes = 0
         self._cards = cards
         self._sending: dict[str, float] = {}  # peer -> when its card is free again
@@ -112,13 +112,13 @@ class Lanes:
     def cut(self, source: LaneAddress, destination: LaneAddress) -> None:
         """What is under way is lost, and both ends hear of it."""
         self._held.pop((source.worker_id, destination.worker_id), None)
-        self.exchange.sever(source, destination, "the wire was cut")
+        self.exchange.cut(source, destination, "the wire was cut")
 
     def take(self, job: str) -> Mapping[str, Travel]:
         """How KV of a job travelled, by ticket. It is forgotten."""
         return self._travels.pop(job, {})
 
-    def _carry(self, parcel: Parcel, deliver: Callable[[], None]) -> None:
+    def _carry(self, parcel: InprocParcel, deliver: Callable[[], None]) -> None:
         """Parcels of a lane arrive in the order they were offered: its cards take them one after the other."""
         pair = (_worker(parcel.source), _worker(parcel.destination))
         condition = self._conditions.get(pair)

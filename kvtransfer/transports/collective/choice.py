@@ -1,6 +1,6 @@
 """Which links a lane gets: the best that all of its ranks have proved to reach, found out anew whenever they meet.
 
-    destination rank   opens a door ── door/<rank> ──▶ board            admits, shows ─▶ verdict/<rank> ─▶ board
+    destination rank   opens a listener ── door/<rank> ──▶ board            admits, shows ─▶ verdict/<rank> ─▶ board
     source rank                        board ──▶ knocks ── came/... ──▶ proves         ─▶ verdict/<rank> ─▶ board
 
 Names of hosts prove nothing, so none is compared: a source shares the destination's memory if it has changed it. All
@@ -14,7 +14,16 @@ import sys
 from dataclasses import dataclass
 
 from kvtransfer.transports.links.base import HEADER_TAG, Links, Meeting, open_collective
-from kvtransfer.transports.links.shm import MAX_SLOT_BYTES, Door, Link, LinkBroken, ShmGroup, close_all, knock, prove
+from kvtransfer.transports.links.shm import (
+    MAX_SLOT_BYTES,
+    LinkBroken,
+    ShmGroup,
+    ShmLink,
+    ShmListener,
+    close_all,
+    connect,
+    prove,
+)
 
 log = logging.getLogger("baton.kvtransfer")
 
@@ -45,7 +54,7 @@ class _Verdict:
 
 def open_links(meeting: Meeting) -> Links:
     """Called by all ranks of a lane at the same time. Raises RuntimeError (TransportRefused among them) or OSError."""
-    links: dict[int, Link] = {}
+    links: dict[int, ShmLink] = {}
     why_not = _why_not_even_try(meeting)
     try:
         links = _send_side(meeting, why_not) if meeting.sends else _receive_side(meeting, why_not)
@@ -64,7 +73,7 @@ def open_links(meeting: Meeting) -> Links:
             payloads=group,
             transport=transport,
             flush=group.flush,
-            sever=group.abort,
+            abort=group.abort,
             close=group.close,
         )
     close_all(links.values())
@@ -79,34 +88,34 @@ def _why_not_even_try(meeting: Meeting) -> str:
     return "" if sys.platform == "linux" else f"{sys.platform} has no memfd"
 
 
-def _receive_side(meeting: Meeting, why_not: str) -> dict[int, Link]:
+def _receive_side(meeting: Meeting, why_not: str) -> dict[int, ShmLink]:
     store, epoch = meeting.store, meeting.epoch
     if why_not:
         store.set(f"{epoch}/door/{meeting.rank}", _SHUT + why_not.encode())
         return {}
-    door = Door(meeting.device, min(MAX_SLOT_BYTES, meeting.config.message_bytes))
+    listener = ShmListener(meeting.device, min(MAX_SLOT_BYTES, meeting.config.message_bytes))
     try:
-        store.set(f"{epoch}/door/{meeting.rank}", _OPEN + door.notice)
+        store.set(f"{epoch}/door/{meeting.rank}", _OPEN + listener.notice)
         for source in meeting.peer_ranks:
             if (came := store.get(f"{epoch}/came/{source}/{meeting.rank}")) != _YES:
                 raise LinkBroken(came.decode())
-        return door.admit(meeting.peer_ranks, meeting.config.stall_s)
+        return listener.accept(meeting.peer_ranks, meeting.config.stall_s)
     finally:
-        door.close()
+        listener.close()
 
 
-def _send_side(meeting: Meeting, why_not: str) -> dict[int, Link]:
+def _send_side(meeting: Meeting, why_not: str) -> dict[int, ShmLink]:
     """Knocks at all doors before it waits behind one: no rank ever waits for another in a circle."""
     store, epoch = meeting.store, meeting.epoch
     connections = {}
-    links: dict[int, Link] = {}
+    links: dict[int, ShmLink] = {}
     try:
         for rank in meeting.peer_ranks:
             notice = store.get(f"{epoch}/door/{rank}")
             said = why_not or ("" if notice.startswith(_OPEN) else notice.removeprefix(_SHUT).decode())
             if not said:
                 try:
-                    connections[rank] = knock(notice.removeprefix(_OPEN), meeting.rank)
+                    connections[rank] = connect(notice.removeprefix(_OPEN), meeting.rank)
                 except OSError as error:
                     said = f"no memory in common: {error.strerror or error}"
             store.set(f"{epoch}/came/{meeting.rank}/{rank}", said.encode() or _YES)

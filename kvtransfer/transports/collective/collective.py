@@ -21,14 +21,14 @@ import torch
 from kvtransfer.config import LaneConfig
 from kvtransfer.reshard import incoming, outgoing, require_compatible
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Sent, peer_name
+from kvtransfer.transports.collective.counters import LaneCounters
 from kvtransfer.transports.collective.lane import Lane, end_all
-from kvtransfer.transports.collective.receiving import Inbox, Parcel
-from kvtransfer.transports.collective.sending import Load, Outbox
-from kvtransfer.transports.collective.tally import Tally
-from kvtransfer.transports.collective.wire import PayloadCorrupted, Rendezvous, Wire
+from kvtransfer.transports.collective.receiving import Inbox, IncomingPayload
+from kvtransfer.transports.collective.sending import Outbox, QueuedPayload
+from kvtransfer.transports.collective.wire import LaneWire, PayloadCorrupted, Rendezvous
 from kvtransfer.transports.links.nccl import keep_no_watchdog
 from kvtransfer.transports.links.staging import Staging
-from kvtransfer.transports.rendezvous.store import Board
+from kvtransfer.transports.rendezvous.store import RendezvousServer
 from protos.errors import TransferCorrupted, TransferFailed
 from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 
@@ -73,7 +73,7 @@ class CollectiveSender:
         self._wake = wake
         self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)
         self._changed = threading.Condition(threading.RLock())
-        self._tally = Tally()
+        self._counters = LaneCounters()
         self._lanes: dict[str, Outbox] = {}
         self._threads: list[Lane] = []  # of lost lanes too, until they have ended
         self._events: deque[Sent | LaneLost] = deque()
@@ -96,7 +96,7 @@ class CollectiveSender:
             ready = _cuda.Event()
             ready.record()
         with self._changed:
-            self._lane(ticket).put(Load(chunk=chunk, payload=payload.reshape(-1), ready=ready))
+            self._lane(ticket).put(QueuedPayload(chunk=chunk, payload=payload.reshape(-1), ready=ready))
 
     def poll(self) -> Sequence[Sent | LaneLost]:
         with self._changed:
@@ -144,7 +144,7 @@ class CollectiveSender:
                 device=transport.device,
                 config=config,
             )
-            lane = Lane(peer, meeting, self._tally, config, wait_s=config.stall_s)
+            lane = Lane(peer, meeting, self._counters, config, wait_s=config.stall_s)
             self._lanes[peer] = outbox = Outbox(
                 lane, slices, source_tp=source_tp, changed=self._changed, staging=self._staging, config=config
             )
@@ -159,13 +159,13 @@ class CollectiveSender:
     def close_lane(self, peer: str) -> None:
         with self._changed:
             if peer in self._lanes:
-                self._lanes[peer].lane.parting = True
+                self._lanes[peer].lane.closing_idle = True
                 self._changed.notify_all()
 
-    def loads(self) -> Sequence[LaneLoad]:
-        return self._tally.loads()
+    def lane_loads(self) -> Sequence[LaneLoad]:
+        return self._counters.lane_loads()
 
-    def _work(self, outbox: Outbox, wire: Wire) -> None:
+    def _work(self, outbox: Outbox, wire: LaneWire) -> None:
         sent = outbox.work(wire)
         if sent is not None:
             with self._changed:
@@ -183,7 +183,7 @@ class CollectiveSender:
 
     def _over(self, outbox: Outbox) -> bool:
         with self._changed:
-            ends = outbox.lane.closing.is_set() or outbox.lane.parting
+            ends = outbox.lane.closing.is_set() or outbox.lane.closing_idle
             if ends:
                 self._forget(outbox)
             return ends
@@ -202,7 +202,7 @@ class CollectiveReceiver:
         self._wake = wake
         self._board = None
         if transport.rank == 0 and address.port == 0:
-            self._board = Board(address.host, key=address.key.encode())
+            self._board = RendezvousServer(address.host, key=address.key.encode())
             address = LaneAddress(
                 worker_id=address.worker_id,
                 incarnation=address.incarnation,
@@ -213,11 +213,11 @@ class CollectiveReceiver:
         self.address = address
         self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)
         self._changed = threading.Condition(threading.RLock())
-        self._tally = Tally()
+        self._counters = LaneCounters()
         self._lanes: dict[str, Inbox] = {}
         self._threads: list[Lane] = []  # of lost lanes too, until they have ended
         self._events: deque[Arrived | LaneLost] = deque()
-        self._staged: dict[Chunk, deque[Parcel]] = {}
+        self._staged: dict[Chunk, deque[IncomingPayload]] = {}
         self._unwanted: Counter[tuple[str, Chunk]] = Counter()  # by source: what is to come, and nobody takes
 
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
@@ -288,10 +288,10 @@ class CollectiveReceiver:
     def close_lane(self, peer: str) -> None:
         with self._changed:
             if peer in self._lanes:
-                self._lanes[peer].lane.leave()
+                self._lanes[peer].lane.close_idle()
 
-    def loads(self) -> Sequence[LaneLoad]:
-        return self._tally.loads()
+    def lane_loads(self) -> Sequence[LaneLoad]:
+        return self._counters.lane_loads()
 
     def close(self) -> None:
         with self._changed:
@@ -318,7 +318,7 @@ class CollectiveReceiver:
             device=transport.device,
             config=config,
         )
-        lane = Lane(peer_name(source), meeting, self._tally, config, wait_s=config.connect_timeout_s)
+        lane = Lane(peer_name(source), meeting, self._counters, config, wait_s=config.connect_timeout_s)
         inbox = Inbox(
             lane,
             slices,
@@ -333,7 +333,7 @@ class CollectiveReceiver:
         lane.start(inbox.works(), lost=partial(self._lost, inbox), over=partial(self._over, inbox))
         return inbox
 
-    def _arrived(self, parcel: Parcel, elapsed_s: float) -> None:
+    def _arrived(self, parcel: IncomingPayload, elapsed_s: float) -> None:
         chunk, inbox = parcel.chunk, self._lanes.get(parcel.lane.peer)
         awaited = (parcel.lane.peer, chunk)
         if inbox is None or inbox.lane is not parcel.lane or self._unwanted[awaited]:
@@ -359,7 +359,7 @@ class CollectiveReceiver:
         self._settle(parcel)
         return parcel.payload
 
-    def _settle(self, parcel: Parcel) -> None:
+    def _settle(self, parcel: IncomingPayload) -> None:
         parcel.lane.num_staged_bytes -= parcel.num_bytes
         self._changed.notify_all()
 
@@ -375,7 +375,7 @@ class CollectiveReceiver:
     def _over(self, inbox: Inbox) -> bool:
         self._clear(inbox)
         with self._changed:
-            ends = inbox.lane.closing.is_set() or inbox.lane.parting
+            ends = inbox.lane.closing.is_set() or inbox.lane.closing_idle
             if ends:
                 self._forget(inbox)
             return ends

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtransfer.config import LaneConfig
-from kvtransfer.transports.collective.tally import Tally
-from kvtransfer.transports.collective.wire import PayloadCorrupted, Rendezvous, Wire, WireBroken, WireStuck
+from kvtransfer.transports.collective.counters import LaneCounters
+from kvtransfer.transports.collective.wire import LaneWire, PayloadCorrupted, Rendezvous, WireBroken, WireStuck
 from protos.values import LaneStats
 
 log = logging.getLogger("baton.kvtransfer")
@@ -28,7 +28,7 @@ class Closing(Exception):
     """The lane was asked to end."""
 
 
-class Parted(Exception):
+class ClosedIdle(Exception):
     """Nobody needs the lane now. What was sent has arrived."""
 
 
@@ -41,38 +41,40 @@ Over = Callable[[], bool]
 class Lane:
     """Its threads, its clock of progress, and how it ends. Works move bytes until one of them raises.
 
-    `wait_s` is how long the peer may take to come. The owner guards `parting`.
+    `wait_s` is how long the peer may take to come. The owner guards `closing_idle`.
     """
 
-    def __init__(self, peer: str, meeting: Rendezvous, tally: Tally, config: LaneConfig, *, wait_s: float) -> None:
+    def __init__(
+        self, peer: str, meeting: Rendezvous, counters: LaneCounters, config: LaneConfig, *, wait_s: float
+    ) -> None:
         self.peer = peer
         self.meeting = meeting
         self.num_staged_bytes = 0
         self.closing = threading.Event()
-        self.parting = False
-        self._left = False  # severed by us, because it was not needed
-        self._tally = tally
+        self.closing_idle = False
+        self._left = False  # aborted by us, because it was not needed
+        self._counters = counters
         self._config = config
-        self._wire: Wire | None = None
+        self._wire: LaneWire | None = None
         self._wire_lock = threading.Lock()
         self._quarantine = ""  # why
         self._wait_s = wait_s
         self._deadline_s = 0.0
-        self._severed_s: float | None = None
+        self._aborted_s: float | None = None
         self._num_bytes = 0
         self._busy_s = 0.0
         self._progress_s = time.monotonic()
         self._thread: threading.Thread | None = None
         self.still_wanted()
 
-    def start(self, works: Sequence[Callable[[Wire], None]], *, lost: Lost, over: Over) -> None:
+    def start(self, works: Sequence[Callable[[LaneWire], None]], *, lost: Lost, over: Over) -> None:
         """Calls each of `works` again and again, on a thread of its own, as it does the other two."""
         self._thread = self._make_thread(self._run, works, lost, over)
         self._thread.start()
 
     def still_wanted(self) -> None:
         """Begins the wait for the peer anew, and stays if it was about to part."""
-        self.parting = False
+        self.closing_idle = False
         self._deadline_s = time.monotonic() + self._wait_s
 
     def moved(self, num_bytes: int, elapsed_s: float) -> None:
@@ -84,29 +86,29 @@ class Lane:
         """For so long that it should be given up, unless it is needed?"""
         return time.monotonic() - self._progress_s > self._config.idle_timeout_s
 
-    def sever(self) -> None:
+    def abort(self) -> None:
         """Returns at once; whatever waits on the wire fails as soon as it notices."""
         with self._wire_lock:
             wire = self._wire
             if wire is not None:
-                self._severed_s = self._severed_s or time.monotonic()
+                self._aborted_s = self._aborted_s or time.monotonic()
         if wire is not None:
-            wire.sever()
+            wire.abort()
 
     @property
-    def severed(self) -> bool:
+    def aborted(self) -> bool:
         """Is the wire given up, so that whoever works on it had better end?"""
-        return self._severed_s is not None
+        return self._aborted_s is not None
 
-    def leave(self) -> None:
+    def close_idle(self) -> None:
         """Parts without a goodbye, as one does who only receives."""
-        self.parting = self._left = True
-        self.sever()
+        self.closing_idle = self._left = True
+        self.abort()
 
     def end(self) -> None:
         """Returns at once; the thread ends as soon as it notices."""
         self.closing.set()
-        self.sever()
+        self.abort()
 
     def ended(self) -> bool:
         return self._thread is not None and not self._thread.is_alive()
@@ -130,15 +132,15 @@ class Lane:
             reason=self._quarantine or (wire.why if wire else ""),
         )
 
-    def _state(self, wire: Wire | None) -> str:
-        """Stuck is what has been severed and does not end: a thread that hangs within a library."""
-        if self._severed_s is not None and time.monotonic() - self._severed_s > 2 * self._config.stall_s:
+    def _state(self, wire: LaneWire | None) -> str:
+        """Stuck is what has been aborted and does not end: a thread that hangs within a library."""
+        if self._aborted_s is not None and time.monotonic() - self._aborted_s > 2 * self._config.stall_s:
             return "stuck"
         return "quarantined" if self._quarantine else "open" if wire else "opening"
 
     # -- on the lane's threads -----------------------------------------------------------------------------------------
 
-    def _run(self, works: Sequence[Callable[[Wire], None]], lost: Lost, over: Over) -> None:
+    def _run(self, works: Sequence[Callable[[LaneWire], None]], lost: Lost, over: Over) -> None:
         while True:
             reason = self._live(works)
             if self.closing.is_set() or reason is None:
@@ -152,7 +154,7 @@ class Lane:
                 lost(reason, True)
                 return
 
-    def _live(self, works: Sequence[Callable[[Wire], None]]) -> Exception | None:
+    def _live(self, works: Sequence[Callable[[LaneWire], None]]) -> Exception | None:
         """From one meeting to the end of its wire. What ended it, unless that was wanted?"""
         reasons: list[Exception] = []
         wire = self._meet(reasons)
@@ -164,11 +166,11 @@ class Lane:
             self._work(first, wire, reasons)
             for thread in beside:
                 thread.join()
-        wanted = not reasons or isinstance(reasons[0], Closing | Parted) or self._left
+        wanted = not reasons or isinstance(reasons[0], Closing | ClosedIdle) or self._left
         reason = None if wanted else reasons[0]
         self._left = False
         if wire is not None:
-            self._tally.ended(
+            self._counters.ended(
                 wire.transport,
                 wire.why,
                 lost=reason is not None and not self.closing.is_set(),
@@ -177,13 +179,13 @@ class Lane:
             )
         with self._wire_lock:
             self._wire = None  # and with it go the connections, which the peer notices
-            self._severed_s = None
+            self._aborted_s = None
         if wire is not None:
             wire.close()
-        self.meeting.leave()
+        self.meeting.close()
         return reason
 
-    def _meet(self, reasons: list[Exception]) -> Wire | None:
+    def _meet(self, reasons: list[Exception]) -> LaneWire | None:
         try:
             wire = self.meeting.meet(self._keep_waiting)
         except Exception as error:  # as in `_work`
@@ -192,25 +194,25 @@ class Lane:
         log.info(
             "the lane to %s goes over %s%s", self.peer, wire.transport, f", no faster: {wire.why}" if wire.why else ""
         )
-        self._tally.opened(wire.transport, wire.why)
+        self._counters.opened(wire.transport, wire.why)
         with self._wire_lock:
             self._wire = wire
         self._quarantine = ""
         self._progress_s = time.monotonic()
         return wire
 
-    def _work(self, work: Callable[[Wire], None], wire: Wire, reasons: list[Exception]) -> None:
+    def _work(self, work: Callable[[LaneWire], None], wire: LaneWire, reasons: list[Exception]) -> None:
         """Whichever ends first ends the others."""
         try:
             while not (self.closing.is_set() or reasons):
                 work(wire)
         except Exception as error:  # the thread must always say how it ended, or tickets would hang until their lease
             self._note(error, reasons)
-            if not isinstance(error, Parted):
-                self.sever()
+            if not isinstance(error, ClosedIdle):
+                self.abort()
 
     def _note(self, error: Exception, reasons: list[Exception]) -> None:
-        if not isinstance(error, WireBroken | Closing | Parted):
+        if not isinstance(error, WireBroken | Closing | ClosedIdle):
             log.error("the lane to %s failed", self.peer, exc_info=error)
             error = WireBroken(f"{type(error).__name__}: {error}")
         reasons.append(type(error)(*error.args))  # without the frames it came through: they would keep the wire alive
@@ -230,8 +232,8 @@ class Lane:
     def _keep_waiting(self, seconds: float) -> None:
         if self.closing.wait(seconds):
             raise Closing
-        if self.parting and not self.num_staged_bytes:
-            raise Parted
+        if self.closing_idle and not self.num_staged_bytes:
+            raise ClosedIdle
         if time.monotonic() > self._deadline_s:
             raise WireBroken(f"{self.peer} did not come within {self._wait_s:g} s")
 

@@ -18,8 +18,8 @@ import torch
 from kvtransfer.reshard import Slice
 from kvtransfer.transport import Chunk
 from kvtransfer.transports.collective.checksum import checksum
-from kvtransfer.transports.collective.lane import Closing, Lane, Parted
-from kvtransfer.transports.collective.wire import Header, PayloadCorrupted, Wire, WireBroken
+from kvtransfer.transports.collective.lane import ClosedIdle, Closing, Lane
+from kvtransfer.transports.collective.wire import Header, LaneWire, PayloadCorrupted, WireBroken
 from kvtransfer.transports.links.staging import Staging
 from protos.values import KVLayout
 
@@ -27,7 +27,7 @@ _LOOK_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class Parcel:
+class IncomingPayload:
     """A chunk that has come, or is coming. `payload` is None as long as nothing of it has; a void one never will."""
 
     chunk: Chunk
@@ -57,7 +57,7 @@ class Inbox:
         changed: threading.Condition,
         staging: Staging,
         max_staged_bytes: int,
-        arrived: Callable[[Parcel, float], None],
+        arrived: Callable[[IncomingPayload, float], None],
         wake: Callable[[], None],
     ) -> None:
         self.lane = lane
@@ -69,26 +69,26 @@ class Inbox:
         self._max_staged_bytes = max_staged_bytes
         self._arrived = arrived
         self._wake = wake
-        self._coming: dict[Chunk, deque[Parcel]] = {}
+        self._coming: dict[Chunk, deque[IncomingPayload]] = {}
 
-    def works(self) -> list[Callable[[Wire], None]]:
+    def works(self) -> list[Callable[[LaneWire], None]]:
         """One for each stream."""
         return [partial(self._work, stream) for stream in range(len(self._ranks))]
 
     def clear(self) -> None:
         """The lane is gone: what has not come in full never will."""
         with self._changed:
-            for parcels in self._coming.values():
-                for parcel in parcels:
+            for incoming in self._coming.values():
+                for parcel in incoming:
                     self.lane.num_staged_bytes -= parcel.num_bytes
                     if parcel.payload is not None:
-                        self._staging.forget(parcel.payload)
+                        self._staging.discard(parcel.payload)
             self._coming.clear()
 
-    def _work(self, stream: int, wire: Wire) -> None:
+    def _work(self, stream: int, wire: LaneWire) -> None:
         header = wire.receive_header(self._ranks[stream])
         if header.goodbye:
-            raise Parted
+            raise ClosedIdle
         if header.chunk is None:
             if self.lane.idles():
                 self._wake()
@@ -113,17 +113,19 @@ class Inbox:
         if complete:
             self._wake()
 
-    def _parcel(self, chunk: Chunk, stream: int) -> Parcel:
+    def _parcel(self, chunk: Chunk, stream: int) -> IncomingPayload:
         """The oldest one of the chunk that this stream has not begun with: the same chunk may be sent twice."""
         with self._changed:
-            parcels = self._coming.setdefault(chunk, deque())
-            for parcel in parcels:
+            incoming = self._coming.setdefault(chunk, deque())
+            for parcel in incoming:
                 if stream in parcel.missing:
                     parcel.missing.discard(stream)
                     return parcel
             num_streams = len(self._ranks)
-            parcel = Parcel(chunk, self.lane, set(range(num_streams)) - {stream}, time.monotonic(), num_streams)
-            parcels.append(parcel)
+            parcel = IncomingPayload(
+                chunk, self.lane, set(range(num_streams)) - {stream}, time.monotonic(), num_streams
+            )
+            incoming.append(parcel)
             return parcel
 
     def _check(self, header: Header, stream: int) -> None:
@@ -133,13 +135,13 @@ class Inbox:
         if header.num_bytes > allowed or header.num_elements % self._heads[stream]:
             raise WireBroken(f"{self.lane.peer} announced {header.num_bytes} bytes for blocks of {allowed}")
 
-    def _piece(self, parcel: Parcel, header: Header, stream: int) -> torch.Tensor:
+    def _piece(self, parcel: IncomingPayload, header: Header, stream: int) -> torch.Tensor:
         """Where the stream's piece belongs; whoever comes first waits for room for all. One payload may always come."""
         per_head = header.num_elements // self._heads[stream]
         with self._changed:
             if parcel.payload is None:
                 while not self._changed.wait_for(self._has_room_for(parcel), _LOOK_S):
-                    if self.lane.severed:  # a stream that waits for room reads nothing, and would not notice
+                    if self.lane.aborted:  # a stream that waits for room reads nothing, and would not notice
                         raise WireBroken("the lane was given up while a payload waited for room")
                 if self.lane.closing.is_set():
                     raise Closing
@@ -155,17 +157,17 @@ class Inbox:
             raise WireBroken(f"the ranks of {self.lane.peer} do not agree on the size of a chunk")
         return piece
 
-    def _has_room_for(self, parcel: Parcel) -> Callable[[], bool]:
+    def _has_room_for(self, parcel: IncomingPayload) -> Callable[[], bool]:
         return lambda: (
             self.lane.closing.is_set()
             or parcel.payload is not None
             or self.lane.num_staged_bytes < self._max_staged_bytes
         )
 
-    def _complete(self, parcel: Parcel) -> None:
-        parcels = self._coming[parcel.chunk]
-        parcels.remove(parcel)
-        if not parcels:
+    def _complete(self, parcel: IncomingPayload) -> None:
+        incoming = self._coming[parcel.chunk]
+        incoming.remove(parcel)
+        if not incoming:
             del self._coming[parcel.chunk]
         elapsed_s = time.monotonic() - parcel.begun_s
         self.lane.moved(0, elapsed_s)

@@ -20,13 +20,13 @@ from kvtransfer.config import LaneConfig
 from kvtransfer.reshard import Slice, pieces
 from kvtransfer.transport import Chunk, Sent
 from kvtransfer.transports.collective.checksum import checksum
-from kvtransfer.transports.collective.lane import Closing, Lane, Parted
-from kvtransfer.transports.collective.wire import Header, Message, Wire, WireBroken
+from kvtransfer.transports.collective.lane import ClosedIdle, Closing, Lane
+from kvtransfer.transports.collective.wire import Header, LaneWire, Message, WireBroken
 from kvtransfer.transports.links.staging import Staging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class QueuedPayload:
     """`payload` is None for one that was cancelled. `ready` is the CUDA event after which it is complete."""
 
     chunk: Chunk
@@ -46,8 +46,8 @@ class Outbox:
         config: LaneConfig,
     ) -> None:  # fmt: skip
         self.lane = lane
-        self.queue: deque[Load] = deque()
-        self.on_wire: Load | None = None
+        self.queue: deque[QueuedPayload] = deque()
+        self.on_wire: QueuedPayload | None = None
         self._ranks = [source_tp + part.destination for part in slices]
         self._heads = [len(piece) for piece in pieces(slices)]
         self._piece_of = [pieces(slices).index(part.heads) for part in slices]
@@ -57,40 +57,40 @@ class Outbox:
         self._config = config
         self._looked_s = time.monotonic()
 
-    def put(self, load: Load) -> None:
+    def put(self, queued: QueuedPayload) -> None:
         with self._changed:
-            self.queue.append(load)
-            self.lane.num_staged_bytes += load.num_bytes
+            self.queue.append(queued)
+            self.lane.num_staged_bytes += queued.num_bytes
             self._changed.notify_all()
 
     def remove(self, ticket_id: str) -> None:
         with self._changed:
-            kept: list[Load] = []
-            for load in self.queue:
-                if load.chunk.ticket_id != ticket_id or load.payload is None:
-                    kept.append(load)
+            kept: list[QueuedPayload] = []
+            for queued in self.queue:
+                if queued.chunk.ticket_id != ticket_id or queued.payload is None:
+                    kept.append(queued)
                     continue
-                self.lane.num_staged_bytes -= load.num_bytes
-                self._staging.give(load.payload)
+                self.lane.num_staged_bytes -= queued.num_bytes
+                self._staging.give(queued.payload)
                 if self._announces_void:
-                    kept.append(Load(chunk=load.chunk, payload=None))
+                    kept.append(QueuedPayload(chunk=queued.chunk, payload=None))
             self.queue = deque(kept)
 
     def clear(self) -> None:
         """The lane is gone, and so is what it had."""
         with self._changed:
-            for load in self.queue:
-                if load.payload is not None:
-                    self._staging.give(load.payload)
+            for queued in self.queue:
+                if queued.payload is not None:
+                    self._staging.give(queued.payload)
             if self.on_wire is not None and self.on_wire.payload is not None:
-                self._staging.forget(self.on_wire.payload)
+                self._staging.discard(self.on_wire.payload)
             self.queue.clear()
             self.on_wire = None
             self.lane.num_staged_bytes = 0
 
-    def work(self, wire: Wire) -> Sent | None:
+    def work(self, wire: LaneWire) -> Sent | None:
         """Sends the next payload, or a beat if there is none for a while."""
-        if time.monotonic() - self._looked_s > self._config.heartbeat_s and not self.lane.parting:
+        if time.monotonic() - self._looked_s > self._config.heartbeat_s and not self.lane.closing_idle:
             self._looked_s = time.monotonic()
             if self.lane.meeting.moved_on():
                 raise WireBroken("another rank has left this lane")
@@ -98,16 +98,16 @@ class Outbox:
             self._changed.wait_for(self._has_something_to_do, self._config.heartbeat_s)
             if self.lane.closing.is_set():
                 raise Closing
-            parting = self.lane.parting and not self.queue
-            self.on_wire = load = self.queue.popleft() if self.queue else None
-        if load is None:
-            wire.send([Message(rank=rank, header=Header(goodbye=parting)) for rank in self._ranks])
-            if parting:
-                raise Parted
+            closing_idle = self.lane.closing_idle and not self.queue
+            self.on_wire = queued = self.queue.popleft() if self.queue else None
+        if queued is None:
+            wire.send([Message(rank=rank, header=Header(goodbye=closing_idle)) for rank in self._ranks])
+            if closing_idle:
+                raise ClosedIdle
             return None
         start_s = time.monotonic()
-        messages = self._messages(load)
-        wire.send(messages, load.ready)
+        messages = self._messages(queued)
+        wire.send(messages, queued.ready)
         if not self.queue:  # else the next payload is put beside it meanwhile
             wire.flush()
         ended_s = time.monotonic()
@@ -116,33 +116,33 @@ class Outbox:
         self.lane.moved(num_bytes, elapsed_s)
         with self._changed:
             self.on_wire = None
-            self.lane.num_staged_bytes -= load.num_bytes
-        if load.payload is None:
+            self.lane.num_staged_bytes -= queued.num_bytes
+        if queued.payload is None:
             return None
-        self._staging.give(load.payload)
-        return Sent(chunk=load.chunk, num_bytes=num_bytes, elapsed_s=elapsed_s, ended_s=ended_s)
+        self._staging.give(queued.payload)
+        return Sent(chunk=queued.chunk, num_bytes=num_bytes, elapsed_s=elapsed_s, ended_s=ended_s)
 
     def _has_something_to_do(self) -> bool:
-        return bool(self.queue) or self.lane.parting or self.lane.closing.is_set()
+        return bool(self.queue) or self.lane.closing_idle or self.lane.closing.is_set()
 
-    def _messages(self, load: Load) -> list[Message]:
-        if load.payload is None:
-            void = Header(chunk=load.chunk, void=True)
+    def _messages(self, queued: QueuedPayload) -> list[Message]:
+        if queued.payload is None:
+            void = Header(chunk=queued.chunk, void=True)
             return [Message(rank=rank, header=void) for rank in self._ranks]
-        per_head, rest = divmod(load.payload.numel(), sum(self._heads))
-        assert rest == 0, f"{load.payload.numel()} elements cannot be {sum(self._heads)} heads"
-        cut = torch.split(load.payload, [per_head * count for count in self._heads])
+        per_head, rest = divmod(queued.payload.numel(), sum(self._heads))
+        assert rest == 0, f"{queued.payload.numel()} elements cannot be {sum(self._heads)} heads"
+        cut = torch.split(queued.payload, [per_head * count for count in self._heads])
         sums = [0] * len(cut)
         if self._config.checksum:
-            if load.ready is not None:
-                load.ready.synchronize()
+            if queued.ready is not None:
+                queued.ready.synchronize()
             sums = [checksum(piece) for piece in cut]
         return [
             Message(
                 rank=rank,
                 header=Header(
-                    chunk=load.chunk,
-                    dtype=load.payload.dtype,
+                    chunk=queued.chunk,
+                    dtype=queued.payload.dtype,
                     num_elements=cut[index].numel(),
                     checksum=sums[index],
                 ),

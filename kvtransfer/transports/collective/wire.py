@@ -27,7 +27,7 @@ from kvtransfer.config import LaneConfig
 from kvtransfer.transport import MAX_TICKET_ID_BYTES, Chunk, peer_name
 from kvtransfer.transports.collective.choice import open_links
 from kvtransfer.transports.links.base import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
-from kvtransfer.transports.rendezvous.store import BoardStore
+from kvtransfer.transports.rendezvous.store import RendezvousStore
 from protos.values import LaneAddress
 
 _MAGIC = 0x4241544F4E4B5632  # "BATONKV2"
@@ -136,15 +136,15 @@ class Message:
     piece: torch.Tensor | None = None
 
 
-class Wire:
+class LaneWire:
     """Headers and pieces, to or from the ranks that this one exchanges KV with, by their rank in the lane. Raises
     WireBroken; all waits end after `stall_s`.
 
-    One thread sends; each peer is received from by a thread of its own; `sever` may be called from any.
+    One thread sends; each peer is received from by a thread of its own; `abort` may be called from any.
     """
 
     def __init__(
-        self, links: Links, store: BoardStore, *, peer_ranks: Sequence[int], device: str, config: LaneConfig
+        self, links: Links, store: RendezvousStore, *, peer_ranks: Sequence[int], device: str, config: LaneConfig
     ) -> None:
         self.transport = links.transport
         self.why = links.why
@@ -188,10 +188,10 @@ class Wire:
         with _cuda.stream(self._streams[rank]):
             self._wait(self._start_parts(self._payloads.recv, piece, rank))
 
-    def sever(self) -> None:
+    def abort(self) -> None:
         """Makes whatever waits on this wire fail now, at both ends. Callable from any thread."""
         self._severed = True
-        self._links.sever()
+        self._links.abort()
 
     def close(self) -> None:
         self._links.close()
@@ -250,10 +250,10 @@ class Rendezvous:
         self._bind_host = bind_host
         self._device = device
         self._config = config
-        self._store: BoardStore | None = None
+        self._store: RendezvousStore | None = None
         self._epoch = 0
 
-    def meet(self, keep_waiting: Callable[[float], None]) -> Wire:
+    def meet(self, keep_waiting: Callable[[float], None]) -> LaneWire:
         """Waits until every rank of both workers is here. `keep_waiting(seconds)` sleeps, or raises to end the wait."""
         try:
             self._store = store = self._connect()
@@ -288,7 +288,7 @@ class Rendezvous:
         assert self._store is not None
         return self._read_epoch(self._store) != self._epoch
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Tells all ranks of this lane that they should meet anew."""
         if self._store is None:
             return
@@ -299,9 +299,9 @@ class Rendezvous:
         self._store.close()
         self._store = None
 
-    def _connect(self) -> BoardStore:
+    def _connect(self) -> RendezvousStore:
         at = self._destination
-        return BoardStore(at.host, at.port, f"{self._name}/", key=at.key.encode(), wait_s=self._config.stall_s)
+        return RendezvousStore(at.host, at.port, f"{self._name}/", key=at.key.encode(), wait_s=self._config.stall_s)
 
     def _come(self) -> None:
         assert self._store is not None
@@ -309,13 +309,13 @@ class Rendezvous:
         self._store.leave_behind(f"{self._epoch}/gone", f"rank {self._rank} of {self._size}")
         self._store.set(f"{self._epoch}/here/{self._rank}", "1")
 
-    def _read_epoch(self, store: BoardStore) -> int:
+    def _read_epoch(self, store: RendezvousStore) -> int:
         try:
             return store.add("epoch", 0)
         except OSError as error:
             raise _broken("the board of the destination is gone", error) from error
 
-    def _wire(self, store: BoardStore) -> Wire:
+    def _wire(self, store: RendezvousStore) -> LaneWire:
         links = open_links(
             Meeting(
                 store=store,
@@ -329,7 +329,7 @@ class Rendezvous:
                 config=self._config,
             )
         )
-        return Wire(links, store, peer_ranks=self._peer_ranks, device=self._device, config=self._config)
+        return LaneWire(links, store, peer_ranks=self._peer_ranks, device=self._device, config=self._config)
 
 
 def _broken(what: str, error: Exception) -> WireBroken:

@@ -20,7 +20,7 @@ from kvtransfer.config import LaneConfig
 from kvtransfer.transports.links.host_staged import HostStaged, nccl_card, why_no_nccl
 from kvtransfer.transports.links.nccl import NcclGroup, open_nccl
 from kvtransfer.transports.links.staging import Staging
-from kvtransfer.transports.rendezvous.store import BoardStore
+from kvtransfer.transports.rendezvous.store import RendezvousStore
 
 HEADER_TAG = 1
 PAYLOAD_TAG = 2
@@ -35,7 +35,7 @@ class Meeting:
     """All ranks of a lane are here, at `store`. This one is `rank` of `size`: it `sends` KV to its `peer_ranks`, or it
     receives KV from them."""
 
-    store: BoardStore
+    store: RendezvousStore
     epoch: int
     rank: int
     size: int
@@ -56,7 +56,7 @@ class Links:
     group, and work that can be waited for. `transport` is how people know them, `why` says why they are not
     faster ones.
 
-    `flush` waits until the peers have taken out what lies in memory that is shared with them. `sever` makes whatever
+    `flush` waits until the peers have taken out what lies in memory that is shared with them. `abort` makes whatever
     waits on the links fail now, at both ends, and may be called from any thread; `close` is the end.
     """
 
@@ -64,7 +64,7 @@ class Links:
     payloads: Any
     transport: str
     flush: Callable[[timedelta], None]
-    sever: Callable[[], None]
+    abort: Callable[[], None]
     close: Callable[[], None]
     why: str = ""
 
@@ -89,11 +89,11 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
             peer_ranks=meeting.peer_ranks, sends=meeting.sends, device=meeting.device, timeout=options._timeout,
         )  # fmt: skip
 
-    def sever() -> None:
+    def abort() -> None:
         """gloo has no abort: but an operation that times out closes its context's connections, and that is heard by
         all who wait on them, on both sides."""
         if nccl is not None:
-            nccl.sever()
+            nccl.abort()
         for rank in meeting.peer_ranks:
             with contextlib.suppress(RuntimeError):  # as intended, or it was broken before
                 never = control.recv([torch.empty(1, dtype=torch.uint8)], rank, _SEVER_TAG)
@@ -104,7 +104,7 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
         payloads=payloads,
         transport="gloo" if nccl is None else "nccl",
         flush=lambda timeout: None,
-        sever=sever,
+        abort=abort,
         close=_by_itself if nccl is None else nccl.close,
         why=why,
     )

@@ -45,7 +45,7 @@ class HostStaged:
         self._group = group
         self._host = host
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> HostStagedWork:
         (part_B,) = tensors
         staged_B = self._host.take(part_B.numel())
         staged_B.copy_(part_B, non_blocking=True)
@@ -55,9 +55,9 @@ class HostStaged:
             _wait(copied)
             self._group.send([staged_B], rank, tag).wait(timeout)
 
-        return Work(self._host, staged_B, finish)
+        return HostStagedWork(self._host, staged_B, finish)
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> HostStagedWork:
         (part_B,) = tensors
         staged_B = self._host.take(part_B.numel())
         coming = self._group.recv([staged_B], rank, tag)
@@ -67,10 +67,10 @@ class HostStaged:
             part_B.copy_(staged_B, non_blocking=True)
             _wait(_mark(part_B))
 
-        return Work(self._host, staged_B, finish)
+        return HostStagedWork(self._host, staged_B, finish)
 
 
-class Work:
+class HostStagedWork:
     def __init__(self, host: Staging, staged_B: torch.Tensor, finish: Any) -> None:
         self._host = host
         self._staged_B = staged_B
@@ -80,7 +80,7 @@ class Work:
         try:
             self._finish(timeout)
         except BaseException:
-            self._host.forget(self._staged_B)  # the network may still read it, or write into it
+            self._host.discard(self._staged_B)  # the network may still read it, or write into it
             raise
         self._host.give(self._staged_B)
 

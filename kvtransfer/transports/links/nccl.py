@@ -6,9 +6,9 @@ for a worker whose neighbour died. With TORCH_NCCL_BLOCKING_WAIT a group has nei
 
     operation ─▶ over? ── yes, and nobody has ended it ─────────────▶ the bytes are there
                    │ ▲
-                   └─┴─ NCCL failed, a rank has gone, severed, too late ─▶ RuntimeError ─▶ close: aborted
+                   └─┴─ NCCL failed, a rank has gone, aborted, too late ─▶ RuntimeError ─▶ close: aborted
 
-Kernels of a communicator that was aborted are over, too, and have moved nothing: so a group that was severed says of
+Kernels of a communicator that was aborted are over, too, and have moved nothing: so a group that was aborted says of
 nothing that it has come.
 """
 
@@ -25,7 +25,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 
-from kvtransfer.transports.rendezvous.store import BoardStore
+from kvtransfer.transports.rendezvous.store import RendezvousStore
 
 _POLL_S = 0.0002
 _LOOK_S = 0.1
@@ -41,7 +41,7 @@ def keep_no_watchdog() -> None:
 
 
 def open_nccl(
-    store: BoardStore, epoch: int, rank: int, size: int, *, peer_ranks: Sequence[int], sends: bool, device: str,
+    store: RendezvousStore, epoch: int, rank: int, size: int, *, peer_ranks: Sequence[int], sends: bool, device: str,
     timeout: timedelta,
 ) -> NcclGroup:  # fmt: skip
     """All ranks of the lane call it at the same time. Each has greeted its peers when it returns: NCCL makes a
@@ -60,7 +60,7 @@ def open_nccl(
     return group
 
 
-def require_here(store: BoardStore, epoch: int) -> None:
+def require_here(store: RendezvousStore, epoch: int) -> None:
     """Raises RuntimeError when a rank of the lane has died, or has left it, or the board is gone with its worker."""
     try:
         if store.check([gone := f"{epoch}/gone"]):
@@ -74,7 +74,7 @@ def require_here(store: BoardStore, epoch: int) -> None:
 class NcclGroup:
     """Has the face of a process group. `look` is called now and then by whoever waits, and raises when that is in vain.
 
-    `sever` may be called from any thread, and makes all that waits fail; `close` from one that does not wait here.
+    `abort` may be called from any thread, and makes all that waits fail; `close` from one that does not wait here.
     """
 
     def __init__(self, group: Any, look: Callable[[], None]) -> None:
@@ -82,28 +82,28 @@ class NcclGroup:
         self._severed = threading.Event()
         self.look = look
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> NcclWork:
         self.require_whole()
-        return Work(self, self._group.send(tensors, rank, tag))
+        return NcclWork(self, self._group.send(tensors, rank, tag))
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> NcclWork:
         self.require_whole()
-        return Work(self, self._group.recv(tensors, rank, tag))
+        return NcclWork(self, self._group.recv(tensors, rank, tag))
 
     def require_whole(self) -> None:
         if self._severed.is_set():
-            raise RuntimeError("the lane was severed")
+            raise RuntimeError("the lane was aborted")
 
-    def sever(self) -> None:
+    def abort(self) -> None:
         self._severed.set()
 
     def close(self) -> None:
         """Its kernels write into nothing from here on."""
-        self.sever()
+        self.abort()
         self._group.abort()
 
 
-class Work:
+class NcclWork:
     """`wait` returns when the bytes have come, or have left; raises RuntimeError where they never will."""
 
     def __init__(self, group: NcclGroup, work: Any) -> None:

@@ -81,7 +81,7 @@ class Ring:
         finally:
             os.close(fds[0])
 
-    def forget_names(self) -> None:
+    def unlink(self) -> None:
         """The peer has mapped it, or never will."""
         for fd in self.shared[0]:
             os.close(fd)
@@ -105,7 +105,7 @@ def _map(fd: int, num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(fd, num_bytes, flags=flags), dtype=torch.uint8)
 
 
-class Link:
+class ShmLink:
     """One end of the ring and the socket between two ranks; `send` and `receive` are never called on the same end.
 
     `slots_done` counts what this end has filled or emptied, `slots_free` what the sending end may fill.
@@ -117,10 +117,10 @@ class Link:
         self._slots_done = 0
         self._slots_free = ring.num_slots
 
-    def tell(self, message: bytes, timeout_s: float) -> None:
+    def write(self, message: bytes, timeout_s: float) -> None:
         self._guarded(timeout_s, lambda: self._connection.send(message))
 
-    def hear(self, timeout_s: float) -> bytes:
+    def read(self, timeout_s: float) -> bytes:
         message: bytes = self._guarded(timeout_s, lambda: self._connection.recv(_MAX_MESSAGE))
         if not message:
             raise LinkBroken("the peer closed the connection")
@@ -129,27 +129,27 @@ class Link:
     def send(self, part_B: torch.Tensor, timeout_s: float) -> None:
         for piece_B in torch.split(part_B, self._ring.slot_bytes):
             while not self._slots_free:
-                self._slots_free += len(self.hear(timeout_s))
+                self._slots_free += len(self.read(timeout_s))
             _copy(self._ring.slot(self._slots_done, piece_B.numel()), piece_B)
             self._slots_done += 1
             self._slots_free -= 1
-            self.tell(_FILLED.pack(_MARK, piece_B.numel()), timeout_s)
+            self.write(_FILLED.pack(_MARK, piece_B.numel()), timeout_s)
 
     def flush(self, timeout_s: float) -> None:
         """Returns when every slot that was filled has been emptied."""
         while self._slots_free < self._ring.num_slots:
-            self._slots_free += len(self.hear(timeout_s))
+            self._slots_free += len(self.read(timeout_s))
 
     def receive(self, part_B: torch.Tensor, timeout_s: float) -> None:
         done = 0
         while done < part_B.numel():
-            mark, num_bytes = self._filled(self.hear(timeout_s))
+            mark, num_bytes = self._filled(self.read(timeout_s))
             if mark != _MARK or not 0 < num_bytes <= min(self._ring.slot_bytes, part_B.numel() - done):
                 raise LinkBroken(f"the peer says {num_bytes} bytes are in a slot: that cannot be")
             _copy(part_B[done : done + num_bytes], self._ring.slot(self._slots_done, num_bytes))
             self._slots_done += 1
             done += num_bytes
-            self.tell(_FREED, timeout_s)
+            self.write(_FREED, timeout_s)
 
     def show(self, timeout_s: float) -> None:
         """The destination's part of the proof: hands the ring over and looks what the source does to it."""
@@ -159,11 +159,11 @@ class Link:
         fds, handle = self._ring.shared
         message = _SLOT.pack(self._ring.slot_bytes) + handle
         self._guarded(timeout_s, lambda: socket.send_fds(self._connection, [message], fds))
-        self.hear(timeout_s)
+        self.read(timeout_s)
         turned = bytes(255 - byte for byte in number)
         if number_B.cpu().numpy().tobytes() != turned:
             raise LinkBroken("the source says it has written into the ring, and it has not")
-        self.tell(_PROVED, timeout_s)
+        self.write(_PROVED, timeout_s)
 
     def shut(self) -> None:
         """Whoever waits here or at the other end hears of it now."""
@@ -204,21 +204,21 @@ class ShmGroup:
     Messages of tag `HEADER_TAG` are small and lie in the socket; those of another tag go through the ring.
     """
 
-    def __init__(self, links: dict[int, Link], *, header_tag: int) -> None:
+    def __init__(self, links: dict[int, ShmLink], *, header_tag: int) -> None:
         self._links = links
         self._header_tag = header_tag
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> ShmWork:
         link, (part_B,) = self._links[rank], tensors
         if tag == self._header_tag:
-            return Work(lambda timeout_s: link.tell(part_B.numpy().tobytes(), timeout_s))
-        return Work(lambda timeout_s: link.send(part_B, timeout_s))
+            return ShmWork(lambda timeout_s: link.write(part_B.numpy().tobytes(), timeout_s))
+        return ShmWork(lambda timeout_s: link.send(part_B, timeout_s))
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> ShmWork:
         link, (part_B,) = self._links[rank], tensors
         if tag == self._header_tag:
-            return Work(lambda timeout_s: _hear_into(link, part_B, timeout_s))
-        return Work(lambda timeout_s: link.receive(part_B, timeout_s))
+            return ShmWork(lambda timeout_s: _hear_into(link, part_B, timeout_s))
+        return ShmWork(lambda timeout_s: link.receive(part_B, timeout_s))
 
     def flush(self, timeout: timedelta) -> None:
         for link in self._links.values():
@@ -234,7 +234,7 @@ class ShmGroup:
         close_all(self._links.values())
 
 
-class Work:
+class ShmWork:
     def __init__(self, do: Callable[[float], None]) -> None:
         self._do = do
 
@@ -242,17 +242,17 @@ class Work:
         self._do(timeout.total_seconds())
 
 
-def _hear_into(link: Link, header_B: torch.Tensor, timeout_s: float) -> None:
-    message = link.hear(timeout_s)
+def _hear_into(link: ShmLink, header_B: torch.Tensor, timeout_s: float) -> None:
+    message = link.read(timeout_s)
     if len(message) != header_B.numel():
         raise LinkBroken(f"a header of {header_B.numel()} bytes was expected, {len(message)} came")
     header_B.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
 
-class Door:
+class ShmListener:
     """Where source ranks prove to a destination rank that they share its memory; it closes behind the last of them.
 
-    It listens in this machine's memory: whoever can knock is on the same host, and within the same network namespace.
+    It listens in this machine's memory: whoever can connect is on the same host, and within the same network namespace.
     The destination writes a random number into the ring, and the source must turn every bit of it there.
     """
 
@@ -270,13 +270,13 @@ class Door:
         """What sources are to know; for the lane's board."""
         return self._name + self._token
 
-    def admit(self, source_ranks: Iterable[int], timeout_s: float) -> dict[int, Link]:
+    def accept(self, source_ranks: Iterable[int], timeout_s: float) -> dict[int, ShmLink]:
         """A link to each rank; all of them must have knocked. Raises LinkBroken."""
-        links: dict[int, Link] = {}
+        links: dict[int, ShmLink] = {}
         missing = set(source_ranks)
         try:
             while missing:
-                rank, link = self._admit(timeout_s)
+                rank, link = self._accept(timeout_s)
                 if rank in missing:
                     missing.remove(rank)
                     links[rank] = link
@@ -292,7 +292,7 @@ class Door:
     def close(self) -> None:
         self._listener.close()
 
-    def _admit(self, timeout_s: float) -> tuple[int, Link]:
+    def _accept(self, timeout_s: float) -> tuple[int, ShmLink]:
         """A stranger is a broken link, and no rank."""
         self._listener.settimeout(timeout_s)
         try:
@@ -302,13 +302,13 @@ class Door:
         try:
             ring = Ring.make(self._device, self._slot_bytes)
             try:
-                link = Link(connection, ring)
-                rank, token = _hello(link.hear(timeout_s))
+                link = ShmLink(connection, ring)
+                rank, token = _hello(link.read(timeout_s))
                 if not secrets.compare_digest(token, self._token):
                     raise LinkBroken("a stranger knocked")
                 link.show(timeout_s)
             finally:
-                ring.forget_names()
+                ring.unlink()
         except BaseException:
             connection.close()
             raise
@@ -320,13 +320,13 @@ def _hello(message: bytes) -> tuple[int, bytes]:
     return _HELLO.unpack(message) if len(message) == _HELLO.size else (0, b"")
 
 
-def close_all(ends: Iterable[Link | socket.socket]) -> None:
+def close_all(ends: Iterable[ShmLink | socket.socket]) -> None:
     for end in ends:
         end.close()
 
 
-def knock(notice: bytes, rank: int) -> socket.socket:
-    """Goes to a destination's door. Raises OSError where there is no such door: on another host, most often."""
+def connect(notice: bytes, rank: int) -> socket.socket:
+    """Goes to a destination's listener. Raises OSError where there is no such door: on another host, most often."""
     connection = _socket()
     try:
         connection.connect(_abstract(notice[:TOKEN_BYTES]))
@@ -337,7 +337,7 @@ def knock(notice: bytes, rank: int) -> socket.socket:
     return connection
 
 
-def prove(connection: socket.socket, timeout_s: float) -> Link:
+def prove(connection: socket.socket, timeout_s: float) -> ShmLink:
     """The source's part of the proof. Takes the connection over. Raises LinkBroken."""
     try:
         connection.settimeout(timeout_s)
@@ -346,9 +346,9 @@ def prove(connection: socket.socket, timeout_s: float) -> Link:
         ring = Ring.find(fds, handle[_SLOT.size :], slot_bytes)
         number_B = ring.slot(0, TOKEN_BYTES)
         number_B.bitwise_not_()
-        link = Link(connection, ring)
-        link.tell(_PROVED, timeout_s)
-        if link.hear(timeout_s) != _PROVED:
+        link = ShmLink(connection, ring)
+        link.write(_PROVED, timeout_s)
+        if link.read(timeout_s) != _PROVED:
             raise LinkBroken("the destination does not see what was written into its memory")
     except (OSError, RuntimeError, struct.error, ValueError, IndexError) as error:
         connection.close()

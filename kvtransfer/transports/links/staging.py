@@ -67,7 +67,7 @@ class Staging:
                 self._free = [entry for entry in self._free if entry is not smallest]
                 self.num_free_bytes -= smallest[0].numel()
 
-    def forget(self, payload: torch.Tensor) -> None:
+    def discard(self, payload: torch.Tensor) -> None:
         """What `take` gave is never to be used again: somebody may still write into it."""
         with self._lock:
             self._taken.pop(payload.data_ptr(), None)

@@ -2,7 +2,7 @@
 
 torch's own TCPStore asks DNS for the name of whoever connects, in the server too: one lost DNS packet holds every
 lane up for five seconds. This one deals in numbers only, refuses at once when nobody is there, and forgets what it is
-told to forget. A client that does not prove that it has the board's key (`board_key`) can neither read nor write.
+told to forget. A client that does not prove that it has the board's key (`key`) can neither read nor write.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from enum import IntEnum
 
 from torch._C._distributed_c10d import Store
 
-from kvtransfer.transports.rendezvous import board_key
-from kvtransfer.transports.rendezvous.board_key import WrongKey
+from kvtransfer.transports.rendezvous import key as rendezvous_key
+from kvtransfer.transports.rendezvous.key import WrongKey
 
 log = logging.getLogger("baton.kvtransfer")
 
@@ -51,7 +51,7 @@ class _What(IntEnum):
     WILL = 5  # to be set when this client's connection ends; an empty value revokes the last
 
 
-class Board:
+class RendezvousServer:
     """The server: one thread, all values in memory. Binds to `host` only; `port` says where, if any will do (0).
     Clients need its `key`, a random one unless it is given.
 
@@ -60,7 +60,7 @@ class Board:
     """
 
     def __init__(self, host: str, port: int = 0, *, key: bytes = b"") -> None:
-        self.key = key or board_key.new_key()
+        self.key = key or rendezvous_key.new_key()
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, port), family=family)
         self.port: int = self._listener.getsockname()[1]
@@ -127,7 +127,7 @@ class Board:
         self._full = False
         client.settimeout(1.0)
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        nonce = board_key.new_nonce()
+        nonce = rendezvous_key.new_nonce()
         try:
             client.sendall(nonce)
         except OSError:
@@ -144,9 +144,9 @@ class Board:
         if nonce is None:
             return  # it was dismissed in this very turn
         try:
-            claimed = stranger.recv(board_key.CLAIM_BYTES)
+            claimed = stranger.recv(rendezvous_key.CLAIM_BYTES)
             if claimed:
-                stranger.sendall(board_key.accept(self.key, nonce, claimed))
+                stranger.sendall(rendezvous_key.accept(self.key, nonce, claimed))
         except WrongKey:
             self._refused(stranger)
             claimed = b""
@@ -238,7 +238,7 @@ class _Client:
     will: tuple[bytes, bytes] | None = None
 
 
-class BoardStore(Store):
+class RendezvousStore(Store):
     """A client of a board, under a prefix. Whatever goes wrong with the connection is an OSError, at once from then on;
     WrongKey is one of them.
 
@@ -273,13 +273,13 @@ class BoardStore(Store):
         return connection
 
     def _prove(self, key: bytes) -> None:
-        board_nonce, nonce = self._receive(board_key.NONCE_BYTES), board_key.new_nonce()
-        self._socket.sendall(board_key.claim(key, board_nonce, nonce))
+        board_nonce, nonce = self._receive(rendezvous_key.NONCE_BYTES), rendezvous_key.new_nonce()
+        self._socket.sendall(rendezvous_key.claim(key, board_nonce, nonce))
         try:
-            answer = self._receive(board_key.MAC_BYTES)
+            answer = self._receive(rendezvous_key.MAC_BYTES)
         except ConnectionError as error:
             raise WrongKey("the board closed the connection: it has another key, or is of another version") from error
-        board_key.check(key, board_nonce, nonce, answer)
+        rendezvous_key.check(key, board_nonce, nonce, answer)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(_What.SET, key, value.encode() if isinstance(value, str) else bytes(value))

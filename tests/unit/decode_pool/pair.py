@@ -11,7 +11,7 @@ from typing import Any
 from decode_pool.config import DecodeConfig
 from decode_pool.role import DecodeRole
 from kvtransfer.events import EventLog
-from kvtransfer.transports.inproc import Exchange, Parcel
+from kvtransfer.transports.inproc import InprocExchange, InprocParcel
 from prefill_pool.config import PrefillConfig
 from prefill_pool.role import PrefillRole
 from protos.values import (
@@ -64,9 +64,9 @@ class Post:
         self.holding = False
         self.kept: list[Callable[[], None]] = []
         self.num_carried = 0
-        self.spoil: Callable[[Parcel], None] | None = None
+        self.spoil: Callable[[InprocParcel], None] | None = None
 
-    def __call__(self, parcel: Parcel, deliver: Callable[[], None]) -> None:
+    def __call__(self, parcel: InprocParcel, deliver: Callable[[], None]) -> None:
         self.num_carried += 1
         if self.spoil is not None:
             self.spoil(parcel)
@@ -161,7 +161,7 @@ class Pair:
     ) -> None:
         self.follows_layers = follows_layers
         self.post = Post()
-        self.exchange = Exchange(self.post, max_staged_bytes=staged_blocks * BLOCK_BYTES)
+        self.exchange = InprocExchange(self.post, max_staged_bytes=staged_blocks * BLOCK_BYTES)
         self.now = 0.0
 
         chunk_bytes = chunk_blocks * LAYOUT.block_bytes

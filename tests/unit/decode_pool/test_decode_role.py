@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.transports.inproc import Parcel
+from kvtransfer.transports.inproc import InprocParcel
 from protos.errors import (
     Overloaded,
     TransferCorrupted,
@@ -59,7 +59,7 @@ def test_a_spoiled_block_changes_the_answer() -> None:
     """So the KV that decode reads is really the one that came."""
     pair = Pair()
 
-    def spoil(parcel: Parcel) -> None:
+    def spoil(parcel: InprocParcel) -> None:
         parcel.payload[-1, 0] += 1
 
     pair.post.spoil = spoil
@@ -200,7 +200,7 @@ def test_a_lost_lane_ends_what_it_has_not_brought(reached: str, submitted: bool)
     ticket = pair.bring_to(reached)
     if submitted:
         pair.answer("r", prompt(12), ticket)
-    pair.exchange.sever(PREFILL, DECODE, "the cable was cut")
+    pair.exchange.cut(PREFILL, DECODE, "the cable was cut")
     pair.step(2)
     if reached == "arrived":
         if not submitted:
@@ -219,7 +219,7 @@ def test_a_lost_lane_ends_what_it_has_not_brought(reached: str, submitted: bool)
 def test_a_request_whose_kv_came_spoiled_is_told_so() -> None:
     pair = Pair(chunk_blocks=1)
     pair.answer("r", prompt(12), pair.bring_to("sending"))
-    pair.exchange.sever(PREFILL, DECODE, "its checksum differs", TransferCorrupted)
+    pair.exchange.cut(PREFILL, DECODE, "its checksum differs", TransferCorrupted)
     pair.step(2)
     assert pair.decode.errors["r"].code == TransferCorrupted.code == "transfer_corrupted"
     assert "its checksum differs" in pair.decode.errors["r"].message
@@ -229,7 +229,7 @@ def test_a_request_whose_kv_came_spoiled_is_told_so() -> None:
 def test_a_lost_lane_is_replaced_by_the_next_reservation() -> None:
     pair = Pair()
     pair.bring_to("reserved")
-    pair.exchange.sever(PREFILL, DECODE, "the cable was cut")
+    pair.exchange.cut(PREFILL, DECODE, "the cable was cut")
     ticket = pair.start("again", prompt(9))
     pair.answer("again", prompt(9), ticket)
     pair.finish()
@@ -293,7 +293,7 @@ def test_whatever_happens_nothing_is_kept_and_no_answer_is_wrong(actions: list[t
         elif action == "abort decode":
             pair.decode.engine.abort([name])
         elif action == "sever":
-            pair.exchange.sever(PREFILL, DECODE, "cut")
+            pair.exchange.cut(PREFILL, DECODE, "cut")
         elif action == "wait":
             pair.step(seconds=LEASE_S / 3)
         else:

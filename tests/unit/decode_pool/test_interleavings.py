@@ -94,15 +94,15 @@ class TwoPools(RuleBasedStateMachine):
 
     @rule()
     def the_lane_is_cut(self) -> None:
-        self.pair.exchange.sever(self.addresses["prefill"], self.addresses["decode"], "cut")
+        self.pair.exchange.cut(self.addresses["prefill"], self.addresses["decode"], "cut")
 
     @rule(side=SIDES)
     def crash(self, side: str) -> None:
         """Nobody says goodbye, and the next life has another incarnation. What the gateway knew of it is gone."""
         old = self.addresses[side]
         other = self.addresses["decode" if side == "prefill" else "prefill"]
-        self.pair.exchange.sever(old, other, "crashed")
-        self.pair.exchange.sever(other, old, "crashed")
+        self.pair.exchange.cut(old, other, "crashed")
+        self.pair.exchange.cut(other, old, "crashed")
         getattr(self.pair, f"{side}_role")._transfers.close()
         self.addresses[side] = new = replace(old, incarnation=old.incarnation + 1)
         if side == "prefill":

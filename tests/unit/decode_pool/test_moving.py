@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from decode_pool.role import DecodeRole
-from kvtransfer.transports.inproc import Exchange
+from kvtransfer.transports.inproc import InprocExchange
 from protos.errors import UnknownRequest, WorkerDraining
 from protos.values import (
     FinishReason,
@@ -48,7 +48,7 @@ class Pool:
         self, *, new_blocks: int = 64, old_blocks: int = 64, staged_blocks: int = 1000, host_slots: int = 0
     ) -> None:
         self.post = Post()
-        exchange = Exchange(self.post, max_staged_bytes=staged_blocks * BLOCK_BYTES)
+        exchange = InprocExchange(self.post, max_staged_bytes=staged_blocks * BLOCK_BYTES)
         self.exchange = exchange
         self.now = 0.0
 
@@ -221,7 +221,7 @@ def test_a_lane_that_is_lost_leaves_the_sequence_where_it_is() -> None:
     pool.post.holding = True
     pool.ask_to_move("r", room=40)
     pool.step(2)
-    pool.exchange.sever(OLD, NEW, "the wire was cut")
+    pool.exchange.cut(OLD, NEW, "the wire was cut")
     pool.post.kept.clear()
     pool.finish()
     assert pool.old.errors["r"].code == "transfer_failed"
@@ -253,7 +253,7 @@ def test_a_lane_that_is_lost_after_the_hand_over_fails_it_there() -> None:
     pool.until_moved("r")
     pool.go_on("r", ticket)
     pool.step()
-    pool.exchange.sever(OLD, NEW, "the wire was cut")
+    pool.exchange.cut(OLD, NEW, "the wire was cut")
     pool.finish()
     assert pool.new.errors["r"].code == "transfer_failed"
     assert pool.new.tokens["r"] == ()

@@ -11,7 +11,7 @@ import pytest
 from decode_pool.role import DecodeRole
 from kvtransfer.hashing import chain_hashes
 from kvtransfer.transport import Chunk
-from kvtransfer.transports.inproc import Exchange
+from kvtransfer.transports.inproc import InprocExchange
 from protos.errors import InvalidRequest
 from protos.values import GenerateRequest, ReserveRequest, SamplingParams, ShareRequest, Ticket
 from tests.unit.decode_pool.pair import BLOCK_BYTES, DECODE, LAYOUT, SIZE, VOCAB, Pair, expected, prompt
@@ -129,7 +129,7 @@ def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
         def poll_sent(self) -> Sequence[Any]:
             return ()
 
-    ends = Exchange()
+    ends = InprocExchange()
     hashes = tuple(chain_hashes(SHARED, SIZE))[:5]
     held = pool.allocate(5) or []
     for block_id, block_hash in zip(held, hashes, strict=True):
@@ -153,7 +153,7 @@ def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
 
 def test_a_profile_counts_the_bytes_of_the_readers_blocks() -> None:
     """A chunk counts these: two of the holder's make one."""
-    ends, wide = Exchange(), replace(LAYOUT, block_size=2 * SIZE)
+    ends, wide = InprocExchange(), replace(LAYOUT, block_size=2 * SIZE)
     transfer = RankTransfer(ToyRunner(1, SIZE, VOCAB), LAYOUT, sender=ends.sender(OLD, LAYOUT))
     ends.receiver(DECODE, wide).expect(OLD, LAYOUT)
     transfer.timeline.record(True)
@@ -313,7 +313,7 @@ def test_a_lane_that_is_lost_costs_a_computation(num_steps: int) -> None:
     pool.share(ticket)
     pool.read(ticket)
     pool.step(num_steps)
-    pool.exchange.sever(OLD, pool.new.scheduler.role._transfers.address, "the wire was cut")  # type: ignore[attr-defined]
+    pool.exchange.cut(OLD, pool.new.scheduler.role._transfers.address, "the wire was cut")  # type: ignore[attr-defined]
     pool.post.kept.clear()
     pool.check_answer(num_computed=27, num_cached=0)
     assert pool.new.engine.load().num_failed_pulls == 1

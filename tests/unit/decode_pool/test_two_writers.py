@@ -106,7 +106,7 @@ class TwoWriters(RuleBasedStateMachine):
     def trouble(self, cut: bool, long: bool) -> None:
         """A lane is cut, or the cache is forgotten, or nothing happens for a while, so that leases end."""
         if cut:
-            self.pool.exchange.sever(OLD, NEW, "cut")
+            self.pool.exchange.cut(OLD, NEW, "cut")
         elif long:
             self.pool.now += LEASE_S / 2
         else:

@@ -142,12 +142,12 @@ def test_layers_that_the_model_has_not_are_dropped(ledger: Ledger, first_layer: 
 
 def test_a_settled_ticket_has_arrived_with_fewer_blocks_and_gives_the_others_back(ledger: Ledger) -> None:
     land(ledger, chunk(0))
-    assert ledger.settle("r1", 1, 1) == (11, 12)
+    assert ledger.truncate("r1", 1, 1) == (11, 12)
     ledger.check_integrity()
     assert ledger.state("r1", 1) is TicketState.ARRIVED
     assert land(ledger, chunk(1)) == (), "a block that was given back is written by nobody"
-    assert ledger.settle("r1", 1, 1) == ()
-    assert ledger.settle("r1", 2, 0) == (), "another generation settles nothing"
+    assert ledger.truncate("r1", 1, 1) == ()
+    assert ledger.truncate("r1", 2, 0) == (), "another generation settles nothing"
     assert ledger.adopt("r1", 1).block_ids == (10,)
 
 

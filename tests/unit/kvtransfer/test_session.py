@@ -168,7 +168,7 @@ def test_a_sequence_that_stops_short_of_its_room_offers_what_there_is_and_no_mor
     assert push.all_sent(11)
     assert not push.is_full(39)
     assert push.is_full(40)
-    push.settle(11)
+    push.truncate(11)
     assert push.next_chunk(11, complete=True) == piece(2, 1)
     push.offered(piece(2, 1), 2.0)
     assert push.all_offered

@@ -225,7 +225,7 @@ def test_a_lost_lane_fails_its_requests_and_no_others(num_steps: int) -> None:
     pair.start("r", prompt(24))
     pair.read("other", prompt(9, seed=2), None)
     pair.step(num_steps)
-    pair.exchange.sever(PREFILL, DECODE, "the cable was cut")
+    pair.exchange.cut(PREFILL, DECODE, "the cable was cut")
     pair.step()
     error = pair.prefill.errors["r"]
     assert error.code == TransferFailed.code
@@ -306,7 +306,7 @@ def test_a_lost_lane_does_not_hurt_those_to_other_workers() -> None:
     ticket = pair.start("r", prompt(12))
     pair.read("other", prompt(12, seed=2), replace(ticket, ticket_id="other", destination=elsewhere))
     pair.step(3)
-    pair.exchange.sever(PREFILL, elsewhere, "the cable was cut")
+    pair.exchange.cut(PREFILL, elsewhere, "the cable was cut")
     pair.step()
     assert pair.prefill.errors.keys() == {"other"}
     pair.answer("r", prompt(12), ticket)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from workers.checkpoint.encoding import Encodings, Matrix, Place, Share
+from workers.checkpoint.encoding import LayerContext, Matrix, WeightEncodings, WeightShare
 from workers.checkpoint.slots import Slot
 from workers.kernels.base import Kernels
 from workers.kernels.cpu.products import TiledWeight, can_tile
@@ -97,20 +97,20 @@ class GatedFloatMatrix(FloatMatrix):
 class FloatEncoding:
     """`NAME.weight`, [outputs, inputs], in any floating-point type."""
 
-    def matrix(self, place: Place, share: Share, *, gated: bool = False) -> Matrix:
+    def matrix(self, context: LayerContext, share: WeightShare, *, gated: bool = False) -> Matrix:
         shape = share.num_outputs, share.num_inputs
-        weight_OI = place.zeros(*shape) if share.padding else place.empty(*shape)
+        weight_OI = context.zeros(*shape) if share.padding else context.empty(*shape)
         slots = list(_slots(weight_OI, share))
-        return GatedFloatMatrix(weight_OI, place.kernels, slots) if gated else FloatMatrix(weight_OI, slots)
+        return GatedFloatMatrix(weight_OI, context.kernels, slots) if gated else FloatMatrix(weight_OI, slots)
 
 
-def encodings(_: Mapping[str, Any]) -> Encodings:
+def encodings(_: Mapping[str, Any]) -> WeightEncodings:
     """Every linear layer's is the same."""
     floats = FloatEncoding()
     return lambda name: floats
 
 
-def _slots(weight_OI: torch.Tensor, share: Share) -> Iterator[Slot]:
+def _slots(weight_OI: torch.Tensor, share: WeightShare) -> Iterator[Slot]:
     """A share is cut by outputs or by inputs: all of one or the other of a projection is there."""
     by_inputs = share.num_inputs < share.total_inputs
     sizes = [projection.size for projection in share.projections]

@@ -42,7 +42,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RowTables:
     """Where a step's tokens stand: as `NativeAttention` keeps it for its kernels, all contiguous but the tables."""
 
     slots_T: torch.Tensor
@@ -64,7 +64,7 @@ class _Layer(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Step(ctypes.Structure):
+class _StepArguments(ctypes.Structure):
     _fields_ = (
         *((name, _N) for name in ("num_tokens", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "block_size")),
         *((name, _F) for name in ("eps", "scale")),
@@ -96,7 +96,7 @@ class CompiledLayers:
         _, self._num_kv_heads, block_size, self._head_dim = caches[0][0].shape
         self._num_heads = self._first.qkv.weight.num_outputs // self._head_dim - 2 * self._num_kv_heads
         self._hidden_size = len(self._first.attention_norm_E)
-        self._sizes = _Step(
+        self._sizes = _StepArguments(
             hidden_size=self._hidden_size, num_heads=self._num_heads, num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim, block_size=block_size, eps=eps, scale=self._head_dim**-0.5,
             has_tiled_attention=tiled,
@@ -107,7 +107,11 @@ class CompiledLayers:
         return len(self._layers)
 
     def begin(
-        self, delta_TE: torch.Tensor, stream_TE: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], rows: Rows
+        self,
+        delta_TE: torch.Tensor,
+        stream_TE: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        rows: RowTables,
     ) -> CompiledStep:
         """A step of contiguous bfloat16 rows, which it changes in place."""
         for part in (delta_TE, stream_TE):
@@ -115,7 +119,7 @@ class CompiledLayers:
             assert part.dtype == torch.bfloat16
         cos_TP, sin_TP = (part.contiguous() for part in rotation)
         buffers = self._buffers(len(delta_TE))
-        step = _Step.from_buffer_copy(self._sizes)
+        step = _StepArguments.from_buffer_copy(self._sizes)
         step.num_tokens, step.num_rows = len(delta_TE), len(rows.context_lens)
         step.normed_stride, step.inner_stride = buffers["normed"].stride(0), buffers["inner"].stride(0)
         step.heads_stride, step.table_stride = buffers["turned"].stride(0), rows.block_tables_SB.stride(0)
@@ -160,7 +164,9 @@ class CompiledStep:
     """One step's way through the layers. A layer has two halves: the first ends when its keys and values are in the
     cache."""
 
-    def __init__(self, tiles: Tiles, layers: ctypes.Array[_Layer], step: _Step, kept: tuple[torch.Tensor, ...]) -> None:
+    def __init__(
+        self, tiles: Tiles, layers: ctypes.Array[_Layer], step: _StepArguments, kept: tuple[torch.Tensor, ...]
+    ) -> None:
         self._tiles, self._layers, self._step = tiles, layers, step
         self._kept = kept  # the structure holds only their addresses
 

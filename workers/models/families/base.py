@@ -12,15 +12,15 @@ from workers.checkpoint.fields import Fields
 from workers.models.families.windows import Windows, no_windows
 
 if TYPE_CHECKING:
-    from workers.checkpoint.encoding import Place
+    from workers.checkpoint.encoding import LayerContext
     from workers.models.config import ModelConfig
     from workers.models.layers.base import AttentionLayer, FeedForward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`attention_factory` and `mlp_factory` name what makes a layer's halves, called with a place, the prefix of their
-    tensors' names, the model's config and the layer's index."""
+    """`attention_factory` and `mlp_factory` name the functions that make a layer's halves. Their arguments are the
+    context, the prefix of the tensors' names, the model's config and the layer's index."""
 
     name: str  # config.json's model_type
     architecture: str
@@ -33,10 +33,10 @@ class Family:
     attention_factory: str = "workers.models.layers.attention:SelfAttention"
     mlp_factory: str = "workers.models.layers.mlp:GatedMLP"
 
-    def attention(self, place: Place, prefix: str, config: ModelConfig, layer: int) -> AttentionLayer:
-        made: AttentionLayer = resolve_name(self.attention_factory)(place, prefix, config, layer)
+    def attention(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> AttentionLayer:
+        made: AttentionLayer = resolve_name(self.attention_factory)(context, prefix, config, layer)
         return made
 
-    def mlp(self, place: Place, prefix: str, config: ModelConfig, layer: int) -> FeedForward:
-        made: FeedForward = resolve_name(self.mlp_factory)(place, prefix, config, layer)
+    def mlp(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> FeedForward:
+        made: FeedForward = resolve_name(self.mlp_factory)(context, prefix, config, layer)
         return made

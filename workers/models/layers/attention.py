@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from workers.attention.base import AttentionBackend, CosSin
-from workers.checkpoint.encoding import Place, Projection
+from workers.checkpoint.encoding import LayerContext, Projection
 from workers.checkpoint.slots import Loadable, Slot
 from workers.kernels.cpu.layers import TiledProduct
 from workers.models.config import ModelConfig
@@ -21,8 +21,8 @@ from workers.models.layers.norm import RMSNorm
 class SelfAttention:
     """Each rank has N / tp query heads and their key/value heads: K / tp, or one that several ranks copy."""
 
-    def __init__(self, place: Place, prefix: str, config: ModelConfig, layer: int) -> None:
-        tp, rank, dim = place.parallel.size, place.parallel.rank, config.head_dim
+    def __init__(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> None:
+        tp, rank, dim = context.parallel.size, context.parallel.rank, config.head_dim
         self._layer = layer
         self._head_dim = dim
         self._window = config.windows[layer]
@@ -34,7 +34,7 @@ class SelfAttention:
             return Projection(name=f"{prefix}.{name}", total=total * dim, start=first * dim, size=count * dim)
 
         self._qkv = ColumnParallel(
-            place,
+            context,
             [
                 heads("q_proj", config.num_heads, rank * num_heads, num_heads),
                 heads("k_proj", config.num_kv_heads, first_kv_head, num_kv_heads),
@@ -46,10 +46,10 @@ class SelfAttention:
         self._norms: tuple[RMSNorm, ...] = ()
         if config.qk_norm:
             self._norms = tuple(
-                RMSNorm(place, f"{prefix}.{name}", dim, config.norm_eps) for name in ("q_norm", "k_norm")
+                RMSNorm(context, f"{prefix}.{name}", dim, config.norm_eps) for name in ("q_norm", "k_norm")
             )
         self._out = RowParallel(
-            place, f"{prefix}.o_proj", config.num_heads * dim, config.hidden_size, bias=config.o_bias
+            context, f"{prefix}.o_proj", config.num_heads * dim, config.hidden_size, bias=config.o_bias
         )
 
     def __call__(self, x_TE: torch.Tensor, rotation: CosSin, backend: AttentionBackend) -> torch.Tensor:

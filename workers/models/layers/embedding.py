@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from workers.checkpoint.encoding import Matrix, Place, Projection, Share
+from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightShare
 from workers.checkpoint.encodings.floats import FloatMatrix
 from workers.checkpoint.slots import Slot
 
@@ -19,13 +19,13 @@ from workers.checkpoint.slots import Slot
 class Embedding:
     """The checkpoint's tensor `NAME.weight` [V, E], always in floating point."""
 
-    def __init__(self, place: Place, name: str, vocab_size: int, hidden_size: int) -> None:
-        self._parallel = place.parallel
-        self._kernels = place.kernels
+    def __init__(self, context: LayerContext, name: str, vocab_size: int, hidden_size: int) -> None:
+        self._parallel = context.parallel
+        self._kernels = context.kernels
         self._name = name
         self._shape = (vocab_size, hidden_size)
-        self._rows, share = _rows_of_rank(place, vocab_size)
-        self.weight_VE = place.zeros(share, hidden_size)
+        self._rows, share = _rows_of_rank(context, vocab_size)
+        self.weight_VE = context.zeros(share, hidden_size)
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T, E]. Each rank looks up the ids it holds; its rows for the others are zero until all are added up."""
@@ -41,18 +41,18 @@ class Embedding:
 class Head:
     """Logits by the checkpoint's `lm_head`, or, tied, by the weight of an embedding: packed, that is held twice."""
 
-    def __init__(self, place: Place, vocab_size: int, hidden_size: int, *, tied: Embedding | None) -> None:
-        self._parallel = place.parallel
-        self._kernels = place.kernels
+    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int, *, tied: Embedding | None) -> None:
+        self._parallel = context.parallel
+        self._kernels = context.kernels
         self._vocab_size = vocab_size
         self._weight: Matrix
         if tied is not None:
             self._weight = FloatMatrix(tied.weight_VE)
         else:
-            rows, share = _rows_of_rank(place, vocab_size)
+            rows, share = _rows_of_rank(context, vocab_size)
             part = Projection(name="lm_head", total=vocab_size, start=rows.start, size=len(rows))
-            self._weight = place.matrix(
-                Share(
+            self._weight = context.matrix(
+                WeightShare(
                     projections=(part,),
                     total_inputs=hidden_size,
                     first_input=0,
@@ -72,8 +72,8 @@ class Head:
         return self._weight.slots()
 
 
-def _rows_of_rank(place: Place, vocab_size: int) -> tuple[range, int]:
+def _rows_of_rank(context: LayerContext, vocab_size: int) -> tuple[range, int]:
     """The token ids of this rank, and how many every rank has with its padding."""
-    share = -(-vocab_size // place.parallel.size)
-    start = min(place.parallel.rank * share, vocab_size)
+    share = -(-vocab_size // context.parallel.size)
+    start = min(context.parallel.rank * share, vocab_size)
     return range(start, min(start + share, vocab_size)), share

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from workers.checkpoint.encoding import Place, Projection, Share
+from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
 from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.layers import TiledProduct
 
@@ -22,13 +22,21 @@ class ColumnParallel:
     """y = x W^T + b with the outputs cut over the ranks. Several projections of the same input stand side by side."""
 
     def __init__(
-        self, place: Place, projections: Sequence[Projection], num_inputs: int, *, bias: bool, gated: bool = False
+        self,
+        context: LayerContext,
+        projections: Sequence[Projection],
+        num_inputs: int,
+        *,
+        bias: bool,
+        gated: bool = False,
     ) -> None:
         self._projections = tuple(projections)
         self.sizes = [projection.size for projection in projections]
-        share = Share(projections=self._projections, total_inputs=num_inputs, first_input=0, num_inputs=num_inputs)
-        self._weight = place.matrix(share, gated=gated)
-        self.bias_O = place.empty(share.num_outputs) if bias else None
+        share = WeightShare(
+            projections=self._projections, total_inputs=num_inputs, first_input=0, num_inputs=num_inputs
+        )
+        self._weight = context.matrix(share, gated=gated)
+        self.bias_O = context.empty(share.num_outputs) if bias else None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         return self._weight(x_TI, self.bias_O)
@@ -51,16 +59,16 @@ class ColumnParallel:
 class RowParallel:
     """y = x W^T + b where each rank holds its share of the inputs; the ranks' partial sums are added up."""
 
-    def __init__(self, place: Place, name: str, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
+    def __init__(self, context: LayerContext, name: str, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
         self._name = name
-        self._parallel = place.parallel
-        size = num_inputs // place.parallel.size
+        self._parallel = context.parallel
+        size = num_inputs // context.parallel.size
         whole = Projection(name=name, total=num_outputs, start=0, size=num_outputs)
-        share = Share(
-            projections=(whole,), total_inputs=num_inputs, first_input=place.parallel.rank * size, num_inputs=size
+        share = WeightShare(
+            projections=(whole,), total_inputs=num_inputs, first_input=context.parallel.rank * size, num_inputs=size
         )
-        self._weight = place.matrix(share)
-        self.bias_O = place.empty(num_outputs) if bias else None
+        self._weight = context.matrix(share)
+        self.bias_O = context.empty(num_outputs) if bias else None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         y_TO = self._summed(x_TI)

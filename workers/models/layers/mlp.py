@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.checkpoint.encoding import Place, Projection
+from workers.checkpoint.encoding import LayerContext, Projection
 from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.layers import TiledProduct
 from workers.models.config import ModelConfig
@@ -17,16 +17,16 @@ from workers.models.layers.linear import ColumnParallel, RowParallel
 
 
 class GatedMLP:
-    def __init__(self, place: Place, prefix: str, config: ModelConfig, layer: int) -> None:
+    def __init__(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> None:
         total = config.intermediate_size
-        size = total // place.parallel.size
-        start = place.parallel.rank * size
+        size = total // context.parallel.size
+        start = context.parallel.rank * size
         projections = [
             Projection(name=f"{prefix}.{name}", total=total, start=start, size=size)
             for name in ("gate_proj", "up_proj")
         ]
-        self._gate_up = ColumnParallel(place, projections, config.hidden_size, bias=config.mlp_bias, gated=True)
-        self._down = RowParallel(place, f"{prefix}.down_proj", total, config.hidden_size, bias=config.mlp_bias)
+        self._gate_up = ColumnParallel(context, projections, config.hidden_size, bias=config.mlp_bias, gated=True)
+        self._down = RowParallel(context, f"{prefix}.down_proj", total, config.hidden_size, bias=config.mlp_bias)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         return self._down(self._gate_up(x_TE))

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.checkpoint.encoding import Place
+from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.slots import Slot
 
 
 class RMSNorm:
     """Over the last dimension, which has `size` entries. Every rank holds the whole weight."""
 
-    def __init__(self, place: Place, name: str, size: int, eps: float) -> None:
+    def __init__(self, context: LayerContext, name: str, size: int, eps: float) -> None:
         self._name = name
-        self._kernels = place.kernels
+        self._kernels = context.kernels
         self._eps = eps
-        self.weight = place.empty(size)
+        self.weight = context.empty(size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._kernels.rms_norm(x, self.weight, self._eps)

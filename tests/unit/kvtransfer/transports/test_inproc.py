@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvtransfer.transport import Arrived, Chunk, Sent
-from kvtransfer.transports.inproc import Exchange, Parcel
+from kvtransfer.transports.inproc import InprocExchange, InprocParcel
 from protos.values import KVLayout, LaneAddress, Ticket
 
 LAYOUT = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
@@ -16,10 +16,10 @@ SOURCE, DESTINATION = (LaneAddress(worker_id=name, incarnation=1, host=name, por
 def test_a_lane_is_busy_with_one_parcel_after_the_other() -> None:
     now, deliveries = 0.0, deque[Callable[[], None]]()
 
-    def carry(parcel: Parcel, deliver: Callable[[], None]) -> None:
+    def carry(parcel: InprocParcel, deliver: Callable[[], None]) -> None:
         deliveries.append(deliver)
 
-    exchange = Exchange(carry, clock=lambda: now)
+    exchange = InprocExchange(carry, clock=lambda: now)
     sender, receiver = exchange.sender(SOURCE, LAYOUT), exchange.receiver(DESTINATION, LAYOUT)
     ticket = Ticket(
         ticket_id="r1",

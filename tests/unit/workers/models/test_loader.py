@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
-from workers.checkpoint.encoding import Place
+from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.registry import encodings_of
 from workers.kernels.base import kernels_for
 from workers.models.config import read_config
@@ -42,10 +42,10 @@ def write_config(folder: Path, **changes: object) -> None:
 
 def expected_tensors(folder: Path) -> Tensors:
     """One random tensor for each that config.json makes necessary."""
-    place = Place(
+    context = LayerContext(
         device="cpu", dtype=torch.float32, parallel=Solo(), kernels=kernels_for("cpu"), encodings=encodings_of({})
     )
-    slots = Decoder(read_config(folder), place).slots()
+    slots = Decoder(read_config(folder), context).slots()
     return {slot.name: torch.randn(slot.shape) for slot in slots}
 
 

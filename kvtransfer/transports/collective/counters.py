@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from protos.values import LaneLoad
 
 
-class Tally:
+class LaneCounters:
     """Any thread may call."""
 
     def __init__(self) -> None:
@@ -27,6 +27,6 @@ class Tally:
             if lost:
                 counts.update(num_lost=1, num_stuck=int(stuck), num_corrupt=int(corrupt))
 
-    def loads(self) -> Sequence[LaneLoad]:
+    def lane_loads(self) -> Sequence[LaneLoad]:
         with self._lock:
             return [LaneLoad(transport=key[0], reason=key[1], **counts) for key, counts in self._counts.items()]
