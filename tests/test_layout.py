@@ -317,6 +317,20 @@ def test_documents_link_to_what_exists() -> None:
     report(offences())
 
 
+def test_decisions_name_their_topic_and_are_listed() -> None:
+    listed = (ROOT / "docs" / "architecture.md").read_text()
+
+    def offences() -> Iterator[str]:
+        for path in files("docs/adr/*.md"):
+            title = (ROOT / path).read_text().partition("\n")[0]
+            if not re.match(rf"# {path.name[:4]}\. [A-Z][\w ]+: ", title):
+                yield f'{path}: "{title}": begin it with the number and the topic: # {path.name[:4]}. KV transfer: ...'
+            if f"(adr/{path.name})" not in listed:
+                yield f"{path}: docs/architecture.md does not list it"
+
+    report(offences())
+
+
 def test_packages_are_imported_from_this_checkout(tmp_path: Path) -> None:
     """From any folder, without PYTHONPATH: this is how the `baton` command and Ray's workers see them."""
     if (ROOT / ".venv").is_symlink():
