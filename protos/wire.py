@@ -91,14 +91,14 @@ def from_proto(kind: type[Value], message: Any) -> Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoding:
-    """What values are on a channel. One that carries them as they are, within a process, has another than protobuf."""
+class ChannelEncoding:
+    """How values travel on a channel: as protobuf, or as they are on a channel within one process."""
 
     value: Callable[[Any], Any] = to_proto
     submit: Callable[[values.GenerateRequest, int], Any] = to_submit
 
 
-PROTOBUF = Encoding()
+PROTOBUF = ChannelEncoding()
 
 
 def error_info(error: BaseException) -> values.ErrorInfo:

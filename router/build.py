@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from protos.wire import PROTOBUF, Encoding
+from protos.wire import PROTOBUF, ChannelEncoding
 from router.admission.admission import Admission
 from router.admission.metrics import AdmissionCollector
 from router.config import RouterConfig
@@ -56,7 +56,7 @@ def build_router(
     index: PrefixIndex | None = None,
     peers: Peers | None = None,
     open_channel: OpenChannel = open_channel,
-    encoding: Encoding = PROTOBUF,
+    encoding: ChannelEncoding = PROTOBUF,
     registry: CollectorRegistry | None = None,
     open_fleet: Callable[..., Fleet] = Fleet,
 ) -> Router:

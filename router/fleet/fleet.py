@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvtransfer.reshard import require_compatible
 from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
 from protos.values import BlockHash, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
-from protos.wire import PROTOBUF, Encoding
+from protos.wire import PROTOBUF, ChannelEncoding
 from router.config import RouterConfig
 from router.fleet.candidate_table import FleetTable
 from router.fleet.channels import OpenChannel, open_channel
@@ -64,7 +64,7 @@ class Fleet:
         config: RouterConfig,
         gateway_id: str,
         open_channel: OpenChannel = open_channel,
-        encoding: Encoding = PROTOBUF,
+        encoding: ChannelEncoding = PROTOBUF,
         peers: Peers | None = None,
         observe: Observe | None = None,
     ) -> None:

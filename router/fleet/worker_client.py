@@ -47,7 +47,7 @@ from protos.values import (
     WorkerInfo,
     WorkerStats,
 )
-from protos.wire import PROTOBUF, Encoding, from_proto, raised, to_proto
+from protos.wire import PROTOBUF, ChannelEncoding, from_proto, raised, to_proto
 from router.fleet.channels import OpenChannel, open_channel
 from router.jobs import Tap
 from router.streaming.shortcut import Board, Shortcut
@@ -223,7 +223,7 @@ class WorkerClient:
         connect_timeout_s: float,
         control_timeout_s: float,
         open_channel: OpenChannel = open_channel,
-        encoding: Encoding = PROTOBUF,
+        encoding: ChannelEncoding = PROTOBUF,
         on_loss: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address

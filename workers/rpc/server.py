@@ -33,7 +33,7 @@ from protos.values import (
     WorkerLoad,
     WorkerStats,
 )
-from protos.wire import PROTOBUF, Encoding, error_info, from_proto, to_proto
+from protos.wire import PROTOBUF, ChannelEncoding, error_info, from_proto, to_proto
 from workers.engine.engine import Engine
 from workers.rpc.loop import Turns
 from workers.rpc.token import TokenCheck
@@ -100,7 +100,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         leave: Callable[[], None] = lambda: None,
         supervised: Callable[[], None] = lambda: None,
         wall_clock: Callable[[], float] = time.time,
-        encoding: Encoding = PROTOBUF,
+        encoding: ChannelEncoding = PROTOBUF,
     ) -> None:
         self._encoding = encoding
         self._info = info

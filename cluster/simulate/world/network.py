@@ -22,7 +22,7 @@ import grpc
 from msgspec.structs import replace
 
 from protos.values import GenerateRequest
-from protos.wire import Encoding
+from protos.wire import ChannelEncoding
 
 KEEPALIVE_S = 2.5
 """After so long without a sign of life a connection is given up, by both sides."""
@@ -62,7 +62,7 @@ def _itself(value: Any) -> Any:
     return value
 
 
-VALUES = Encoding(value=_itself, submit=Submitted)
+VALUES = ChannelEncoding(value=_itself, submit=Submitted)
 
 
 class Network:
