@@ -29,6 +29,7 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from cluster.discovery.base import Members
 from protos.errors import Misconfigured
+from protos.event_loop import loop_time
 from protos.values import WorkerRole
 from router.fleet.successors import Successor
 from router.log_throttle import OutageLog
@@ -338,7 +339,7 @@ class RedisDiscovery:
         self._starting = dict(found)
 
     async def _apply(self, found: Mapping[str, str], withdrawn: str, members: Members) -> None:
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         for worker_id, address in found.items():
             self._missing_since_s.pop(worker_id, None)
             if (before := self._known.get(worker_id)) != address:

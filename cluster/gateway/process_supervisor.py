@@ -48,6 +48,7 @@ from cluster.process.scratch_dir import Scratch
 from cluster.supervision import lifecycle
 from cluster.supervision.lifecycle import Life, LifeState
 from protos.errors import BatonError, Unavailable
+from protos.event_loop import Changed
 from protos.wire import raised
 from router.fleet.successors import Successor
 from router.replicas.peers import ProcessStatus
@@ -117,7 +118,7 @@ class Gateways:
         self._tasks: list[asyncio.Task[None]] = []
         self._settled = False
         self._stopping = False
-        self._turn = asyncio.Event()
+        self._change = Changed()
 
     @property
     def fleet(self) -> Gateways:
@@ -331,8 +332,7 @@ class Gateways:
         statuses = tuple(seat.status() for seat in self._seats)
         self._settled = self._settled or all(seat.is_ready for seat in self._seats)
         self._tell(Told(statuses=statuses, settled=self._settled))
-        self._turn.set()
-        self._turn = asyncio.Event()
+        self._change.notify()
 
     def _tell(self, message: Message) -> None:
         for seat in self._seats:
@@ -341,7 +341,7 @@ class Gateways:
 
     async def _until_all(self, are: str) -> None:
         while not all(getattr(seat, are) for seat in self._seats):
-            turn = asyncio.ensure_future(self._turn.wait())
+            turn = asyncio.ensure_future(self._change.wait())
             done, _ = await asyncio.wait([turn, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
             turn.cancel()
             for task in done:

@@ -47,6 +47,7 @@ from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.progress import Bars
 from cluster.supervision.supervisor import WorkerView
 from protos.errors import BatonError, Unavailable
+from protos.event_loop import Changed
 from protos.wire import raised
 from router.fleet.successors import Successor
 
@@ -85,7 +86,7 @@ class Pools:
         self._error: BatonError | None = None
         self._away: tuple[str, float] | None = None  # why, and since when, a lost worker may not be started again
         self._announced_trouble = ""
-        self._turn = asyncio.Event()
+        self._changed = Changed()
         self._num_unanswered = 0
         self._has_begun = False
         self._drained = self._stopped = False
@@ -221,7 +222,7 @@ class Pools:
             await asyncio.gather(ended, following, beating, return_exceptions=True)
             self._channel = None
             await channel.close()
-            self._changed()
+            self._changed.notify()
         reason = self._lost(process.returncode or 0, said, before)
         await self._announce_trouble()
         await asyncio.to_thread(self._end_ray, folder)
@@ -265,7 +266,7 @@ class Pools:
                 await self._hear(message)
             except Exception:  # a supervisor that is not read from seems to hang, and would be killed
                 log.exception("what the supervisor has sent could not be acted on: %s", type(message).__name__)
-            self._changed()
+            self._changed.notify()
 
     async def _hear(self, message: object) -> None:
         match message:
@@ -365,14 +366,10 @@ class Pools:
     def _serving(self) -> list[WorkerView]:
         return [view for view in self._views.values() if view.life.state is LifeState.SERVING]
 
-    def _changed(self) -> None:
-        self._turn.set()
-        self._turn = asyncio.Event()
-
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Raises the BatonError that everything ended with."""
         while not holds():
-            turn = asyncio.ensure_future(self._turn.wait())
+            turn = asyncio.ensure_future(self._changed.wait())
             await asyncio.wait([turn, self._tasks[0]], return_when=asyncio.FIRST_COMPLETED)
             turn.cancel()
             if self._tasks[0].done():

@@ -21,6 +21,7 @@ from cluster.supervision.lifecycle import Life, LifeState
 from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.rank import Ended, Event, Loading, Logged, Serving
 from protos.errors import BatonError, Internal, WorkerLost
+from protos.event_loop import Changed
 from protos.values import WorkerInfo
 from router.fleet.successors import Successor
 
@@ -92,7 +93,7 @@ class Supervisor:
         self._clock = clock or asyncio.get_running_loop().time
         self._sleep = sleep
         self._views: dict[str, WorkerView] = {}
-        self._turn = asyncio.Event()
+        self._changed = Changed()
         self._tasks: list[asyncio.Task[None]] = []
         self.num_faults = 0
 
@@ -111,7 +112,7 @@ class Supervisor:
     async def ready(self) -> None:
         """Returns when every worker serves."""
         while len(self._serving()) < len(self._plans):
-            await self._turn.wait()
+            await self._changed.wait()
 
     def addresses(self) -> Sequence[str]:
         """Of the workers that serve now."""
@@ -236,8 +237,7 @@ class Supervisor:
     def _show(self, view: WorkerView) -> None:
         self._views[view.worker_id] = view
         self._watch(view)
-        self._turn.set()
-        self._turn = asyncio.Event()
+        self._changed.notify()
 
 
 def _of(plan: WorkerPlan) -> dict[str, str]:

@@ -40,10 +40,6 @@ def _at_once(parcel: InprocParcel, deliver: Callable[[], None]) -> None:
     deliver()
 
 
-def _nothing() -> None:
-    """For an end that nobody waits for."""
-
-
 def _no_time() -> float:
     """Of lanes that tell of no time that they were busy."""
     return 0.0
@@ -66,13 +62,15 @@ class InprocExchange:
         self._senders: dict[str, InprocSender] = {}
         self._receivers: dict[str, InprocReceiver] = {}
 
-    def sender(self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = _nothing) -> InprocSender:
+    def sender(
+        self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = lambda: None
+    ) -> InprocSender:
         sender = InprocSender(self, address, layout, wake)
         self._senders[peer_name(address)] = sender
         return sender
 
     def receiver(
-        self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = _nothing
+        self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = lambda: None
     ) -> InprocReceiver:
         receiver = InprocReceiver(self, address, layout, wake)
         self._receivers[peer_name(address)] = receiver

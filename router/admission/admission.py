@@ -20,6 +20,7 @@ from itertools import count
 from typing import Protocol
 
 from protos.errors import InvalidRequest, Overloaded
+from protos.event_loop import loop_time
 from protos.values import BlockHash
 from router.admission.capacity import Overrun, Room, least_ttft_s, nobody_here, predicted_ttft_s, reading_speed
 from router.admission.fair_queue import Entry, FairQueue
@@ -105,7 +106,7 @@ class Admission:
         job, expected_s = await self._enter(job, entry)
         # Counted before it is served, or a whole line of one tenant's would go before its first prompt has been read.
         self._line.charge(job.tenant, num_input=len(job.prompt_ids))
-        let_s = _now()
+        let_s = loop_time()
         charge, tenant = self._line.charge, job.tenant
 
         def note(token_ids: Sequence[int], now: float) -> None:
@@ -118,13 +119,13 @@ class Admission:
                     num_found = 0
                     if not told and delta.token_ids:
                         told = True
-                        self._returning.read(len(job.prompt_ids), now=_now())
-                        self._begun.observe(len(job.prompt_ids), _now())
+                        self._returning.read(len(job.prompt_ids), now=loop_time())
+                        self._begun.observe(len(job.prompt_ids), loop_time())
                         num_found = (
                             delta.num_cached_tokens
                         )  # cost nobody anything; what tells of progress says it as well
                     if expected_s is not None and delta.token_ids:
-                        now = _now()
+                        now = loop_time()
                         self._overrun.observe(now - let_s - expected_s, predicted_s=expected_s, now=now)
                         expected_s = None
                     self._line.charge(job.tenant, num_input=-num_found, num_output=len(delta.token_ids))
@@ -140,13 +141,13 @@ class Admission:
             tenant=job.tenant,
             priority=job.priority,
             num_tokens=len(job.prompt_ids),
-            deadline_s=math.inf if job.max_ttft_s is None else _now() + job.max_ttft_s,
+            deadline_s=math.inf if job.max_ttft_s is None else loop_time() + job.max_ttft_s,
         )
 
     async def _enter(self, job: Job, entry: Entry) -> tuple[Job, float | None]:
         """Returns when it is the job's turn, with the seconds that its reading takes then, if it is in a hurry. It is
         due that long after it came here, not after its turn."""
-        now = _now()
+        now = loop_time()
         if job.max_ttft_s is not None:
             job = replace(job, due_s=entry.deadline_s)
         reading_s = self._check_hope(job, entry, now)
@@ -173,7 +174,7 @@ class Admission:
         finally:
             self._turns.pop(entry.number, None)
             self._line.remove(entry)
-        return job, self._reading_s(job, _now()) if job.max_ttft_s is not None else None
+        return job, self._reading_s(job, loop_time()) if job.max_ttft_s is not None else None
 
     def check_integrity(self) -> None:
         """Everybody in line waits for a turn, and nobody else does."""
@@ -271,7 +272,7 @@ class Admission:
     def _measured_s(self, entry: Entry) -> float:
         """Seconds until its turn at the pace at which prompts have begun since there is a line: seats or blocks may be
         scarce where reading is quick. At most `max_queue_s`; 0 while it has not been measured."""
-        now, most_s = _now(), self._config.admission.max_queue_s
+        now, most_s = loop_time(), self._config.admission.max_queue_s
         if not self._line or now - self._waiting_since_s < LEAST_MEASURED_S:
             return 0.0
         rate = self._begun.at(now)
@@ -279,7 +280,7 @@ class Admission:
 
     def _retry_s(self, wait_s: float, entry: Entry, candidates: CandidateTable) -> float:
         """After what is ahead now, and after those who were told to come again before."""
-        behind_s = self._returning.after_s(entry, speed=reading_speed(candidates), now=_now())
+        behind_s = self._returning.after_s(entry, speed=reading_speed(candidates), now=loop_time())
         return max(LEAST_RETRY_S, wait_s, min(wait_s + behind_s, self._config.admission.max_queue_s))
 
     # -- letting through -----------------------------------------------------------------------------------------------
@@ -290,12 +291,12 @@ class Admission:
             while self._line:
                 self._move()
                 pause_s = self._config.dispatch.retry_pause_s
-                await self._fleet.wait(until=min(_now() + pause_s, self._line.next_deadline_s()))
+                await self._fleet.wait(until=min(loop_time() + pause_s, self._line.next_deadline_s()))
         finally:
             self._watching = None
 
     def _move(self) -> None:
-        now = _now()
+        now = loop_time()
         for entry in self._line.late(now):
             self.refused.late += 1
             self._answer(entry, self._overloaded(TOO_LATE, entry))
@@ -320,7 +321,3 @@ class Admission:
             return False
         num_blocks = -(-entry.num_tokens // (self._fleet.block_size or 1))
         return self._room.fits(self._fleet.loads(), num_blocks)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter
 
 from protos.errors import Forbidden, Misconfigured, RateLimited, Unauthenticated
+from protos.event_loop import loop_time
 from protos.hints import counted
 from router.auth.limits import LocalLimits, TenantLimits
 from router.auth.tenants import NOBODY, Roster, Tenant, read_roster
@@ -74,7 +74,7 @@ class Reception:
     @asynccontextmanager
     async def present(self, tenant: Tenant, request_id: str, num_prompt_tokens: int) -> AsyncGenerator[None, None]:
         """For as long as a request of the tenant is here. Raises RateLimited."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         try:
             await self._limits.enter(tenant, request_id, num_prompt_tokens, now)
         except RateLimited:
@@ -88,7 +88,7 @@ class Reception:
     def wrote(self, tenant: Tenant, num_tokens: int) -> None:
         """The tenant was given so many tokens of an answer, which count against its limit from now on."""
         if tenant.tokens_per_min is not None:
-            self._limits.spend(tenant, num_tokens, asyncio.get_running_loop().time())
+            self._limits.spend(tenant, num_tokens, loop_time())
 
     def served(self, tenant: Tenant, *, num_prompt: int, num_cached: int, num_output: int) -> None:
         """An answer to the tenant has ended. Of so many prompt tokens the KV was there before."""
@@ -112,7 +112,7 @@ class Reception:
 
     def _look(self) -> None:
         """Reads the file again when it has changed."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         if self._path is None or now - self._looked_s < LOOK_S:
             return
         self._looked_s = now

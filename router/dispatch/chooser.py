@@ -7,11 +7,11 @@ Chooser.choose ─▶ policy ─▶ Decision ─▶ Record
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protos.chain import Chain
+from protos.event_loop import loop_time
 from protos.values import KVEvent
 from router.config import RouterConfig
 from router.dispatch.job_state import Journal
@@ -41,7 +41,7 @@ class Routing:
 
     def observe(self, worker_id: str, events: Sequence[KVEvent]) -> None:
         """For the feed of the index to call."""
-        self.losses.observe(worker_id, events, _now())
+        self.losses.observe(worker_id, events, loop_time())
 
 
 def routing_of(config: RouterConfig) -> Routing:
@@ -71,7 +71,7 @@ class Chooser:
 
     def choose(self, journal: Journal, candidates: CandidateTable) -> Decision:
         """Of candidates of which one at least can write."""
-        fleet, record, now = self._fleet, journal.record, _now()
+        fleet, record, now = self._fleet, journal.record, loop_time()
         block_size = fleet.block_size or 1
         hashes = journal.hashes(block_size)
         view = RequestView(
@@ -115,7 +115,7 @@ class Chooser:
 
     def took(self, record: Record, num_tokens: int, num_cached_tokens: int) -> None:
         """Tokens went to the client; the first of them teach how fast prompts are read."""
-        now = _now()
+        now = loop_time()
         first = record.marks.first_s is None
         record.took(num_tokens, num_cached_tokens, now)
         if first and record.choices:
@@ -132,7 +132,7 @@ class Chooser:
 
     def arrived(self, record: Record) -> None:
         """A writer goes on with KV that a reader sent."""
-        now, marks = _now(), record.marks
+        now, marks = loop_time(), record.marks
         record.arrived(now)
         if marks.prefilled_s is None or not record.choices:
             return
@@ -147,7 +147,7 @@ class Chooser:
 
     def ended(self, record: Record, outcome: str, message: str = "") -> None:
         """The last word on a job. The pace of an answer teaches, unless it was written in several places."""
-        now, marks = _now(), record.marks
+        now, marks = loop_time(), record.marks
         record.end(outcome, now, message)
         since = marks.arrived_s if marks.arrived_s is not None else marks.first_s
         num_tokens = marks.num_tokens - (marks.num_tokens_at_arrival or 1)
@@ -162,7 +162,3 @@ class Chooser:
             seconds=(marks.last_s - since) / num_tokens,
             now=now,
         )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -24,6 +24,7 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
 from protos.errors import BatonError, Internal, NoWorkers, Overloaded, TransferFailed, WorkerDraining, WorkerLost
+from protos.event_loop import loop_time
 from protos.values import FinishReason, ReserveRequest, SequenceUpdate, Ticket
 from router.config import RouterConfig
 from router.dispatch.chooser import Chooser, Routing, routing_of
@@ -117,8 +118,8 @@ class Dispatcher:
     async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one job. Raises BatonError when it cannot be run, or not to its end."""
         record = self._chooser.record(job)
-        journal = Journal(job, now=_now(), record=record)
-        record.note(What.ADMITTED, _now())
+        journal = Journal(job, now=loop_time(), record=record)
+        record.note(What.ADMITTED, loop_time())
         through = _journaling(journal, tap)
         try:
             while True:
@@ -197,7 +198,7 @@ class Dispatcher:
         # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
         hashes = journal.hashes(attempt.reader.block_size or 1)
         fleet.index.expect(
-            attempt.reader.worker_id, hashes, until=_now() + self._config.dispatch.speculative_prefix_ttl_s
+            attempt.reader.worker_id, hashes, until=loop_time() + self._config.dispatch.speculative_prefix_ttl_s
         )
         return attempt
 
@@ -206,7 +207,7 @@ class Dispatcher:
         reader.route(request_id, num_tokens, num_blocks)
         if reader.role is not None:
             beside = reader.load.num_running + reader.load.num_waiting
-            self._fleet.predictor.routed(reader.worker_id, reader.role, num_tokens, beside=beside, now=_now())
+            self._fleet.predictor.routed(reader.worker_id, reader.role, num_tokens, beside=beside, now=loop_time())
 
     def _elsewhere(self, journal: Journal, besides: Member) -> Member:
         """Where a sequence that is written by a worker had better go on. Raises NoWorkers."""
@@ -218,7 +219,7 @@ class Dispatcher:
 
     def _candidates(self, journal: Journal) -> CandidateTable:
         fleet = self._fleet
-        matched = fleet.match(journal.hashes, now=_now()).at_most(journal.unread)
+        matched = fleet.match(journal.hashes, now=loop_time()).at_most(journal.unread)
         return fleet.candidates(matched, journal.num_tokens)
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -237,9 +238,9 @@ class Dispatcher:
         finished = False
         try:
             pull = await self._fetch(journal, attempt)
-            journal.read_since_s = _now()
+            journal.read_since_s = loop_time()
             answer = worker.submit(journal.request(request_id, pull=pull))
-            journal.record.note(What.SUBMITTED, _now(), worker=worker.worker_id)
+            journal.record.note(What.SUBMITTED, loop_time(), worker=worker.worker_id)
             place = Place(worker=worker, request_id=request_id, updates=answer)
             async with aclosing(self.moves.follow(journal, place, attempt.rest_on, tap)) as updates:
                 async for update in updates:
@@ -262,15 +263,15 @@ class Dispatcher:
             attempt.is_reserved = True
             with _renewing(asked, decode, ticket.lease_s) as renewals:
                 pull = await self._fetch(journal, attempt)
-                journal.read_since_s = _now()
-                journal.record.note(What.RESERVED, _now(), worker=decode.worker_id, blocks=len(ticket.block_ids))
+                journal.read_since_s = loop_time()
+                journal.record.note(What.RESERVED, loop_time(), worker=decode.worker_id, blocks=len(ticket.block_ids))
                 reading = prefill.submit(journal.request(request_id, ticket=ticket, pull=pull))
                 renewals.concern(reading)
-                journal.record.note(What.SUBMITTED, _now(), worker=prefill.worker_id)
+                journal.record.note(What.SUBMITTED, loop_time(), worker=prefill.worker_id)
                 async for update in reading:
                     if update.finish_reason is FinishReason.PREFILLED:
                         renewals.end()  # from here on KV moves, or is lost
-                        journal.record.prefilled(_now())
+                        journal.record.prefilled(loop_time())
                         answer = decode.submit(journal.request(request_id, ticket=ticket, more=update.token_ids))
                         reading.bequeath(answer)  # until KV has arrived, the loss of prefill is decode's as well
                     else:
@@ -319,7 +320,7 @@ class Dispatcher:
 
     async def _recover(self, error: BatonError, journal: Journal, attempt: Attempt | None) -> None:
         """Returns when the job is worth another attempt, after waiting for what was missing. Else raises `error`."""
-        now, config = _now(), self._config
+        now, config = loop_time(), self._config
         journal.record.failed(error, now)
         journal.failed_again()
         is_explained = isinstance(error, WorkerLost) and self._suspects.are_tried
@@ -377,7 +378,7 @@ class Dispatcher:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline), self._line:
-                    await self._fleet.wait(until=min(deadline, _now() + self._config.dispatch.retry_pause_s))
+                    await self._fleet.wait(until=min(deadline, loop_time() + self._config.dispatch.retry_pause_s))
         finally:
             self._fleet.num_turned_away -= 1
 
@@ -436,7 +437,3 @@ def _journaling(journal: Journal, tap: Tap | None) -> Tap | None:
         journal.record.took(len(token_ids), 0, now)
 
     return tap.under(note, lambda: bool(journal.output_ids) and not journal.suspicion.strikes)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

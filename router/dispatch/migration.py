@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from protos.errors import BatonError, TransferFailed
+from protos.event_loop import loop_time
 from protos.values import FinishReason, MoveRequest, ReserveRequest, SequenceUpdate, Ticket
 from protos.wire import raised
 from router.config import RouterConfig
@@ -106,7 +107,7 @@ class Moves:
                 if update.error is not None and update.finish_reason is None:
                     if move is not None:
                         self._stays(here, move, raised(update.error))
-                    move, again_s = None, _now() + PAUSE_S
+                    move, again_s = None, loop_time() + PAUSE_S
                     continue
                 yield update
                 here.updates.tap = through
@@ -115,8 +116,8 @@ class Moves:
                         here.worker.release(here.request_id)
                     return
                 if move is not None and move.over.is_set():
-                    move, again_s = None, _now() + PAUSE_S
-                if move is None and here.worker.drains and _now() >= again_s:
+                    move, again_s = None, loop_time() + PAUSE_S
+                if move is None and here.worker.drains and loop_time() >= again_s:
                     move = self._begin(journal, here)
         finally:
             here.updates.tap = None  # it knows where the sequence is: no circle is left for the collector
@@ -175,7 +176,7 @@ class Moves:
         move.end(adopted=True)
         self.num_moved += 1
         self._told.clear()
-        journal.record.note(What.MOVED, _now(), source=here.worker.worker_id, worker=move.to.worker_id)
+        journal.record.note(What.MOVED, loop_time(), source=here.worker.worker_id, worker=move.to.worker_id)
         log.info(
             "%s goes on at %s as %s",
             here.request_id,
@@ -192,7 +193,3 @@ class Moves:
         self._told.add(why)
         log.log(level, "%s stays at %s for now: %s", here.request_id, here.worker.worker_id, error.message)
         move.end()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protos.errors import RequestKillsWorkers
+from protos.event_loop import Changed
 
 PAUSE_S = 0.05
 """For the other jobs of a lost worker to come forward: they all learn of it at once."""
@@ -59,7 +60,7 @@ class Suspects:
         self._losses: OrderedDict[Life, _Loss] = OrderedDict()
         self._line: list[set[Suspicion]] = []
         self._num_tried = 1  # batches from the head of the line
-        self._moved = asyncio.Event()
+        self._moved = Changed()
         self.num_condemned = 0
 
     @property
@@ -100,14 +101,14 @@ class Suspects:
         """Returns when the job may be tried: at once unless others are tried before it. Whether it had to wait."""
         waited = False
         while (batch := suspicion.batch) is not None and not any(batch is one for one in self._tried()):
-            waited, moved = True, self._moved
+            waited, num_moves = True, self._moved.count
             try:
                 async with asyncio.timeout(self._patience_s):
-                    await moved.wait()
+                    await self._moved.wait()
             except TimeoutError:
-                if moved is self._moved:  # the first of all that wait
+                if num_moves == self._moved.count:  # the first of all that wait
                     self._num_tried += 1
-                    self._move()
+                    self._moved.notify()
         return waited
 
     def progressed(self, suspicion: Suspicion, num_tokens: int) -> None:
@@ -128,7 +129,7 @@ class Suspects:
                 self._num_tried = max(1, self._num_tried - 1)
             if not self._line:  # a later loss is tried from one batch on again
                 self._num_tried = 1
-        self._move()
+        self._moved.notify()
 
     def assert_idle(self) -> None:
         assert not self._line, "jobs are still tried after all attempts have ended"
@@ -143,10 +144,6 @@ class Suspects:
 
     def _tried(self) -> Sequence[set[Suspicion]]:
         return self._line[: self._num_tried]
-
-    def _move(self) -> None:
-        self._moved.set()
-        self._moved = asyncio.Event()
 
     def _condemned(self, job_id: str, suspicion: Suspicion, life: Life) -> RequestKillsWorkers:
         self.num_condemned += 1

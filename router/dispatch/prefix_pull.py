@@ -8,13 +8,13 @@ Whatever fails on the way costs a computation and nothing else: it is logged and
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from protos.errors import BatonError, WorkerLost
+from protos.event_loop import loop_time
 from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
 from router.dispatch.job_state import Journal
 from router.fleet.fleet import Fleet
@@ -174,7 +174,7 @@ class Pulls:
             self._failed(pull, EVICTED, "it has not got them any more")
             return None
         self.num_blocks += num_blocks
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         journal.record.note(What.PULLED, now, source=pull.holder.worker_id, blocks=num_blocks)
         return replace(ticket, block_ids=ticket.block_ids[:num_blocks])
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from kvtransfer.reshard import require_compatible
 from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
+from protos.event_loop import Changed, loop_time
 from protos.values import BlockHash, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from protos.wire import PROTOBUF, ChannelEncoding
 from router.config import RouterConfig
@@ -78,7 +79,7 @@ class Fleet:
         self._members: dict[str, Member] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
-        self._turn = asyncio.Event()
+        self._changed = Changed()
         self.successors = Successors()
         self.predictor = Predictor()
         self._table = FleetTable(self.predictor)
@@ -98,7 +99,7 @@ class Fleet:
     def starting(self, worker_id: str, successor: Successor | None) -> None:
         """A process of the worker is being started: running answers that no worker can take wait for it."""
         if self.successors.starting(worker_id, successor):
-            self._changed()
+            self._changed.notify()
 
     def join(self, address: str, *, worker_id: str) -> None:
         """A worker lives at this address. Known already: it is tried again at once, at its new address if it moved."""
@@ -127,7 +128,7 @@ class Fleet:
         del self._again[worker_id]
         self._feed.drop(worker_id)
         self.predictor.forget(worker_id)
-        self._changed()
+        self._changed.notify()
         keeper = self._keepers.pop(worker_id)
         keeper.cancel()
         await asyncio.wait([keeper])
@@ -189,7 +190,7 @@ class Fleet:
     def candidates(self, matched: Match, num_tokens: int) -> CandidateTable:
         """Workers that take new work, without those whose breaker gives them a pause. `matched` is an index's answer
         for a sequence of `num_tokens` tokens, of which the last must always be computed."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         return self._table.candidates(matched, num_tokens, self.block_size or 1, now=now)
 
     def loads(self) -> CandidateTable:
@@ -198,7 +199,7 @@ class Fleet:
 
     def overhead_s(self) -> float:
         """What lately came to every first token, besides the reading of its prompt; 0 while that is not known."""
-        now, roles = asyncio.get_running_loop().time(), dict.fromkeys(self.loads().prompt_pool.workers.roles)
+        now, roles = loop_time(), dict.fromkeys(self.loads().prompt_pool.workers.roles)
         return min((self.predictor.overhead_s(role, now=now) for role in roles), default=0.0)
 
     def ready(self) -> bool:
@@ -224,7 +225,7 @@ class Fleet:
         """Returns when a worker's state or load has changed, at the latest at `until` by the loop's clock."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
-                await self._turn.wait()
+                await self._changed.wait()
 
     def status(self) -> tuple[WorkerStatus, ...]:
         index = self.index
@@ -271,14 +272,14 @@ class Fleet:
         """A request failed on these workers, for a reason that may be theirs. The siblings hear of it."""
         for worker_id in worker_ids:
             if (member := self._members.get(worker_id)) is not None:
-                self._doubt(member, member.breaker.failed(asyncio.get_running_loop().time()))
+                self._doubt(member, member.breaker.failed(loop_time()))
                 if self.tell_failure is not None:
                     self.tell_failure(worker_id, member.breaker.failures)
 
     def blame_elsewhere(self, worker_id: str, sibling: int, in_row: int) -> None:
         """A request of that sibling failed there, its `in_row`-th without a success."""
         if (member := self._members.get(worker_id)) is not None:
-            now = asyncio.get_running_loop().time()
+            now = loop_time()
             self._doubt(member, member.breaker.failed_elsewhere(now, sibling=sibling, in_row=in_row))
 
     def _doubt(self, member: Member, paused: bool) -> None:
@@ -416,7 +417,7 @@ class Fleet:
             self.lane_totals.note(member.role, before, step.load)
             self.host_totals.note(member.role, before, step.load)
         self._enter(member, WorkerState.DRAINING if step.load.draining else WorkerState.READY)
-        self._changed()
+        self._changed.notify()
 
     async def _watch(self, member: Member, client: WorkerClient) -> None:
         """Health means progress: a worker that makes none is lost, although its connection stands."""
@@ -430,7 +431,7 @@ class Fleet:
 
     def _enter(self, member: Member, state: WorkerState, reason: str = "") -> None:
         was = member.state
-        if not member.enter(state, reason, now=asyncio.get_running_loop().time()):
+        if not member.enter(state, reason, now=loop_time()):
             return
         if state in (WorkerState.READY, WorkerState.INCOMPATIBLE):
             self.successors.arrived(member.worker_id)
@@ -442,11 +443,7 @@ class Fleet:
                 STATE_LINE, member.worker_id, member.address, state, f": {reason}" if reason else "",
                 extra=_of(member),
             )  # fmt: skip
-        self._changed()
-
-    def _changed(self) -> None:
-        self._turn.set()
-        self._turn = asyncio.Event()
+        self._changed.notify()
 
 
 async def _check(client: WorkerClient, worker_id: str) -> None:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.errors import HeadersTooLarge, PayloadTooLarge, RequestTimeout, Unauthenticated
+from protos.event_loop import loop_time
 from router.auth.auth import Reception
 from router.auth.tenants import Tenant
 from router.http.access_log import CLIENT_LEFT, MAX_PATH, is_logged, log_access
@@ -170,7 +171,7 @@ class BodyLimit:
         if announced.isdigit() and _is_more(announced, self._max_bytes):
             await error_response(self._too_large(f"of {announced.lstrip('0')[:32]} bytes"))(scope, receive, send)
             return
-        due_s = asyncio.get_running_loop().time() + self._timeout_s
+        due_s = loop_time() + self._timeout_s
         seen, is_whole = 0, False
         outlet = outlet_of(scope)
 

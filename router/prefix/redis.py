@@ -21,6 +21,7 @@ from typing import NoReturn
 from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError, ResponseError
 
+from protos.event_loop import loop_time
 from protos.hints import counted
 from protos.values import BlockHash, BlockStored, KVEvent, KVEvents
 from router.log_throttle import OutageLog, RareLog
@@ -267,7 +268,7 @@ class RedisPrefixIndex:
 
     async def _take(self, entries: Sequence[Told | Expected | Foreign]) -> None:
         assert self._feed is not None
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         for entry in entries:
             if not isinstance(entry, Expected):
                 self.num_entries += 1
@@ -345,7 +346,7 @@ class RedisPrefixIndex:
     async def _bury(self) -> None:
         """Removes workers that nobody has written for during a lease: their own has ended, and no successor came."""
         assert self._feed is not None
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         known = {*self._feed.worker_ids, *await self._worker_ids()} - self._scribes.keys()
         holders = await self._store.holders(sorted(known))
         for worker_id, holder in holders.items():

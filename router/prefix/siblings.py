@@ -10,13 +10,13 @@ which costs a hit at most.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 from protos.chain import Chain
+from protos.event_loop import loop_time
 from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockStored, KVEvent, KVEvents
 from router.prefix.feed import Feed
 from router.prefix.index import Match, PrefixIndex
@@ -65,7 +65,7 @@ class SiblingPrefixIndex:
         if not hashes:
             return
         name = worker_id.encode()
-        head = _HEAD.pack(until - asyncio.get_running_loop().time(), len(name))
+        head = _HEAD.pack(until - loop_time(), len(name))
         self._datagrams.send(head + name + Chain.of(hashes[:MAX_BLOCKS]).packed)
 
     def num_blocks(self, worker_id: str) -> int:
@@ -97,6 +97,6 @@ class SiblingPrefixIndex:
     def _hear(self, told: bytes) -> None:
         seconds, length = _HEAD.unpack_from(told)
         start = _HEAD.size + length
-        until = asyncio.get_running_loop().time() + seconds
+        until = loop_time() + seconds
         self.local.expect(told[_HEAD.size : start].decode(), Chain(told[start:]), until=until)
         self.num_heard += 1

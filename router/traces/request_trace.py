@@ -16,6 +16,7 @@ from itertools import islice
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.errors import BatonError, Cancelled, Internal
+from protos.event_loop import loop_time
 from router.jobs import Job
 from router.policies.base import Decision, RequestView
 from router.policies.costs import LatencyEstimate
@@ -186,7 +187,7 @@ class Records:
 
     def open(self, jobs: Iterable[Job]) -> None:
         """Requests have come in."""
-        now = _now()
+        now = loop_time()
         for job in jobs:
             record = Record(job=job, received_s=now)
             record.note(What.RECEIVED, now, prompt_tokens=len(job.prompt_ids), max_tokens=job.sampling.max_tokens)
@@ -201,7 +202,7 @@ class Records:
         outcome, message = _outcome(error)
         for job in jobs:
             if (record := self._record(job)) is not None:
-                record.end(outcome, _now(), message)
+                record.end(outcome, loop_time(), message)
 
     def of(self, job: Job) -> Record:
         """The job's record, opened now if no face has done so."""
@@ -269,7 +270,3 @@ def _outcome(error: BaseException | None) -> tuple[str, str]:
             return Cancelled.code, "the client went away"
         case _:
             return Internal.code, "a bug of ours: the log has it"
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

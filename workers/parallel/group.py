@@ -73,7 +73,7 @@ class Solo:
         return x
 
     def begin_all_reduce(self, x: torch.Tensor) -> Callable[[], None]:
-        return _nothing
+        return lambda: None
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -92,10 +92,6 @@ class Solo:
 
     def close(self) -> None:
         pass
-
-
-def _nothing() -> None:
-    """For a rank that is alone, and a store that is somebody else's to close."""
 
 
 class RankGroup:
@@ -118,7 +114,7 @@ class RankGroup:
         name: str = "tp",
         device: str = "cpu",
         timeout_s: float = 60.0,
-        closing: Callable[[], None] = _nothing,
+        closing: Callable[[], None] = lambda: None,
     ) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self.rank = rank

@@ -23,6 +23,7 @@ from cluster.supervision.placement import Node, WorkerPlan, plan
 from cluster.supervision.rank import Event, Loading, Serving
 from cluster.supervision.supervisor import Supervisor
 from protos.errors import BatonError, WorkerLost
+from protos.event_loop import loop_time
 from protos.values import WorkerLoad, WorkerRole
 from router.build import build_router
 from router.fleet.successors import Successor
@@ -90,7 +91,7 @@ class Gateway:
 
     async def receive(self) -> None:
         """Reads a request, and later writes its answer: one process does it for all of them."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         self._free_s = max(self._free_s, now) + self._request_s
         await asyncio.sleep(self._free_s - now)
 

@@ -35,10 +35,6 @@ from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 _cuda: Any = torch.cuda
 
 
-def _nothing() -> None:
-    """For an end that nobody waits for."""
-
-
 class CollectiveTransport:
     """Makes one rank's ends. `rank` counts over the worker's own tensor-parallel ranks, whose group has been made;
     `device` holds its payloads."""
@@ -51,13 +47,13 @@ class CollectiveTransport:
             keep_no_watchdog()
 
     def sender(
-        self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = _nothing
+        self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = lambda: None
     ) -> CollectiveSender:
         """`wake` is called from lane threads whenever `poll` has something to say."""
         return CollectiveSender(self, address, layout, wake)
 
     def receiver(
-        self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = _nothing
+        self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = lambda: None
     ) -> CollectiveReceiver:
         """Rank 0 opens the meeting place if `address.port` is 0; the other ranks are given rank 0's address."""
         return CollectiveReceiver(self, address, layout, wake)

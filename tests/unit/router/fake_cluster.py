@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import httpx
 
+from protos.event_loop import Changed
 from protos.settings import settings_of
 from protos.values import SamplingParams, StepMessage, WorkerRole
 from router.build import build_router
@@ -32,28 +33,33 @@ ROLES = {"p": WorkerRole.PREFILL, "d": WorkerRole.DECODE, "c": WorkerRole.COLOCA
 PROMPT = tuple(range(100, 130))
 
 
+class Relayed(Changed):
+    """Another one notices each change as well."""
+
+    def __init__(self, other: Changed) -> None:
+        super().__init__()
+        self._other = other
+
+    def notify(self) -> None:
+        super().notify()
+        self._other.notify()
+
+
 class Listening(Fleet):
     """Says also when a message has come, or a reason is known, that changes nothing for whoever decides."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.heard = asyncio.Event()
+        self.heard = Changed()
+        self._changed = Relayed(self.heard)
 
     def _receive(self, member: Member, client: WorkerClient, step: StepMessage) -> None:
         super()._receive(member, client, step)
-        self._hear()
+        self.heard.notify()
 
     def _enter(self, member: Member, state: WorkerState, reason: str = "") -> None:
         super()._enter(member, state, reason)
-        self._hear()
-
-    def _changed(self) -> None:
-        super()._changed()
-        self._hear()
-
-    def _hear(self) -> None:
-        self.heard.set()
-        self.heard = asyncio.Event()
+        self.heard.notify()
 
 
 def router_config(model_path: Path, model_name: str, **settings: Any) -> RouterConfig:
