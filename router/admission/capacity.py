@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from router.latency.decayed import Decayed
 from router.policies.costs import load_s
 from router.policies.table import Bools, CandidateTable, Floats
 
@@ -59,24 +60,21 @@ class Overrun:
     """
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self._late_s = Decayed(half_life_s=HALF_LIFE_S)
         self._predicted_s = 0.0
-        self._since_s = 0.0
 
     def observe(self, seconds: float, *, predicted_s: float, now: float) -> None:
         """A first token came so much later than was predicted."""
-        known = self._left(now)
-        self._seconds, self._since_s = known + _ATTACK * max(0.0, seconds - known), now
+        self._late_s.age(now)
+        [known] = self._late_s.sums
+        self._late_s.add(_ATTACK * max(0.0, seconds - known))
         if seconds > known:
             self._predicted_s += _ATTACK * (predicted_s - self._predicted_s)
 
     def of(self, predicted_s: float, *, now: float) -> float:
         """Of one that is predicted to come after so many seconds."""
         share = predicted_s / self._predicted_s if predicted_s < self._predicted_s else 1.0
-        return self._left(now) * share
-
-    def _left(self, now: float) -> float:
-        return float(self._seconds * 0.5 ** ((now - self._since_s) / HALF_LIFE_S))
+        return self._late_s.at(now)[0] * share
 
 
 def predicted_ttft_s(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from router.admission.fair_queue import Entry, FairQueue
+from router.latency.decayed import Decayed
 
 HALF_LIFE_S = 3.0
 CALM_S = 10.0  # without a refusal: then the rate is measured anew, for it was not of a fleet that is busy
@@ -24,22 +25,22 @@ class Rate:
 
     def __init__(self) -> None:
         self._begun_s: float | None = None
-        self._num_tokens = 0.0
-        self._since_s = 0.0
+        self._num_tokens = Decayed(half_life_s=HALF_LIFE_S)
 
     def begin(self, now: float) -> None:
-        self._begun_s, self._num_tokens, self._since_s = now, 0.0, now
+        self._begun_s, self._num_tokens = now, Decayed(half_life_s=HALF_LIFE_S)
 
     def observe(self, num_tokens: int, now: float) -> None:
-        self._num_tokens = self._num_tokens * _share(now - self._since_s) + num_tokens
-        self._since_s = now
+        self._num_tokens.age(now)
+        self._num_tokens.add(num_tokens)
 
     def at(self, now: float) -> float | None:
         """None while it has been measured for too short a time, and when there was nothing."""
-        if self._begun_s is None or now - self._begun_s < LEAST_MEASURED_S or not self._num_tokens:
+        [num_tokens] = self._num_tokens.at(now)
+        if self._begun_s is None or now - self._begun_s < LEAST_MEASURED_S or not num_tokens:
             return None
-        seconds = HALF_LIFE_S / math.log(2) * (1 - _share(now - self._begun_s))
-        return self._num_tokens * _share(now - self._since_s) / seconds
+        left = float(0.5 ** ((now - self._begun_s) / HALF_LIFE_S))
+        return num_tokens / (HALF_LIFE_S / math.log(2) * (1 - left))
 
 
 class Returning:
@@ -87,7 +88,3 @@ class Returning:
             self._line.remove(head)
         if not self._line:
             self._credit = 0.0
-
-
-def _share(age_s: float) -> float:
-    return float(0.5 ** (age_s / HALF_LIFE_S))

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from protos.values import WorkerLoad, WorkerRole
+from router.latency.decayed import Decayed
 from router.latency.prefill_speeds import Speeds, counted, slowness
 from router.latency.recent_work import Recent, since_whole, whole
 from router.latency.ttft_overhead import Overhead
@@ -77,48 +78,44 @@ class Fit:
 
     def __init__(self) -> None:
         self.errors = Judge()
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-        self._observed_s = 0.0
+        self._observed = Decayed(5, half_life_s=HALF_LIFE_S, half_count=HALF_COUNT)  # 1, x, y, xx, xy
         self._known: tuple[Line, Line] | None = None  # what `line` last said, and to which prior
 
     def observe(self, amount: float, seconds: float, *, prior: Line, now: float) -> None:
         """What was expected, and counts as predicted, is what `line(prior)` says before this."""
-        self._age(now)
+        self._observed.age(now)
         expected = self.line(prior)(amount)
         seconds = self.errors.heard(seconds, expected, sure=self.sure)
         if prior.fixed_s and not self.sure:
             seconds = min(seconds, FAR * expected)  # memory is touched and code is loaded by the first
-        self._weight += 1
-        self._x += amount
-        self._y += seconds
-        self._xx += amount * amount
-        self._xy += amount * seconds
+        self._observed.add(1, amount, seconds, amount * amount, amount * seconds)
         self._known = None
 
     @property
     def known(self) -> bool:
         """Has anything been observed?"""
-        return self._weight > 0
+        return self._observed.sums[0] > 0
 
     @property
     def sure(self) -> bool:
         """Has so much been observed lately that what is far off is an exception?"""
-        return self._weight >= SURE
+        return self._observed.sums[0] >= SURE
 
     def line(self, prior: Line) -> Line:
         """Neither part is negative. The prior's observations are of amounts as seen so far."""
-        if not self._weight:
+        if not self.known:
             return prior
         if self._known is None or self._known[0] != prior:
             self._known = (prior, self._fitted(prior))
         return self._known[1]
 
     def _fitted(self, prior: Line) -> Line:
-        amount = self._x / self._weight or 1.0
+        weight, x, y, xx, xy = self._observed.sums
+        amount = x / weight or 1.0
         half = TRUST / 2  # at nothing, and at twice the mean
-        weight, x, xx = self._weight + 2 * half, self._x + half * 2 * amount, self._xx + half * (2 * amount) ** 2
-        y = self._y + half * (prior(0) + prior(2 * amount))
-        xy = self._xy + half * 2 * amount * prior(2 * amount)
+        weight, x, xx = weight + 2 * half, x + half * 2 * amount, xx + half * (2 * amount) ** 2
+        y += half * (prior(0) + prior(2 * amount))
+        xy += half * 2 * amount * prior(2 * amount)
         spread = weight * xx - x * x
         each = (weight * xy - x * y) / spread if spread > 0 else 0.0
         fixed = (y - each * x) / weight
@@ -129,15 +126,6 @@ class Fit:
             return Line(each_s=xy / xx)
         return Line(fixed_s=fixed, each_s=each)
 
-    def _age(self, now: float) -> None:
-        keep = _share_kept(now - self._observed_s)
-        self._observed_s = now
-        self._weight *= keep
-        self._x *= keep
-        self._y *= keep
-        self._xx *= keep
-        self._xy *= keep
-
 
 class Pace:
     """How many times longer one worker takes than `line` says, lately. One number is learned from few observations, and
@@ -146,23 +134,20 @@ class Pace:
 
     def __init__(self) -> None:
         self.errors = Judge()
-        self._weight = self._took_s = self._expected_s = self._off_s = 0.0
-        self._each_s = self._slower = 0.0  # the part of what was expected that its word counts in; those words' sum
+        # 1, seconds taken, expected, off the mean; of those expected the part by the amount; reported slowness
+        self._observed = Decayed(6, half_life_s=HALF_LIFE_S, half_count=HALF_COUNT)
         self._told = 1.0
-        self._observed_s = 0.0
 
     def tell(self, slower: float) -> None:
         """The worker's word on its speed, of which lines count what is a difference. What it took under another word is
         taken as it would be now where they count this one differently, or they would count what was learned again."""
         share = counted(slower) / counted(self._told)
         self._told = slower
-        if share != 1.0 and self._weight:
-            since = slower * self._weight / self._slower
-            self._took_s *= since
-            self._off_s *= since
-            self._expected_s += (share - 1) * self._each_s
-            self._each_s *= share
-            self._slower = slower * self._weight
+        weight, took_s, expected_s, off_s, each_s, reported = self._observed.sums
+        if share != 1.0 and weight:
+            since = slower * weight / reported
+            expected_s += (share - 1) * each_s
+            self._observed.sums = [weight, took_s * since, expected_s, off_s * since, each_s * share, slower * weight]
 
     def observe(self, amount: float, seconds: float, *, line: Line, now: float, learn: bool = True) -> None:
         """What was expected, and counts as predicted, is what `of(line)` says before this. Nothing is learned from it
@@ -170,21 +155,11 @@ class Pace:
         if not learn:
             self.errors.heard(seconds, self.of(line)(amount), sure=False)
             return
-        keep = _share_kept(now - self._observed_s)
-        self._observed_s = now
-        self._weight *= keep
-        self._took_s *= keep
-        self._expected_s *= keep
-        self._off_s *= keep
-        self._each_s *= keep
-        self._slower *= keep
-        seconds = self.errors.heard(seconds, self.of(line)(amount), sure=self._weight >= SURE)
-        self._weight += 1
-        self._took_s += seconds
-        self._expected_s += line(amount)
-        self._each_s += line.each_s * amount
-        self._slower += self._told
-        self._off_s += abs(seconds - self._mean * line(amount))
+        observed, expected_s = self._observed, line(amount)
+        observed.age(now)
+        seconds = self.errors.heard(seconds, self.of(line)(amount), sure=observed.sums[0] >= SURE)
+        observed.add(1, seconds, expected_s, 0.0, line.each_s * amount, self._told)
+        observed.sums[3] += abs(seconds - self._mean * expected_s)
 
     def of(self, line: Line) -> Line:
         ratio = self.ratio
@@ -193,17 +168,19 @@ class Pace:
     @property
     def ratio(self) -> float:
         """1 while nothing has been observed, or what was may as well be chance."""
-        if not self._expected_s:
+        weight, _, expected_s, off_s, *_ = self._observed.sums
+        if not expected_s:
             return 1.0
-        above, error = self._mean - 1, self._off_s / self._expected_s / math.sqrt(self._weight)
+        above, error = self._mean - 1, off_s / expected_s / math.sqrt(weight)
         if abs(above) <= DOUBT * error:
             return 1.0
         return 1 + above * (1 - (DOUBT * error / above) ** 2)  # Breiman's garrote: what is certain is kept whole
 
     @property
     def _mean(self) -> float:
-        believed_s = TRUST * self._expected_s / self._weight
-        return max(0.0, self._took_s + believed_s) / (self._expected_s + believed_s)
+        weight, took_s, expected_s, *_ = self._observed.sums
+        believed_s = TRUST * expected_s / weight
+        return max(0.0, took_s + believed_s) / (expected_s + believed_s)
 
 
 class Predictor:
@@ -449,7 +426,3 @@ def _load_line(load: WorkerLoad) -> Line:
     """As the worker measures its copies."""
     host = load.host
     return Line(each_s=host.load_s / host.loaded_bytes) if host is not None and host.loaded_bytes else LOAD
-
-
-def _share_kept(age_s: float) -> float:
-    return float(0.5 ** (1 / HALF_COUNT + max(0.0, age_s) / HALF_LIFE_S))
