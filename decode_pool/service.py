@@ -8,41 +8,41 @@ from functools import partial
 from decode_pool.config import DecodeConfig
 from decode_pool.role import DecodeRole
 from protos.values import WorkerRole
-from workers.build import Rank
-from workers.config import Seat, WorkerConfig
+from workers.build import LoadedRank
+from workers.config import RankId, WorkerConfig
 from workers.kv.blocks import BlockPool
 from workers.models.loader import Progress
 from workers.rpc import assembly
-from workers.rpc.worker import Parts
+from workers.rpc.worker import WorkerParts
 from workers.transfer.receive import reservations
 from workers.transfer.transfer_leader import TransferLeader
 
 
 def open_worker(
     config: WorkerConfig,
-    seat: Seat,
+    rank_id: RankId,
     pool: DecodeConfig | None = None,
     *,
     kind: WorkerRole = WorkerRole.DECODE,
     on_progress: Progress | None = None,
-) -> Parts:
+) -> WorkerParts:
     """Rank 0. A COLOCATED worker is one that nobody reads prompts for: the same in all but its name. Raises as
     `workers.build.open_rank` does."""
     parts, role = assembly.assemble(
         config,
-        seat,
+        rank_id,
         kind=kind,
-        make_ends=partial(assembly.lane_ends, config.lanes),
+        make_endpoints=partial(assembly.lane_endpoints, config.lanes),
         make_role=partial(_role, pool or DecodeConfig()),
         on_progress=on_progress,
     )
     return replace(parts, reserve=reservations(role.incoming, parts.engine), tickets=role.tickets)
 
 
-def follow(config: WorkerConfig, seat: Seat) -> None:
+def follow(config: WorkerConfig, rank_id: RankId) -> None:
     """Ranks above 0: until rank 0 stops, or WorkerLost."""
-    assembly.follow(config, seat, make_ends=partial(assembly.lane_ends, config.lanes))
+    assembly.follow(config, rank_id, make_endpoints=partial(assembly.lane_endpoints, config.lanes))
 
 
-def _role(settings: DecodeConfig, rank: Rank, transfers: TransferLeader, pool: BlockPool) -> DecodeRole:
+def _role(settings: DecodeConfig, rank: LoadedRank, transfers: TransferLeader, pool: BlockPool) -> DecodeRole:
     return DecodeRole(transfers, pool, rank.layout, settings, prefix_key=rank.model.prefix_key)

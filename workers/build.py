@@ -1,6 +1,6 @@
 """From settings to running parts: one rank of a worker, then, on rank 0, its engine.
 
-config ── open_rank ──▶ Rank on every rank ─┬─ rank 0: build_engine(rank, make_role) ──▶ Engine
+config ── open_rank ──▶ LoadedRank on every rank ─┬─ rank 0: build_engine(rank, make_role) ──▶ Engine
                                             └─ others: follow_rank0(rank, transfer), until rank 0 stops or is lost
 """
 
@@ -47,7 +47,7 @@ log = logging.getLogger("baton.worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
+class LoadedRank:
     """One rank of a worker with its weights and its share of the cache. `scheduler` holds what was resolved from the
     settings and the checkpoint: the same on all ranks, as are `storage.num_blocks` and `num_slots`, the blocks that the
     host tier keeps."""
@@ -92,7 +92,7 @@ def steps_in_flight_of(config: WorkerConfig) -> int:
     return 1 if device_of(config) == "cuda" else 0
 
 
-def open_rank(config: WorkerConfig, group: TensorParallel, *, on_progress: Progress | None = None) -> Rank:
+def open_rank(config: WorkerConfig, group: TensorParallel, *, on_progress: Progress | None = None) -> LoadedRank:
     """Reads the checkpoint and makes the cache; every rank of a worker calls it at the same time.
 
     Raises BadCheckpoint, UnsupportedModel or Misconfigured (also when the model or one block does not fit into the
@@ -106,7 +106,7 @@ def open_rank(config: WorkerConfig, group: TensorParallel, *, on_progress: Progr
 
 
 def build_engine(
-    rank: Rank,
+    rank: LoadedRank,
     leader: Leader,
     make_role: Callable[[BlockPool], Role],
     *,
@@ -136,7 +136,7 @@ def build_engine(
     )
 
 
-def make_transfer(rank: Rank, **ends: Any) -> RankTransfer[torch.Tensor]:
+def make_transfer(rank: LoadedRank, **ends: Any) -> RankTransfer[torch.Tensor]:
     """This rank's half of KV transfer; `ends` are RankTransfer's `sender` and `receiver`."""
     transfer = RankTransfer(
         rank.storage,
@@ -153,7 +153,7 @@ def make_transfer(rank: Rank, **ends: Any) -> RankTransfer[torch.Tensor]:
     return transfer
 
 
-def follow_rank0(rank: Rank, transfer: RankTransfer[torch.Tensor]) -> None:
+def follow_rank0(rank: LoadedRank, transfer: RankTransfer[torch.Tensor]) -> None:
     """Does what rank 0 does, on every other rank, until rank 0 stops. Closes the transfer.
 
     Raises WorkerLost when a rank is gone, and any error of this rank's operations.
@@ -164,7 +164,7 @@ def follow_rank0(rank: Rank, transfer: RankTransfer[torch.Tensor]) -> None:
         transfer.close()
 
 
-def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progress | None) -> Rank:
+def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progress | None) -> LoadedRank:
     assert group.size == config.tp, f"a group of {group.size} ranks for tp {config.tp}"
     device = device_of(config)
     steps_in_flight = steps_in_flight_of(config)
@@ -201,7 +201,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     if device == "cuda":
         num_blocks = -(-min(max_model_len, capacity) // config.block_size)
         _capture(config, runner, decoder, max_blocks=num_blocks, num_groups=len(layout.groups))
-    return Rank(
+    return LoadedRank(
         model=model,
         name=name,
         layout=layout,

@@ -90,7 +90,7 @@ class WorkerConfig(StepLimits):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RankId:
     """Which rank of which worker a process is. `incarnation` tells a restarted worker from the one before it.
 
     `host` is what other hosts reach this process by. Rank 0 opens the ranks' meeting place on `store_port` of

@@ -37,7 +37,7 @@ from benchmarks.engine.random_llama import CONFIG
 from benchmarks.gpu.machine import GpuRates, measure_machine, name_of, require_gpu
 from protos.values import GenerateRequest, SamplingParams
 from workers.attention.registry import attention_for
-from workers.build import Rank, build_engine
+from workers.build import LoadedRank, build_engine
 from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.registry import encodings_of
 from workers.config import SchedulerConfig, WorkerConfig
@@ -157,7 +157,7 @@ def opened(folder: Path, plan: EnginePlan, device: str) -> Iterator[Engine]:
         leader.close()
 
 
-def random_rank(config: WorkerConfig, model: ModelConfig, device: str) -> Rank:
+def random_rank(config: WorkerConfig, model: ModelConfig, device: str) -> LoadedRank:
     assert config.num_blocks is not None
     layout = model.kv_layout(block_size=config.block_size, dtype="bfloat16", tp=1)
     decoder = Decoder(
@@ -181,7 +181,7 @@ def random_rank(config: WorkerConfig, model: ModelConfig, device: str) -> Rank:
     max_model_len = min(model.max_model_len, config.num_blocks * config.block_size)
     if device == "cuda":
         runner.capture(CudaRecorder(), max_rows=config.max_num_seqs, max_blocks=-(-max_model_len // config.block_size))
-    return Rank(
+    return LoadedRank(
         model=model,
         name="random",
         layout=layout,

@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         name="leak: pins of a prompt that found no room",
         module="workers.scheduling.scheduler",
-        old="            self.loads.unpin(slots)\n            return False\n",
+        old="            self.onloads.unpin(slots)\n            return False\n",
         new="            return False\n",
     ),
     Mutant(
@@ -151,8 +151,8 @@ MUTANTS = (
     Mutant(
         name="off by one: one token more than asked for after a failover",
         module="workers.scheduling.step_rows",
-        old="    if len(request.output_ids) >= request.sampling.max_tokens or",
-        new="    if len(request.output_ids) >= request.sampling.max_tokens + (request.num_given > 1) or",
+        old="    room = min(request.sampling.max_tokens - num_output,",
+        new="    room = min(request.sampling.max_tokens + (request.num_given > 1) - num_output,",
     ),
     Mutant(
         name="off by one: a moving sequence counts a token whose KV is not there",
@@ -163,15 +163,15 @@ MUTANTS = (
     Mutant(
         name="off by one: a batch has a seat too many",
         module="workers.scheduling.scheduler",
-        old="        return len(self._running) + self.loads.num_seats < self.config.max_num_seqs\n",
-        new="        return len(self._running) + self.loads.num_seats <= self.config.max_num_seqs\n",
+        old="        return len(self._running) + self.onloads.num_seats < self.config.max_num_seqs\n",
+        new="        return len(self._running) + self.onloads.num_seats <= self.config.max_num_seqs\n",
     ),
     # -- cached tokens and tenants -------------------------------------------------------------------------------------
     Mutant(
         name="cached: a block more than was found is told",
         module="workers.scheduling.scheduler",
-        old="            request.num_cached = request.num_computed\n        if request.load is not None:\n",
-        new="            request.num_cached = request.num_computed and request.num_computed + 1\n        if request.load is not None:\n",
+        old="            request.num_cached = request.num_computed\n        if request.onload is not None:\n",
+        new="            request.num_cached = request.num_computed and request.num_computed + 1\n        if request.onload is not None:\n",
     ),
     Mutant(
         name="cached: what a failed attempt left behind is told as cached",

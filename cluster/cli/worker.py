@@ -21,7 +21,7 @@ from cluster.supervision.rank import Ended, Loading, Orders, Rank, Serving
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from protos.wire import raised
-from workers.config import Seat
+from workers.config import RankId
 
 log = logging.getLogger("baton.cluster")
 
@@ -56,7 +56,7 @@ def worker(
         worker=config.worker,
         prefill=config.prefill,
         decode=config.decode,
-        seat=Seat(
+        seat=RankId(
             worker_id=worker_id or f"{role}-{secrets.token_hex(3)}",
             incarnation=time.time_ns() // 1_000_000,
             host=host,

@@ -23,7 +23,7 @@ from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.rank import Ended, Event, Logged, Orders
 from protos.errors import BatonError, Misconfigured, WorkerLost
 from protos.wire import raised
-from workers.config import Seat
+from workers.config import RankId
 
 log = logging.getLogger("baton.cluster")
 
@@ -189,7 +189,7 @@ class RankLauncher:
         ])  # fmt: skip
         self._record(replace(living, pids=tuple(pids)))
         orders = (
-            self._orders(plan, Seat(
+            self._orders(plan, RankId(
                 worker_id=plan.worker_id, incarnation=living.incarnation, rank=rank, size=plan.num_ranks, host=address,
                 store_host=store_host, store_port=store_port, store_key=store_key,
             ))
@@ -199,7 +199,7 @@ class RankLauncher:
         told = ", ".join(map(str, pids))
         log.info("%s: runs in process %s", plan.worker_id, told, extra={"worker": plan.worker_id})
 
-    def _orders(self, plan: WorkerPlan, seat: Seat) -> Orders:
+    def _orders(self, plan: WorkerPlan, seat: RankId) -> Orders:
         config = self._config
         return Orders(
             role=plan.role,

@@ -21,11 +21,11 @@ from protos.errors import BatonError
 from protos.tls import PeerTls
 from protos.values import ErrorInfo, WorkerInfo, WorkerRole
 from protos.wire import error_info
-from workers.config import Seat, WorkerConfig
+from workers.config import RankId, WorkerConfig
 from workers.cores import Cores, claim_cores, num_cores, spin_briefly
 
 if TYPE_CHECKING:
-    from workers.rpc.worker import Parts, Worker
+    from workers.rpc.worker import Worker, WorkerParts
 
 log = logging.getLogger("baton.worker")
 
@@ -45,7 +45,7 @@ class Orders:
     worker: WorkerConfig
     prefill: PrefillConfig
     decode: DecodeConfig
-    seat: Seat
+    seat: RankId
     port: int = 0
     peers: PeerTls = field(default_factory=PeerTls)
     grace_s: float = 0.0
@@ -137,7 +137,7 @@ class Rank:
     async def _lead(self, orders: Orders) -> None:
         cores = Cores()
 
-        def open_near() -> Parts:
+        def open_near() -> WorkerParts:
             nonlocal cores
             cores = _claim(orders)
             cores.stay_near()
@@ -152,7 +152,7 @@ class Rank:
         finally:
             cores.release()
 
-    async def _serve(self, orders: Orders, parts: Parts, cores: Cores) -> None:
+    async def _serve(self, orders: Orders, parts: WorkerParts, cores: Cores) -> None:
         from workers.rpc.worker import Worker
 
         worker = self._worker = Worker(parts)
@@ -218,7 +218,7 @@ def _has_gpu_driver() -> bool:
     return any(path.exists() for path in DRIVER_FILES)
 
 
-def _open_worker(orders: Orders, on_progress: Progress) -> Parts:
+def _open_worker(orders: Orders, on_progress: Progress) -> WorkerParts:
     """Imports the pool, and torch with it, and reads the model: seconds. On a thread."""
     match orders.role:
         case WorkerRole.PREFILL:

@@ -80,7 +80,7 @@ class Half:
         return self.side.engine.share(asked, time.monotonic())
 
     def move(self, request_id: str, ticket: Ticket) -> None:
-        self.side.engine.move(MoveRequest(request_id=request_id, ticket=ticket), time.monotonic())
+        self.side.engine.migrate(MoveRequest(request_id=request_id, ticket=ticket), time.monotonic())
 
     def tokens(self, request_id: str) -> tuple[int, ...]:
         return self.side.tokens[request_id]

@@ -31,7 +31,7 @@ from router.prefix.memory import MemoryPrefixIndex
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, oracle_answers
 from workers.batch import Batch, PendingStep
-from workers.config import Seat, WorkerConfig
+from workers.config import RankId, WorkerConfig
 from workers.parallel.ranks import open_store
 from workers.rpc.worker import Worker
 
@@ -105,7 +105,7 @@ async def start(
     """Ranks above 0 follow in threads of this process."""
     port = _free_port() if config.tp > 1 else 0
     seats = [
-        Seat(
+        RankId(
             worker_id=worker_id, incarnation=1, rank=rank, size=config.tp, store_port=port, store_key=b"of these ranks"
         )
         for rank in range(config.tp)

@@ -26,7 +26,7 @@ from router.jobs import Job, TokenDelta
 from router.prefix.memory import MemoryPrefixIndex
 from tests.cluster.test_disaggregated import PROMPTS, config_for, start
 from tests.numerics.checkpoints import make_checkpoint
-from workers.config import Seat
+from workers.config import RankId
 from workers.rpc.worker import Worker
 
 pytestmark = pytest.mark.cluster
@@ -68,7 +68,7 @@ class Cluster:
         self.incarnation += 1
         role = WorkerRole(worker_id.partition("-")[0])
         open_worker: Any = prefill.open_worker if role is WorkerRole.PREFILL else partial(decode.open_worker, kind=role)
-        seat = Seat(worker_id=worker_id, incarnation=self.incarnation)
+        seat = RankId(worker_id=worker_id, incarnation=self.incarnation)
         config = config_for(self.folder, num_blocks=NUM_BLOCKS)
         worker = Worker(await asyncio.to_thread(open_worker, config, seat))
         await worker.start("127.0.0.1")

@@ -45,7 +45,7 @@ from tests.cluster.toy_worker import (
 )
 from workers.rpc.loop import EngineLoop
 from workers.rpc.server import MAX_BACKLOG_MESSAGES, WorkerServicer
-from workers.rpc.worker import Parts, Worker
+from workers.rpc.worker import Worker, WorkerParts
 from workers.toy import ToyRunner, toy_tokens
 
 pytestmark = pytest.mark.cluster
@@ -211,7 +211,7 @@ async def test_only_a_worker_that_receives_kv_can_be_reserved_on(worker: Worker)
     await gateway.close()
 
 
-def ticket_for(parts: Parts) -> Callable[[ReserveRequest, float], Ticket]:
+def ticket_for(parts: WorkerParts) -> Callable[[ReserveRequest, float], Ticket]:
     """Reserves whatever it is asked for."""
 
     def reserve(asked: ReserveRequest, now: float) -> Ticket:
@@ -228,7 +228,7 @@ def ticket_for(parts: Parts) -> Callable[[ReserveRequest, float], Ticket]:
     return reserve
 
 
-def asking(parts: Parts, gateway_id: str) -> ReserveRequest:
+def asking(parts: WorkerParts, gateway_id: str) -> ReserveRequest:
     lane, layout = parts.info.lane, parts.info.layout
     return ReserveRequest(request_id="r", prompt_ids=(1,), source=lane, source_layout=layout, gateway_id=gateway_id)
 

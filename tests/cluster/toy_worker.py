@@ -29,7 +29,7 @@ from workers.batch import Batch, Runner, StepOutput
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.kv.blocks import BlockPool
-from workers.rpc.worker import Parts
+from workers.rpc.worker import WorkerParts
 from workers.scheduling.request import Request
 from workers.scheduling.role import Colocated, Disposition, Role, Tick
 from workers.scheduling.scheduler import Scheduler
@@ -91,7 +91,7 @@ class Slow:
         return self._runner.run(batch)
 
 
-def parts_of(runner: Runner, role: Role | None = None) -> Parts:
+def parts_of(runner: Runner, role: Role | None = None) -> WorkerParts:
     events = EventLog(1)
     pool = BlockPool(NUM_BLOCKS, BLOCK, events.record)
     config = SchedulerConfig(max_model_len=NUM_BLOCKS * BLOCK, vocab_size=VOCAB)
@@ -109,7 +109,7 @@ def parts_of(runner: Runner, role: Role | None = None) -> Parts:
         max_model_len=config.max_model_len,
         vocab_size=VOCAB,
     )
-    return Parts(info=info, engine=engine, close=lambda: None)
+    return WorkerParts(info=info, engine=engine, close=lambda: None)
 
 
 class Gateway:

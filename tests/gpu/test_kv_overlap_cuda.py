@@ -19,7 +19,7 @@ from prefill_pool.role import PrefillRole
 from protos.values import FinishReason, GenerateRequest, LaneAddress, ReserveRequest, Span
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, answer, colocated, ranks_of
-from workers.build import Rank, build_engine, make_transfer
+from workers.build import LoadedRank, build_engine, make_transfer
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
 from workers.kv.blocks import BlockPool
@@ -36,7 +36,7 @@ PATIENCE_S = 60.0
 class Worker:
     """Over the network, as one card and one process allow: on a GPU through pinned memory of the host."""
 
-    def __init__(self, rank: Rank, name: str, make_role: Callable[[TransferLeader, BlockPool], Any]) -> None:
+    def __init__(self, rank: LoadedRank, name: str, make_role: Callable[[TransferLeader, BlockPool], Any]) -> None:
         self.layout = rank.layout
         config = LaneConfig(transport="collective")
         made = CollectiveTransport(device="cuda:0" if DEVICE == "cuda" else "cpu", config=config)

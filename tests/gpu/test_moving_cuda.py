@@ -20,7 +20,7 @@ from kvtransfer.transports.inproc import InprocExchange
 from protos.values import FinishReason, GenerateRequest, LaneAddress, MoveRequest, ReserveRequest, ShareRequest, Ticket
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, answer, colocated, ranks_of
-from workers.build import Rank, build_engine, make_transfer
+from workers.build import LoadedRank, build_engine, make_transfer
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
 from workers.kv.blocks import BlockPool
@@ -39,7 +39,7 @@ class Worker:
     engine: Engine
     role: DecodeRole
     address: LaneAddress
-    rank: Rank
+    rank: LoadedRank
 
     def run(self, until: Any) -> list[int]:
         """Steps until an update satisfies it; the tokens up to then."""
@@ -62,7 +62,7 @@ class Worker:
         return self.role.reserve(asked, 0.0)
 
 
-def make_worker(rank: Rank, name: str, exchange: InprocExchange) -> Worker:
+def make_worker(rank: LoadedRank, name: str, exchange: InprocExchange) -> Worker:
     address = LaneAddress(worker_id=name, incarnation=1, host="127.0.0.1", port=0)
     sender, receiver = exchange.sender(address, rank.layout), exchange.receiver(address, rank.layout)
     memory: Any = lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)  # noqa: E731
@@ -102,7 +102,7 @@ def test_a_sequence_that_moves_goes_on_as_it_would_have(config: WorkerConfig) ->
         tokens = old.run(lambda update, so_far: len(so_far) >= NUM_BEFORE)
         known = (*PROMPT, *tokens)
         ticket = new.reserve("r", known[:-1], old, num_tokens=len(known) + 30)
-        old.engine.move(MoveRequest(request_id="r", ticket=ticket), 0.0)
+        old.engine.migrate(MoveRequest(request_id="r", ticket=ticket), 0.0)
         tokens += old.run(lambda update, _: update.finish_reason is FinishReason.MOVED)
         moved = GenerateRequest(
             request_id="r", prompt_ids=PROMPT, output_ids=tuple(tokens), sampling=GREEDY, ticket=ticket

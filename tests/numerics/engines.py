@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from protos.values import FinishReason, GenerateRequest, SamplingParams, SequenceUpdate
-from workers.build import Rank, build_engine, device_of, follow_rank0, make_transfer, open_rank
+from workers.build import LoadedRank, build_engine, device_of, follow_rank0, make_transfer, open_rank
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
 from workers.parallel.ranks import Leader, find_store, meet, open_store
@@ -35,12 +35,12 @@ class Answer:
 
 
 @contextmanager
-def ranks_of(config: WorkerConfig) -> Iterator[list[Rank]]:
+def ranks_of(config: WorkerConfig) -> Iterator[list[LoadedRank]]:
     """All ranks of a worker, each opened on a thread of its own."""
     store = open_store("127.0.0.1")
     stores = [store, *(find_store("127.0.0.1", store.port, key=store.key) for _ in range(1, config.tp))]
 
-    def open_one(rank: int) -> Rank:
+    def open_one(rank: int) -> LoadedRank:
         group = meet(stores[rank], rank=rank, size=config.tp, name="w0", device=device_of(config), timeout_s=30.0)
         return open_rank(config, group)
 

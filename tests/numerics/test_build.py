@@ -15,12 +15,12 @@ from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel, Worker
 from tests.numerics.checkpoints import MAX_POSITIONS
 from tests.numerics.conftest import Checkpoint
 from tests.numerics.engines import ranks_of
-from workers.build import Rank, device_of, largest_batch, open_rank
+from workers.build import LoadedRank, device_of, largest_batch, open_rank
 from workers.config import WorkerConfig
 from workers.parallel.group import Solo
 
 
-def open_one(folder: object, **settings: Any) -> Rank:
+def open_one(folder: object, **settings: Any) -> LoadedRank:
     return open_rank(WorkerConfig(**({"model": str(folder), "device": "cpu"} | settings)), Solo())
 
 

@@ -248,13 +248,13 @@ def test_a_mask_that_takes_too_long_ends_its_request_and_holds_up_nobody(
         assert begun.acquire(timeout=60)
     grammars.end_overdue(max_s=0.0)
     for name in "ab":
-        assert name not in grammars.late()
+        assert name not in grammars.pending()
         with pytest.raises(InvalidRequest, match=r"more than 2 s of CPU time \(MAX_MASK_S\): make it less ambiguous"):
             grammars.allowed(name, Sample(params=under(endless), index=0, output_ids=()))
     while grammars.allowed("d", Sample(params=under(short), index=0, output_ids=())) is None:
         ready.wait(30)
         ready.clear()
-    while "c" in grammars.late():
+    while "c" in grammars.pending():
         ready.wait(30)
         ready.clear()
     go_on.set()
@@ -277,7 +277,7 @@ def test_large_grammars_hold_up_no_small_one(tmp_path: Path, monkeypatch: pytest
     for name in large:
         grammars.begin(name, choice_grammar([name * guidance.LARGE_CHARS]), ())
     assert len(mask_of(grammars, choice_grammar(["a"]))) == 1
-    assert set(large) <= set(grammars.late())
+    assert set(large) <= set(grammars.pending())
     go_on.set()
 
 

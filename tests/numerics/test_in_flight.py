@@ -101,7 +101,7 @@ class Everything:
 
     def begin(self, request_id: str, grammar: str, output_ids: tuple[int, ...]) -> None: ...
 
-    def late(self) -> Collection[str]:
+    def pending(self) -> Collection[str]:
         return ()
 
     def release(self, request_ids: Collection[str]) -> None: ...

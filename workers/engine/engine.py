@@ -48,7 +48,7 @@ from workers.scheduling.scheduler import Scheduler
 from workers.timeline import Timeline
 
 POLL_S = 0.0002
-"""How often KV that is behind is moved on while the engine waits for a step."""
+"""How often transfers advance while the engine waits for a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,8 @@ class _Launched:
 
 
 class Engine:
-    """`events` must be what the scheduler's pool records to. `clock` times the runner and, while it
-    records, `timeline`; and what moves while a step is waited for, so it must be that of `now`.
+    """`events` must be the log that the scheduler's pool records to. `clock` times steps, spans of `timeline`, and
+    transfers while the engine waits for a step, so it must be the clock of `now`.
 
     `depth` steps are in flight when `step` returns, if there is enough to do: 0 for a runner that computes while it
     launches, 1 for a device that computes by itself. Tokens are the same at any depth. `grammars` are the runner's;
@@ -100,14 +100,14 @@ class Engine:
 
     @property
     def pool(self) -> BlockPool:
-        """For a role that reserves blocks: between two steps, and not while `scheduler.blocked`."""
+        """A role may reserve blocks of it between two steps, and not while `scheduler.blocked`."""
         return self._scheduler.pool
 
     def submit(self, request: GenerateRequest, now: float) -> None:
-        """Takes a request. Raises WorkerDraining, InvalidRequest, ContextLengthExceeded or Overloaded, and nothing has
-        happened. A request whose ticket is out is taken however many wait, and one that has blocks reserved here also
-        while this worker drains: it moves on from here with its KV."""
-        if self.draining and not self._role.promised(request):
+        """Accepts a request, or raises WorkerDraining, InvalidRequest, ContextLengthExceeded or Overloaded without any
+        effect. A request with a ticket is accepted however many wait, and one with reserved blocks also while this
+        worker drains: it migrates from here with its KV."""
+        if self.draining and not self._role.has_reservation(request):
             raise WorkerDraining("this worker is draining and takes no new requests: send them to another one")
         if request.request_id in self._scheduler:
             raise InvalidRequest(
@@ -123,34 +123,35 @@ class Engine:
         self._scheduler.add(request, now)
 
     def abort(self, request_ids: Collection[str]) -> int:
-        """How many of them were known, be it as a reservation only. Their blocks are free when this returns, unless a
+        """Returns how many of them were here, as a request or as a reservation. Their blocks are free then, unless a
         step in flight computes them or a transfer still reads them."""
         known: list[str] = []
-        unknown: list[str] = []  # in order: a simulated run must not depend on how strings hash
+        unknown: list[str] = []  # in order: a simulated run must not depend on hashes of strings
         for request_id in dict.fromkeys(request_ids):
             (known if request_id in self._scheduler else unknown).append(request_id)
         if self._grammars is not None:
             self._grammars.release(known)
         return self._scheduler.abort(known) + sum(self._role.withdraw(request_id) for request_id in unknown)
 
-    def move(self, asked: MoveRequest, now: float) -> None:
-        """A request is to go on where the ticket is; `step` says when it has moved, or that it stays. Raises
-        UnknownRequest, or InvalidRequest on a worker without lanes."""
+    def migrate(self, asked: MoveRequest, now: float) -> None:
+        """Begins to migrate a request to the ticket's worker; a later `step` returns that it has moved or stays.
+        Raises UnknownRequest, or InvalidRequest on a worker without lanes."""
         request = self._scheduler.find(asked.request_id)
         if request is None:
             raise UnknownRequest(f"request {asked.request_id} is not here", param="request_id")
-        self._role.move(request, asked.ticket, now)
+        self._role.migrate(request, asked.ticket, now)
 
     def share(self, asked: ShareRequest, now: float) -> int:
-        """Pushes cached blocks to a ticket, those of the host after they have been loaded: how many of its blocks they
-        are. Sequences keep room to grow into. Raises as `Role.share` does."""
+        """Pushes cached blocks to a ticket, those on the host once they are loaded, and returns their number. Leaves
+        each sequence a block to grow into. Raises as `Role.share` does."""
         num_running, num_waiting = self._scheduler.num_running, self._scheduler.num_waiting
         at_once = not num_running and not self._in_flight
-        coming = self._scheduler.loads.fetch(asked.hashes, headroom=num_running + num_waiting, at_once=at_once)
+        coming = self._scheduler.onloads.fetch(asked.hashes, headroom=num_running + num_waiting, at_once=at_once)
         return self._role.share(asked.ticket, asked.hashes, now, coming)
 
     def step(self, now: float) -> list[SequenceUpdate]:
-        """Launches the next step and returns what the one `depth` before it brought; without a next one, the oldest."""
+        """Launches the next step and returns the updates of the one `depth` before it; if there is none to launch, of
+        the oldest in flight."""
         updates = self._tick(now)
         updates += self.advance(now)
         if self._grammars is not None and len(self._grammars):
@@ -158,9 +159,8 @@ class Engine:
         return updates
 
     def advance(self, now: float, num_steps: int = 1) -> list[SequenceUpdate]:
-        """A step without a tick of the role, for a caller that knows that the role has nothing to do. With several
-        `num_steps` the next batch takes so many: as if this had been called so often, but the tokens come at once.
-        They must be within the pipeline's `row_limits` and the scheduler's (`Scheduler.plan`)."""
+        """A step without a tick of the role. With several `num_steps` the next batch takes so many, as if this were
+        called so often; its tokens come in one update. Limits: the pipeline's `row_limits`, and `Scheduler.plan`."""
         batch = self._plan(now, num_steps)
         if batch is not None:
             self._launch(batch, now)
@@ -171,7 +171,7 @@ class Engine:
         return self._apply(oldest.batch, output)
 
     def has_work(self) -> bool:
-        """Must `step` go on being called? It may still find nothing to compute: then `num_steps` stays the same and
+        """Must `step` be called again? It may still find nothing to compute: then `num_steps` stays the same and
         `num_in_flight` is 0."""
         return bool(self._in_flight) or self._scheduler.has_requests() or self._role.busy()
 
@@ -185,12 +185,12 @@ class Engine:
         return len(self._in_flight)
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Has it called, from any thread, when what a request waited for is there: `step` may find something to do."""
+        """`wake` is called, from any thread, when `step` may find work that it did not find before."""
         if self._grammars is not None:
             self._grammars.listener = wake
 
     def drain(self) -> None:
-        """From now on takes no new requests; those taken are served to their end."""
+        """Accepts no new requests from now on; those accepted are served to their end."""
         self.draining = True
 
     def load(self) -> WorkerLoad:
@@ -209,7 +209,7 @@ class Engine:
         )
 
     def events_since(self, hello: Hello) -> KVEvents:
-        """What a gateway has missed: the events themselves, or a snapshot if they are no longer kept."""
+        """The events that a gateway has missed, or a snapshot if they are no longer kept."""
         return self._events.since(hello.incarnation, hello.next_seq) or self._events.snapshot(self.pool.snapshot())
 
     def drain_events(self) -> KVEvents | None:
@@ -233,7 +233,7 @@ class Engine:
                     yield from block_ids[row.start // size : -(-stop // size)]
 
     def assert_idle(self) -> None:
-        """Nothing runs, nothing moves, no block and no grammar is held."""
+        """No request, transfer, block or grammar is left."""
         assert not self._role.busy()
         assert self._grammars is None or not len(self._grammars)
         self._scheduler.assert_idle()
@@ -265,8 +265,8 @@ class Engine:
     def _plan(self, now: float, num_steps: int) -> Batch | None:
         assert num_steps <= self._row_limits.num_steps, f"the pipeline takes {self._row_limits.num_steps} steps at once"
         with self.timeline.span("plan"):
-            late = self._grammars.late() if self._grammars is not None else ()
-            return self._scheduler.plan(now, late, num_steps)
+            mask_pending = self._grammars.pending() if self._grammars is not None else ()
+            return self._scheduler.plan(now, mask_pending, num_steps)
 
     def _launch(self, batch: Batch, now: float) -> None:
         depth = len(self._in_flight)
@@ -276,7 +276,7 @@ class Engine:
             self._in_flight.append(_Launched(batch=batch, pending=self._pipeline.launch(batch), start_s=start_s))
 
     def _fetch(self, launched: _Launched) -> StepOutput:
-        """Its time counts from when the step before it was over."""
+        """The step's time counts from the end of the step before it."""
         step = self.num_steps + launched.batch.num_steps
         with self.timeline.span("fetch", launched.batch, step=step):
             self._wait(launched)
@@ -287,7 +287,7 @@ class Engine:
                 self.speed.observe_decode(end_s - before_s)
         else:
             self.speed.observe(launched.batch, self._fetched_s - start_s)
-        self._scheduler.loads.prefill_tokens_per_s = self.speed.prefill_tokens_per_s
+        self._scheduler.onloads.prefill_tokens_per_s = self.speed.prefill_tokens_per_s
         if self.timeline.recording:
             pending, seen = launched.pending, (start_s, self._fetched_s)
             start_s, end_s = (pending.device_span() if isinstance(pending, DeviceTimedStep) else None) or seen
@@ -300,27 +300,31 @@ class Engine:
             return self._scheduler.apply(batch, output)
 
     def _wait(self, launched: _Launched) -> None:
-        """KV that found no room on its lane goes on its way while the device computes: a step that reads a prompt takes
-        longer than what a lane has staged. Others are not looked at so often, lest it costs them time."""
+        """Advances transfers while the device computes a prompt, which takes longer than to transfer what a lane has
+        staged. Not during decode steps: polling would lengthen them."""
         pending, role = launched.pending, self._role
         if not launched.batch.has_prefill or not isinstance(pending, PollableStep):
             return
         while role.is_behind() and not pending.is_over():
-            role.go_on(self._clock(), 1 + len(self._in_flight))
+            role.advance_transfers(self._clock(), 1 + len(self._in_flight))
             time.sleep(POLL_S)
 
     def _begin(self, request: GenerateRequest) -> None:
-        """Its grammar is compiled from now on: it is admitted when its first token can be chosen."""
+        """Begins to compile the request's grammar; the request is admitted when its first mask is there."""
         if self._grammars is None:
-            raise InvalidRequest("this worker cannot constrain answers", param="grammar")
+            raise InvalidRequest(
+                "this worker has no grammars and cannot constrain answers: send the request without one",
+                param="grammar",
+            )
         if request.sampling.ignore_eos:
             raise InvalidRequest(
-                "ignore_eos and a grammar exclude each other: it says where to end", param="ignore_eos"
+                "ignore_eos and a grammar exclude each other, as a grammar decides where to end: give one of them",
+                param="ignore_eos",
             )
         self._grammars.begin(request.request_id, request.sampling.grammar, request.output_ids)
 
     def _prepare_masks(self, grammars: Grammars, updates: Sequence[SequenceUpdate]) -> None:
-        """What may follow the tokens of this step is made beside the next one."""
+        """Begins to compute the masks of the tokens after these, beside the next step."""
         grammars.release([update.request_id for update in updates if update.finish_reason is not None])
         for update in updates:
             request = self._scheduler.find(update.request_id) if update.token_ids else None

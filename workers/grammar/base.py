@@ -33,7 +33,7 @@ class Grammars(Protocol):
         said. Raises InvalidRequest where nothing can be constrained."""
         ...
 
-    def late(self) -> Collection[str]:
+    def pending(self) -> Collection[str]:
         """Requests that had better not be planned: what they may say next will take its time. Asked once a step."""
         ...
 

@@ -141,7 +141,7 @@ class GuidanceGrammars:
         pool = "slow" if standing.slow else "quick"
         self._threads[pool].submit(self._make, standing, standing.made, pool)
 
-    def late(self) -> Collection[str]:
+    def pending(self) -> Collection[str]:
         self._patience_s = PATIENCE_S
         if self._late:
             self._late = {name for name in self._late if not self._standing[name].made.done()}

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from protos.values import Health, KVEvents, SequenceUpdate, StepMessage, WorkerLoad
 from workers.engine.engine import Engine
-from workers.rpc.progress import Progress
+from workers.rpc.progress import StepProgress
 
 log = logging.getLogger("baton.worker")
 
@@ -69,7 +69,7 @@ class EngineLoop:
         self._wake = threading.Event()
         self._stopping = False
         self._fault: BaseException | None = None
-        self._progress = Progress(stall_s=stall_s, now=clock())
+        self._progress = StepProgress(stall_s=stall_s, now=clock())
         self._awaiting_idle: list[asyncio.Future[None]] = []
         self._told = engine.load()
         self._loop = asyncio.get_running_loop()

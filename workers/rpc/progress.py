@@ -6,7 +6,7 @@ from protos.values import Health
 from workers.engine.engine import Engine
 
 
-class Progress:
+class StepProgress:
     """Told of every turn of an engine by whoever takes it (`EngineLoop`, or a simulator). Time is an argument."""
 
     def __init__(self, *, stall_s: float, now: float) -> None:

@@ -1,6 +1,6 @@
 """The worker's gRPC service: one token stream per gateway, one message per engine step, and control calls.
 
-A gateway's stream is also its lease: when it ends, whatever that gateway had asked for is aborted.
+A gateway's stream is also its lease: when it endpoints, whatever that gateway had asked for is aborted.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     def _move(self, asked: MoveRequest) -> None:
         def move() -> None:
             try:
-                self._engine.move(asked, self._clock())
+                self._engine.migrate(asked, self._clock())
             except Exception as error:  # answered to whoever asked: the request goes on here
                 if not isinstance(error, BatonError):
                     log.exception("request %s could not be moved", asked.request_id)

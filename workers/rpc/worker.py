@@ -26,20 +26,20 @@ def no_tickets(now: float) -> Sequence[TicketStats]:
     return ()
 
 
-class Bell:
+class WakeUp:
     """What lanes ring when there is something to poll. Silent until a worker listens."""
 
     def __init__(self) -> None:
         self.listener: Callable[[], None] | None = None
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Callable from any thread."""
         if self.listener is not None:
             self.listener()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class WorkerParts:
     """What a pool composes. `reserve` and `tickets` belong to a role that receives KV; `lanes` to one that moves it.
     `close` frees ranks, lanes and stores; it is called last, from no engine's thread."""
 
@@ -49,13 +49,15 @@ class Parts:
     reserve: Reserve | None = None
     tickets: Callable[[float], Sequence[TicketStats]] = no_tickets
     lanes: Callable[[], Sequence[LaneStats]] = tuple
-    bell: Bell = field(default_factory=Bell)
+    wake_up: WakeUp = field(default_factory=WakeUp)
 
 
 class Worker:
     """Create, `start`, then `wait` (until it breaks or `stop` is called). Lives on one event loop."""
 
-    def __init__(self, parts: Parts, *, clock: Callable[[], float] = time.monotonic, stall_s: float = 60.0) -> None:
+    def __init__(
+        self, parts: WorkerParts, *, clock: Callable[[], float] = time.monotonic, stall_s: float = 60.0
+    ) -> None:
         self._parts = parts
         self._clock = clock
         self._stall_s = stall_s
@@ -107,7 +109,7 @@ class Worker:
             ailing=lambda: why_unhealthy(self._parts.lanes()),
         )
         servicer.attach(self._loop)
-        self._parts.bell.listener = self._loop.wake
+        self._parts.wake_up.listener = self._loop.wake
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
         if prepare is not None:
             self._loop.post(prepare)

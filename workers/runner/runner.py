@@ -29,7 +29,7 @@ from workers.runner.device_clock import DeviceClock, TimedStep
 from workers.runner.fused_layers import fused_layers
 from workers.runner.packing import Packed, pack, sampled_rows
 from workers.runner.padding import padded
-from workers.sampling.logprobs import Scores
+from workers.sampling.logprobs import TokenScores
 from workers.sampling.penalties import NONE
 from workers.sampling.sampler import Drawn, sample
 from workers.timeline import Timeline
@@ -176,7 +176,7 @@ class Sampling:
         self._timed = timed
         self._grammars = grammars
         self._failed: dict[int, ErrorInfo | None] = {}
-        self._scored: dict[int, Scores] = {}
+        self._scored: dict[int, TokenScores] = {}
         samples, positions, position = list[Sample](), list[int](), 0
         masks: dict[int, Mask] = {}
         for index, row in enumerate(batch.rows):
@@ -184,7 +184,7 @@ class Sampling:
                 targets_T = to_device(np.array(row.prompt_targets), logits_RV.device)
                 nums_top = [row.num_prompt_logprobs] * len(targets_T)
                 part_TV = logits_RV[position : position + len(targets_T)]
-                self._scored[index] = Scores(part_TV, targets_T, nums_top)
+                self._scored[index] = TokenScores(part_TV, targets_T, nums_top)
                 position += len(targets_T)
             if row.sample is not None:
                 if row.sample.params.grammar and (mask := self._mask(index, row, row.sample)) is not None:

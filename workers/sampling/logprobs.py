@@ -13,7 +13,7 @@ from protos.values import Logprobs, TokenLogprob
 from workers.kernels.staging import Landing
 
 
-class Scores:
+class TokenScores:
     """The log-softmax of `logits_TV` at one token of each position, and at the `nums_top` most likely ones there."""
 
     def __init__(self, logits_TV: torch.Tensor, token_ids_T: torch.Tensor, nums_top: Sequence[int]) -> None:

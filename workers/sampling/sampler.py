@@ -22,7 +22,7 @@ from protos.values import SamplingParams
 from workers.batch import RowOutput, Sample, is_penalised
 from workers.grammar.base import Mask
 from workers.kernels.staging import Landing, to_device
-from workers.sampling.logprobs import Scores
+from workers.sampling.logprobs import TokenScores
 from workers.sampling.penalties import penalise
 from workers.sampling.philox import uniforms
 
@@ -33,7 +33,7 @@ _NUCLEUS = 1024
 class Drawn:
     """One token per row, on their way to the host; `ids_R` are those on the device, for the step that follows."""
 
-    def __init__(self, ids_R: torch.Tensor, logprobs: Mapping[int, int], scores: Scores | None) -> None:
+    def __init__(self, ids_R: torch.Tensor, logprobs: Mapping[int, int], scores: TokenScores | None) -> None:
         self.ids_R = ids_R
         self._logprobs = logprobs
         self._scores = scores
@@ -67,7 +67,7 @@ def sample(
         return Drawn(ids_R, {}, None)
     rows, nums_top = zip(*asked, strict=True)
     rows_T = to_device(np.array(rows), logits_RV.device)
-    scores = Scores(logits_RV.index_select(0, rows_T), ids_R.index_select(0, rows_T), nums_top)
+    scores = TokenScores(logits_RV.index_select(0, rows_T), ids_R.index_select(0, rows_T), nums_top)
     return Drawn(ids_R, {row: place for place, row in enumerate(rows)}, scores)
 
 

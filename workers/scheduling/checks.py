@@ -1,4 +1,4 @@
-"""What holds of every request between two steps."""
+"""Invariants of a request between two steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from workers.scheduling.request import Request, State
 
 
 def check_request(request: Request, pool: BlockPool, num_due: int) -> None:
-    """`num_due` tokens are being sampled for it by steps in flight."""
+    """`num_due`: tokens that steps in flight sample for it."""
     size = pool.block_size
     assert len(request.block_ids) * size >= request.num_planned
     assert request.num_sealed <= request.num_computed // size
@@ -17,9 +17,9 @@ def check_request(request: Request, pool: BlockPool, num_due: int) -> None:
         assert request.num_sealed == request.num_computed // size
         assert request.num_due == num_due
     if request.state is State.WAITING:
-        assert (request.adopted or request.load is not None) == bool(request.block_ids)
+        assert (request.adopted or request.onload is not None) == bool(request.block_ids)
         assert request.block_ids or not request.num_computed
         assert request.num_due == 0
     for index in range(request.num_sealed):
         sealed = pool.hash_of(request.block_ids[index])
-        assert sealed in (None, request.hashes[index]), "a block holds something else than its holder believes"
+        assert sealed in (None, request.hashes[index]), "a block has another hash than its request"

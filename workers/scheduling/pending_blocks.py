@@ -36,5 +36,5 @@ class PendingBlocks:
 
     def check_integrity(self) -> None:
         for block_hash, request in self._owners.items():
-            assert request.state is State.RUNNING or request.load, "a pending block's owner does not compute"
+            assert request.state is State.RUNNING or request.onload, "a pending block's owner does not compute"
             assert block_hash in request.hashes[request.num_sealed :]

@@ -1,4 +1,4 @@
-"""One sequence on its way through an engine: the only mutable noun the scheduler knows.
+"""One sequence on its way through an engine: the scheduler's only mutable noun.
 
 Positions of its tokens, and who has computed them::
 
@@ -6,48 +6,39 @@ Positions of its tokens, and who has computed them::
     |  prefix cache  |  by this engine  |  by steps in flight  |  still to plan  |  being sampled in flight  |
     |<----------------------- prompt_ids ----------------------->|<- output_ids ->|
 
-Steps in flight are planned and not applied. With none, num_planned == num_computed and num_expected == num_tokens;
-with some, num_planned may lie beyond num_tokens: a token that is being sampled can be computed already.
+Steps in flight are planned and not applied. Without any, num_planned == num_computed and num_expected == num_tokens;
+with some, num_planned may lie beyond num_tokens: the device can compute a token that the host does not know yet.
 
 `block_ids[i]` holds positions [i * block_size, (i + 1) * block_size). Every id in it is one reference of the block
 pool, taken when the block was matched, allocated or adopted, and given back once, by the scheduler, when the request
-leaves or is preempted; the blocks of a step in flight stay taken until it is over. A sequence is in decode when
-exactly one token (the last) is still to plan. A preempted one starts again at 0, and finds in the cache what is left
-of its blocks.
+leaves or is preempted; the blocks of a step in flight stay taken until it is over. A sequence decodes when exactly one
+token, the last, is still to plan. A preempted one starts again at 0, with those of its blocks that are still cached.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from protos.values import BlockHash, GenerateRequest, SamplingParams, Ticket
 from workers.batch import is_penalised
 
-if TYPE_CHECKING:
-    from workers.scheduling.host_loads import Load
-
 
 class State(Enum):
-    WAITING = auto()  # not admitted yet, preempted, or has given up its seat for a while
+    WAITING = auto()  # not admitted yet, preempted, or without its seat for a while
     RUNNING = auto()  # has blocks, is in the batch
-    HELD = auto()  # finished computing; its blocks are still being read by a transfer
+    HELD = auto()  # computed; a transfer still reads its blocks
     FINISHED = auto()
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`hashes` are the chained hashes of the full blocks of prompt + output known so far; `num_sealed` of them are
-    registered in the pool as cached prefix. `adopted` says that the blocks came with a reservation, or were kept when
-    the sequence gave up its seat. It waits, or runs, `since_s`; `lacks_seat` while it waits for others to finish.
+    """What the scheduler knows of a sequence.
 
-    `rank` orders requests: the smallest goes first, the largest is preempted first. `num_given` output tokens came
-    with the request. `num_cached` is what its first admission found (a recomputation is not the client's gain).
-    `num_prompt_reported` prompt logprobs are with the client. `num_due` tokens are being sampled by steps in flight.
-    `waiting_on_block` is a block that another request computes. `num_spared` tokens were cached or being computed when
-    it came. `load` are blocks that come from the host before it can start. `text_only`: nothing is asked for that makes
-    steps differ, no stop ids, logprobs, penalties or grammar.
+    `hashes` are the chained hashes of the full blocks of prompt and output known so far; `num_sealed` of them are
+    registered in the pool as cached prefix. `rank` orders requests: the smallest goes first, the largest is preempted
+    first. A request with `adopted` has blocks that came with a reservation, or that it kept when it gave up its seat.
     """
 
     request_id: str
@@ -57,11 +48,11 @@ class Request:
     priority: int = 0
     ticket: Ticket | None = None
     pull: Ticket | None = None
-    tells_progress: bool = False
-    text_only: bool = False
+    tells_progress: bool = False  # the client gets updates while its prompt is computed
+    text_only: bool = False  # no stop ids, logprobs, penalties or grammar: all its decode steps are alike
     arrival_s: float = 0.0
-    since_s: float = 0.0
-    lacks_seat: bool = False
+    since_s: float = 0.0  # when it began to wait, or to run
+    lacks_seat: bool = False  # waits because `max_num_seqs` others run
     rank: tuple[float, int] = (0.0, 0)
     output_ids: list[int] = field(default_factory=list)
     state: State = State.WAITING
@@ -69,20 +60,20 @@ class Request:
     hashes: list[BlockHash] = field(default_factory=list)
     num_computed: int = 0
     num_planned: int = 0
-    num_due: int = 0
-    num_cached: int = 0
-    num_spared: int = 0
+    num_due: int = 0  # tokens that steps in flight sample
+    num_cached: int = 0  # tokens that its first admission found; a recomputation is not the client's gain
+    prefix_savings: int = 0  # tokens that were cached, or being computed, when it came
     num_sealed: int = 0
     num_preemptions: int = 0
-    num_given: int = 0
-    num_prompt_reported: int = 0
+    num_given: int = 0  # output tokens that came with the request
+    num_prompt_reported: int = 0  # prompt logprobs that the client has
     adopted: bool = False
-    waiting_on_block: BlockHash | None = None
-    load: Load | None = None
+    waiting_on_block: BlockHash | None = None  # another request computes it
+    onload: Onload | None = None  # blocks that come from the host before it can start
 
     @classmethod
     def of(cls, request: GenerateRequest, arrival_s: float) -> Request:
-        """Tokens that are known already were delivered with their prompt logprobs."""
+        """Prompt logprobs count as reported if output tokens came with the request."""
         return cls(
             request_id=request.request_id,
             prompt_ids=request.prompt_ids,
@@ -134,10 +125,26 @@ class Request:
         return self.prompt_ids[start:] + tuple(self.output_ids[: stop - prompt])
 
     def in_blocks(self, first: int, block_size: int) -> tuple[int, ...]:
-        """Token ids of the full blocks from the `first` on, perhaps with a rest after them: the prompt itself, not a
-        copy, if no block of the answer is full yet."""
+        """Token ids of the full blocks from block `first` on, perhaps with more after them: the prompt itself, not a
+        copy, if no block of the answer is full."""
         stop = self.num_tokens // block_size * block_size
         return self.prompt_ids if not first and stop <= self.num_prompt else self.tokens(first * block_size, stop)
+
+
+@dataclass(slots=True, eq=False)
+class Onload:
+    """Blocks on their way from the host to the device (`workers.scheduling.onloads`). `parent` is the hash before
+    `hashes`. `held` are blocks of a request that has gone meanwhile, or of an onload that is for none."""
+
+    load_id: int
+    request: Request | None
+    slots: Sequence[int]
+    block_ids: Sequence[int]
+    hashes: Sequence[BlockHash]
+    parent: BlockHash
+    num_clears: int
+    held: list[int] = field(default_factory=list)
+    done: bool = False
 
 
 def _text_only(sampling: SamplingParams) -> bool:

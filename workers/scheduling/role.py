@@ -1,9 +1,9 @@
-"""What a pool decides for its engine. The engine asks; it never knows which pool it serves.
+"""What a pool decides for its engine, which does not know which pool it serves.
 
-``tick`` is called once at the head of every step, from the engine's thread, also when nothing runs. A role that moves
-KV does its work there: it reads and writes the engine's blocks between two launches. A step may be in flight then: it
-writes only positions beyond `num_computed` of requests it computes, and reads only blocks that they hold. So what is
-computed may be read, and blocks that were reserved may be written.
+The engine calls `tick` once at the head of every step, from its thread, also when nothing runs. A role that moves KV
+does its work there: it reads and writes the engine's blocks between two launches. A step in flight writes only
+positions beyond `num_computed` of its requests, and reads only blocks that they hold. So the role may read computed
+positions, and write reserved blocks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import Protocol, TypedDict
 from protos.errors import BatonError, InvalidRequest
 from protos.values import BlockHash, GenerateRequest, LaneLoad, Ticket
 from workers.batch import Batch
-from workers.scheduling.host_loads import Load
-from workers.scheduling.request import Request
+from workers.scheduling.request import Onload, Request
 
 
 class Disposition(Enum):
-    """What happens to a request whose prompt has just been read and whose first token has just been sampled."""
+    """What happens to a request whose prompt was computed and whose first token was sampled."""
 
     KEEP = auto()  # go on decoding here
     HOLD = auto()  # finish it for the client ("prefilled"), keep its blocks until `tick` releases it
@@ -30,12 +29,14 @@ class Disposition(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """`moved`: running requests that go on elsewhere, and are HELD from now on. `stayed`: those that were to move and
-    cannot; they go on here. `released`: held requests whose blocks may go now. `failed`: requests that cannot go on;
-    their blocks go too.
+    """What came of transfers, by request id; unknown ids are ignored.
 
-    The role has let go of the last two already: `forget` is not called for them. Ids the engine does not know are
-    ignored.
+    - `moved`: running requests that continue on another worker, and are HELD from now on;
+    - `stayed`: requests that could not be migrated, and continue here;
+    - `released`: held requests whose blocks may be freed;
+    - `failed`: requests that cannot continue, and whose blocks are freed.
+
+    `Role.drop` is not called for `released` and `failed`.
     """
 
     moved: Sequence[str] = ()
@@ -44,8 +45,8 @@ class Tick:
     failed: Sequence[tuple[str, BatonError]] = ()
 
 
-class Moving(TypedDict, total=False):
-    """Of a `WorkerLoad`: its tickets and transfers."""
+class TransferLoad(TypedDict, total=False):
+    """The fields of a `WorkerLoad` about tickets and transfers."""
 
     num_tickets: int
     transfer_bytes: int
@@ -58,16 +59,16 @@ class Moving(TypedDict, total=False):
 
 
 class Role(Protocol):
-    def promised(self, request: GenerateRequest) -> bool:
-        """Are blocks reserved here for a request that has not come yet?"""
+    def has_reservation(self, request: GenerateRequest) -> bool:
+        """Are blocks reserved for this request, which is not submitted yet?"""
         ...
 
     def admissible(self, request: Request, now: float) -> bool:
         """May this waiting request enter the batch? Called for every waiting request, every step; must be cheap.
 
-        A decode role answers True once the request's ticket has arrived, and hands the ticket's blocks to the
-        request then (`request.block_ids`, `num_computed`, `num_cached`, `adopted = True`). It is not asked again for
-        a request that has adopted blocks, nor for one that was preempted: that one recomputes what it lost, here.
+        A decode role returns True once the request's ticket has arrived, and gives the ticket's blocks to the request
+        then (`request.block_ids`, `num_computed`, `num_cached`, `adopted = True`). Not called again for a request that
+        has adopted blocks, nor for one that was preempted: that one recomputes its KV here.
         """
         ...
 
@@ -75,57 +76,55 @@ class Role(Protocol):
         """Called once, with the first token this engine sampled for the request, unless it ended the request."""
         ...
 
-    def move(self, request: Request, ticket: Ticket, now: float) -> None:
-        """The request is to go on where the ticket is. A later `tick` says that it has moved, or has stayed. Raises
+    def migrate(self, request: Request, ticket: Ticket, now: float) -> None:
+        """Begins to migrate the request to the ticket's worker. A later `tick` returns it as moved or stayed. Raises
         InvalidRequest on a worker without lanes."""
         ...
 
-    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Load | None) -> int:
-        """Pushes cached blocks to the ticket: those of the chain `hashes` that are among its blocks and are here, or
-        are `coming` from the host. How many they are. Raises InvalidRequest or IncompatibleWorkers."""
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Onload | None) -> int:
+        """Pushes cached blocks to the ticket, and returns their number: blocks of the chain `hashes` that the ticket
+        has, and that are on the device or `coming` from the host. Raises InvalidRequest or IncompatibleWorkers."""
         ...
 
-    def forget(self, request: Request) -> None:
-        """The request was aborted or has ended: stop whatever still moves for it. Its blocks are freed by the
-        engine right after this returns, unless it is HELD: then `tick` releases it once nothing reads them. May be
-        called for requests the role never saw, and more than once."""
+    def drop(self, request: Request) -> None:
+        """The request was aborted or has ended: stops its transfers. The engine frees its blocks right after this
+        returns, unless it is HELD: then `tick` releases it once no transfer reads them. May be called for unknown
+        requests, and more than once."""
         ...
 
     def withdraw(self, request_id: str) -> bool:
-        """A request the engine does not know was aborted: gives back what was reserved for it. Was there anything?"""
+        """Frees what is reserved for a request that was aborted before it was submitted. False if nothing was."""
         ...
 
     def tick(self, now: float, num_in_flight: int) -> Tick:
-        """What has come of all that moves, and is to move on now. Steps in flight, of which there are so many, write
-        nothing that has been computed."""
+        """Advances all transfers and returns what came of them. The steps in flight write no computed position."""
         ...
 
     def is_behind(self) -> bool:
-        """Would `go_on` have something to move, now or soon?"""
+        """Would `advance_transfers` have something to do, now or soon?"""
         ...
 
-    def go_on(self, now: float, num_in_flight: int) -> None:
-        """While the engine waits for a step that its device computes: moves on what had been computed before it. The
-        next `tick` tells what comes of it."""
+    def advance_transfers(self, now: float, num_in_flight: int) -> None:
+        """Pushes KV computed before the step that the engine waits for. The next `tick` returns the results."""
         ...
 
     def launching(self, batch: Batch, now: float) -> None:
-        """The batch is launched next. A role that moves KV may have it watched while it is computed."""
+        """The batch is launched next. A role that moves KV may arm pushes for when its layers are computed."""
         ...
 
     def busy(self) -> bool:
-        """Is anything moving, so that the loop must keep ticking although nothing runs?"""
+        """Is there a transfer that needs further ticks although nothing runs?"""
         ...
 
-    def load(self) -> Moving:
-        """Of the worker's load, what only the role knows of."""
+    def load(self) -> TransferLoad:
+        """The role's part of the worker's load."""
         ...
 
 
 class Colocated:
-    """Serves prefill and decode in one process: nothing moves, everything stays."""
+    """Serves prefill and decode in one process, without transfers."""
 
-    def promised(self, request: GenerateRequest) -> bool:
+    def has_reservation(self, request: GenerateRequest) -> bool:
         return False
 
     def admissible(self, request: Request, now: float) -> bool:
@@ -134,13 +133,15 @@ class Colocated:
     def after_prefill(self, request: Request) -> Disposition:
         return Disposition.KEEP
 
-    def move(self, request: Request, ticket: Ticket, now: float) -> None:
-        raise InvalidRequest("this worker has no lanes: what runs here ends here", param="ticket")
+    def migrate(self, request: Request, ticket: Ticket, now: float) -> None:
+        raise InvalidRequest("this worker has no lanes and cannot migrate a request: let it end here", param="ticket")
 
-    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Load | None) -> int:
-        raise InvalidRequest("this worker has no lanes: it can push nothing", param="ticket")
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Onload | None) -> int:
+        raise InvalidRequest(
+            "this worker has no lanes and cannot push blocks: pull them from another worker", param="ticket"
+        )
 
-    def forget(self, request: Request) -> None:
+    def drop(self, request: Request) -> None:
         pass
 
     def withdraw(self, request_id: str) -> bool:
@@ -152,7 +153,7 @@ class Colocated:
     def is_behind(self) -> bool:
         return False
 
-    def go_on(self, now: float, num_in_flight: int) -> None:
+    def advance_transfers(self, now: float, num_in_flight: int) -> None:
         pass
 
     def launching(self, batch: Batch, now: float) -> None:
@@ -161,5 +162,5 @@ class Colocated:
     def busy(self) -> bool:
         return False
 
-    def load(self) -> Moving:
+    def load(self) -> TransferLoad:
         return {}

@@ -1,30 +1,29 @@
-"""Which tokens each step computes, in which blocks, and what a sampled token means. Pure: no torch, no clock.
+"""Which tokens each step computes, in which blocks, and what sampled tokens mean. Pure: no torch, no clock.
 
     add ──▶ WAITING ── plan: blocks for all its tokens ──▶ RUNNING ── apply: a stop condition ──▶ FINISHED
-               ▲                                            │   └─── apply: the role says HOLD ──▶ HELD ── release ─▶
-               └──────── plan: somebody needs its blocks ───┘
+               ▲                                            │   └─── apply: the role answers HOLD ──▶ HELD ── release ─▶
+               └──────── plan: another needs its blocks ────┘
 
-A request whose first blocks are on the host waits on, with all its blocks and a seat, until they are loaded
-(`workers.scheduling.host_loads`); if nobody else computes meanwhile, it starts at once and the device waits.
+A request whose first blocks are on the host keeps waiting, with all its blocks and a seat, until they are loaded
+(`workers.scheduling.onloads`). If no other request computes meanwhile, it starts at once and the device waits.
 
-`plan` fills a step: first every sequence that decodes, one token each; then prompts under way; then new ones, as long
-as tokens, sequences and blocks last. A sequence gets blocks for all it knows when it is admitted, and one more
-whenever its answer grows into it. If there is none, the request of the largest rank gives up its own: so the one of
-the smallest rank always moves on, and everybody becomes that one.
+`plan` fills a step: first every sequence that decodes, one token each; then prompts under way; then new requests, as
+long as tokens, sequences and blocks last. A sequence gets blocks for all its tokens when it is admitted, and one more
+whenever its answer grows into it. If no block is free, the request of the largest rank is preempted: so the one of the
+smallest rank always proceeds, and in the end every request has the smallest rank.
 
-`plan` and `apply` meet only in the steps between them (`_in_flight`, oldest first). Step n + 1 may be planned before
+`plan` and `apply` share only the steps between them (`_in_flight`, oldest first). Step n + 1 may be planned before
 step n is applied; then
 
-- its decoding rows follow those of step n, whose tokens they take on the device;
-- a row sits the step out if its request is known to end in step n, or if its role may hand it over then. So does one
-  with penalties of whose tokens more than one is not known (the device counts one), and one with a grammar of whose
-  tokens any is: what may come next depends on it;
+- its decoding rows depend on those of step n, whose tokens they read on the device;
+- a request has no row in it if it is known to end in step n, if its role may hand it over then, or if the host needs
+  the token of step n to choose the next one (grammars, and penalties with two unknown tokens: the device counts one);
 - a request that turns out to have ended in step n has computed its row in vain;
 - blocks of a request that has gone are free when the last step that computes it is applied;
-- nobody is preempted: a plan that lacks blocks to grow into is None until step n is applied.
+- no request is preempted: a plan that lacks blocks to grow into is None until step n is applied.
 
-A request that is `late`, as its grammar takes long to say what may come next, is passed over and keeps what it has; if
-that shows only as it is sampled, its last position is computed again.
+A request whose grammar's mask is pending is left out and keeps what it has. If the mask is missing only when the row is
+sampled, its last position is computed again.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from workers.batch import Batch, Row, RowOutput, StepOutput
 from workers.config import SchedulerConfig
 from workers.kv.blocks import BlockPool
 from workers.scheduling.checks import check_request
-from workers.scheduling.host_loads import Loads
+from workers.scheduling.onloads import Onloads
 from workers.scheduling.pending_blocks import PendingBlocks
 from workers.scheduling.request import Request, State
 from workers.scheduling.role import Disposition, Role
 from workers.scheduling.step_rows import extend, may_follow, next_row
-from workers.scheduling.turns import givers, sit, step_back
+from workers.scheduling.turns import give_up_seat, take_seat, yielding
 
 
 def no_key(num_prompt: int) -> bytes:
-    """For models whose KV depends on tokens alone: nearly all."""
+    """Of models whose KV depends on tokens alone, as nearly all do."""
     return b""
 
 
@@ -59,7 +58,7 @@ def _rank(request: Request) -> tuple[float, int]:
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
+class _PlannedStep:
     """Planned and not applied. `freed`: blocks of requests that have gone since."""
 
     requests: tuple[Request, ...]
@@ -84,13 +83,13 @@ class Scheduler:
         """Longest sequence, prompt and answer, that fits an otherwise empty pool."""
         self._blocked = False
         self.num_preemptions = 0
-        self.loads = Loads(pool)
+        self.onloads = Onloads(pool)
         self._num_added = 0
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []  # by rank
         self._pending = PendingBlocks()  # of running prompts, not sealed yet
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[_PlannedStep] = deque()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -115,21 +114,21 @@ class Scheduler:
 
     @property
     def blocked(self) -> bool:
-        """Did the last plan leave a request waiting for want of blocks? Then nobody should reserve any. Once all who
-        waited have gone, there may be no plan any more to find that out."""
+        """Did the last plan leave a request waiting for lack of blocks? Then none should be reserved for tickets. False
+        once no request waits: there may be no further plan that would notice it."""
         return self._blocked and bool(self._waiting)
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Prompt tokens that are still to be computed; of those waiting without what is spared (`Loads.num_spared`)."""
+        """Prompt tokens still to be computed; for waiting requests without `Onloads.prefix_savings`."""
         left = [len(r.prompt_ids) + len(r.output_ids) - r.num_computed for r in self._running]  # of many: no calls
         running = sum([num for num in left if num > 1])
-        waiting = (r.num_to_compute - self.loads.num_spared(r) for r in self._waiting if not r.adopted)
+        waiting = (r.num_to_compute - self.onloads.prefix_savings(r) for r in self._waiting if not r.adopted)
         return running + sum(waiting)
 
     def has_requests(self) -> bool:
-        """Also those that are only held, or whose blocks are still being loaded though they have gone."""
-        return bool(self._requests) or len(self.loads) > 0
+        """Also true for held requests, and for onloads whose requests have gone."""
+        return bool(self._requests) or len(self.onloads) > 0
 
     # -- coming and going ----------------------------------------------------------------------------------------------
 
@@ -140,31 +139,31 @@ class Scheduler:
         request.rank = (now - asked.priority * self.config.priority_head_start_s, self._num_added)
         self._num_added += 1
         self._extend_hashes(request)
-        request.num_spared = self._spared(request)
+        request.prefix_savings = self._prefix_savings(request)
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_rank)
 
     def abort(self, request_ids: Iterable[str]) -> int:
-        """Ends requests wherever they are; how many were known. A step in flight may still compute them: in vain, and
+        """Ends requests in any state, and returns how many there were. A step in flight may still compute them in vain;
         their blocks are free when it is applied."""
         known = [self._requests[name] for name in dict.fromkeys(request_ids) if name in self._requests]
         for request in known:
             if request.state is State.HELD:
-                self.role.forget(request)
+                self.role.drop(request)
             else:
                 self._end(request)
         return len(known)
 
     def requests(self) -> Collection[Request]:
-        """All that are here, whatever their state."""
+        """Of every state."""
         return self._requests.values()
 
     def find(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
 
     def hold(self, request_id: str) -> bool:
-        """Takes a running request out of the batch, on the role's word: its blocks stay until `release`. What a step in
-        flight computes for it is dropped. False if it does not run."""
+        """Takes a running request out of the batch for its role; its blocks stay until `release`. What a step in flight
+        computes for it is dropped. False if it does not run."""
         request = self._requests.get(request_id)
         if request is None or request.state is not State.RUNNING:
             return False
@@ -173,7 +172,7 @@ class Scheduler:
         return True
 
     def release(self, request_id: str) -> bool:
-        """Ends a request on the role's own word, without telling it. False if there is none."""
+        """Ends a request for its role, without `Role.drop`. False if there is none."""
         request = self._requests.get(request_id)
         if request is not None:
             self._drop(request)
@@ -181,21 +180,21 @@ class Scheduler:
 
     # -- plan ----------------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float, late: Collection[str] = (), num_steps: int = 1) -> Batch | None:
+    def plan(self, now: float, mask_pending: Collection[str] = (), num_steps: int = 1) -> Batch | None:
         """The next batch, or None if nothing can run, or not before a step in flight is applied. Every batch must be
-        applied, in the order they were planned. Requests that are `late` neither begin nor decode.
+        applied, in the order they were planned. Requests in `mask_pending` neither begin nor decode.
 
         A batch of several steps must have all it needs: every running request decodes, none ends before the last step,
         and there are blocks for all of them."""
-        self.loads.poll()
-        if self._waiting and (leaving := givers(self._running, self._waiting, self.pool, self.config, now)):
+        self.onloads.poll()
+        if self._waiting and (leaving := yielding(self._running, self._waiting, self.pool, self.config, now)):
             if self._in_flight:
-                return None  # it has their rows
+                return None  # a step in flight has their rows
             for request in leaving:
                 self._unseat(request, now)
         rows: list[tuple[Request, Row]] = []
         budget = self.config.max_num_batched_tokens
-        decodable = [one for one in self._running if one.num_to_plan == 1 and one.request_id not in late]
+        decodable = [one for one in self._running if one.num_to_plan == 1 and one.request_id not in mask_pending]
         decoding = [(one, self._num_lacking(one, num_steps)) for one in decodable if self._has_token(one)]
         if self._in_flight and sum([num_lacking for _, num_lacking in decoding]) > self.pool.num_free:
             return None
@@ -206,18 +205,18 @@ class Scheduler:
         for request in self._running:
             if request.num_to_plan > 1 and budget > 0:
                 budget -= self._take_chunk(request, budget, rows)
-        self._admit(now, budget, rows, late)
-        while not rows and self.loads.settle_next():
-            self._admit(now, budget, rows, late)
+        self._admit(now, budget, rows, mask_pending)
+        while not rows and self.onloads.finish_next():
+            self._admit(now, budget, rows, mask_pending)
         if not rows:
             return None
         sampling = {request: index for index, (request, row) in enumerate(rows) if row.sample is not None}
         assert num_steps == 1 or len(sampling) == len(rows) == len(self._running), "not every request decodes"
-        self._in_flight.append(_Step(requests=tuple([request for request, _ in rows]), sampling=sampling))
+        self._in_flight.append(_PlannedStep(requests=tuple([request for request, _ in rows]), sampling=sampling))
         return Batch(rows=tuple([row for _, row in rows]), num_steps=num_steps)
 
     def _has_token(self, request: Request) -> bool:
-        """Is its last token known, or sampled by the step before, where the device finds it?"""
+        """Is its last token known, or does the step before sample it where the device can read it?"""
         return request.num_due == 0 or (request in self._in_flight[-1].sampling and may_follow(request, self.max_len))
 
     def _take_chunk(self, request: Request, budget: int, rows: list[tuple[Request, Row]]) -> int:
@@ -225,12 +224,12 @@ class Scheduler:
         rows.append((request, self._row(request, num_tokens)))
         return num_tokens
 
-    def _admit(self, now: float, budget: int, rows: list[tuple[Request, Row]], late: Collection[str]) -> None:
-        """Lets waiting requests in, by rank. The first that lacks blocks holds back all behind it, except those that
-        hold blocks already: only they can give them back."""
+    def _admit(self, now: float, budget: int, rows: list[tuple[Request, Row]], mask_pending: Collection[str]) -> None:
+        """Admits waiting requests by rank. The first that lacks blocks holds back all after it, except those that hold
+        blocks already: only they can free some."""
         self._blocked = False
         for request in self._waiting:
-            if request.request_id in late:
+            if request.request_id in mask_pending:
                 continue
             asked_before = bool(request.block_ids) or request.num_preemptions > 0
             if not asked_before and not self.role.admissible(request, now):
@@ -248,31 +247,31 @@ class Scheduler:
             if not self._provide(request, matched):
                 self._blocked = True
                 continue
-            if request.load is None or request.load.settled:
+            if request.onload is None or request.onload.done:
                 self._start(request, now)
                 budget -= self._take_chunk(request, budget, rows)
         self._waiting = [request for request in self._waiting if request.state is State.WAITING]
-        if self._blocked and not self._running and not self._in_flight and not len(self.loads):
+        if self._blocked and not self._running and not self._in_flight and not len(self.onloads):
             self._break_tie()
 
     def _is_seated(self, request: Request) -> bool:
-        """May it run as far as the number of sequences goes? One that is loaded has had its seat since that began."""
-        if request.load is not None:
-            return request.load.settled
-        return len(self._running) + self.loads.num_seats < self.config.max_num_seqs
+        """Is there a seat for it (`max_num_seqs`)? A request has one since its onload began."""
+        if request.onload is not None:
+            return request.onload.done
+        return len(self._running) + self.onloads.num_seats < self.config.max_num_seqs
 
     def _break_tie(self) -> None:
-        """Requests that adopted blocks, and each lack another one, would wait for each other for ever: the last in
-        rank gives up its own, and recomputes them when it is let in."""
+        """Requests that adopted blocks and each lack another one would wait for each other for ever: the last in rank
+        gives up its own, and recomputes them when it is admitted."""
         adopted = [request for request in self._waiting if request.adopted]
         if len(adopted) > 1:
             self._unqueue(adopted[-1])
             self._preempt(adopted[-1])
 
     def _match(self, request: Request) -> list[int] | None:
-        """Cached blocks the request can start from; None if it had better wait for those a sibling is computing.
+        """Cached blocks that the request can start from; None while another request computes more of them.
 
-        Waits until the last block they share is there (or the sibling is gone), and looks at that one only.
+        It waits until the last block they share is cached, or the other request has gone, and checks that one only.
         """
         if request.block_ids:
             return []
@@ -284,43 +283,42 @@ class Scheduler:
         request.waiting_on_block = usable[num_shared - 1] if num_shared > len(matched) else None
         return matched if request.waiting_on_block is None else None
 
-    def _spared(self, request: Request) -> int:
-        """Tokens that a newcomer need not compute if nothing is evicted before its turn."""
+    def _prefix_savings(self, request: Request) -> int:
+        """Tokens that a new request need not compute if nothing is evicted before its turn."""
         usable = request.hashes[: self._num_cacheable(request)]
         num_blocks = len(self.pool.match(usable))
-        num_blocks += self.loads.num_on_host(usable[num_blocks:])
+        num_blocks += self.onloads.num_on_host(usable[num_blocks:])
         num_blocks += self._pending.num_leading(usable[num_blocks:])
         return num_blocks * self.pool.block_size
 
     def _num_cacheable(self, request: Request) -> int:
-        """Blocks that need not be computed if they are cached: never the last token, which is to be sampled from,
-        nor prompt positions whose logprobs have been asked for."""
+        """Blocks that need not be computed if they are cached: without the last token, whose logits are needed, and
+        without prompt positions whose logprobs were requested."""
         limit = request.num_tokens - 1
         if request.owes_prompt_logprobs:
             limit = min(limit, request.num_prompt_reported)
         return limit // self.pool.block_size
 
     def _provide(self, request: Request, matched: list[int]) -> bool:
-        """All the blocks the request needs now, or none; those that the host has begin to be loaded. Leaves a block
-        for each running sequence to grow into, lest the newcomer be preempted at once; blocks that it holds already
-        are taken, so there it would help nobody."""
+        """All the blocks that the request needs now, or none; the onload of those on the host begins. A request that
+        holds no blocks yet must leave one for each running sequence to grow into, or it would be preempted at once."""
         holds = bool(request.block_ids)
-        slots = [] if holds else self.loads.pin(request.hashes[: self._num_cacheable(request)], len(matched))
+        slots = [] if holds else self.onloads.pin(request.hashes[: self._num_cacheable(request)], len(matched))
         self.pool.acquire(matched)
         needed = max(0, self.pool.blocks_for(request.num_tokens) - len(request.block_ids) - len(matched))
         headroom = 0 if holds else len(self._running)
         fresh = self.pool.allocate(needed) if self.pool.num_free >= needed + headroom else None
         if fresh is None:
             self.pool.release(matched)
-            self.loads.unpin(slots)
+            self.onloads.unpin(slots)
             return False
         request.block_ids += matched + fresh
         request.num_computed += len(matched) * self.pool.block_size
         request.num_sealed += len(matched)
         if slots:
-            self.loads.begin(request, slots)
+            self.onloads.begin(request, slots)
             self._pending.add(request, self._uncomputed(request))
-            self.loads.poll()
+            self.onloads.poll()
         return True
 
     def _uncomputed(self, request: Request) -> list[BlockHash]:
@@ -329,22 +327,22 @@ class Scheduler:
     def _start(self, request: Request, now: float) -> None:
         if request.num_preemptions == 0 and not request.adopted:
             request.num_cached = request.num_computed
-        if request.load is not None:
+        if request.onload is not None:
             num_blocks = request.num_computed // self.pool.block_size
             self._pending.discard(request, request.hashes[:num_blocks])
-            if request.load.num_clears != self.pool.num_clears:
+            if request.onload.num_clears != self.pool.num_clears:
                 request.num_sealed = num_blocks  # the cache was reset meanwhile: they are the request's own
         if not request.adopted:
-            self.loads.started(request, request.hashes[: self._num_cacheable(request)])
+            self.onloads.start(request, request.hashes[: self._num_cacheable(request)])
         request.num_planned = request.num_computed
-        sit(request, now)
+        take_seat(request, now)
         insort(self._running, request, key=_rank)
         self._pending.add(request, self._uncomputed(request))
         self._seal(request)
 
     def _grow(self, request: Request, num_blocks: int) -> bool:
-        """Blocks for the tokens about to be computed, if need be another request's. False: it was the last in rank
-        itself, and has been preempted."""
+        """Takes blocks for the next tokens, if need be those of other requests. False if the request was the last in
+        rank itself, and has been preempted."""
         while num_blocks > 0:
             if (fresh := self.pool.allocate(1)) is not None:
                 request.block_ids += fresh
@@ -372,10 +370,10 @@ class Scheduler:
         insort(self._waiting, request, key=_rank)
 
     def _unseat(self, request: Request, now: float) -> None:
-        """Out of the batch, behind those that wait, with its blocks."""
+        """From the batch to the end of the queue, with its blocks."""
         self._unqueue(request)
         self._pending.discard(request, request.hashes[request.num_sealed :])
-        step_back(request, self.config, now)
+        give_up_seat(request, self.config, now)
         insort(self._waiting, request, key=_rank)
 
     def _row(self, request: Request, num_tokens: int, num_steps: int = 1) -> Row:
@@ -455,7 +453,7 @@ class Scheduler:
         return FinishReason.PREFILLED
 
     def _seal(self, request: Request) -> None:
-        """Registers the blocks that have become full and computed, of prompt and answer alike."""
+        """Registers blocks that are full and computed, of prompt and answer, as cached prefix."""
         num_full = request.num_computed // self.pool.block_size
         if num_full == request.num_sealed:
             return
@@ -474,7 +472,7 @@ class Scheduler:
     # -- letting go ----------------------------------------------------------------------------------------------------
 
     def _end(self, request: Request) -> None:
-        self.role.forget(request)
+        self.role.drop(request)
         self._drop(request)
 
     def _drop(self, request: Request) -> None:
@@ -493,34 +491,34 @@ class Scheduler:
         step = self._last_step_of(request)
         if step is not None:
             step.freed.append(request.block_ids)
-        elif not self.loads.forget(request):
+        elif not self.onloads.drop(request):
             self.pool.release(request.block_ids)
         request.block_ids = []
         request.waiting_on_block = None
 
-    def _last_step_of(self, request: Request) -> _Step | None:
+    def _last_step_of(self, request: Request) -> _PlannedStep | None:
         return next((step for step in reversed(self._in_flight) if request in step.requests), None)
 
     # -- invariants ----------------------------------------------------------------------------------------------------
 
     def check_balance(self, num_reserved: int = 0) -> None:
-        """The part of `check_integrity` that is cheap enough for after every event: numbers of references."""
+        """The numbers of references: the part of `check_integrity` that is cheap enough after every event."""
         num_held = sum(len(request.block_ids) for request in self._requests.values())
-        num_loading = sum(1 for _ in self.loads.held_ids())
+        num_loading = sum(1 for _ in self.onloads.held_ids())
         self.pool.check_balance(num_reserved + self.num_leaving_blocks + num_held + num_loading)
 
     def check_integrity(self, reserved_ids: Sequence[int] = ()) -> None:
-        """Every reference in the pool is some request's, or one of `reserved_ids` (blocks reserved for tickets)."""
+        """Every reference in the pool belongs to a request, an onload or a ticket (`reserved_ids`)."""
         self.pool.check_integrity()
         for queue, state in ((self._waiting, State.WAITING), (self._running, State.RUNNING)):
             assert all(request.state is state for request in queue)
             assert all(a.rank < b.rank for a, b in pairwise(queue)), "a queue is out of order"
         held = [request for request in self._requests.values() if request.state is State.HELD]
         assert len(held) + len(self._waiting) + len(self._running) == len(self._requests)
-        assert len(self._running) + self.loads.num_seats <= self.config.max_num_seqs, "a batch has a seat too many"
+        assert len(self._running) + self.onloads.num_seats <= self.config.max_num_seqs, "a batch has a seat too many"
         references = Counter(reserved_ids)
         references.update(block_id for step in self._in_flight for freed in step.freed for block_id in freed)
-        references.update(self.loads.held_ids())
+        references.update(self.onloads.held_ids())
         for request in self._requests.values():
             references.update(request.block_ids)
             check_request(request, self.pool, sum(request in step.sampling for step in self._in_flight))
@@ -530,9 +528,9 @@ class Scheduler:
         self._pending.check_integrity()
 
     def assert_idle(self) -> None:
-        """Nothing is known of any request, and no block is held."""
+        """No request is here, and no block is held."""
         assert not self._requests, f"requests {sorted(self._requests)} are still here"
         assert not len(self._pending)
         assert not self._in_flight
-        assert not len(self.loads), "blocks are still being loaded"
+        assert not len(self.onloads), "blocks are still being loaded"
         self.pool.assert_idle()

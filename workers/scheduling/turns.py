@@ -13,15 +13,15 @@ from workers.config import SchedulerConfig
 from workers.kv.blocks import BlockPool
 from workers.scheduling.request import Request, State
 
-Rank = tuple[float, int]
+QueueRank = tuple[float, int]
 
 
-def givers(
+def yielding(
     running: Sequence[Request], waiting: Iterable[Request], pool: BlockPool, config: SchedulerConfig, now: float
 ) -> list[Request]:
-    """Of the running sequences those that give up their seats now, longest seated first: one for each that has waited
-    for a turn. Only one that decodes gives up its seat, and to none of less priority; none does where blocks are short,
-    since it would keep its own, and others would be preempted for the lack of them."""
+    """Running sequences that give up their seats now, longest seated first: one for each overdue request. Only a
+    sequence that decodes does so, and only to one of no less priority. None does while blocks are short: it would keep
+    its own, and others would be preempted for lack of them."""
     if pool.num_free < len(running):
         return []
     overdue = [request for request in waiting if request.lacks_seat and now - request.since_s >= config.time_slice_s]
@@ -40,17 +40,17 @@ def givers(
     return found
 
 
-def sit(request: Request, now: float) -> None:
+def take_seat(request: Request, now: float) -> None:
     request.state, request.since_s, request.lacks_seat = State.RUNNING, now, False
 
 
-def step_back(request: Request, config: SchedulerConfig, now: float) -> None:
-    """It waits behind all that wait, and keeps its blocks."""
+def give_up_seat(request: Request, config: SchedulerConfig, now: float) -> None:
+    """The request waits behind all others, and keeps its blocks."""
     request.rank = _rank_behind(request, config, now)
     request.state, request.adopted = State.WAITING, True
     request.since_s, request.lacks_seat = now, True
 
 
-def _rank_behind(request: Request, config: SchedulerConfig, now: float) -> Rank:
-    """Where it would be in line if it came now."""
+def _rank_behind(request: Request, config: SchedulerConfig, now: float) -> QueueRank:
+    """Its rank if it came now."""
     return now - request.priority * config.priority_head_start_s, request.rank[1]

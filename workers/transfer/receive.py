@@ -30,7 +30,7 @@ from protos.values import KVLayout, ReserveRequest, Ticket, TicketStats
 from workers.engine.engine import Engine
 from workers.kv.blocks import BlockPool
 from workers.scheduling.request import Request
-from workers.scheduling.role import Moving
+from workers.scheduling.role import TransferLoad
 from workers.scheduling.scheduler import no_key
 from workers.transfer.transfer_leader import TransferLeader
 
@@ -254,7 +254,7 @@ class Incoming:
         """Also while a ticket is out: its lease must be able to end."""
         return bool(len(self.ledger) or self._failed)
 
-    def load(self) -> Moving:
+    def load(self) -> TransferLoad:
         return {
             "num_tickets": len(self.ledger),
             "transfer_bytes": self._num_bytes,

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from kvtransfer.ledger import Ledger
 from protos.values import BlockHash, GenerateRequest, ReserveRequest, Ticket, TicketStats
-from workers.scheduling.host_loads import Load
-from workers.scheduling.request import Request
-from workers.scheduling.role import Moving, Tick
+from workers.scheduling.request import Onload, Request
+from workers.scheduling.role import Tick, TransferLoad
 from workers.transfer.receive import Incoming
 from workers.transfer.send import Outgoing
 from workers.transfer.transfer_leader import TransferLeader
@@ -37,7 +36,7 @@ class MovingRole:
         """Is the ticket for KV that comes to this worker, and not for KV that it sends?"""
         return ticket.destination.worker_id == self._transfers.address.worker_id
 
-    def promised(self, request: GenerateRequest) -> bool:
+    def has_reservation(self, request: GenerateRequest) -> bool:
         return request.ticket is not None and self.incoming.holds(request.ticket)
 
     def next_deadline_s(self) -> float:
@@ -47,13 +46,13 @@ class MovingRole:
     def tickets(self, now: float) -> tuple[TicketStats, ...]:
         return self.incoming.stats(now) + self.outgoing.stats(now)
 
-    def move(self, request: Request, ticket: Ticket, now: float) -> None:
+    def migrate(self, request: Request, ticket: Ticket, now: float) -> None:
         self.outgoing.move(request, ticket, now)
 
-    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Load | None) -> int:
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Onload | None) -> int:
         return self.outgoing.share(ticket, hashes, now, coming)
 
-    def forget(self, request: Request) -> None:
+    def drop(self, request: Request) -> None:
         self.incoming.forget(request)
         self.outgoing.forget(request)
 
@@ -68,16 +67,16 @@ class MovingRole:
     def is_behind(self) -> bool:
         return self.outgoing.is_behind()
 
-    def go_on(self, now: float, num_in_flight: int) -> None:
+    def advance_transfers(self, now: float, num_in_flight: int) -> None:
         self.incoming.receive(now)
         self.outgoing.go_on(now, num_in_flight)
 
     def busy(self) -> bool:
         return self.incoming.busy() or self.outgoing.busy() or self._transfers.busy()
 
-    def load(self) -> Moving:
+    def load(self) -> TransferLoad:
         come, gone = self.incoming.load(), self.outgoing.load()
-        both: Moving = {
+        both: TransferLoad = {
             "num_tickets": come["num_tickets"] + gone["num_tickets"],
             "transfer_bytes": come["transfer_bytes"] + gone["transfer_bytes"],
             "transfer_s": come["transfer_s"] + gone["transfer_s"],

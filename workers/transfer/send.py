@@ -23,9 +23,8 @@ from protos.errors import BatonError, InvalidRequest, TransferFailed
 from protos.values import BlockHash, KVLayout, Ticket, TicketStats
 from workers.batch import Batch
 from workers.kv.blocks import BlockPool
-from workers.scheduling.host_loads import Load
-from workers.scheduling.request import Request, State
-from workers.scheduling.role import Moving, Tick
+from workers.scheduling.request import Onload, Request, State
+from workers.scheduling.role import Tick, TransferLoad
 from workers.transfer.transfer_leader import TransferLeader
 
 log = logging.getLogger("baton.worker")
@@ -43,11 +42,11 @@ class Shared:
     block_ids: Sequence[int]
     num_tokens: int
     num_here: int
-    coming: Load | None = None
+    coming: Onload | None = None
 
     @property
     def complete(self) -> bool:
-        return self.coming is None or self.coming.settled
+        return self.coming is None or self.coming.done
 
     @property
     def num_computed(self) -> int:
@@ -160,14 +159,14 @@ class Outgoing:
         except BatonError as error:
             self._stayed[request.request_id] = error
 
-    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Load | None = None) -> int:
+    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Onload | None = None) -> int:
         """Pushes those of the ticket's blocks that are cached, up to the first that is not: how many they are. The
         hashes are those of blocks of this worker's size, which may be another one than the ticket's. What is `coming`
         follows what the device has."""
         session = self._open(ticket, now)
         block_ids = self._pool.match(hashes)
         num_here = len(block_ids) * self._pool.block_size
-        if coming is not None and not coming.settled:
+        if coming is not None and not coming.done:
             first = hashes.index(coming.hashes[0])  # another load may have brought this block meanwhile
             block_ids = [*block_ids[:first], *coming.block_ids]
             num_here = first * self._pool.block_size
@@ -284,7 +283,7 @@ class Outgoing:
     def busy(self) -> bool:
         return bool(self._pushes or self._moved or self._released or self._failed or self._stayed)
 
-    def load(self) -> Moving:
+    def load(self) -> TransferLoad:
         return {
             "num_tickets": len(self._pushes),
             "transfer_bytes": self._num_bytes,

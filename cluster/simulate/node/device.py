@@ -36,7 +36,7 @@ class Payload:
 
 
 @dataclass(slots=True)
-class Tally:
+class DeviceWork:
     """What a device has done: a step's time is shared out by tokens between prompts and answers."""
 
     prompt_s: float = 0.0
@@ -95,7 +95,7 @@ class Device:
     ) -> None:
         self.now_s = 0.0
         self.slowness = 1.0
-        self.tally = Tally()
+        self.work = DeviceWork()
         self.began: dict[str, int] = {}
         self.last = Batch(rows=())
         self.last_s = 0.0
@@ -125,7 +125,7 @@ class Device:
         sizes = [(row.num_tokens, row.stop) for row in batch.rows]
         step = step_of(sizes)
         step_s = self._step_s(self._num_launched, step)
-        self.tally.count(step, sum([num == 1 for num, _ in sizes]), step_s)
+        self.work.count(step, sum([num == 1 for num, _ in sizes]), step_s)
         self._output = self._compute(batch)
         return self._launched(batch, step_s, max(self._free_s, self.now_s) + step_s)
 
@@ -166,7 +166,7 @@ class Device:
         for row in rows:
             token_ids, totals[row.request_id] = self._decode(row, self._tokens(row)[-1], num_steps)
             outputs.append(RowOutput(token_ids=token_ids))
-        self.tally.count_decode(len(rows), steps_s)
+        self.work.count_decode(len(rows), steps_s)
         self._totals, self._output = totals, StepOutput(rows=tuple(outputs), ends_s=tuple(ends_s))
         return self._launched(batch, steps_s[-1], ends_s[-1])
 

@@ -28,7 +28,7 @@ from cluster.simulate.world.clock import Timer, running_loop
 from protos.values import Health, KVEvents, SequenceUpdate, StepMessage, WorkerLoad
 from workers.engine.engine import Engine
 from workers.rpc.loop import IDLE_TICK_S
-from workers.rpc.progress import Progress
+from workers.rpc.progress import StepProgress
 
 Result = TypeVar("Result")
 
@@ -40,7 +40,7 @@ LEAST_CALM = 3
 _BUT_STEP = attrgetter(*(field.name for field in fields(WorkerLoad) if field.name != "step"))
 
 
-class EngineTurns:
+class SimulatedEngineLoop:
     """`workers.rpc.loop.Turns`. `publish` is called with each step's message when the step is over.
 
     `move` lands the KV that has come and sends what can be sent: may a request begin, or end, by it? `go_on` does so as
@@ -89,7 +89,7 @@ class EngineTurns:
         self._ahead_s: Sequence[float] = ()  # when the steps of a leap are over
         self._num_calm = 0
         self._num_rows = 0
-        self._progress = Progress(stall_s=stall_s, now=self._loop.time())
+        self._progress = StepProgress(stall_s=stall_s, now=self._loop.time())
         self._told = engine.load()
         self._stopped = False
         self._frozen = False
@@ -148,7 +148,7 @@ class EngineTurns:
     def _rouse(self) -> None:
         if self._cut():
             return
-        self.settle()
+        self.flush()
         if not self._busy:
             self._arm(self._loop.time())
 
@@ -171,7 +171,7 @@ class EngineTurns:
         self._disarm()
 
     def freeze(self) -> None:
-        self.settle()
+        self.flush()
         self._frozen = True
 
     def thaw(self) -> None:
@@ -200,7 +200,7 @@ class EngineTurns:
         if self._frozen:
             return
         if self._ahead_s:
-            self.settle()
+            self.flush()
             self._finish()
         elif self._busy:
             self._finish()
@@ -392,7 +392,7 @@ class EngineTurns:
         """Does a gateway hear of the last of so many steps after it has sent what ends the leap?"""
         return num_over > 0 and self._ahead_s[num_over - 1] > self._loop.time() - self._round_trip_s
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Takes the steps of a leap that are over by now, and begins the one under way, which ends as any other."""
         ahead_s = self._ahead_s
         if not ahead_s:

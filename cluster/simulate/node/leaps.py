@@ -40,7 +40,7 @@ def num_uniform(scheduler: Scheduler, last: Batch, num_in_flight: int) -> int:
     """How many steps from here on are alike, the one that takes or fills a block included, with so many launched
     already. They continue the `last` batch: it must have sampled for the running sequences, and for no others."""
     running = scheduler.running
-    if num_in_flight > 1 or not running or scheduler.num_waiting or len(scheduler.loads):
+    if num_in_flight > 1 or not running or scheduler.num_waiting or len(scheduler.onloads):
         return 0
     if len(last.rows) != len(running) or scheduler.num_leaving_blocks:
         return 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.simulate.latency.base import Latency
 from cluster.simulate.node.device import Device
-from cluster.simulate.node.engine_loop import EngineTurns
+from cluster.simulate.node.engine_loop import SimulatedEngineLoop
 from cluster.simulate.node.host_tier import HostMemory
 from cluster.simulate.node.itl import Gaps
 from cluster.simulate.node.watched import TicketWatch, WatchedEngine, WatchedPool
@@ -102,7 +102,7 @@ class SimulatedWorker:
         scheduler = Scheduler(spec.scheduler, pool, self.role)
         self.engine = self._make_engine(scheduler, sender)
         self.servicer = self._make_servicer()
-        self.turns = EngineTurns(
+        self.turns = SimulatedEngineLoop(
             self.engine,
             self.device,
             publish=self.servicer.publish,
@@ -200,12 +200,12 @@ class SimulatedWorker:
     def slow(self, factor: float) -> None:
         """Steps take `factor` times as long from now on."""
         self._was_held_up = True
-        self.turns.settle()
+        self.turns.flush()
         self.device.slowness = factor
 
     def jump(self, seconds: float) -> None:
         """Its host's clock goes so much ahead at once."""
-        self.turns.settle()
+        self.turns.flush()
         self._skew_s += seconds
         self.turns.skew_s += seconds
         self.turns.attend()
@@ -308,7 +308,7 @@ class SimulatedWorker:
 
     def _go_on(self, now: float) -> None:
         if self.role.is_behind():
-            self.role.go_on(now, self.engine.num_in_flight)
+            self.role.advance_transfers(now, self.engine.num_in_flight)
 
     def _ring(self) -> None:
         self.turns.attend()

@@ -158,13 +158,13 @@ def _by_role(served: Sequence[Served]) -> Mapping[str, list[Served]]:
 def _pool(role: str, lives: Sequence[Served]) -> Pool:
     tokens: dict[str, int] = {}
     for life in lives:
-        done = life.tally.num_prompt_tokens + life.tally.num_answer_tokens
+        done = life.work.num_prompt_tokens + life.work.num_answer_tokens
         tokens[life.worker_id] = tokens.get(life.worker_id, 0) + done
     mean = sum(tokens.values()) / len(tokens)
     return Pool(
         role=role,
         num_workers=len(tokens),
-        busy=sum(life.tally.busy_s for life in lives) / sum(life.lived_s for life in lives),
+        busy=sum(life.work.busy_s for life in lives) / sum(life.lived_s for life in lives),
         imbalance=max(tokens.values()) / mean if mean else 1.0,
     )
 
@@ -173,8 +173,8 @@ def _costs(outcome: Outcome, report: Report) -> Costs:
     config = outcome.config
     gpu_hours = sum(life.lived_s * config.gpus_of(life.role) for life in outcome.served) / 3600
     usd = gpu_hours * config.usd_per_gpu_hour
-    prompt_s = sum(life.tally.prompt_s for life in outcome.served)
-    answer_s = sum(life.tally.answer_s for life in outcome.served)
+    prompt_s = sum(life.work.prompt_s for life in outcome.served)
+    answer_s = sum(life.work.answer_s for life in outcome.served)
     whole = [record for record in outcome.records if not record.error]
     latency = config.spec_of(WorkerRole.PREFILL).latency
     cached_s = min(prompt_s, sum(_looking_s(latency, record) for record in whole))

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from cluster.simulate.node.device import Tally
+from cluster.simulate.node.device import DeviceWork
 from cluster.simulate.node.itl import Gaps
 from cluster.simulate.node.worker import SimulatedWorker
 from cluster.simulate.run.config import SimulationConfig
@@ -103,7 +103,7 @@ class Served:
     worker_id: str
     role: WorkerRole
     lived_s: float
-    tally: Tally
+    work: DeviceWork
     load: WorkerLoad
 
 
@@ -169,7 +169,7 @@ class Deployment:
     def settle(self) -> None:
         """Ends every leap: somebody looks."""
         for worker in self.workers.values():
-            worker.turns.settle()
+            worker.turns.flush()
 
     def assert_no_faults(self) -> None:
         """The loops that must survive our own bugs have survived none."""
@@ -259,7 +259,7 @@ class Deployment:
             lived_s = self._loop.time() - launched_s
             self.served.append(
                 Served(
-                    worker_id=worker_id, role=plan.role, lived_s=lived_s, tally=worker.device.tally,
+                    worker_id=worker_id, role=plan.role, lived_s=lived_s, work=worker.device.work,
                     load=worker.engine.load(),
                 )
             )  # fmt: skip

@@ -79,7 +79,7 @@ class Invariants:
             assert num_waiting <= limit, f"{num_waiting} wait in line at {gateway.name}, {limit} may"
             gateway.admission.check_integrity()
         for worker in self._deployment.workers.values():
-            worker.turns.settle()
+            worker.turns.flush()
             worker.check()
             _check_queues(worker)
 

@@ -81,7 +81,7 @@ class Pool:
             ),
             self.now,
         )
-        self.old.engine.move(MoveRequest(request_id=request_id, ticket=ticket), self.now)
+        self.old.engine.migrate(MoveRequest(request_id=request_id, ticket=ticket), self.now)
         return ticket
 
     def go_on(self, request_id: str, ticket: Ticket) -> None:
@@ -302,7 +302,7 @@ def test_an_abort_at_any_time_leaves_nothing_behind(num_steps: int) -> None:
 def test_what_does_not_decode_yet_stays() -> None:
     pool = Pool()
     pool.run("r", prompt(9))
-    pool.old.engine.move(MoveRequest(request_id="r", ticket=_ticket(pool)), pool.now)
+    pool.old.engine.migrate(MoveRequest(request_id="r", ticket=_ticket(pool)), pool.now)
     pool.step()
     assert "not in decode" in pool.old.errors["r"].message
     pool.new.engine.abort(["t"])
@@ -313,7 +313,7 @@ def test_what_does_not_decode_yet_stays() -> None:
 def test_what_is_not_here_cannot_move() -> None:
     pool = Pool()
     with pytest.raises(UnknownRequest, match="nobody"):
-        pool.old.engine.move(MoveRequest(request_id="nobody", ticket=_ticket(pool)), 0.0)
+        pool.old.engine.migrate(MoveRequest(request_id="nobody", ticket=_ticket(pool)), 0.0)
 
 
 def test_a_preempted_sequence_moves_once_it_runs_again() -> None:

@@ -57,7 +57,7 @@ def moves(pair: Pair) -> None:
         ),
         pair.now,
     )
-    pair.decode.engine.move(MoveRequest(request_id="r", ticket=ticket), pair.now)
+    pair.decode.engine.migrate(MoveRequest(request_id="r", ticket=ticket), pair.now)
     while pair.decode.ended.get("r") is not FinishReason.MOVED:
         pair.step()
     after = replace(asked(), request_id="r.2", output_ids=pair.decode.tokens["r"], ticket=ticket)
@@ -91,6 +91,6 @@ def test_both_roles_keep_what_is_reserved_for_a_sequence_that_comes() -> None:
     ticket = pair.reserve("r", prompt(12))
     roles: tuple[Role, Role] = (pair.decode_role, pair.prefill_role)
     request = replace(asked(), prompt_ids=prompt(12), ticket=ticket)
-    assert [role.promised(request) for role in roles] == [True, False]
+    assert [role.has_reservation(request) for role in roles] == [True, False]
     pair.decode_role.withdraw("r")
     pair.finish()

@@ -134,7 +134,7 @@ def test_a_prompt_that_a_plan_has_preempted_is_not_pushed_while_its_step_is_wait
     block_ids, request.block_ids, request.num_computed = request.block_ids, [], 0
     pair.post.deliver(1)
     assert not pair.prefill_role.is_behind()
-    pair.prefill_role.go_on(pair.now, 0)
+    pair.prefill_role.advance_transfers(pair.now, 0)
     assert pair.post.num_carried == 1
     request.block_ids, request.num_computed = block_ids, 24
 

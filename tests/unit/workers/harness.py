@@ -202,7 +202,7 @@ class Handing(Colocated):
             self.held.append(request.request_id)
         return self.disposition
 
-    def forget(self, request: Request) -> None:
+    def drop(self, request: Request) -> None:
         self.forgotten.append(request.request_id)
 
     def tick(self, now: float, num_in_flight: int) -> Tick:
@@ -246,7 +246,7 @@ class Adopting(Colocated):
             request.adopted = True
         return True
 
-    def forget(self, request: Request) -> None:
+    def drop(self, request: Request) -> None:
         if request.request_id in self.blocks:
             assert self.pool is not None
             self.pool.release(self.blocks.pop(request.request_id))

@@ -14,13 +14,13 @@ from decode_pool.config import DecodeConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
-from workers.config import Seat, WorkerConfig
+from workers.config import RankId, WorkerConfig
 from workers.cores import Core, Cores
 
 CORE = Core(cpu=min(os.sched_getaffinity(0)), node=0)
 ORDERS = Orders(
     role=WorkerRole.DECODE, worker=WorkerConfig(model="m"), prefill=PrefillConfig(), decode=DecodeConfig(),
-    seat=Seat(worker_id="d0", incarnation=1),
+    seat=RankId(worker_id="d0", incarnation=1),
 )  # fmt: skip
 
 

@@ -24,11 +24,11 @@ from decode_pool.config import DecodeConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import Misconfigured, WorkerLost
 from protos.values import ErrorInfo, WorkerRole
-from workers.config import Seat, WorkerConfig
+from workers.config import RankId, WorkerConfig
 
 ORDERS = Orders(
     role=WorkerRole.DECODE, worker=WorkerConfig(model="m", bind_cores="off"), prefill=PrefillConfig(),
-    decode=DecodeConfig(), seat=Seat(worker_id="d0", incarnation=1),
+    decode=DecodeConfig(), seat=RankId(worker_id="d0", incarnation=1),
 )  # fmt: skip
 HOLDER = """
 import fcntl, sys

@@ -39,7 +39,7 @@ class Summing:
             raise InvalidRequest("nobody knows this grammar", param="grammar")
         self.known.setdefault(request_id, self.slow)
 
-    def late(self) -> set[str]:
+    def pending(self) -> set[str]:
         self.known = {name: max(0, looks - 1) for name, looks in self.known.items()}
         return {name for name, looks in self.known.items() if looks}
 

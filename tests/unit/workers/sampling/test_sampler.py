@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from protos.values import Logprobs, SamplingParams
 from workers.batch import RowOutput, Sample
-from workers.sampling.logprobs import Scores
+from workers.sampling.logprobs import TokenScores
 from workers.sampling.penalties import NONE, penalise
 from workers.sampling.philox import uniforms
 from workers.sampling.sampler import _mask, _mask_on_device
@@ -30,7 +30,7 @@ def sample(logits: torch.Tensor, samples: Sequence[Sample]) -> list[RowOutput]:
 
 
 def score(logits: torch.Tensor, token_ids: Sequence[int], nums_top: Sequence[int]) -> list[Logprobs]:
-    return Scores(logits, torch.tensor(token_ids), nums_top).fetch()
+    return TokenScores(logits, torch.tensor(token_ids), nums_top).fetch()
 
 
 def make(index: int = 0, *, prompt: Sequence[int] = (), output: Sequence[int] = (), ban: Sequence[int] = (),
