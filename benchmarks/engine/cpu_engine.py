@@ -140,10 +140,10 @@ def on_peer(
     python: Path, script: str, folder: Path, workloads: Sequence[TokenLoad], repeat: int, *more: str
 ) -> tuple[str, list[list[EngineRun]]]:
     """Its version, and its runs, with as many threads as this process has."""
-    asked = json.dumps([{k: v for k, v in asdict(workload).items() if k != "name"} for workload in workloads])
-    command = [str(python), str(PEERS / script), str(folder), asked, str(repeat), str(torch.get_num_threads()), *more]
-    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    answer = json.loads(next(line for line in told.stdout.splitlines() if line.startswith('{"version"')))
+    loads = json.dumps([{k: v for k, v in asdict(workload).items() if k != "name"} for workload in workloads])
+    command = [str(python), str(PEERS / script), str(folder), loads, str(repeat), str(torch.get_num_threads()), *more]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    answer = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"version"')))
     return answer["version"], [[EngineRun(**one) for one in runs] for runs in answer["rounds"]]
 
 

@@ -114,9 +114,9 @@ def measure(way: str) -> dict[str, float]:
     for count, gap_s in CASES:
         found = [asyncio.run(shares(port, count, gap_s)) for _ in range(ROUNDS)]
         uneven = [max(counts.values()) * PROCESSES / count for counts in found]
-        told = f"{count:3} connections, {1000 * gap_s:2g} ms between them"
-        print(f"{way:10} {told}: {median(uneven):.2f}, at worst {max(uneven):.2f}", flush=True)
-        middle[told] = median(uneven)
+        case = f"{count:3} connections, {1000 * gap_s:2g} ms between them"
+        print(f"{way:10} {case}: {median(uneven):.2f}, at worst {max(uneven):.2f}", flush=True)
+        middle[case] = median(uneven)
     for process in processes:
         process.kill()
         process.join()

@@ -125,7 +125,7 @@ class Steps(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self._message = message
 
     def service(self, details: Any) -> Any:
-        async def stream(asked: Any, context: Any) -> AsyncIterator[bytes]:
+        async def stream(request: Any, context: Any) -> AsyncIterator[bytes]:
             while True:
                 yield self._message
                 await asyncio.sleep(PAUSE_S)
@@ -203,8 +203,8 @@ async def requests() -> float:
 
 class Echo(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     def service(self, details: Any) -> Any:
-        async def stream(asked: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-            async for message in asked:
+        async def stream(request: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            async for message in request:
                 yield message
 
         return grpc.stream_stream_rpc_method_handler(stream)

@@ -59,11 +59,11 @@ def found(gateways: int, siblings: bool, seed: int, *, num_requests: int, rate: 
     )  # fmt: skip
 
 
-def row(told: Sequence[Found]) -> str:
-    one = told[0]
+def row(runs: Sequence[Found]) -> str:
+    one = runs[0]
     kind = "one gateway" if one.gateways == 1 else f"{one.gateways} {'siblings' if one.siblings else 'apart'}"
-    times = (mean(getattr(each, name) for each in told) * 1000 for name in ("mean_s", "p50_s", "p99_s"))
-    return f"{kind:14}" + "".join(f"{time:8.0f}" for time in times) + f"{sum(each.errors for each in told):8}"
+    times = (mean(getattr(each, name) for each in runs) * 1000 for name in ("mean_s", "p50_s", "p99_s"))
+    return f"{kind:14}" + "".join(f"{time:8.0f}" for time in times) + f"{sum(each.errors for each in runs):8}"
 
 
 def main(
@@ -77,9 +77,9 @@ def main(
     print(f"{'TTFT, ms':14}{'mean':>8}{'p50':>8}{'p99':>8}{'errors':>8}", flush=True)
     every = []
     for number, siblings in (case for case in CASES if not gateways or case[0] in gateways):
-        told = [found(number, siblings, one, num_requests=requests, rate=rate) for one in seed or (1, 2)]
-        print(row(told), flush=True)
-        every += told
+        runs = [found(number, siblings, one, num_requests=requests, rate=rate) for one in seed or (1, 2)]
+        print(row(runs), flush=True)
+        every += runs
     write_figures(json_file, requests=requests, rate=rate, found=[asdict(one) for one in every])
 
 

@@ -61,7 +61,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         return to_proto(Health(healthy=True))
 
     async def Reserve(self, request: Any, context: Any) -> Any:
-        raise NotImplementedError("a stub serves alone: nobody hands KV over to it")
+        raise NotImplementedError("a stub serves whole requests: no KV is handed over to it")
 
     Share = Stats = Drain = Abort = Profile = Reserve
 

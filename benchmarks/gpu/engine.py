@@ -217,12 +217,12 @@ def finish(engine: Engine) -> float:
 def decode_step_s(engine: Engine, chance: random.Random, batch: int, plan: EnginePlan) -> float:
     """From the report of one step to that of the next one, host and device together: the median of `num_steps`."""
     submit(engine, chance, batch, plan.context, 2 * plan.num_steps)
-    told: list[float] = []
+    ends: list[float] = []
     while engine.has_work():
         updates = engine.step(0.0)
         if len(updates) == batch and not any(update.finish_reason for update in updates):
-            told.append(time.perf_counter())
-    gaps = [after - before for before, after in pairwise(told)]
+            ends.append(time.perf_counter())
+    gaps = [after - before for before, after in pairwise(ends)]
     return statistics.median(gaps[-plan.num_steps :])
 
 
@@ -288,8 +288,8 @@ def on_transformers(folder: Path, plan: EnginePlan, device: str) -> ServedLoad:
             prompts, generation_config=generation, continuous_batching_config=small, persistent_manager=True
         )
         seconds = time.perf_counter() - start_s
-        told = [len(result.generated_tokens) for result in results.values()]
-        assert told == [work.output_len] * work.num_requests, f"transformers answered with {told} tokens"
+        lengths = [len(result.generated_tokens) for result in results.values()]
+        assert lengths == [work.output_len] * work.num_requests, f"transformers answered with {lengths} tokens"
     model.destroy_cached_continuous_batching_manager()
     return ServedLoad(engine="transformers", workload=work, seconds=seconds)
 

@@ -51,7 +51,7 @@ CHECKS = (
     _tests("attention", "PagedAttention keeps the contract of all backends", "tests/contract/test_attention.py"),
     _tests("engine", "greedy tokens are transformers', with graphs and without", "tests/gpu/test_engine_cuda.py"),
     _tests("steady-state", "no launch waits for the device", "tests/gpu/test_steady_state.py"),
-    _tests("host-tier", "evicted blocks come back, and nobody waits", "tests/gpu/test_host_tier_cuda.py"),
+    _tests("host-tier", "evicted blocks come back, and no step waits", "tests/gpu/test_host_tier_cuda.py"),
     _tests("ranks", "ranks meet over NCCL, also in a captured graph", "tests/gpu/test_ranks_nccl.py"),
     _tests("moving", "sequences move and prefixes are pulled between GPU workers", "tests/gpu/test_moving_cuda.py"),
     _tests("lanes", "lanes over CUDA IPC, NCCL and host memory", "tests/gpu/test_lanes_cuda.py"),
@@ -102,7 +102,7 @@ def verify(
     budget_s: float,
     commit: str,
     clock: Callable[[], float],
-    told: Callable[[str], object] = print,
+    report: Callable[[str], object] = print,
 ) -> list[CheckOutcome]:
     """Runs what has not passed yet at this commit, as far as the budget goes. All outcomes known are in `out`."""
     out.mkdir(parents=True, exist_ok=True)
@@ -113,15 +113,15 @@ def verify(
     for check in checks:
         before = known.get(check.name, {})
         if before.get("exit_code") == 0 and before.get("commit") == commit:
-            told(f"passed before   {check.name}")
+            report(f"passed before   {check.name}")
             continue
         if clock() - start_s + check.limit_s > budget_s:
-            told(f"not begun       {check.name}: may take {check.limit_s:.0f} s; call again")
+            report(f"not begun       {check.name}: may take {check.limit_s:.0f} s; call again")
             continue
         outcome = _run(check, out, commit, clock)
-        told(f"{'passed' if outcome.passed else 'FAILED':15} {check.name} ({outcome.seconds:.0f} s): {check.proves}")
+        report(f"{'passed' if outcome.passed else 'FAILED':15} {check.name} ({outcome.seconds:.0f} s): {check.proves}")
         if not outcome.passed:
-            told(outcome.output)
+            report(outcome.output)
         outcomes.append(outcome)
         known[check.name] = asdict(outcome)
         file.write_text(json.dumps(_record(list(known.values())), indent=2) + "\n")

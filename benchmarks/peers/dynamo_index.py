@@ -61,7 +61,7 @@ def main() -> None:
     applied_s, tree = best_s(filled, 3), filled()
     short = [named(b"".join(prompt)) for prompt in work.short_prompts]
     long = [named(b"".join(prompt)) for prompt in work.long_prompts]
-    told: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "version": metadata.version("ai-dynamo-runtime"),
         "applied_per_s": work.num_entries / applied_s,
         "match_80": latencies_us(partial(_match, tree, short), len(short)),
@@ -74,15 +74,15 @@ def main() -> None:
     del tree, work
     gc.collect()
     tokens = list(range(NUM_TOKENS))
-    told["hash_ids_per_s"] = tokens_per_s(lambda: core.compute_block_hash_for_seq(tokens, BLOCK_SIZE), NUM_TOKENS)
+    figures["hash_ids_per_s"] = tokens_per_s(lambda: core.compute_block_hash_for_seq(tokens, BLOCK_SIZE), NUM_TOKENS)
     tree, before = core.RadixTree(), resident_bytes()
     for number, (worker, packed) in enumerate(many_chains(NUM_MANY, NUM_WORKERS)):
         tree.apply_event(worker, stored(named(packed), number))
         if number % 1000 == 0:
             tree.find_matches([0])  # lets it keep up, so that no queue of events is counted
     tree.find_matches([0])
-    told["bytes_per_entry"] = (resident_bytes() - before) / NUM_MANY
-    print(json.dumps(told))
+    figures["bytes_per_entry"] = (resident_bytes() - before) / NUM_MANY
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

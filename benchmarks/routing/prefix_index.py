@@ -76,14 +76,14 @@ def measure(name: str) -> dict[str, Any]:
 
     gc.freeze()
     applied_s, index = best_s(filled, 3), filled()
-    told = {"applied_per_s": work.num_entries / applied_s} | _matches(index, work)
+    figures = {"applied_per_s": work.num_entries / applied_s} | _matches(index, work)
     sent.clear()
     del index, work
     gc.collect()
     tokens = tuple(range(NUM_TOKENS))
     packed_tokens = array("I", tokens).tobytes()
-    told["hash_packed_per_s"] = tokens_per_s(lambda: hashed(bytes(16), packed_tokens, BLOCK_SIZE * 4), NUM_TOKENS)
-    told["hash_ids_per_s"] = tokens_per_s(
+    figures["hash_packed_per_s"] = tokens_per_s(lambda: hashed(bytes(16), packed_tokens, BLOCK_SIZE * 4), NUM_TOKENS)
+    figures["hash_ids_per_s"] = tokens_per_s(
         lambda: (
             chain_hashes(tokens, BLOCK_SIZE)
             if hashed is fastest()
@@ -94,8 +94,8 @@ def measure(name: str) -> dict[str, Any]:
     index, before = make_index(), resident_bytes()
     for number, chain in many_chains(NUM_MANY, NUM_WORKERS):
         index.apply(f"w{number}", (BlockStored(hashes=Chain(chain)),))
-    told["bytes_per_entry"] = (resident_bytes() - before) / NUM_MANY
-    return told
+    figures["bytes_per_entry"] = (resident_bytes() - before) / NUM_MANY
+    return figures
 
 
 def _sent(chain: Chain, number: int) -> bytes:
@@ -149,8 +149,8 @@ async def warm_s(url: str) -> float:
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     with drawing(path, size=(6.4, 4)) as [[axes]]:
-        for name, told in found.items():
-            by_length = told["match_by_length"]
+        for name, figures in found.items():
+            by_length = figures["match_by_length"]
             axes.plot(
                 [int(n) for n in by_length], [one["p99_us"] for one in by_length.values()], marker="o", label=name
             )
@@ -163,29 +163,31 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
 def show(found: dict[str, dict[str, Any]]) -> None:
     table = Table("", *found)
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
-        "match, 80 blocks, p50 / p99, us": lambda told: _pair(told["match_80"]),
-        "match, 2,048 blocks, p50 / p99, us": lambda told: _pair(told["match_by_length"]["2048"]),
-        "event blocks applied, million/s": lambda told: f"{told['applied_per_s'] / 1e6:.2f}",
-        "bytes a block and worker, 10 million": lambda told: f"{told['bytes_per_entry']:.0f}",
-        "hash, blocks of 16, of a tuple or list, million tokens/s": lambda told: f"{told['hash_ids_per_s'] / 1e6:.0f}",
-        "hash, of packed tokens": lambda told: (
-            f"{told['hash_packed_per_s'] / 1e6:.0f}" if "hash_packed_per_s" in told else "-"
+        "match, 80 blocks, p50 / p99, us": lambda figures: _pair(figures["match_80"]),
+        "match, 2,048 blocks, p50 / p99, us": lambda figures: _pair(figures["match_by_length"]["2048"]),
+        "event blocks applied, million/s": lambda figures: f"{figures['applied_per_s'] / 1e6:.2f}",
+        "bytes a block and worker, 10 million": lambda figures: f"{figures['bytes_per_entry']:.0f}",
+        "hash, blocks of 16, of a tuple or list, million tokens/s": lambda figures: (
+            f"{figures['hash_ids_per_s'] / 1e6:.0f}"
+        ),
+        "hash, of packed tokens": lambda figures: (
+            f"{figures['hash_packed_per_s'] / 1e6:.0f}" if "hash_packed_per_s" in figures else "-"
         ),
     }
     for title, row in rows.items():
-        table.add_row(title, *(row(told) for told in found.values()))
+        table.add_row(title, *(row(figures) for figures in found.values()))
     Console().print(table)
 
 
-def _pair(told: dict[str, float]) -> str:
-    return f"{told['p50_us']:.1f} / {told['p99_us']:.1f}"
+def _pair(figures: dict[str, float]) -> str:
+    return f"{figures['p50_us']:.1f} / {figures['p99_us']:.1f}"
 
 
 def _apart(python: str, *arguments: str) -> dict[str, Any]:
     """The JSON that another process prints last."""
     ran = subprocess.run([python, "-m", *arguments], check=True, stdout=subprocess.PIPE, text=True)
-    told: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return told
+    figures: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return figures
 
 
 def main(
@@ -202,11 +204,11 @@ def main(
     if dynamo_python:
         found["Dynamo"] = _apart(dynamo_python, "benchmarks.peers.dynamo_index")
     show(found)
-    told: dict[str, Any] = {"found": found}
+    figures: dict[str, Any] = {"found": found}
     if redis:
-        told["warm_s"] = asyncio.run(warm_s(redis))
-        print(f"a gateway is warm from Redis after {told['warm_s']:.2f} s")
-    write_figures(json_file, **told)
+        figures["warm_s"] = asyncio.run(warm_s(redis))
+        print(f"a gateway is warm from Redis after {figures['warm_s']:.2f} s")
+    write_figures(json_file, **figures)
     if plot is not None:
         draw(found, plot)
 

@@ -69,12 +69,12 @@ class ReplayedRequest:
 
 def read_trace(path: Path, block_size: int) -> list[TraceRequest]:
     """Mooncake's format: equal ids at equal places are equal blocks. The last, partial block is never cached."""
-    asked = []
+    requests = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("{"):
             row = json.loads(line)
             full = row["hash_ids"][: row["input_length"] // block_size]
-            asked.append(
+            requests.append(
                 TraceRequest(
                     at_s=row["timestamp"] / 1000,
                     num_prompt=row["input_length"],
@@ -82,12 +82,12 @@ def read_trace(path: Path, block_size: int) -> list[TraceRequest]:
                     hashes=tuple(int(one).to_bytes(16, "little") for one in full),
                 )
             )
-    return asked
+    return requests
 
 
 def asked_of(sessions: Iterable[Session], block_size: int) -> list[TraceRequest]:
     """A generated workload as a trace would have it: answers take no time, and each prompt has those before it."""
-    asked: list[TraceRequest] = []
+    requests: list[TraceRequest] = []
     for session in sessions:
         at_s, spans, parent = session.due_s, list[Span](), b""
         hashes: list[BlockHash] = []
@@ -98,11 +98,11 @@ def asked_of(sessions: Iterable[Session], block_size: int) -> list[TraceRequest]
             for end in range((len(hashes) + 1) * block_size, num_prompt + 1, block_size):
                 parent = blake2b(parent + _within(spans, end - block_size, end), digest_size=16).digest()
                 hashes.append(parent)
-            asked.append(
+            requests.append(
                 TraceRequest(at_s=at_s, num_prompt=num_prompt, num_output=turn.num_output, hashes=tuple(hashes))
             )
             spans.append(Span(key=(_ANSWER, session.number * 1000 + number), num_tokens=turn.num_output))
-    return sorted(asked, key=lambda one: one.at_s)
+    return sorted(requests, key=lambda one: one.at_s)
 
 
 def _within(spans: Sequence[Span], start: int, end: int) -> bytes:
@@ -118,7 +118,7 @@ def _within(spans: Sequence[Span], start: int, end: int) -> bytes:
 
 @dataclass(slots=True)
 class _Running:
-    asked: TraceRequest
+    request: TraceRequest
     number: int
     decided_s: float
     ahead: int
@@ -143,7 +143,7 @@ class VirtualWorker:
         self.num_writing = 0
         self.queued_tokens = 0
         self.computed_tokens = 0
-        self.told = 0
+        self.num_sent = 0
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(
@@ -160,11 +160,11 @@ class VirtualWorker:
         if self.reading is not None or not self.waiting:
             return None
         one = self.waiting[0]
-        cached = self.pool.match(one.asked.hashes)
-        if len(cached) * self.pool.block_size >= one.asked.num_prompt:
+        cached = self.pool.match(one.request.hashes)
+        if len(cached) * self.pool.block_size >= one.request.num_prompt:
             cached.pop()
         self.pool.acquire(cached)
-        needed = self.pool.blocks_for(one.asked.num_prompt + one.asked.num_output) - len(cached)
+        needed = self.pool.blocks_for(one.request.num_prompt + one.request.num_output) - len(cached)
         fresh = self.pool.allocate(needed)
         if fresh is None:
             self.pool.release(cached)
@@ -173,7 +173,7 @@ class VirtualWorker:
         self.reading = one
         one.blocks = [*cached, *fresh]
         one.num_cached = len(cached) * self.pool.block_size
-        num_tokens = one.asked.num_prompt - one.num_cached
+        num_tokens = one.request.num_prompt - one.num_cached
         self.queued_tokens += one.counted - one.num_cached
         self.computed_tokens += num_tokens
         return num_tokens / self.pace.read_tokens_per_s
@@ -182,16 +182,16 @@ class VirtualWorker:
         """The prompt is read: the request, and how many seconds its answer takes from here."""
         one, self.reading = self.reading, None
         assert one is not None
-        self.queued_tokens -= one.asked.num_prompt - one.num_cached
+        self.queued_tokens -= one.request.num_prompt - one.num_cached
         parent = b""
-        for block, block_hash in zip(one.blocks, one.asked.hashes, strict=False):
+        for block, block_hash in zip(one.blocks, one.request.hashes, strict=False):
             if self.pool.hash_of(block) is None:
                 self.pool.seal(block, block_hash, parent)
             parent = block_hash
         self.num_writing += 1
         one.batch = self.num_writing
         step_s = self.pace.step_s + self.pace.step_each_s * self.num_writing
-        return one, step_s * (one.asked.num_output - 1)
+        return one, step_s * (one.request.num_output - 1)
 
     def has_written(self, one: _Running) -> None:
         self.num_writing -= 1
@@ -228,9 +228,9 @@ class Replay:
             self._feed.hello(worker.name, 1)
 
     def run(self, trace: Iterable[TraceRequest]) -> Sequence[ReplayedRequest]:
-        for asked in trace:
-            self._until(asked.at_s)
-            self._route(asked)
+        for request in trace:
+            self._until(request.at_s)
+            self._route(request)
         self._until(float("inf"))
         for worker in self.workers:
             worker.pool.assert_idle()
@@ -246,39 +246,39 @@ class Replay:
         self._num_due += 1
         heapq.heappush(self._due, (self._now + seconds, self._num_due, happen))
 
-    def _route(self, asked: TraceRequest) -> None:
-        matched = self._index.match(asked.hashes, now=self._now).blocks
-        candidates = self._candidates(matched, asked)
+    def _route(self, request: TraceRequest) -> None:
+        matched = self._index.match(request.hashes, now=self._now).blocks
+        candidates = self._candidates(matched, request)
         view = RequestView(
             request_id=f"r{self._num_decided}",
-            num_tokens=asked.num_prompt,
+            num_tokens=request.num_prompt,
             block_size=self._block_size,
             num_decided=self._num_decided,
-            session=self._sessions.of(Chain.of(asked.hashes), len(self.workers)),
+            session=self._sessions.of(Chain.of(request.hashes), len(self.workers)),
             answer_tokens=self.predictor.answer_tokens,
         )
         decision = self._policy(view, candidates)
         self._num_decided += 1
         number = next(i for i, worker in enumerate(self.workers) if worker.name == decision.decode)
         worker = self.workers[number]
-        num_cached = min(matched.get(worker.name, 0) * self._block_size, asked.num_prompt - 1)
+        num_cached = min(matched.get(worker.name, 0) * self._block_size, request.num_prompt - 1)
         load = worker.load()
         beside = load.num_running + load.num_waiting
-        self.predictor.routed(worker.name, ROLE, asked.num_prompt - num_cached, beside=beside, now=self._now)
-        self._index.expect(worker.name, asked.hashes, until=self._now + SIBLING_S)
+        self.predictor.routed(worker.name, ROLE, request.num_prompt - num_cached, beside=beside, now=self._now)
+        self._index.expect(worker.name, request.hashes, until=self._now + SIBLING_S)
         one = _Running(
-            asked=asked, number=number, decided_s=self._now, blocks=[],
+            request=request, number=number, decided_s=self._now, blocks=[],
             ahead=worker.queued_tokens, predicted_ttft_s=estimate(view, candidates, decision).ttft_s,
         )  # fmt: skip
         worker.waiting.append(one)
-        one.counted = len(worker.pool.match(asked.hashes)) * self._block_size
-        worker.queued_tokens += asked.num_prompt - one.counted
+        one.counted = len(worker.pool.match(request.hashes)) * self._block_size
+        worker.queued_tokens += request.num_prompt - one.counted
         self._begin(worker)
 
-    def _candidates(self, matched: Mapping[str, int], asked: TraceRequest) -> CandidateTable:
+    def _candidates(self, matched: Mapping[str, int], request: TraceRequest) -> CandidateTable:
         loads = [worker.load() for worker in self.workers]
         candidates = [
-            self._candidate(worker, load, matched.get(worker.name, 0), asked)
+            self._candidate(worker, load, matched.get(worker.name, 0), request)
             for worker, load in zip(self.workers, loads, strict=True)
         ]
         features = [
@@ -289,11 +289,11 @@ class Replay:
         self.predictor.predict(table, np.array(features).T, now=self._now)
         return table
 
-    def _candidate(self, worker: VirtualWorker, load: WorkerLoad, num_blocks: int, asked: TraceRequest) -> Candidate:
+    def _candidate(self, worker: VirtualWorker, load: WorkerLoad, num_blocks: int, request: TraceRequest) -> Candidate:
         return Candidate(
             worker_id=worker.name,
             role=ROLE,
-            num_cached_tokens=min(num_blocks * self._block_size, asked.num_prompt - 1),
+            num_cached_tokens=min(num_blocks * self._block_size, request.num_prompt - 1),
             num_requests=load.num_running + load.num_waiting,
             queued_prefill_tokens=load.queued_prefill_tokens,
             num_free_blocks=load.num_free_blocks,
@@ -309,7 +309,7 @@ class Replay:
     def _has_read(self, worker: VirtualWorker) -> None:
         one, writing_s = worker.has_read()
         one.first_s = self._now
-        num_tokens = one.ahead + one.asked.num_prompt - one.num_cached
+        num_tokens = one.ahead + one.request.num_prompt - one.num_cached
         seconds = self._now - one.decided_s
         self.predictor.saw_first_token(worker.name, ROLE, num_tokens=num_tokens, seconds=seconds, now=self._now)
         self._after(writing_s, lambda: self._has_written(worker, one))
@@ -317,7 +317,7 @@ class Replay:
 
     def _has_written(self, worker: VirtualWorker, one: _Running) -> None:
         worker.has_written(one)
-        num_tokens = one.asked.num_output
+        num_tokens = one.request.num_output
         if num_tokens > 1:
             tpot_s = (self._now - one.first_s) / (num_tokens - 1)
             self.predictor.saw_answer(
@@ -327,7 +327,7 @@ class Replay:
         self.outcomes.append(
             ReplayedRequest(
                 worker=one.number,
-                num_prompt=one.asked.num_prompt,
+                num_prompt=one.request.num_prompt,
                 num_cached=one.num_cached,
                 ttft_s=one.first_s - one.decided_s,
                 predicted_ttft_s=one.predicted_ttft_s,
@@ -338,8 +338,8 @@ class Replay:
 
     def _tell(self, worker: VirtualWorker) -> None:
         """The worker's news to the index, as its stream would bring them."""
-        events = worker.log.since(1, worker.told)
+        events = worker.log.since(1, worker.num_sent)
         assert events is not None
-        worker.told = worker.log.next_seq
+        worker.num_sent = worker.log.next_seq
         if events.events:
             self._feed.receive(worker.name, events)

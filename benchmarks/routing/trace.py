@@ -177,18 +177,18 @@ def trace_bench(
     plot: PlotFile = None,
 ) -> None:
     """A Markdown table on stdout."""
-    asked = asked_for(trace, workload, num_requests=num_requests, rate=rate, seed=seed)
+    requests = asked_for(trace, workload, num_requests=num_requests, rate=rate, seed=seed)
     rows: list[TraceFigures] = []
     typer.echo(HEAD)
     for num_workers in workers or (1, 4, 16):
-        found = compare(asked, policy or NAMES, num_workers=num_workers, num_blocks=blocks, utilisation=utilisation)
+        found = compare(requests, policy or NAMES, num_workers=num_workers, num_blocks=blocks, utilisation=utilisation)
         for one in found:
             typer.echo(row(one))
         rows += found
     write_figures(
         json_file,
         trace=trace.name if trace is not None else workload,
-        requests=len(asked),
+        requests=len(requests),
         block_size=BLOCK_SIZE,
         utilisation=utilisation,
         figures=[asdict(one) for one in rows],

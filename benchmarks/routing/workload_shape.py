@@ -37,11 +37,11 @@ class LoadShape:
     repeated: float
 
 
-def shape_of(asked: Sequence[TraceRequest], block_size: int = BLOCK_SIZE) -> LoadShape:
+def shape_of(requests: Sequence[TraceRequest], block_size: int = BLOCK_SIZE) -> LoadShape:
     seen: set[BlockHash] = set()
     last: dict[BlockHash, TraceRequest] = {}  # by the last full block of its prompt
     firsts, added, pauses_s, num_repeated = list[float](), list[float](), list[float](), 0
-    for one in asked:
+    for one in requests:
         num_repeated += block_size * sum(block in seen for block in one.hashes)
         seen.update(one.hashes)
         before = next((last[block] for block in reversed(one.hashes[1:]) if block in last), None)
@@ -52,10 +52,10 @@ def shape_of(asked: Sequence[TraceRequest], block_size: int = BLOCK_SIZE) -> Loa
             pauses_s.append(one.at_s - before.at_s)
         if len(one.hashes) > 1:
             last[one.hashes[-1]] = one
-    prompts = [float(one.num_prompt) for one in asked]
+    prompts = [float(one.num_prompt) for one in requests]
     return LoadShape(
         prompts=prompts,
-        answers=[float(one.num_output) for one in asked],
+        answers=[float(one.num_output) for one in requests],
         firsts=firsts,
         added=added,
         pauses_s=pauses_s,
@@ -66,8 +66,8 @@ def shape_of(asked: Sequence[TraceRequest], block_size: int = BLOCK_SIZE) -> Loa
 def quantiles(values: Sequence[float]) -> str:
     """Their mean, and the value at each of SHARES."""
     ordered = sorted(values) or [0.0]
-    told = [f"{ordered[min(len(ordered) - 1, int(share * len(ordered)))]:,.0f}" for share in SHARES]
-    return f"| {mean(ordered):,.0f} | {' | '.join(told)} |"
+    points = [f"{ordered[min(len(ordered) - 1, int(share * len(ordered)))]:,.0f}" for share in SHARES]
+    return f"| {mean(ordered):,.0f} | {' | '.join(points)} |"
 
 
 def shape(

@@ -63,10 +63,10 @@ def measured(engine: Engine, loads: tuple[tuple[int, int, int], ...]) -> list[di
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--model", type=Path, default=DEMO)
-    asked.add_argument("--threads", type=int, default=1)
-    given = asked.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args()
     torch.set_num_threads(given.threads)
     with opened(given.model) as engine:
         json.dump(measured(engine, LOADS), sys.stdout)

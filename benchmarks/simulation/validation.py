@@ -86,8 +86,8 @@ class MeanTimes:
     @classmethod
     def of(cls, file: Path) -> MeanTimes:
         """From the figures of `baton bench` or `baton simulate`."""
-        told = json.loads(file.read_text())
-        figures = told["figures"] if "figures" in told else told["runs"][0]["figures"]["report"]
+        saved = json.loads(file.read_text())
+        figures = saved["figures"] if "figures" in saved else saved["runs"][0]["figures"]["report"]
         return cls(ttft_s=figures["ttft_s"]["mean"], tpot_s=figures["tpot_s"]["mean"])
 
     @classmethod

@@ -383,8 +383,8 @@ def setup_table(setups: Sequence[Setup], plan: TransferPlan) -> Table:
     for head in ("lane", "open after", "memory at the source", "at the destination", "on the GPU, both ends"):
         table.add_column(head, justify="right")
     for one in setups:
-        told = one.source_bytes, one.destination_bytes, one.device_bytes
-        memory = (f"{num / 2**20:.2f} MiB" for num in told)
+        sizes = one.source_bytes, one.destination_bytes, one.device_bytes
+        memory = (f"{num / 2**20:.2f} MiB" for num in sizes)
         table.add_row(one.way, f"{one.seconds * 1000:.1f} ms", *memory)
     return table
 
@@ -446,17 +446,17 @@ def main(
         token_bytes=LAYOUT.block_bytes // LAYOUT.block_size,
     )
     beside = {stated: prompts(figures, stated, PROMPTS)}
-    asked: list[RequestTimes] = []
+    times: list[RequestTimes] = []
     if device == "cpu" and not tiny:
         local = local_model()
         beside[local] = prompts(figures, local, (LOCAL_PROMPT,))
-        asked = [one for name in LENGTHS for one in ask_clusters(requests, name)] if requests else []
+        times = [one for name in LENGTHS for one in ask_clusters(requests, name)] if requests else []
     console = Console(width=150)
     tables = [throughput_table(figures, plan), setup_table(setups, plan)]
     tables += [prompt_table(found, model) for model, found in beside.items()]
     if tiny:
         console.print(name_of(device))
-    for table in (*tables, *([asked_table(asked)] if asked else [])):
+    for table in (*tables, *([asked_table(times)] if times else [])):
         console.print(table)
     write_figures(
         as_json,
@@ -464,7 +464,7 @@ def main(
         setup=[asdict(one) for one in setups],
         models=[asdict(model) for model in beside],
         prompts=[asdict(one) for found in beside.values() for one in found],
-        requests=[asdict(one) for one in asked],
+        requests=[asdict(one) for one in times],
     )
     if plot is not None:
         draw(figures, plan, plot)

@@ -39,16 +39,16 @@ class ReceivedAnswer:
         return [later - earlier for earlier, later in pairs if later >= since_s and earlier < since_s + WINDOW_S]
 
 
-async def listen(client: httpx.AsyncClient, body: dict[str, Any], heard: ReceivedAnswer) -> None:
+async def listen(client: httpx.AsyncClient, body: dict[str, Any], received: ReceivedAnswer) -> None:
     async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                told = json.loads(line[6:])
-                heard.text += told["choices"][0]["text"]
-                heard.at_s.append(time.perf_counter())
-                if len(heard.at_s) == body["max_tokens"] // 3:
-                    heard.under_way.set()
+                event = json.loads(line[6:])
+                received.text += event["choices"][0]["text"]
+                received.at_s.append(time.perf_counter())
+                if len(received.at_s) == body["max_tokens"] // 3:
+                    received.under_way.set()
 
 
 async def ask(
@@ -56,11 +56,11 @@ async def ask(
 ) -> tuple[list[ReceivedAnswer], float]:
     """Drains the worker that runs most of the requests once they are under way; returns the answers, and when that
     was."""
-    heard = [ReceivedAnswer() for _ in bodies]
+    received = [ReceivedAnswer() for _ in bodies]
     async with asyncio.TaskGroup() as tasks:
-        for body, one in zip(bodies, heard, strict=True):
+        for body, one in zip(bodies, received, strict=True):
             tasks.create_task(listen(client, body, one))
-        for one in heard:
+        for one in received:
             await one.under_way.wait()
         since_s = time.perf_counter()
         if drain:
@@ -68,7 +68,7 @@ async def ask(
             busy = max(status["workers"], key=lambda worker: worker["load"]["num_running"])
             since_s = time.perf_counter()
             (await client.post(f"/admin/workers/{busy['worker_id']}/drain")).raise_for_status()
-    return heard, since_s
+    return received, since_s
 
 
 async def ready(client: httpx.AsyncClient) -> None:

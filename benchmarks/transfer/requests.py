@@ -102,9 +102,9 @@ def _ask(urls: dict[str, str], model: str, length: int, num_requests: int) -> li
             for name in rotated(tuple(urls), number):
                 if number == 1:  # the first warms up
                     before[name] = moved(client, urls[name])
-                told = ask(client, urls[name], prompt)
+                pair = ask(client, urls[name], prompt)
                 if number:
-                    times[name].append(told)
+                    times[name].append(pair)
         after = {name: moved(client, url) for name, url in urls.items()}
     found = []
     best = {name: tuple(map(min, zip(*own, strict=True))) for name, own in times.items()}
@@ -235,7 +235,7 @@ def asked_table(found: Sequence[RequestTimes]) -> Table:
         table.add_column(head, justify="right")
     for one in found:
         times = (one.first_s, one.second_s, one.first_added_s, one.second_added_s)
-        told = [f"{seconds * 1000:,.1f} ms" for seconds in times]
+        cells = [f"{seconds * 1000:,.1f} ms" for seconds in times]
         kv = (f"{one.share:.1%}", f"{one.moved_bytes / 2**20:.2f} MiB", f"{one.hidden:.0%}")
-        table.add_row(one.model, f"{one.num_tokens:,}", one.cluster, *told, *(kv if one.moved_bytes else ("", "", "")))
+        table.add_row(one.model, f"{one.num_tokens:,}", one.cluster, *cells, *(kv if one.moved_bytes else ("", "", "")))
     return table

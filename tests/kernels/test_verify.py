@@ -25,7 +25,12 @@ class Calls:
     def verify(self, *checks: Check, commit: str = "abc", budget_s: float = 500.0) -> dict[str, int | None]:
         ticks = count()
         outcomes = verify(
-            checks, self.out, budget_s=budget_s, commit=commit, clock=lambda: float(next(ticks)), told=self.told.append
+            checks,
+            self.out,
+            budget_s=budget_s,
+            commit=commit,
+            clock=lambda: float(next(ticks)),
+            report=self.told.append,
         )
         return {one.name: one.exit_code for one in outcomes}
 
